@@ -1,0 +1,80 @@
+"""What the ETL can be told: the sections `source` and `etl`, and the tree that `etl/job.py` reads."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from shardmill.config import DatasetConfig, SparkConfig
+from shardmill.options import NormalizeOptions, Section
+
+SPLITS = ("train", "validation", "test")
+
+
+class SourceConfig(Section):
+    """Where the images come from."""
+
+    uri: str = ""
+    """Root of the source images: a local folder or `s3://bucket/prefix`."""
+    kind: Literal["folders"] = "folders"
+    """`folders`: one folder per class, optionally inside `train/`, `val/`, `test/`."""
+
+
+class SplitFractions(Section):
+    """Shares of the splits, which a hash of each image's content decides; they must add up to 1."""
+
+    train: float = Field(default=0.8, ge=0, le=1)
+    validation: float = Field(default=0.1, ge=0, le=1)
+    test: float = Field(default=0.1, ge=0, le=1)
+
+
+class EtlConfig(NormalizeOptions):
+    """How images become shards."""
+
+    engine: Literal["spark"] = "spark"
+    """What runs the work units."""
+    formats: tuple[Literal["parquet", "tfrecord"], ...] = ("parquet",)
+    """Shard formats to write: `parquet`, `tfrecord`, or both."""
+    split_fractions: SplitFractions = SplitFractions()
+    """Used where the source has no split folders."""
+    max_reject_fraction: float = Field(default=0.05, ge=0, le=1)
+    """More rejected images than this share end the run with exit 7 before anything is published."""
+    seed: int = 0
+    """Decides the order of samples over the work units."""
+    shard_max_bytes: int = Field(default=128_000_000, ge=1)
+    """A shard is closed before it would grow past this."""
+    chunk_bytes: int = Field(default=4_000_000, ge=1)
+    """A chunk, the unit of reading, is closed when its stored images reach this."""
+    unit_min_images: int = Field(default=256, ge=1)
+    """A work unit holds at least this many sources, so that small datasets do not become tiny shards."""
+    scratch_dir: str = ""
+    """Local folder where tasks spool shards before they publish them; empty for the system's temporary folder."""
+
+    @field_validator("formats")
+    @classmethod
+    def _formats_once(cls, formats: tuple[str, ...]) -> tuple[str, ...]:
+        if not formats or len(set(formats)) != len(formats):
+            raise ValueError("a non-empty list of different formats")
+        return formats
+
+    @field_validator("split_fractions")
+    @classmethod
+    def _fractions_add_up(cls, fractions: SplitFractions) -> SplitFractions:
+        total = fractions.train + fractions.validation + fractions.test
+        if abs(total - 1) > 1e-6:
+            raise ValueError(f"fractions that add up to 1, and these add up to {total:g}")
+        return fractions
+
+    def normalize_options(self) -> NormalizeOptions:
+        """The part that decides pixels, and so belongs to the dataset's contract."""
+        return NormalizeOptions(**{name: getattr(self, name) for name in NormalizeOptions.model_fields})
+
+
+class EtlTree(Section):
+    """The sections that `etl/job.py` takes from the config file."""
+
+    source: SourceConfig = SourceConfig()
+    dataset: DatasetConfig = DatasetConfig()
+    etl: EtlConfig = EtlConfig()
+    spark: SparkConfig = SparkConfig()

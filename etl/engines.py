@@ -1,0 +1,110 @@
+"""Engines run `write_unit` over work units; a new one is a function and an entry in `ENGINES`."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
+
+from etl.units import WorkUnit
+from etl.write_unit import UnitTask, write_unit
+from shardmill import errors
+from shardmill.config import SparkConfig
+from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
+from shardmill.spark import spark_session
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+_POLL_SECONDS = 0.5
+
+
+def run_on_spark(
+    units: Sequence[WorkUnit], task: UnitTask, spark: SparkConfig, on_units_done: Callable[[int], None]
+) -> list[UnitResult]:
+    """One DataFrame row, one partition and one task for each unit. Spark moves the plan; images never cross the JVM.
+
+    `on_units_done` is told how many units have finished. Raises the tasks' own error after Spark's retries.
+    """
+    with spark_session("shardmill-etl", spark, spark.etl.conf) as session:
+        frame = _unit_frame(session, units)
+        results = frame.mapInArrow(_write_units(task), "unit_result string")
+        rows = _collect(session, results, on_units_done)
+    return [decode_unit_result(row) for row in rows]
+
+
+ENGINES: dict[str, Callable[[Sequence[WorkUnit], UnitTask, SparkConfig, Callable[[int], None]], list[UnitResult]]] = {
+    "spark": run_on_spark
+}
+
+
+def _unit_frame(session: SparkSession, units: Sequence[WorkUnit]) -> DataFrame:
+    adapter = TypeAdapter(WorkUnit)
+    rows = [(unit.index, adapter.dump_json(unit).decode()) for unit in units]
+    # As many slices as rows: each row is its own partition, so the slowest task is one unit and no more.
+    return session.createDataFrame(
+        session.sparkContext.parallelize(rows, numSlices=len(rows)), "unit_index int, unit string"
+    )
+
+
+def _write_units(task: UnitTask) -> Callable[[Iterable[pa.RecordBatch]], Iterable[pa.RecordBatch]]:
+    """The function that Spark ships to its tasks."""
+
+    def write_units(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+        import pyarrow as pa
+
+        adapter = TypeAdapter(WorkUnit)
+        for batch in batches:
+            for text in batch.column("unit").to_pylist():
+                result = write_unit(adapter.validate_json(text), task)
+                yield pa.RecordBatch.from_pydict({"unit_result": [encode_unit_result(result).decode()]})
+
+    return write_units
+
+
+def _collect(session: SparkSession, frame: DataFrame, on_units_done: Callable[[int], None]) -> list[str]:
+    """Run the job in a thread, so that this one can show progress and answer Ctrl-C."""
+    outcome: list[list[str] | Exception] = []
+
+    def collect() -> None:
+        try:
+            outcome.append([row.unit_result for row in frame.collect()])
+        except Exception as error:  # whatever Spark raises belongs to the thread that asked
+            outcome.append(error)
+
+    thread = threading.Thread(target=collect, name="shardmill-spark-job", daemon=True)
+    thread.start()
+    tracker = session.sparkContext.statusTracker()
+    try:
+        while thread.is_alive():
+            thread.join(_POLL_SECONDS)
+            stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+            done = max((stage.numCompletedTasks for stage in stages if stage is not None), default=0)
+            if done:
+                on_units_done(done)
+    except BaseException:
+        session.sparkContext.cancelAllJobs()
+        raise
+    [found] = outcome
+    if isinstance(found, Exception):
+        raise _own_error(found) from found
+    return found
+
+
+def _own_error(error: Exception) -> errors.ShardmillError:
+    """The error of ours inside Spark's report of a failed task, or a line that says what Spark said."""
+    text = str(error)
+    for name, message in re.findall(r"shardmill\.errors\.(\w+): (.+)", text):
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, errors.ShardmillError):
+            return kind(message.strip())
+    lines = [line.strip() for line in text.splitlines() if re.match(r"\s*\w*(Error|Exception)\b.*:", line)]
+    return errors.StorageError(
+        f"a work unit failed on every try: {(lines or text.splitlines() or ['no reason given'])[-1][:300]}",
+        "nothing was committed; finished units are kept",
+        "run the same command again, with --debug for Spark's own report",
+    )

@@ -1,0 +1,263 @@
+"""Build a dataset version: list the source, plan work units, run them, commit. Also `spark-submit etl/job.py`.
+
+spark-submit etl/job.py --config FILE [--set section.key=value]... [--workdir DIR --run-id ID]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # spark-submit puts this file's folder first, where `config` or `split` would hide other people's modules.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etl.config import EtlTree
+from etl.engines import ENGINES
+from etl.sources import SOURCES
+from etl.units import WorkUnit, plan_units, unit_contract
+from etl.write_unit import UnitTask, finished_result, pending_path
+from shardmill.config import load_tree
+from shardmill.dataset.commit import Build, all_rejections, commit_version, write_ledger
+from shardmill.dataset.manifest import (
+    Manifest,
+    SourceRef,
+    latest_version,
+    parse_manifest,
+    pin_of,
+    read_manifest_bytes,
+)
+from shardmill.dataset.pin import DatasetPin
+from shardmill.dataset.unit_result import UnitResult
+from shardmill.errors import RejectLimitExceeded, UsageError
+from shardmill.events import Observer, SilentObserver, StageRecord
+from shardmill.formats.parquet import parquet_schema
+from shardmill.formats.rows import RowSchema
+from shardmill.images.decode import DECODER_ID
+from shardmill.images.normalize import normalization_fingerprint
+from shardmill.stage_process import run_stage_process
+from shardmill.storage import Store, join_uri, open_store
+from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPlan:
+    """All that is known before a unit runs."""
+
+    build: Build
+    units: tuple[WorkUnit, ...]
+    task: UnitTask
+    store: Store
+    parent_version: int
+    max_reject_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOutcome:
+    """The version that holds the source's images now."""
+
+    pin: DatasetPin
+    manifest: Manifest
+    skipped: bool
+    """True where the latest version was made from the same inputs and config already."""
+    num_units: int
+    num_units_kept: int
+    """Units that an earlier, interrupted run had finished."""
+    seconds: float
+
+    @property
+    def images_per_second(self) -> float:
+        """Listed images per second of this build; 0 where there was nothing to do."""
+        return 0.0 if self.skipped else self.manifest.counts.listed / max(self.seconds, 1e-9)
+
+
+def build_dataset(tree: EtlTree, *, run_id: str, observer: Observer | None = None) -> BuildOutcome:
+    """The whole ETL. Raises UsageError (2), StorageError (4), CommitConflict (6) or RejectLimitExceeded (7)."""
+    observer = observer or SilentObserver()
+    started = time.monotonic()
+
+    # List the source and plan the units.
+    plan = plan_build(tree, run_id=run_id)
+    num_images = sum(len(unit.sources) for unit in plan.units)
+    observer.event("etl.listed", {"listed": plan.build.num_listed, "images": num_images, "units": len(plan.units)})
+
+    # Skip all of it where the latest version was made from the same listing and config.
+    parent = _read_parent(plan.store, plan.parent_version)
+    if parent is not None and _is_up_to_date(parent, plan.build):
+        check_reject_fraction(plan, parent.counts.by_reason, parent.counts.listed, "")
+        observer.event("etl.unchanged", {"version": parent.version})
+        return BuildOutcome(_pin(plan.store, parent), parent, True, len(plan.units), 0, time.monotonic() - started)
+
+    # Keep what an interrupted run has finished, and run the rest.
+    kept = [result for unit in plan.units if (result := finished_result(plan.store, unit)) is not None]
+    kept_indexes = {result.unit_index for result in kept}
+    missing = [unit for unit in plan.units if unit.index not in kept_indexes]
+    if kept:
+        observer.event("etl.units_kept", {"kept": len(kept), "missing": len(missing)})
+    num_kept_images = num_images - sum(len(unit.sources) for unit in missing)
+
+    def report(num_done: int) -> None:
+        observer.event("etl.progress", {"num_done": num_done, "num_images": num_images})
+
+    def on_units_done(num_units: int) -> None:
+        report(num_kept_images + sum(len(unit.sources) for unit in missing[:num_units]))
+
+    report(num_kept_images)
+    new = ENGINES[tree.etl.engine](missing, plan.task, tree.spark, on_units_done) if missing else []
+    report(num_images)
+
+    # Commit: the reject limit, the accounting, then one manifest.
+    manifest = commit_results(plan, [*kept, *new])
+    observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
+    return BuildOutcome(
+        pin=_pin(plan.store, manifest),
+        manifest=manifest,
+        skipped=False,
+        num_units=len(plan.units),
+        num_units_kept=len(kept),
+        seconds=time.monotonic() - started,
+    )
+
+
+def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
+    """List the source and do all planning; reads no image."""
+    for name, uri in (("source.uri", tree.source.uri), ("dataset.uri", tree.dataset.uri)):
+        if not uri:
+            raise UsageError(f"{name} is not set", "expected a local path or s3://bucket/prefix", f"set {name}")
+    config = tree.etl
+    normalize = config.normalize_options()
+    fingerprint = normalization_fingerprint(normalize)
+    listing = SOURCES[tree.source.kind](tree.source.uri, config.max_source_bytes)
+    class_names = listing.class_names
+    contract = unit_contract(config, class_names, fingerprint)
+    columns = parquet_schema(RowSchema(config.encoding, config.image_shape_HWC, bool(class_names)))
+    store = open_store(tree.dataset.uri)
+    build = Build(
+        run_id=run_id,
+        source=SourceRef(
+            uri=tree.source.uri,
+            kind=tree.source.kind,
+            listing_fingerprint=listing.fingerprint,
+            key_sum=listing.key_sum,
+        ),
+        num_listed=listing.num_listed,
+        list_rejections=listing.rejections,
+        class_names=class_names,
+        columns={field.name: str(field.type) for field in columns},
+        formats=config.formats,
+        normalize=normalize,
+        normalization_fingerprint=fingerprint,
+        decoder_id=DECODER_ID,
+        config=config.model_dump(mode="json"),
+        config_fingerprint=contract,
+    )
+    return BuildPlan(
+        build=build,
+        units=tuple(plan_units(listing, config, contract)),
+        task=UnitTask(tree.source.uri, tree.dataset.uri, config, class_names, DECODER_ID),
+        store=store,
+        parent_version=latest_version(store),
+        max_reject_fraction=config.max_reject_fraction,
+    )
+
+
+def commit_results(plan: BuildPlan, results: Sequence[UnitResult]) -> Manifest:
+    """Commit what all units produced, then clear their pending records."""
+    rejections = all_rejections(plan.build, results)
+    by_reason = Counter(str(rejection.reason) for rejection in rejections)
+    if _is_over_limit(by_reason, plan.build.num_listed, plan.max_reject_fraction):
+        [ledger] = write_ledger(plan.store, rejections)
+        check_reject_fraction(plan, by_reason, plan.build.num_listed, join_uri(plan.store.uri, ledger.path))
+    manifest = commit_version(plan.store, plan.build, results, plan.parent_version)
+    for unit in plan.units:
+        plan.store.delete(pending_path(unit))
+    return manifest
+
+
+def check_reject_fraction(plan: BuildPlan, by_reason: dict[str, int], num_listed: int, ledger: str) -> None:
+    """Raise RejectLimitExceeded (exit 7) where more inputs were refused than `etl.max_reject_fraction` allows."""
+    if not _is_over_limit(by_reason, num_listed, plan.max_reject_fraction):
+        return
+    counted = {reason: count for reason, count in by_reason.items() if reason not in REASONS_OUTSIDE_REJECT_FRACTION}
+    top = ", ".join(f"{reason} {count}" for reason, count in Counter(counted).most_common(3))
+    raise RejectLimitExceeded(
+        f"{sum(counted.values())} of {num_listed} inputs were rejected ({top})",
+        f"etl.max_reject_fraction allows {plan.max_reject_fraction:g}; nothing was published",
+        (f"see the ledger {ledger}; " if ledger else "") + "mend the source or raise the limit",
+    )
+
+
+def _is_over_limit(by_reason: dict[str, int], num_listed: int, max_fraction: float) -> bool:
+    outside = sum(by_reason.get(reason, 0) for reason in REASONS_OUTSIDE_REJECT_FRACTION)
+    counted = sum(by_reason.values()) - outside
+    return counted > max_fraction * (num_listed - outside)
+
+
+def _read_parent(store: Store, version: int) -> Manifest | None:
+    return parse_manifest(read_manifest_bytes(store, version), version, store.uri) if version else None
+
+
+def _is_up_to_date(parent: Manifest, build: Build) -> bool:
+    return (parent.config_fingerprint, parent.source.listing_fingerprint, parent.source.kind) == (
+        build.config_fingerprint,
+        build.source.listing_fingerprint,
+        build.source.kind,
+    )
+
+
+def _pin(store: Store, manifest: Manifest) -> DatasetPin:
+    return pin_of(store, manifest.version, read_manifest_bytes(store, manifest.version))
+
+
+def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:
+    """What the ETL adds to a run's summary."""
+    manifest, counts = outcome.manifest, outcome.manifest.counts
+    return StageRecord(
+        stage="etl",
+        status="skipped" if outcome.skipped else "done",
+        seconds=outcome.seconds,
+        sections={
+            "dataset": {
+                "uri": outcome.pin.uri,
+                "version": outcome.pin.version,
+                "manifest_sha256": outcome.pin.manifest_sha256,
+                "content_digest": manifest.content_digest,
+                "layout_digest": manifest.layout_digest,
+                "counts": counts.model_dump(mode="json"),
+            },
+            "etl": {
+                "engine": tree.etl.engine,
+                "seconds": outcome.seconds,
+                "images_per_second": outcome.images_per_second,
+                "num_units": outcome.num_units,
+                "num_units_kept": outcome.num_units_kept,
+            },
+        },
+    )
+
+
+def main() -> int:
+    """The command line of `spark-submit etl/job.py`; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Build a dataset version.")
+    parser.add_argument("--config", required=True, help="TOML file")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the file")
+    parser.add_argument("--workdir", default="./shardmill-work", help="where the run record goes")
+    parser.add_argument("--run-id", default="", help="names the run record")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    arguments = parser.parse_args()
+
+    def build(run_id: str, observer: Observer) -> StageRecord:
+        tree = load_tree(EtlTree, arguments.config, tuple(arguments.set))
+        return stage_record(build_dataset(tree, run_id=run_id, observer=observer), tree)
+
+    return run_stage_process("etl", build, arguments.workdir, arguments.run_id, debug=arguments.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""A class-per-folder tree, listed by ourselves: Spark's `binaryFile` silently skips names that people really use.
+
+`cats/001.jpg` has the class `cats`; `train/cats/001.jpg` has the split `train` and the class `cats`, where the top
+folders are split names only. A folder of images without class folders makes a dataset without labels.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from etl.sources.listing import Listing
+from shardmill.dataset.ids import assign_sample_ids, key_bytes
+from shardmill.errors import StorageError, UsageError
+from shardmill.storage import open_store
+from shardmill.values import Rejection, RejectReason, SourceImage
+
+SPLIT_OF_FOLDER = {
+    "train": "train",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "test": "test",
+}
+
+# By name alone: what may hold an image is decided by content later. No suffix at all is given the benefit of the doubt.
+IMAGE_SUFFIXES = frozenset(
+    f".{suffix}"
+    for suffix in (
+        *("jpg", "jpeg", "jpe", "jfif", "png", "apng", "gif", "webp", "bmp", "dib", "tif", "tiff", "heic", "heif"),
+        *("avif", "jp2", "j2k", "svg", "ico", "tga", "ppm", "pgm", "pbm", "pnm", "psd", "eps", "ps", "pdf"),
+        *("fits", "wmf", "mpo"),
+    )
+)
+_LITTER_NAMES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
+
+_MAX_LABEL_LENGTH = 255
+
+
+def list_folders(uri: str, max_source_bytes: int) -> Listing:
+    """Every file below `uri`. Raises UsageError (exit 2) where there is no folder, or no image in it."""
+    local = "://" not in uri or uri.startswith("file://")
+    found = _walk_local(Path(open_store(uri).uri)) if local else _walk_store(uri)
+    entries = sorted(found, key=lambda entry: key_bytes(entry.key))
+    judged = [
+        entry if isinstance(entry, Rejection) else _judge(entry, max_source_bytes) for entry in _with_labels(entries)
+    ]
+    images = [entry for entry in judged if isinstance(entry, SourceImage)]
+    rejections = tuple(entry for entry in judged if isinstance(entry, Rejection))
+    if not images:
+        raise UsageError(
+            f"no images below {uri} ({len(rejections)} other files)",
+            "expected image files, best in one folder per class",
+            "check source.uri",
+        )
+    ids = assign_sample_ids([image.key for image in images])
+    return Listing(
+        tuple(replace(image, sample_id=sample_id) for image, sample_id in zip(images, ids, strict=True)), rejections
+    )
+
+
+def _walk_local(root: Path) -> Iterator[SourceImage | Rejection]:
+    """Every file, link and special file below `root`, each exactly once; directory links are not entered."""
+    if not root.is_dir():
+        raise UsageError(
+            f"source {root} is not a folder" if root.exists() else f"source {root} does not exist",
+            "expected a folder with one folder per class",
+            "check source.uri",
+        )
+    real_root = os.path.realpath(root)
+
+    def refuse_unreadable(error: OSError) -> None:
+        raise StorageError(f"cannot list {error.filename}: {error.strerror}") from error
+
+    for directory, folders, names in os.walk(root, onerror=refuse_unreadable):
+        links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
+        for name in (*names, *links):
+            path = os.path.join(directory, name)
+            yield _entry(path, os.path.relpath(path, root), real_root)
+
+
+def _entry(path: str, key: str, real_root: str) -> SourceImage | Rejection:
+    def rejection(reason: RejectReason, detail: str) -> Rejection:
+        return Rejection(key, reason, detail, stage="list")
+
+    if os.path.islink(path):
+        target = os.path.realpath(path)
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            return rejection(RejectReason.DANGLING_SYMLINK, f"links to {os.readlink(path)}")
+        except OSError as error:
+            return rejection(RejectReason.SYMLINK_LOOP, error.strerror or "")
+        if os.path.commonpath([real_root, target]) != real_root:
+            return rejection(RejectReason.SYMLINK_OUTSIDE_ROOT, f"links to {target}")
+        if os.path.isdir(path):
+            return rejection(RejectReason.SYMLINK_DIRECTORY, "its files are listed where they are")
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        return rejection(RejectReason.NOT_REGULAR_FILE, stat.filemode(status.st_mode))
+    return SourceImage(key, status.st_size, status.st_mtime_ns)
+
+
+def _walk_store(uri: str) -> Iterator[SourceImage | Rejection]:
+    for file in open_store(uri).list(""):
+        yield SourceImage(file.path, file.size_bytes, 0, file.etag)
+
+
+def _with_labels(entries: list[SourceImage | Rejection]) -> Iterator[SourceImage | Rejection]:
+    """Read split and class from each image's folders."""
+    images = [entry for entry in entries if isinstance(entry, SourceImage) and _is_image_name(entry.key)]
+    tops = {entry.key.split("/")[0] for entry in images if "/" in entry.key}
+    has_splits = bool(tops) and tops <= set(SPLIT_OF_FOLDER) and "train" in tops
+    class_depth = 2 if has_splits else 1
+    has_classes = any(entry.key.count("/") >= class_depth for entry in images)
+    for entry in entries:
+        if isinstance(entry, Rejection):
+            yield entry
+            continue
+        folders = entry.key.split("/")[:-1]
+        split = SPLIT_OF_FOLDER.get(folders[0]) if has_splits and folders else None
+        label = folders[class_depth - 1] if len(folders) >= class_depth else None
+        if has_classes and label is None and _is_image_name(entry.key):
+            yield Rejection(
+                entry.key, RejectReason.BAD_LABEL, "lies in no class folder, and others do",
+                entry.size_bytes, entry.mtime_ns, entry.etag, stage="list",
+            )  # fmt: skip
+        else:
+            yield replace(entry, label=label if has_classes else None, split=split)
+
+
+def _judge(image: SourceImage, max_source_bytes: int) -> SourceImage | Rejection:
+    """Refuse by name and size, before any byte is read."""
+    refusals: list[tuple[Callable[[], bool], RejectReason, str]] = [
+        (lambda: not _is_utf8(image.key), RejectReason.PATH_NOT_UTF8, "the name is not UTF-8"),
+        (lambda: not _is_image_name(image.key), RejectReason.NOT_AN_IMAGE_NAME, "the name is not an image's"),
+        (lambda: len((image.label or "").encode()) > _MAX_LABEL_LENGTH, RejectReason.BAD_LABEL, "too long"),
+        (lambda: "\n" in (image.label or ""), RejectReason.BAD_LABEL, "the class name has a line break"),
+        (
+            lambda: image.size_bytes > max_source_bytes,
+            RejectReason.TOO_LARGE_BYTES,
+            f"{image.size_bytes} bytes; etl.max_source_bytes is {max_source_bytes}",
+        ),
+    ]
+    for applies, reason, detail in refusals:
+        if applies():
+            return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage="list")
+    return image
+
+
+def _is_image_name(key: str) -> bool:
+    name = key.rsplit("/", 1)[-1].lower()
+    if name in _LITTER_NAMES or name.startswith("._"):
+        return False
+    suffix = os.path.splitext(name.lstrip("."))[1]
+    return suffix == "" or suffix in IMAGE_SUFFIXES
+
+
+def _is_utf8(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

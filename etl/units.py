@@ -1,0 +1,83 @@
+"""From a listing to work units, by arithmetic alone; the cluster's size has no say in it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from dataclasses import dataclass
+
+import numpy as np
+
+from etl.config import EtlConfig
+from etl.sources.listing import Listing
+from shardmill.mix import mix64_array
+from shardmill.options import NormalizeOptions
+from shardmill.values import SourceImage
+
+# Enough units for the last ones to even out, on any cluster that a dataset of that size is given to.
+_TARGET_NUM_UNITS = 64
+
+# Stored bytes per pixel and channel, estimated from photographs; only the balance of units depends on it.
+_BYTES_PER_VALUE = {"jpeg": 0.15, "png": 0.6, "raw": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkUnit:
+    """Sources that one task turns into shards."""
+
+    index: int
+    fingerprint: str
+    """Over everything that decides what the unit produces: a finished unit of that name need not run again."""
+    sources: tuple[SourceImage, ...]
+
+
+def plan_units(listing: Listing, config: EtlConfig, contract: str) -> list[WorkUnit]:
+    """Cut the listing, in a seeded hash order, into units of about equal estimated output.
+
+    `contract` names all of the config that decides what a unit produces (see `unit_contract`).
+    """
+    images = listing.images
+    # Hash order mixes classes and folders, so that chunk-level reads are well mixed already.
+    ids = np.array([image.sample_id for image in images], dtype=np.int64)
+    order = np.argsort(mix64_array(ids, config.seed), kind="stable")
+    images_per_unit = _images_per_unit(len(images), config)
+    num_units = max(1, -(-len(images) // images_per_unit))
+    bounds = [unit * len(images) // num_units for unit in range(num_units + 1)]
+    units = []
+    for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        sources = tuple(images[place] for place in order[start:stop].tolist())
+        units.append(WorkUnit(index, _fingerprint(sources, contract), sources))
+    return units
+
+
+def unit_contract(config: EtlConfig, class_names: tuple[str, ...], normalization_fingerprint: str) -> str:
+    """A digest of what decides a unit's output beside its sources. Spark, paths and thresholds are not in it."""
+    deciding = config.model_dump(
+        mode="json", exclude={"engine", "max_reject_fraction", "scratch_dir", *NormalizeOptions.model_fields}
+    )
+    text = json.dumps([deciding, list(class_names), normalization_fingerprint], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _images_per_unit(num_images: int, config: EtlConfig) -> int:
+    height, width, channels = config.image_shape_HWC
+    image_bytes = max(1, int(height * width * channels * _BYTES_PER_VALUE[config.encoding]))
+    fitting = max(1, config.shard_max_bytes // image_bytes)
+    return min(fitting, max(config.unit_min_images, -(-num_images // _TARGET_NUM_UNITS)))
+
+
+def _fingerprint(sources: tuple[SourceImage, ...], contract: str) -> str:
+    digest = hashlib.sha256(contract.encode())
+    for source in sources:
+        facts = [
+            source.key,
+            source.size_bytes,
+            source.mtime_ns,
+            source.etag,
+            source.label,
+            source.split,
+            source.sample_id,
+        ]
+        digest.update(json.dumps(facts).encode())
+    return digest.hexdigest()

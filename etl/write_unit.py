@@ -1,0 +1,179 @@
+"""What a task runs, the same on every engine: one work unit in, published shards and a `UnitResult` out."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from etl.config import EtlConfig
+from etl.split import split_of
+from etl.units import WorkUnit
+from shardmill.dataset.ids import add_digests, format_digest, key_hash, row_digest
+from shardmill.dataset.shard import publish_shard
+from shardmill.dataset.unit_result import SplitSums, UnitResult, decode_unit_result, encode_unit_result
+from shardmill.errors import IntegrityError, StorageError, UsageError
+from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
+from shardmill.images.decode import DECODER_ID
+from shardmill.images.process import process_image
+from shardmill.options import NormalizeOptions
+from shardmill.storage import Store, open_store
+from shardmill.values import ImageSample, Rejection, RejectReason, ShardInfo, SourceImage
+
+PENDING = "pending"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTask:
+    """What all units of a build share; it travels to the executors once."""
+
+    source_uri: str
+    dataset_uri: str
+    config: EtlConfig
+    class_names: tuple[str, ...]
+    decoder_id: str
+
+
+def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
+    """Read, normalize and store every source of a unit. Safe to run twice, also at once: each attempt has own names.
+
+    Raises UsageError where this executor would make other pixels than the driver, StorageError where storage fails.
+    """
+    if task.decoder_id != DECODER_ID:
+        raise UsageError(
+            f"an executor decodes with {DECODER_ID}",
+            f"the driver with {task.decoder_id}",
+            "install the same simplejpeg and opencv-python-headless everywhere; pixels are part of the contract",
+        )
+    started = time.monotonic()
+    source, dataset = open_store(task.source_uri), open_store(task.dataset_uri)
+    normalize = task.config.normalize_options()
+    rejections: list[Rejection] = []
+    rows_by_split: dict[str, list[StoredRow]] = defaultdict(list)
+    label_ids = {name: number for number, name in enumerate(task.class_names)}
+
+    # Read and normalize: each source ends as one row or one rejection.
+    for image in unit.sources:
+        outcome = _process(source, image, normalize)
+        if isinstance(outcome, Rejection):
+            rejections.append(outcome)
+        else:
+            split = split_of(image, outcome.source_sha256, task.config.split_fractions)
+            label_id = None if image.label is None else label_ids[image.label]
+            rows_by_split[split].append(StoredRow(image, label_id, outcome))
+    _check_multiset(unit, rows_by_split, rejections)
+
+    # Store: the same chunks in every format, spooled to scratch and published whole.
+    shards: list[ShardInfo] = []
+    with TemporaryDirectory(prefix="shardmill-unit-", dir=task.config.scratch_dir or None) as scratch:
+        for split, rows in sorted(rows_by_split.items()):
+            shards += _publish(dataset, unit, split, rows, task, Path(scratch))
+
+    # Record: after a crash, a run that plans the same unit finds this and does not repeat it.
+    result = UnitResult(
+        unit_index=unit.index,
+        fingerprint=unit.fingerprint,
+        shards=tuple(shards),
+        splits=tuple(_split_sums(split, rows, len(task.class_names)) for split, rows in sorted(rows_by_split.items())),
+        rejections=tuple(rejections),
+        num_sources=len(unit.sources),
+        accepted_key_sum=_key_sum(row.source.key for rows in rows_by_split.values() for row in rows),
+        rejected_key_sum=_key_sum(rejection.key for rejection in rejections),
+        note_counts=tuple(sorted(_count_notes(rows_by_split).items())),
+        seconds=time.monotonic() - started,
+        source_bytes=sum(image.size_bytes for image in unit.sources),
+    )
+    dataset.put(pending_path(unit), encode_unit_result(result))
+    return result
+
+
+def pending_path(unit: WorkUnit) -> str:
+    """Where a finished unit's result waits for the commit."""
+    return f"{PENDING}/{unit.fingerprint}.json"
+
+
+def finished_result(store: Store, unit: WorkUnit) -> UnitResult | None:
+    """What an earlier run left of this very unit, if all of its files are still there."""
+    try:
+        result = decode_unit_result(store.read(pending_path(unit)))
+    except (FileNotFoundError, IntegrityError):
+        return None
+    for shard in result.shards:
+        for path, num_bytes in ((shard.path, shard.num_bytes), (shard.rows_path, shard.rows_bytes)):
+            found = store.stat(path)
+            if found is None or found.size_bytes != num_bytes:
+                return None
+    # Equal units have equal fingerprints; only their place in the plan may differ.
+    return result if result.unit_index == unit.index else None
+
+
+def _process(store: Store, image: SourceImage, normalize: NormalizeOptions) -> ImageSample | Rejection:
+    def rejection(reason: RejectReason, detail: str) -> Rejection:
+        return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage="read")
+
+    try:
+        data = store.read(image.key)
+    except FileNotFoundError:
+        return rejection(RejectReason.MISSING, "listed, but gone when it was read")
+    except StorageError as error:
+        # One unreadable file is that file's matter; a store that is down shows in the reject limit.
+        return rejection(RejectReason.UNREADABLE, error.what)
+    if len(data) != image.size_bytes:
+        return rejection(RejectReason.SOURCE_CHANGED, f"listed with {image.size_bytes} bytes, read {len(data)}")
+    return process_image(image, data, normalize)
+
+
+def _publish(
+    store: Store, unit: WorkUnit, split: str, rows: Sequence[StoredRow], task: UnitTask, scratch: Path
+) -> Iterator[ShardInfo]:
+    config = task.config
+    schema = RowSchema(config.encoding, config.image_shape_HWC, bool(task.class_names))
+    attempt = uuid.uuid4().hex[:12]
+    for number, chunks in enumerate(cut_shards(cut_chunks(rows, config.chunk_bytes), config.shard_max_bytes)):
+        for format_name in config.formats:
+            name = f"{unit.index:06d}-{number:03d}-{attempt}"
+            yield publish_shard(store, split, name, format_name, chunks, schema=schema, scratch=scratch)
+
+
+def _check_multiset(unit: WorkUnit, rows: dict[str, list[StoredRow]], rejections: Sequence[Rejection]) -> None:
+    ended = Counter(row.source.key for split_rows in rows.values() for row in split_rows)
+    ended.update(rejection.key for rejection in rejections)
+    if ended != Counter(source.key for source in unit.sources):
+        raise IntegrityError(f"work unit {unit.index} lost or doubled an input", "this is a fault in shardmill")
+
+
+def _split_sums(split: str, rows: Sequence[StoredRow], num_classes: int) -> SplitSums:
+    class_counts = Counter(row.label_id for row in rows)
+    return SplitSums(
+        split=split,
+        num_rows=len(rows),
+        image_bytes=sum(row.image_bytes for row in rows),
+        class_counts=tuple(class_counts[label_id] for label_id in range(num_classes)),
+        row_digest_sum=format_digest(
+            add_digests(
+                *(
+                    int.from_bytes(row_digest(row.source.sample_id, row.source.label, row.sample.image), "big")
+                    for row in rows
+                )
+            )
+        ),
+        num_pixels=sum(row.sample.height * row.sample.width for row in rows),
+        channel_sums=_sum_columns(row.sample.channel_sums for row in rows),
+        channel_square_sums=_sum_columns(row.sample.channel_square_sums for row in rows),
+    )
+
+
+def _sum_columns(rows: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip(*rows, strict=True))
+
+
+def _key_sum(keys: Iterator[str]) -> str:
+    return format_digest(add_digests(*map(key_hash, keys)))
+
+
+def _count_notes(rows: dict[str, list[StoredRow]]) -> Counter[str]:
+    return Counter(note for split_rows in rows.values() for row in split_rows for note in row.sample.notes)

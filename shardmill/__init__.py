@@ -1,0 +1,43 @@
+"""shardmill: images to committed, checksummed training shards, and exact, resumable epochs over them.
+
+The map of the repository, in the order in which an image travels:
+
+- `etl/` lists images and writes shards with Spark; `shardmill.images` decodes and normalizes, `shardmill.formats`
+  stores, `shardmill.dataset` commits and verifies (contract 1).
+- `shardmill.epoch_plan` says which rows make step k (contract 2); `shardmill.reader` turns them into batches.
+- `train/` launches ranks, trains, evaluates, exports and promotes.
+- `pipeline/` tells the whole story and owns the command line; `airflow_dags/` schedules it.
+
+This library imports none of the applications, and importing it loads nothing heavy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset, open_dataset
+    from shardmill.errors import ShardmillError
+    from shardmill.images.process import process_image
+    from shardmill.reader.batches import read_batches
+    from shardmill.values import Batch, Cursor
+
+_HOMES = {
+    "Batch": "values",
+    "Cursor": "values",
+    "Dataset": "dataset.dataset",
+    "ShardmillError": "errors",
+    "open_dataset": "dataset.dataset",
+    "process_image": "images.process",
+    "read_batches": "reader.batches",
+}
+
+__all__ = ["Batch", "Cursor", "Dataset", "ShardmillError", "open_dataset", "process_image", "read_batches"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,135 @@
+"""From a TOML file and `--set` overrides to a frozen, typed tree; a wrong key is answered with the nearest one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, Field, ValidationError
+
+from shardmill.errors import UsageError
+from shardmill.options import Section
+
+# Every application reads the same file and takes its own sections of it.
+SECTION_NAMES = ("source", "dataset", "models", "etl", "spark", "train", "gate")
+
+Tree = TypeVar("Tree", bound=BaseModel)
+
+
+class DatasetConfig(Section):
+    """Where the committed dataset is."""
+
+    uri: str = ""
+    """Root of the dataset: a local path or `s3://bucket/prefix`."""
+
+
+class ModelsConfig(Section):
+    """Where checkpoints, exports and the current model are."""
+
+    uri: str = ""
+    """Root of the models: a local path or `s3://bucket/prefix`."""
+
+
+class SparkApplicationConfig(Section):
+    """Settings of one Spark application."""
+
+    conf: dict[str, str] = Field(default_factory=dict)
+    """Any Spark settings, passed through as they are."""
+
+
+class SparkConfig(Section):
+    """How the two Spark applications start. Under `spark-submit`, its own `--master` wins."""
+
+    master: str = "local[2]"
+    """Spark master URL."""
+    etl: SparkApplicationConfig = SparkApplicationConfig()
+    """Settings for the ETL's application."""
+    train: SparkApplicationConfig = SparkApplicationConfig()
+    """Settings for the training launcher's application."""
+
+
+def load_tree(
+    tree: type[Tree], file: str | Path | None, overrides: tuple[str, ...] = (), defaults: dict[str, Any] | None = None
+) -> Tree:
+    """Read `file` (TOML; None for no file), lay it over `defaults`, apply `section.key=value` overrides, validate.
+
+    Sections that belong to other applications are passed over; any other unknown key raises UsageError.
+    """
+    values = _merged(defaults or {}, _read_toml(Path(file)) if file is not None else {})
+    for override in overrides:
+        _apply_override(values, override)
+    mine = {name: value for name, value in values.items() if name in tree.model_fields or name not in SECTION_NAMES}
+    try:
+        return tree.model_validate(mine)
+    except ValidationError as error:
+        raise UsageError(_explain(tree, error), fix="`shardmill config show` prints every key") from None
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"no config file {file}", "expected a TOML file", "`shardmill init` writes one") from None
+    except IsADirectoryError:
+        raise UsageError(f"{file} is a folder", "expected a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} is not TOML: {error}", "expected lines like `epochs = 3`") from None
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or len(keys) < 2:
+        raise UsageError(f"--set {override!r}", "expected section.key=value, such as --set train.epochs=3")
+    section = values
+    for key in keys[:-1]:
+        section = section.setdefault(key, {})
+        if not isinstance(section, dict):
+            raise UsageError(f"--set {override!r}", f"but {key!r} is a value, not a section")
+    section[keys[-1]] = _toml_value(text)
+
+
+def _toml_value(text: str) -> Any:
+    # A bare word is a string: nobody types quotes inside quotes in a shell.
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in top.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _explain(tree: type[BaseModel], error: ValidationError) -> str:
+    """One line for the first complaint: the key, what was given, what was expected."""
+    first = error.errors(include_url=False)[0]
+    keys = [str(part) for part in first["loc"]]
+    name = ".".join(keys)
+    if first["type"] == "extra_forbidden":
+        owner = _model_at(tree, keys[:-1])
+        known = list(owner.model_fields) if owner is not None else list(SECTION_NAMES)
+        near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else f"known here: {', '.join(known)}"
+        return f"unknown config key {name}; {hint}"
+    given = json.dumps(first["input"], default=str)
+    expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return f"config key {name or 'config'} = {given}; expected {expected}"
+
+
+def _model_at(tree: type[BaseModel], keys: list[str]) -> type[BaseModel] | None:
+    model: type[BaseModel] | None = tree
+    for key in keys:
+        if model is None or key not in model.model_fields:
+            return None
+        annotation = model.model_fields[key].annotation
+        candidates = [annotation, *get_args(annotation)]
+        model = next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return model

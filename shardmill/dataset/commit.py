@@ -1,0 +1,255 @@
+"""The commit: from the results of all work units to one manifest that appears at once, or not at all.
+
+Only the driver commits, from what the successful attempts returned, and only if every listed input is accepted or
+rejected exactly once. Whatever lost attempts left lying about is named by no manifest and therefore never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+
+from shardmill.dataset.ids import add_digests, format_digest, key_hash
+from shardmill.dataset.index import (
+    ROWS_SCHEMA,
+    index_table,
+    ledger_table,
+    put_segment,
+    read_segment,
+)
+from shardmill.dataset.manifest import (
+    ChannelSums,
+    Counts,
+    FileRef,
+    Manifest,
+    SourceRef,
+    SplitInfo,
+    encode_manifest,
+    manifest_path,
+    parse_manifest,
+    read_manifest_bytes,
+)
+from shardmill.dataset.unit_result import UnitResult
+from shardmill.errors import CommitConflict, IntegrityError
+from shardmill.options import NormalizeOptions
+from shardmill.storage import Store
+from shardmill.values import Rejection, ShardInfo
+
+INDEXES, REJECTS = "indexes", "rejects"
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What the driver knows of a build before its units ran."""
+
+    run_id: str
+    source: SourceRef
+    num_listed: int
+    list_rejections: tuple[Rejection, ...]
+    """Inputs refused by the listing; they are in no unit."""
+    class_names: tuple[str, ...]
+    columns: dict[str, str]
+    formats: tuple[str, ...]
+    normalize: NormalizeOptions
+    normalization_fingerprint: str
+    decoder_id: str
+    config: dict[str, Any]
+    config_fingerprint: str
+
+
+def check_accounting(build: Build, results: Sequence[UnitResult]) -> None:
+    """Raise IntegrityError unless listed == accepted + rejected, in number and by an additive hash of the keys."""
+    accepted = sum(part.num_rows for result in results for part in result.splits)
+    rejected = len(build.list_rejections) + sum(len(result.rejections) for result in results)
+    if build.num_listed != accepted + rejected:
+        raise IntegrityError(
+            f"{build.num_listed} inputs were listed, but {accepted} accepted and {rejected} rejected",
+            "expected every input in exactly one of the two; nothing was committed",
+            "this is a fault in shardmill or in the cluster; run it again and report it",
+        )
+    key_sum = add_digests(
+        *(key_hash(rejection.key) for rejection in build.list_rejections),
+        *(int(result.accepted_key_sum, 16) for result in results),
+        *(int(result.rejected_key_sum, 16) for result in results),
+    )
+    if format_digest(key_sum) != build.source.key_sum:
+        raise IntegrityError(
+            "the accepted and rejected inputs are not the listed ones",
+            "their number is right, but some input was counted twice and another lost; nothing was committed",
+            "this is a fault in shardmill or in the cluster; run it again and report it",
+        )
+
+
+def all_rejections(build: Build, results: Sequence[UnitResult]) -> list[Rejection]:
+    """Every refused input of a build, in the order of the keys' bytes."""
+    rejections = [*build.list_rejections, *(rejection for result in results for rejection in result.rejections)]
+    return sorted(rejections, key=lambda rejection: rejection.key.encode("utf-8", "surrogateescape"))
+
+
+def write_ledger(store: Store, rejections: Sequence[Rejection]) -> tuple[FileRef, ...]:
+    """Publish the rejects ledger; a build without rejections has none."""
+    return (put_segment(store, REJECTS, ledger_table(rejections)),) if rejections else ()
+
+
+def commit_version(store: Store, build: Build, results: Sequence[UnitResult], parent_version: int) -> Manifest:
+    """Make version `parent_version + 1` visible, and return it; or the winner, where another committed the same.
+
+    A build that equals its parent makes no version: the parent is returned. Raises IntegrityError where the accounting
+    does not add up, CommitConflict (naming the winner) where another writer published something else first.
+    """
+    check_accounting(build, results)
+    results = sorted(results, key=lambda result: result.unit_index)
+    rejections = all_rejections(build, results)
+    draft = _draft(store, build, results, rejections, parent_version)
+    if parent_version:
+        parent = parse_manifest(read_manifest_bytes(store, parent_version), parent_version, store.uri)
+        if draft.says_the_same(parent):
+            return parent
+    return publish(store, draft)
+
+
+def publish(store: Store, draft: Manifest) -> Manifest:
+    """Put the manifest if its number is free. One winner among any number of writers, lost replies included."""
+    if store.put_if_absent(manifest_path(draft.version), encode_manifest(draft)):
+        return draft
+    winner = parse_manifest(read_manifest_bytes(store, draft.version), draft.version, store.uri)
+    # An attempt whose first PUT succeeded but whose reply was lost finds itself here.
+    if winner.commit_id == draft.commit_id or draft.says_the_same(winner):
+        return winner
+    raise CommitConflict(
+        f"{store.uri} version {draft.version} was committed by run {winner.run_id} while run {draft.run_id} worked",
+        "expected no other writer; nothing of this run was published",
+        f"look at the winner with `shardmill inspect {store.uri}@{draft.version}`, then run again",
+    )
+
+
+def layout_digest(content_digest: str, shards: Sequence[ShardInfo]) -> str:
+    """Over the ordered chunks of each split; equal in every format, so any one of a dataset's formats will do."""
+    chunks: dict[str, list[str]] = {}
+    for shard in shards:
+        chunks.setdefault(shard.split, []).extend(
+            f"{c.num_rows}:{c.image_bytes}:{c.content_sha256}" for c in shard.chunks
+        )
+    return _digest({"content": content_digest, "chunks": chunks})
+
+
+def content_digest(
+    columns: dict[str, str], class_names: Sequence[str], normalization_fingerprint: str, splits: dict[str, SplitInfo]
+) -> str:
+    """Order-free: columns, class names, normalization, and each split's number of rows and sum of row digests."""
+    return _digest(
+        {
+            "columns": columns,
+            "class_names": list(class_names),
+            "normalization": normalization_fingerprint,
+            "splits": {name: [split.num_rows, split.row_digest_sum] for name, split in splits.items()},
+        }
+    )
+
+
+def ledger_digest(rejections: Sequence[Rejection]) -> str:
+    """Order-free digest of which input was refused for which reason."""
+    return format_digest(add_digests(*(key_hash(f"{rejection.key}\0{rejection.reason}") for rejection in rejections)))
+
+
+def _draft(
+    store: Store, build: Build, results: Sequence[UnitResult], rejections: Sequence[Rejection], parent_version: int
+) -> Manifest:
+    shards = [shard for result in results for shard in result.shards]
+    splits = _merge_splits(results, shards, build.formats[0])
+    content = content_digest(build.columns, build.class_names, build.normalization_fingerprint, splits)
+    one_format = [shard for shard in shards if shard.format == build.formats[0]]
+    return Manifest(
+        version=parent_version + 1,
+        commit_id=uuid.uuid4().hex,
+        run_id=build.run_id,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        parent_version=parent_version or None,
+        content_digest=content,
+        layout_digest=layout_digest(content, one_format),
+        columns=build.columns,
+        formats=build.formats,
+        class_names=build.class_names,
+        splits=splits,
+        counts=_count(store, build, results, rejections, one_format),
+        channel_sums=_merge_channel_sums(results),
+        normalize=build.normalize,
+        normalization_fingerprint=build.normalization_fingerprint,
+        decoder_id=build.decoder_id,
+        config=build.config,
+        config_fingerprint=build.config_fingerprint,
+        source=build.source,
+        index_segments=(put_segment(store, INDEXES, index_table(shards)),),
+        ledger_segments=write_ledger(store, rejections),
+        ledger_digest=ledger_digest(rejections),
+    )
+
+
+def _merge_splits(results: Sequence[UnitResult], shards: Sequence[ShardInfo], one_format: str) -> dict[str, SplitInfo]:
+    splits: dict[str, SplitInfo] = {}
+    for name in sorted({part.split for result in results for part in result.splits}):
+        parts = [part for result in results for part in result.splits if part.split == name]
+        mine = [shard for shard in shards if shard.split == name and shard.format == one_format]
+        splits[name] = SplitInfo(
+            num_rows=sum(part.num_rows for part in parts),
+            num_chunks=sum(len(shard.chunks) for shard in mine),
+            num_shards=len(mine),
+            image_bytes=sum(part.image_bytes for part in parts),
+            class_counts=tuple(sum(counts) for counts in zip(*(part.class_counts for part in parts), strict=True)),
+            row_digest_sum=format_digest(add_digests(*(int(part.row_digest_sum, 16) for part in parts))),
+        )
+    return splits
+
+
+def _merge_channel_sums(results: Sequence[UnitResult]) -> ChannelSums:
+    parts = [part for result in results for part in result.splits if part.split == "train"]
+    return ChannelSums(
+        num_pixels=sum(part.num_pixels for part in parts),
+        sums=tuple(sum(sums) for sums in zip(*(part.channel_sums for part in parts), strict=True)),
+        square_sums=tuple(sum(sums) for sums in zip(*(part.channel_square_sums for part in parts), strict=True)),
+    )
+
+
+def _count(
+    store: Store,
+    build: Build,
+    results: Sequence[UnitResult],
+    rejections: Sequence[Rejection],
+    shards: Sequence[ShardInfo],
+) -> Counts:
+    by_split: Counter[str] = Counter()
+    by_note: Counter[str] = Counter()
+    for result in results:
+        by_split.update({part.split: part.num_rows for part in result.splits})
+        by_note.update(dict(result.note_counts))
+    return Counts(
+        listed=build.num_listed,
+        accepted=by_split.total(),
+        rejected=len(rejections),
+        by_reason=dict(sorted(Counter(str(rejection.reason) for rejection in rejections).items())),
+        by_split=dict(sorted(by_split.items())),
+        duplicate_content=by_split.total() - _num_distinct_contents(store, shards),
+        by_note=dict(sorted(by_note.items())),
+    )
+
+
+def _num_distinct_contents(store: Store, shards: Sequence[ShardInfo]) -> int:
+    hashes = [
+        read_segment(store, FileRef(path=s.rows_path, num_bytes=s.rows_bytes, sha256=s.rows_sha256), ROWS_SCHEMA)
+        .column("source_sha256")
+        .combine_chunks()
+        for s in shards
+    ]
+    return len(pa.chunked_array(hashes, pa.string()).unique())
+
+
+def _digest(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,61 @@
+"""Names that follow from content alone: sample ids from source keys, and the digest of a stored row."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+DIGEST_MODULUS = 1 << 256
+
+
+def key_bytes(key: str) -> bytes:
+    """A source key's raw bytes; names that are not UTF-8 come as surrogate escapes."""
+    return key.encode("utf-8", "surrogateescape")
+
+
+def sample_id_of(key: str, block: int = 0) -> int:
+    """The signed big-endian integer in 8 bytes of SHA-256 over the key's bytes; `block` 1 takes the next 8."""
+    digest = hashlib.sha256(key_bytes(key)).digest()
+    return struct.unpack_from(">q", digest, 8 * block)[0]
+
+
+def assign_sample_ids(keys: Sequence[str]) -> list[int]:
+    """One id for each key, in the order given; where two collide, the larger key takes its next 8 bytes."""
+    ids = [sample_id_of(key) for key in keys]
+    if len(set(ids)) == len(ids):
+        return ids
+    taken: set[int] = set()
+    for place in sorted(range(len(keys)), key=lambda place: key_bytes(keys[place])):
+        block = 0
+        while ids[place] in taken:
+            block += 1
+            ids[place] = sample_id_of(keys[place], block)
+        taken.add(ids[place])
+    return ids
+
+
+def format_sample_id(sample_id: int) -> str:
+    """A sample id as people see it: 16 hex digits of its big-endian bytes."""
+    return struct.pack(">q", sample_id).hex()
+
+
+def row_digest(sample_id: int, label: str | None, image: bytes) -> bytes:
+    """SHA-256 over (sample id, class name, stored image bytes): what a dataset's `content_digest` sums."""
+    name = b"" if label is None else b"=" + label.encode()
+    return hashlib.sha256(struct.pack(">qI", sample_id, len(name)) + name + image).digest()
+
+
+def key_hash(key: str) -> int:
+    """A key's term in the additive hash that proves that no input was lost or counted twice."""
+    return int.from_bytes(hashlib.sha256(key_bytes(key)).digest(), "big")
+
+
+def add_digests(*terms: int) -> int:
+    """A sum that does not depend on the order of its terms, modulo 2^256."""
+    return sum(terms) % DIGEST_MODULUS
+
+
+def format_digest(value: int) -> str:
+    """A sum of digests as 64 hex digits."""
+    return f"{value:064x}"

@@ -1,0 +1,237 @@
+"""The manifest: the one small file whose appearance makes a dataset version visible, and the checks it must pass."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from shardmill.dataset.pin import DatasetPin
+from shardmill.errors import IntegrityError
+from shardmill.options import NormalizeOptions, Section
+from shardmill.storage import Store, check_relative_path, join_uri
+
+SCHEMA_VERSION = 1
+MANIFESTS = "manifests"
+_MANIFEST_NAME = re.compile(rf"^{MANIFESTS}/(\d{{8}})\.json$")
+# A manifest names segments, not shards: whatever the dataset's size, more than this is no manifest of ours.
+_MAX_MANIFEST_BYTES = 64_000_000
+
+
+class FileRef(Section):
+    """A file that the manifest vouches for."""
+
+    path: str
+    num_bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class SplitInfo(Section):
+    """One split of a version."""
+
+    num_rows: int = Field(ge=1)
+    num_chunks: int = Field(ge=1)
+    num_shards: int = Field(ge=1)
+    """In each format."""
+    image_bytes: int = Field(ge=0)
+    """Stored images of one format."""
+    class_counts: tuple[int, ...]
+    """Rows of each class, in the order of `class_names`."""
+    row_digest_sum: str = Field(pattern="^[0-9a-f]{64}$")
+    """Sum of the rows' SHA-256 modulo 2^256."""
+
+
+class Counts(Section):
+    """Every listed input is in exactly one of `accepted` and `rejected`."""
+
+    listed: int = Field(ge=0)
+    accepted: int = Field(ge=0)
+    rejected: int = Field(ge=0)
+    by_reason: dict[str, int]
+    by_split: dict[str, int]
+    duplicate_content: int = Field(ge=0)
+    """Accepted inputs whose bytes another accepted input had already."""
+    by_note: dict[str, int]
+
+
+class ChannelSums(Section):
+    """Exact sums over the train split's normalized pixels; they merge by addition."""
+
+    num_pixels: int = Field(default=0, ge=0)
+    sums: tuple[int, ...] = ()
+    square_sums: tuple[int, ...] = ()
+
+    def mean(self) -> tuple[float, ...]:
+        """Per channel, on the 0..255 scale."""
+        return tuple(total / self.num_pixels for total in self.sums) if self.num_pixels else (0.0,) * len(self.sums)
+
+    def std(self) -> tuple[float, ...]:
+        """Per channel, on the 0..255 scale; 1 for a constant channel, so that it can be divided by."""
+        # n * sum(x^2) - sum(x)^2 in integers: no cancellation.
+        variances = [
+            (self.num_pixels * square - total * total) / (self.num_pixels * self.num_pixels) if self.num_pixels else 0.0
+            for total, square in zip(self.sums, self.square_sums, strict=True)
+        ]
+        return tuple(math.sqrt(variance) or 1.0 for variance in variances)
+
+
+class SourceRef(Section):
+    """What was listed."""
+
+    uri: str
+    kind: str
+    listing_fingerprint: str
+    """Over every key, size, time or etag, label and split."""
+    key_sum: str = Field(pattern="^[0-9a-f]{64}$")
+    """Additive hash of all listed keys."""
+
+
+class Manifest(Section):
+    """Contract 1: one committed version of a dataset."""
+
+    schema_version: Literal[1] = 1
+    version: int = Field(ge=1)
+    commit_id: str
+    """Names the attempt that wrote this file, so that it recognises its own commit."""
+    run_id: str
+    created_at: str
+    """UTC, ISO 8601; in no digest."""
+    operation: Literal["full"] = "full"
+    parent_version: int | None
+    content_digest: str = Field(pattern="^[0-9a-f]{64}$")
+    layout_digest: str = Field(pattern="^[0-9a-f]{64}$")
+    columns: dict[str, str]
+    """Parquet columns and their types."""
+    formats: tuple[str, ...]
+    class_names: tuple[str, ...]
+    """The label map: class number = position. Empty in a dataset without labels."""
+    splits: dict[str, SplitInfo]
+    counts: Counts
+    channel_sums: ChannelSums
+    normalize: NormalizeOptions
+    normalization_fingerprint: str
+    decoder_id: str
+    config: dict[str, Any]
+    config_fingerprint: str
+    source: SourceRef
+    index_segments: tuple[FileRef, ...]
+    ledger_segments: tuple[FileRef, ...]
+    ledger_digest: str
+    """Order-free digest of (key, reason) of every rejection."""
+
+    @property
+    def channel_mean(self) -> tuple[float, ...]:
+        """Per channel, over train, on the 0..255 scale."""
+        return self.channel_sums.mean()
+
+    @property
+    def channel_std(self) -> tuple[float, ...]:
+        """Per channel, over train, on the 0..255 scale."""
+        return self.channel_sums.std()
+
+    def says_the_same(self, other: Manifest) -> bool:
+        """Whether committing this after `other` would change nothing that a reader can see."""
+        return (self.content_digest, self.layout_digest, sorted(self.formats), self.ledger_digest, self.counts) == (
+            other.content_digest,
+            other.layout_digest,
+            sorted(other.formats),
+            other.ledger_digest,
+            other.counts,
+        )
+
+
+def manifest_path(version: int) -> str:
+    """Where version `version` lives below the dataset root."""
+    return f"{MANIFESTS}/{version:08d}.json"
+
+
+def latest_version(store: Store) -> int:
+    """The highest committed version, 0 where there is none."""
+    return max(_versions(store), default=0)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The canonical bytes of a manifest, its own SHA-256 among them."""
+    body = manifest.model_dump(mode="json")
+    body["manifest_digest"] = _digest(body)
+    return _canonical(body)
+
+
+def read_manifest(store: Store, version: int) -> Manifest:
+    """The manifest of one version. Raises IntegrityError where it is missing, altered, or of an unknown schema."""
+    return parse_manifest(read_manifest_bytes(store, version), version, store.uri)
+
+
+def read_manifest_bytes(store: Store, version: int) -> bytes:
+    """The bytes of one version's manifest, unchecked but for their number."""
+    path = manifest_path(version)
+    found = store.stat(path)
+    if found is None:
+        known = sorted(_versions(store))
+        if not known:
+            raise IntegrityError(
+                f"{store.uri} is not a committed dataset",
+                f"expected {MANIFESTS}/00000001.json",
+                "run `shardmill etl`; a folder without a manifest is never read",
+            )
+        raise IntegrityError(f"{store.uri} has no version {version}", f"expected one of {known[0]} to {known[-1]}")
+    if found.size_bytes > _MAX_MANIFEST_BYTES:
+        raise IntegrityError(f"{join_uri(store.uri, path)} has {found.size_bytes} bytes", "too many for a manifest")
+    return store.read(path)
+
+
+def parse_manifest(data: bytes, version: int, uri: str) -> Manifest:
+    """Check and decode a manifest's bytes."""
+    where = join_uri(uri, manifest_path(version))
+    restore = "restore the file from a copy; nothing else may stand in for it"
+    try:
+        body = json.loads(data)
+    except ValueError as error:
+        raise IntegrityError(f"{where} is not JSON ({error})", "the manifest was cut or altered", restore) from None
+    if not isinstance(body, dict):
+        raise IntegrityError(f"{where} is not a manifest", "expected a JSON object", restore)
+    if body.get("schema_version") != SCHEMA_VERSION:
+        raise IntegrityError(
+            f"{where} has schema version {body.get('schema_version')!r}",
+            f"this shardmill reads version {SCHEMA_VERSION}",
+            "read it with the shardmill that wrote it, or a newer one",
+        )
+    stated = body.pop("manifest_digest", None)
+    actual = _digest(body)
+    if stated != actual or _canonical({**body, "manifest_digest": stated}) != data:
+        raise IntegrityError(f"{where} was altered: digest {actual}", f"expected {stated}", restore)
+    try:
+        manifest = Manifest.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise IntegrityError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}", "", restore) from None
+    if manifest.version != version:
+        raise IntegrityError(f"{where} says that it is version {manifest.version}", f"expected {version}", restore)
+    for segment in (*manifest.index_segments, *manifest.ledger_segments):
+        check_relative_path(segment.path)
+    return manifest
+
+
+def pin_of(store: Store, version: int, data: bytes) -> DatasetPin:
+    """The pin of a version whose manifest has the bytes `data`."""
+    return DatasetPin(store.uri, version, hashlib.sha256(data).hexdigest())
+
+
+def _versions(store: Store) -> Iterator[int]:
+    for file in store.list(MANIFESTS):
+        name = _MANIFEST_NAME.match(file.path)
+        if name:
+            yield int(name.group(1))
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,74 @@
+"""Rows -> a published, immutable shard with its row segment and every checksum that a reader will ask for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import google_crc32c
+
+from shardmill.dataset.ids import row_digest
+from shardmill.dataset.index import rows_table, table_bytes
+from shardmill.formats import SHARD_FORMATS
+from shardmill.formats.rows import ByteRange, RowSchema, StoredRow
+from shardmill.storage import Store
+from shardmill.values import ChunkInfo, ShardInfo
+
+SHARDS = "shards"
+
+
+def publish_shard(
+    store: Store, split: str, name: str, format_name: str, chunks: Sequence[Sequence[StoredRow]], *, schema: RowSchema,
+    scratch: Path,
+) -> ShardInfo:  # fmt: skip
+    """Spool one shard below `scratch`, then publish it and its row segment whole. `name` is unique to the attempt."""
+    shard_format = SHARD_FORMATS[format_name]
+    file = scratch / f"{name}.{shard_format.suffix}"
+    try:
+        written = shard_format.write_shard(file, chunks, schema)
+        data = file.read_bytes()
+        path = f"{SHARDS}/{split}/{name}.{shard_format.suffix}"
+        store.put_file(path, file)
+    finally:
+        file.unlink(missing_ok=True)
+    rows = [row for chunk in chunks for row in chunk]
+    rows_data = table_bytes(rows_table(rows, written))
+    rows_path = f"{SHARDS}/{split}/{name}.{shard_format.suffix}.rows.parquet"
+    store.put(rows_path, rows_data)
+    return ShardInfo(
+        split=split,
+        format=format_name,
+        path=path,
+        num_bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        num_rows=len(rows),
+        footer_start=written.footer.start,
+        footer_bytes=written.footer.num_bytes,
+        footer_crc32c=_crc32c(data, written.footer),
+        rows_path=rows_path,
+        rows_bytes=len(rows_data),
+        rows_sha256=hashlib.sha256(rows_data).hexdigest(),
+        chunks=tuple(
+            ChunkInfo(
+                start=place.start,
+                num_bytes=place.num_bytes,
+                num_rows=len(chunk),
+                image_bytes=sum(row.image_bytes for row in chunk),
+                crc32c=_crc32c(data, place),
+                content_sha256=chunk_digest(
+                    row_digest(row.source.sample_id, row.source.label, row.sample.image) for row in chunk
+                ),
+            )
+            for place, chunk in zip(written.chunks, chunks, strict=True)
+        ),
+    )
+
+
+def chunk_digest(row_digests) -> str:
+    """SHA-256 over a chunk's row digests in order: what the layout digest is made of, equal in every format."""
+    return hashlib.sha256(b"".join(row_digests)).hexdigest()
+
+
+def _crc32c(data: bytes, place: ByteRange) -> int:
+    return google_crc32c.value(data[place.start : place.start + place.num_bytes])

@@ -1,0 +1,54 @@
+"""What one finished work unit hands to the driver: the only thing that a commit is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter, ValidationError
+
+from shardmill.errors import IntegrityError
+from shardmill.values import Rejection, ShardInfo
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSums:
+    """One unit's part of one split; sums of units are the sums of the dataset."""
+
+    split: str
+    num_rows: int
+    image_bytes: int
+    class_counts: tuple[int, ...]
+    row_digest_sum: str
+    num_pixels: int
+    channel_sums: tuple[int, ...]
+    channel_square_sums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitResult:
+    """All that a work unit produced: shards already published, and every refused input."""
+
+    unit_index: int
+    fingerprint: str
+    shards: tuple[ShardInfo, ...]
+    splits: tuple[SplitSums, ...]
+    rejections: tuple[Rejection, ...]
+    num_sources: int
+    accepted_key_sum: str
+    rejected_key_sum: str
+    note_counts: tuple[tuple[str, int], ...]
+    seconds: float
+    source_bytes: int
+
+
+def encode_unit_result(result: UnitResult) -> bytes:
+    """A unit result as JSON. (A key that is not UTF-8 is refused while listing and never gets here.)"""
+    return TypeAdapter(UnitResult).dump_json(result)
+
+
+def decode_unit_result(data: bytes | str) -> UnitResult:
+    """The unit result that `encode_unit_result` wrote. Raises IntegrityError for anything else."""
+    try:
+        return TypeAdapter(UnitResult).validate_json(data)
+    except ValidationError as error:
+        raise IntegrityError(f"a pending record does not parse: {error.errors(include_url=False)[0]['msg']}") from None

@@ -1,0 +1,225 @@
+"""Contract 2: which rows make global step k of an epoch, for any number of ranks; integers in, integers out, no I/O.
+
+The chunks of a split, permuted by (seed, epoch), form one virtual row sequence. It is cut into `num_streams` logical
+streams whose lengths differ by at most one. A stream shuffles its rows inside windows of `window_chunks` chunks.
+Global step k takes the same number of rows of each stream, in stream order; missing rows at the end are padding.
+A rank owns a contiguous group of streams, so the content of a global batch does not depend on how many ranks there are.
+
+A worked example: chunks of 3, 2 and 3 rows, permuted to (2, 0, 1); two streams of 4 rows; global batch 4.
+
+    virtual row   0  1  2 | 3  4  5 | 6  7          chunk 2 | chunk 0 | chunk 1
+    stream 0      0  1  2   3                       two windows of one chunk: rows 0-2, row 3
+    stream 1                   4  5   6  7          two windows of one chunk: rows 4-5, rows 6-7
+    step 0        two rows of each stream; step 1: the other two of each
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from shardmill.errors import UsageError
+from shardmill.mix import permutation
+
+PLAN_VERSION = 1
+
+# Independent draws get a first key of their own.
+_CHUNK_ORDER, _WINDOW_ORDER = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSpec:
+    """What decides every epoch of a plan; equal specs over equal indexes give equal batches everywhere."""
+
+    layout_digest: str
+    split: str
+    seed: int
+    global_batch_size: int
+    num_streams: int
+    window_chunks: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_streams < 1 or self.global_batch_size < 1 or self.global_batch_size % self.num_streams:
+            raise UsageError(
+                f"global_batch_size = {self.global_batch_size} with num_streams = {self.num_streams}",
+                "expected a batch that the streams divide evenly, because each gives the same number of rows to a step",
+                f"use {max(1, round(self.global_batch_size / max(1, self.num_streams))) * self.num_streams}",
+            )
+        assert self.window_chunks >= 1
+
+    @property
+    def rows_per_stream(self) -> int:
+        """Rows that one stream gives to one step, padding included."""
+        return self.global_batch_size // self.num_streams
+
+    @property
+    def fingerprint(self) -> str:
+        """Names this plan in cursors and checkpoints."""
+        text = json.dumps({"plan_version": PLAN_VERSION, **asdict(self)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class StepRows(NamedTuple):
+    """The rows of one step for some streams, in batch order. Padding has chunk 0, row 0 and weight 0."""
+
+    chunks_N: np.ndarray
+    rows_N: np.ndarray
+    weights_N: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """A run of a stream inside which rows are shuffled; it holds the stream's positions [start, start + len)."""
+
+    start: int
+    chunk_numbers: frozenset[int]
+    chunks_N: np.ndarray
+    """Chunk of each row, in shuffled order."""
+    rows_N: np.ndarray
+    """Row within its chunk."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.rows_N)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EpochPlan:
+    """The whole order of one epoch, as two arrays over the chunks of the split."""
+
+    spec: PlanSpec
+    epoch: int
+    chunk_order: np.ndarray
+    """Chunk numbers in virtual order."""
+    chunk_starts: np.ndarray
+    """The first virtual row of each chunk in virtual order, and the number of rows at the end."""
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.chunk_starts[-1])
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the epoch, equal on every rank: those that the longest stream needs."""
+        longest = -(-self.num_rows // self.spec.num_streams)
+        return -(-longest // self.spec.rows_per_stream)
+
+    def stream_start(self, stream: int) -> int:
+        """The first virtual row of a stream; that of stream `num_streams` is the number of rows."""
+        return stream * self.num_rows // self.spec.num_streams
+
+    def stream_rows(self, stream: int) -> int:
+        """Rows in a stream."""
+        return self.stream_start(stream + 1) - self.stream_start(stream)
+
+    def num_rows_of_step(self, step: int, streams: range | None = None) -> int:
+        """Rows without padding in a step: its global weight, known to every rank without asking the others."""
+        first = step * self.spec.rows_per_stream
+        streams = range(self.spec.num_streams) if streams is None else streams
+        return sum(min(max(self.stream_rows(stream) - first, 0), self.spec.rows_per_stream) for stream in streams)
+
+    def window_at(self, stream: int, position: int) -> Window:
+        """The window that holds the row at `position` of `stream`. Costs no more at the end of an epoch."""
+        start, stop = self.stream_start(stream), self.stream_start(stream + 1)
+        assert 0 <= position < stop - start
+        # Windows count chunks from the one in which the stream begins.
+        first_chunk = self._chunk_at(start)
+        index = (self._chunk_at(start + position) - first_chunk) // self.spec.window_chunks
+        first = first_chunk + index * self.spec.window_chunks
+        last = min(first + self.spec.window_chunks, len(self.chunk_order))
+        window_start = max(start, int(self.chunk_starts[first]))
+        window_stop = min(stop, int(self.chunk_starts[last]))
+        virtual_N = np.arange(window_start, window_stop)
+        if self.spec.shuffle:
+            key = (_WINDOW_ORDER, self.spec.seed, self.epoch, stream, index)
+            virtual_N = virtual_N[permutation(len(virtual_N), *key)]
+        places_N = np.searchsorted(self.chunk_starts, virtual_N, side="right") - 1
+        return Window(
+            start=window_start - start,
+            chunk_numbers=frozenset(self.chunk_order[first:last].tolist()),
+            chunks_N=self.chunk_order[places_N],
+            rows_N=virtual_N - self.chunk_starts[places_N],
+        )
+
+    def _chunk_at(self, virtual_row: int) -> int:
+        return int(np.searchsorted(self.chunk_starts, virtual_row, side="right")) - 1
+
+
+def plan_epoch(spec: PlanSpec, chunk_rows: np.ndarray, epoch: int) -> EpochPlan:
+    """The order of one epoch over a split whose chunk c has `chunk_rows[c]` rows (each at least 1)."""
+    num_chunks = len(chunk_rows)
+    if spec.shuffle:
+        order = permutation(num_chunks, _CHUNK_ORDER, spec.seed, epoch)
+    else:
+        order = np.arange(num_chunks)
+    starts = np.zeros(num_chunks + 1, dtype=np.int64)
+    np.cumsum(chunk_rows[order], out=starts[1:])
+    return EpochPlan(spec, epoch, order, starts)
+
+
+def streams_of_rank(rank: int, num_ranks: int, num_streams: int) -> range:
+    """The contiguous streams that a rank owns; counts differ by at most one. Raises UsageError beyond `num_streams`."""
+    if not 1 <= num_ranks <= num_streams:
+        raise UsageError(
+            f"{num_ranks} ranks for {num_streams} streams",
+            f"expected 1 to {num_streams} ranks, because each owns at least one stream",
+            f"set train.num_streams to {num_ranks} or a multiple of it",
+        )
+    return range(rank * num_streams // num_ranks, (rank + 1) * num_streams // num_ranks)
+
+
+def window_chunks_within(budget_bytes: int, max_chunk_bytes: int, num_streams: int) -> int:
+    """The largest window whose memory, num_streams x window x chunk bytes, fits the budget. UsageError below one."""
+    window_chunks = budget_bytes // max(1, num_streams * max_chunk_bytes)
+    if window_chunks < 1:
+        raise UsageError(
+            f"window_budget_bytes = {budget_bytes} for {num_streams} streams of chunks up to {max_chunk_bytes} bytes",
+            f"expected at least {num_streams} x {max_chunk_bytes} = {num_streams * max_chunk_bytes} bytes",
+            "raise train.window_budget_bytes, or lower train.num_streams",
+        )
+    return window_chunks
+
+
+class StepPlanner:
+    """Rows of consecutive steps for a group of streams; keeps each stream's current window and nothing else."""
+
+    def __init__(self, plan: EpochPlan, streams: range) -> None:
+        self._plan = plan
+        self._streams = streams
+        self._windows: dict[int, Window] = {}
+
+    def rows_of_step(self, step: int) -> StepRows:
+        """The rows of `step`, stream by stream; each stream's part is padded to `rows_per_stream`."""
+        per_stream = self._plan.spec.rows_per_stream
+        shape = (len(self._streams), per_stream)
+        chunks, rows = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        weights = np.zeros(shape, dtype=np.float32)
+        for place, stream in enumerate(self._streams):
+            first = step * per_stream
+            stop = min(first + per_stream, self._plan.stream_rows(stream))
+            position = first
+            # A step may end one window and begin the next.
+            while position < stop:
+                window = self._window_at(stream, position)
+                until = min(stop, window.stop)
+                here = slice(position - first, until - first)
+                there = slice(position - window.start, until - window.start)
+                chunks[place, here], rows[place, here] = window.chunks_N[there], window.rows_N[there]
+                weights[place, here] = 1.0
+                position = until
+        return StepRows(chunks.reshape(-1), rows.reshape(-1), weights.reshape(-1))
+
+    def live_chunks(self) -> set[int]:
+        """Chunks of the current windows: what a reader should keep."""
+        return {chunk for window in self._windows.values() for chunk in window.chunk_numbers}
+
+    def _window_at(self, stream: int, position: int) -> Window:
+        window = self._windows.get(stream)
+        if window is None or not window.start <= position < window.stop:
+            window = self._windows[stream] = self._plan.window_at(stream, position)
+        return window

@@ -1,0 +1,85 @@
+"""How every part says that it cannot go on: one exception per exit code of the command line."""
+
+from __future__ import annotations
+
+
+class ShardmillError(Exception):
+    """A refusal that a person can act on: what was found and where, what was expected, what to do next.
+
+    The command line prints it as ``ERROR <exit_code>: <what>; <expected>; <fix>`` and exits with ``exit_code``.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, expected: str = "", fix: str = "") -> None:
+        self.what = what
+        self.expected = expected
+        self.fix = fix
+        super().__init__("; ".join(part for part in (what, expected, fix) if part))
+
+    def __reduce__(self):
+        # The default reduction passes the joined message as `what`; errors cross process borders (Spark, ranks) whole.
+        return (type(self), (self.what, self.expected, self.fix))
+
+
+class UsageError(ShardmillError):
+    """The command line, the config or a user's own factory is wrong."""
+
+    exit_code = 2
+
+
+class IntegrityError(ShardmillError):
+    """Stored data is not what was committed, or was never committed."""
+
+    exit_code = 3
+
+
+class StorageError(ShardmillError):
+    """A file system or object store refused, vanished or is full."""
+
+    exit_code = 4
+
+
+class TrainingError(ShardmillError):
+    """A rank failed, died or went silent."""
+
+    exit_code = 5
+
+
+class CommitConflict(ShardmillError):
+    """Another writer published first, and something else."""
+
+    exit_code = 6
+
+
+class RejectLimitExceeded(ShardmillError):
+    """More inputs were refused than `etl.max_reject_fraction` allows; nothing was published."""
+
+    exit_code = 7
+
+
+class SecurityRefusal(ShardmillError):
+    """An artefact asks for something no honest one asks for (a path outside its root, code in data)."""
+
+    exit_code = 8
+
+
+class GateNotPassed(ShardmillError):
+    """The new model did not pass the gate and `--require` asked for it."""
+
+    exit_code = 9
+
+
+ERROR_BY_EXIT_CODE: dict[int, type[ShardmillError]] = {
+    kind.exit_code: kind
+    for kind in (
+        UsageError,
+        IntegrityError,
+        StorageError,
+        TrainingError,
+        CommitConflict,
+        RejectLimitExceeded,
+        SecurityRefusal,
+        GateNotPassed,
+    )
+}

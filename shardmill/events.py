@@ -1,0 +1,195 @@
+"""What a run leaves to be read later: structured events, and one small record for each stage that it went through.
+
+A stage may run in a process of its own (`spark-submit etl/job.py`, an Airflow task). Each leaves
+`<workdir>/runs/<run_id>/<stage>.json`; `summary.json` is what those records say together, so that a scheduler can
+tell why a stage failed without trusting an exit code that Spark may have replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardmill.errors import IntegrityError, ShardmillError, UsageError
+from shardmill.storage import LocalStore, Store, check_relative_path, open_store
+
+FieldValue = str | int | float | bool | None
+STAGES = ("etl", "verify", "train", "export", "evaluate", "gate", "promote", "report")
+"""In the order of the story; `summary.json` takes a section from the last stage that decided it."""
+
+SUMMARY_SECTIONS = ("dataset", "etl", "train", "evaluation", "export", "promotion")
+
+
+class Observer(Protocol):
+    """How a stage tells its caller what happens while it happens; called on the driver, from one thread."""
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        """Something worth a line in `events.jsonl` happened, such as `etl.progress` or `etl.committed`."""
+        ...
+
+
+class SilentObserver:
+    """Passes over everything."""
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        return
+
+
+class StageRecord(BaseModel):
+    """How one stage of one run ended, and what it adds to the summary."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    stage: str
+    """One of STAGES."""
+    status: Literal["done", "skipped", "failed"] = "done"
+    """`skipped`: its result existed already for the same inputs."""
+    exit_code: int = 0
+    """The command line's exit code; 0 unless failed."""
+    error: str = ""
+    """The one line that a person was shown; empty unless failed."""
+    seconds: float = 0.0
+    """Wall time of the stage."""
+    sections: dict[str, Any] = Field(default_factory=dict)
+    """Sections of `summary.json` that this stage decides, by name: `dataset`, `etl`, `train`, ..."""
+    detail: dict[str, Any] = Field(default_factory=dict)
+    """More than the summary holds: curves, the confusion matrix; read by the report."""
+
+
+def new_run_id() -> str:
+    """A name that no other run has: the time in UTC, and a random suffix. Sorts by start."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+
+
+def run_folder(run_id: str) -> str:
+    """Where a run's record is, relative to the working directory's root. Raises UsageError for a name that is a path."""
+    check_relative_path(run_id)
+    if "/" in run_id or run_id.startswith("."):
+        raise UsageError(f"run id {run_id!r}", "expected a plain name without '/' or a leading dot")
+    return f"runs/{run_id}"
+
+
+def write_stage_record(
+    workdir: str | Path, run_id: str, stage: str, record: StageRecord, *, is_last: bool = True
+) -> None:
+    """Leave `<workdir>/runs/<run_id>/<stage>.json`, replacing an earlier attempt's, and bring `summary.json` up to date.
+
+    `is_last` says that nothing follows in this process: a run that goes on, or is killed, is not summed up as `ok`.
+    """
+    open_store(workdir).put(f"{run_folder(run_id)}/{stage}.json", record.model_dump_json(indent=2).encode() + b"\n")
+    ended = is_last or record.status == "failed"
+    write_summary(workdir, run_id, record.exit_code if ended else None, record.error)
+
+
+def write_summary(workdir: str | Path, run_id: str, exit_code: int | None, error: str = "") -> dict[str, Any]:
+    """Merge all stage records into `summary.json` and return it; `exit_code` None means that the run still goes on.
+
+    Every key of SUMMARY_SECTIONS is there, null where no stage has decided it.
+    """
+    records = read_stage_records(workdir, run_id)
+    summary: dict[str, Any] = {
+        "run_id": run_id,
+        "status": "running" if exit_code is None else "failed" if exit_code else "ok",
+        "exit_code": exit_code,
+        "error": error or None,
+        "stages": {record.stage: {"status": record.status, "seconds": record.seconds} for record in records},
+        **dict.fromkeys(SUMMARY_SECTIONS),
+    }
+    for record in records:
+        for name, section in record.sections.items():
+            summary[name] = {**(summary.get(name) or {}), **section}
+    body = json.dumps(summary, indent=2).encode() + b"\n"
+    open_store(workdir).put(f"{run_folder(run_id)}/summary.json", body)
+    return summary
+
+
+def read_stage_records(workdir: str | Path, run_id: str) -> tuple[StageRecord, ...]:
+    """The records that a run has so far, in the order of the story."""
+    return tuple(record for stage in STAGES if (record := read_stage_record(workdir, run_id, stage)) is not None)
+
+
+def failed_stage(stage: str, error: BaseException, seconds: float = 0.0) -> StageRecord:
+    """The record of a stage that ended with `error`."""
+    line = str(error) if isinstance(error, ShardmillError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    return StageRecord(stage=stage, status="failed", exit_code=exit_code_of(error), error=line, seconds=seconds)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What the command line exits with: the error's own code, 130 for Ctrl-C, 1 for what nobody foresaw."""
+    return 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+
+
+def read_stage_record(workdir: str | Path, run_id: str, stage: str) -> StageRecord | None:
+    """What `write_stage_record` left, or None. Raises IntegrityError where the file is not a record."""
+    path = f"{run_folder(run_id)}/{stage}.json"
+    try:
+        data = open_store(workdir).read(path)
+    except FileNotFoundError:
+        return None
+    try:
+        return StageRecord.model_validate_json(data)
+    except ValidationError as error:
+        raise IntegrityError(f"{workdir}/{path} is not a stage record: {error.errors()[0]['msg']}") from None
+
+
+class LineLog:
+    """A growing file of JSON lines. Local: each line is there at once. Elsewhere: the object is rewritten now and then.
+
+    A store has no append; rewriting costs time that grows with the file, so its rate is held to a share of it.
+    """
+
+    REWRITE_SHARE = 0.05
+
+    def __init__(self, store: Store, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._path = check_relative_path(path)
+        self._clock = clock
+        self._next_rewrite = 0.0
+        self._file = None
+        self._lines: list[bytes] = []
+        if isinstance(store, LocalStore):
+            target = Path(store.uri, path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered and in append mode: a line is whole for every reader, whatever then happens to this process.
+            self._file = open(target, "ab", buffering=0)
+        else:
+            self._lines = read_lines(store, path)
+
+    def append(self, value: Mapping[str, Any]) -> None:
+        """Add one line."""
+        line = json.dumps(value).encode() + b"\n"
+        if self._file is not None:
+            self._file.write(line)
+            return
+        self._lines.append(line)
+        if self._clock() >= self._next_rewrite:
+            self._rewrite()
+
+    def close(self) -> None:
+        """Nothing is left to write after this."""
+        if self._file is not None:
+            self._file.close()
+        elif self._lines:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        started = self._clock()
+        self._store.put(self._path, b"".join(self._lines))
+        ended = self._clock()
+        self._next_rewrite = ended + max(1.0, (ended - started) / self.REWRITE_SHARE)
+
+
+def read_lines(store: Store, path: str) -> list[bytes]:
+    """The whole lines of a line log, each with its end; a last line that a kill cut short is left out."""
+    try:
+        data = store.read(path)
+    except FileNotFoundError:
+        return []
+    return [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]

@@ -1,0 +1,182 @@
+"""Parquet shards: a chunk is a row group; images lie uncompressed in one plain page, so each has a byte range.
+
+Layout: https://parquet.apache.org/docs/file-format/. pyarrow 14 neither writes nor checks page checksums, so what is
+read here was verified before, against the CRC-32C of the whole row group in the index.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardmill.errors import IntegrityError
+from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema, ShardFormat, StoredRow, WrittenShard
+
+_MAGIC_BYTES = 4
+# The image comes first: a row group starts with the page whose layout the record ranges describe.
+_READ_COLUMNS = ("image", "sample_id", "label", "source")
+
+
+def parquet_schema(schema: RowSchema) -> pa.Schema:
+    """Columns that pandas, Spark and Petastorm read as they are (so no unsigned integers)."""
+    height, width, channels = schema.image_shape_HWC
+    image = pa.binary(height * width * channels) if schema.encoding == "raw" else pa.binary()
+    fields = [
+        pa.field("image", image, nullable=False),
+        pa.field("sample_id", pa.int64(), nullable=False),
+        pa.field("label", pa.int64(), nullable=not schema.has_labels),
+        pa.field("height", pa.int32(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("source_sha256", pa.string(), nullable=False),
+        pa.field("notes", pa.string(), nullable=False),
+    ]
+    return pa.schema(fields)
+
+
+def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
+    """Write all chunks as row groups of one file."""
+    arrow_schema = parquet_schema(schema)
+    # One page for each column of a row group: no page limit may cut what the record ranges count on.
+    with pq.ParquetWriter(
+        file,
+        arrow_schema,
+        compression="NONE",
+        use_dictionary=False,
+        write_statistics=False,
+        data_page_size=1 << 30,
+        write_batch_size=1 << 24,
+    ) as writer:
+        for chunk in chunks:
+            writer.write_table(_table(chunk, arrow_schema), row_group_size=len(chunk))
+    return _locate(file, chunks, schema)
+
+
+def open_footer(footer: ByteRange, data: bytes) -> object:
+    """The parsed file metadata of a shard whose last bytes are `data`."""
+    try:
+        return pq.read_metadata(_SparseFile(footer.start + footer.num_bytes, {footer.start: data}))
+    except (pa.ArrowException, OSError) as error:
+        raise IntegrityError(f"Parquet footer does not parse: {error}") from None
+
+
+def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: bytes) -> ChunkRows:
+    """Decode one row group from its bytes."""
+    assert isinstance(footer, pq.FileMetaData)
+    try:
+        source = _SparseFile(place.start + place.num_bytes, {place.start: data})
+        file = pq.ParquetFile(source, metadata=footer, pre_buffer=False)
+        table = file.read_row_group(chunk_in_shard, columns=list(_READ_COLUMNS), use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise IntegrityError(f"Parquet row group {chunk_in_shard} does not parse: {error}") from None
+    labels = table.column("label").fill_null(-1).to_numpy()
+    return ChunkRows(
+        images=_views(table.column("image").combine_chunks()),
+        labels_N=labels.astype(np.int64),
+        sample_ids_N=table.column("sample_id").to_numpy(),
+        sources=table.column("source").to_pylist(),
+    )
+
+
+PARQUET = ShardFormat("parquet", write_shard, open_footer, read_chunk)
+
+
+def _table(chunk: Sequence[StoredRow], schema: pa.Schema) -> pa.Table:
+    samples = [row.sample for row in chunk]
+    columns = {
+        "image": [sample.image for sample in samples],
+        "sample_id": [row.source.sample_id for row in chunk],
+        "label": [row.label_id for row in chunk],
+        "height": [sample.height for sample in samples],
+        "width": [sample.width for sample in samples],
+        "source": [row.source.key for row in chunk],
+        "source_sha256": [sample.source_sha256 for sample in samples],
+        "notes": [",".join(sample.notes) for sample in samples],
+    }
+    return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
+
+
+def _locate(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
+    """Byte ranges of row groups, footer and images, from the file's own metadata."""
+    metadata = pq.read_metadata(file)
+    file_bytes = file.stat().st_size
+    # The file ends with the footer, its length in 4 bytes, and the magic.
+    footer_start = file_bytes - 2 * _MAGIC_BYTES - metadata.serialized_size
+    images = [metadata.row_group(number).column(0) for number in range(len(chunks))]
+    # A row group reaches to the next one: pyarrow may leave a copy of a column's metadata behind the column.
+    bounds = [image.data_page_offset for image in images] + [footer_start]
+    assert bounds[0] == _MAGIC_BYTES and all(image.path_in_schema == "image" for image in images)
+    places = [ByteRange(start, stop - start) for start, stop in itertools.pairwise(bounds)]
+    records: list[ByteRange] = []
+    for image, chunk in zip(images, chunks, strict=True):
+        # A required plain column is its page header, then for each value its length (none where fixed) and bytes.
+        length_bytes = 0 if schema.encoding == "raw" else 4
+        position = image.data_page_offset + image.total_compressed_size
+        position -= sum(length_bytes + row.image_bytes for row in chunk)
+        for row in chunk:
+            records.append(ByteRange(position + length_bytes, row.image_bytes))
+            position += length_bytes + row.image_bytes
+    return WrittenShard(tuple(places), ByteRange(footer_start, file_bytes - footer_start), tuple(records))
+
+
+def _views(column: pa.Array | pa.ChunkedArray) -> list[memoryview]:
+    """Each value as a view into Arrow's buffer: no copy."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks)
+    data = memoryview(array.buffers()[-1]).cast("B")
+    if pa.types.is_fixed_size_binary(array.type):
+        width = array.type.byte_width
+        starts = [(array.offset + place) * width for place in range(len(array) + 1)]
+    else:
+        starts = np.frombuffer(array.buffers()[1], dtype=np.int32)[
+            array.offset : array.offset + len(array) + 1
+        ].tolist()
+    return [data[start:stop] for start, stop in itertools.pairwise(starts)]
+
+
+class _SparseFile(io.RawIOBase):
+    """A file of which only some runs of bytes were fetched; pyarrow seeks in it as in the whole shard."""
+
+    def __init__(self, num_bytes: int, runs: dict[int, bytes]) -> None:
+        self._num_bytes = num_bytes
+        self._runs = runs
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}[whence]
+        self._position = origin + offset
+        return self._position
+
+    def size(self) -> int:
+        return self._num_bytes
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        stop = self._num_bytes if num_bytes is None or num_bytes < 0 else self._position + num_bytes
+        stop = min(stop, self._num_bytes)
+        start, self._position = self._position, max(self._position, stop)
+        for run_start, run in self._runs.items():
+            if run_start <= start and stop <= run_start + len(run):
+                return run[start - run_start : stop - run_start]
+        # pyarrow reads ahead of a footer; what was not fetched is never looked at.
+        filled = bytearray(max(0, stop - start))
+        for run_start, run in self._runs.items():
+            low, high = max(start, run_start), min(stop, run_start + len(run))
+            if low < high:
+                filled[low - start : high - start] = run[low - run_start : high - run_start]
+        return bytes(filled)

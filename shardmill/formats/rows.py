@@ -1,0 +1,108 @@
+"""What every shard format writes and reads, and the one rule that cuts rows into chunks and shards.
+
+Where rows are cut follows from the stored image bytes alone, so all formats of a dataset have the same chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardmill.options import Encoding
+from shardmill.values import ImageSample, SourceImage
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """One row of a shard: where it came from, its class number, and the normalized image."""
+
+    source: SourceImage
+    label_id: int | None
+    sample: ImageSample
+
+    @property
+    def image_bytes(self) -> int:
+        return len(self.sample.image)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSchema:
+    """What is equal for all rows of a dataset."""
+
+    encoding: Encoding
+    image_shape_HWC: tuple[int, int, int]
+    has_labels: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """A run of bytes in a shard."""
+
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenShard:
+    """Where a format put the chunks, the footer and each row's record (the image in Parquet, the frame in TFRecord)."""
+
+    chunks: tuple[ByteRange, ...]
+    footer: ByteRange
+    records: tuple[ByteRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """One chunk as read back, still encoded."""
+
+    images: Sequence[bytes | memoryview]
+    labels_N: np.ndarray
+    """Class numbers, int64; -1 in a dataset without labels."""
+    sample_ids_N: np.ndarray
+    sources: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFormat:
+    """A shard format: how it writes a whole shard, and how it reads one chunk from bytes that were verified before."""
+
+    suffix: str
+    write_shard: Callable[[Path, Sequence[Sequence[StoredRow]], RowSchema], WrittenShard]
+    open_footer: Callable[[ByteRange, bytes], object]
+    """Parse a shard's footer once; what it returns is passed to every `read_chunk` of that shard."""
+    read_chunk: Callable[[object, int, ByteRange, bytes], ChunkRows]
+    """(footer, number of the chunk in its shard, its range, its bytes) -> rows. Raises IntegrityError on nonsense."""
+
+
+def cut_chunks(rows: Iterable[StoredRow], chunk_bytes: int) -> Iterable[list[StoredRow]]:
+    """Runs of rows, each closed as soon as its images reach `chunk_bytes`."""
+    chunk: list[StoredRow] = []
+    size = 0
+    for row in rows:
+        chunk.append(row)
+        size += row.image_bytes
+        if size >= chunk_bytes:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def cut_shards(chunks: Iterable[list[StoredRow]], shard_max_bytes: int) -> Iterable[list[list[StoredRow]]]:
+    """Runs of chunks, each closed before its images would exceed `shard_max_bytes` (one chunk always fits)."""
+    shard: list[list[StoredRow]] = []
+    size = 0
+    for chunk in chunks:
+        chunk_size = sum(row.image_bytes for row in chunk)
+        if shard and size + chunk_size > shard_max_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(chunk)
+        size += chunk_size
+    if shard:
+        yield shard

@@ -1,0 +1,103 @@
+"""TFRecord shards: a chunk is a run of records, each a tf.Example with the usual image keys.
+
+Framing: length (u64 LE), masked CRC-32C of the length, data, masked CRC-32C of the data
+(https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details). The format cannot tell a file that
+was cut between two records from a whole one; the index can, because it names each chunk's rows and bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+
+from shardmill.errors import IntegrityError
+from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema, ShardFormat, StoredRow, WrittenShard
+from shardmill.formats.tf_example import FeatureValue, decode_example, encode_example
+
+_HEADER = struct.Struct("<QI")
+_FOOTER = struct.Struct("<I")
+
+
+def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
+    """Write all chunks one after the other; there is no footer."""
+    places: list[ByteRange] = []
+    records: list[ByteRange] = []
+    position = 0
+    with open(file, "wb") as out:
+        for chunk in chunks:
+            chunk_start = position
+            for row in chunk:
+                record = _frame(encode_example(_features(row, schema)))
+                out.write(record)
+                records.append(ByteRange(position, len(record)))
+                position += len(record)
+            places.append(ByteRange(chunk_start, position - chunk_start))
+    return WrittenShard(tuple(places), ByteRange(position, 0), tuple(records))
+
+
+def open_footer(footer: ByteRange, data: bytes) -> object:
+    """TFRecord has no footer."""
+    return None
+
+
+def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: bytes) -> ChunkRows:
+    """Decode one run of records; their own CRCs are covered by the chunk's."""
+    examples = [decode_example(record) for record in _records(memoryview(data))]
+    try:
+        return ChunkRows(
+            images=[example["image/encoded"] for example in examples],  # pyright: ignore[reportArgumentType]
+            labels_N=np.array([example.get("image/class/label", -1) for example in examples], dtype=np.int64),
+            sample_ids_N=np.array([example["image/sample_id"] for example in examples], dtype=np.int64),
+            sources=[bytes(example["image/filename"]).decode() for example in examples],  # pyright: ignore
+        )
+    except KeyError as error:
+        raise IntegrityError(f"TFRecord chunk {chunk_in_shard} lacks the feature {error}") from None
+
+
+TFRECORD = ShardFormat("tfrecord", write_shard, open_footer, read_chunk)
+
+
+def _features(row: StoredRow, schema: RowSchema) -> dict[str, FeatureValue]:
+    sample = row.sample
+    features: dict[str, FeatureValue] = {
+        "image/encoded": sample.image,
+        "image/format": schema.encoding.encode(),
+        "image/height": sample.height,
+        "image/width": sample.width,
+        "image/channels": sample.channels,
+        "image/filename": row.source.key.encode(),
+        "image/key/sha256": sample.source_sha256.encode(),
+        "image/notes": ",".join(sample.notes).encode(),
+        "image/sample_id": row.source.sample_id,
+    }
+    if row.label_id is not None:
+        features["image/class/label"] = row.label_id
+        features["image/class/text"] = (row.source.label or "").encode()
+    return features
+
+
+def _frame(data: bytes) -> bytes:
+    length = struct.pack("<Q", len(data))
+    return length + _FOOTER.pack(_masked_crc(length)) + data + _FOOTER.pack(_masked_crc(data))
+
+
+def _masked_crc(data: bytes) -> int:
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _records(data: memoryview) -> Iterator[memoryview]:
+    position = 0
+    while position < len(data):
+        if position + _HEADER.size > len(data):
+            raise IntegrityError("a TFRecord chunk ends inside a record's header")
+        length, _ = _HEADER.unpack_from(data, position)
+        start = position + _HEADER.size
+        if start + length + _FOOTER.size > len(data):
+            raise IntegrityError("a TFRecord chunk ends inside a record")
+        yield data[start : start + length]
+        position = start + length + _FOOTER.size

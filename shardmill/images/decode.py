@@ -1,0 +1,59 @@
+"""Bytes of any supported format to upright uint8 pixels, by content and never by name.
+
+`DECODER_ID` names everything that pixels depend on; it is part of the normalization fingerprint, and executors refuse
+to work beside a driver that has another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cv2
+import simplejpeg
+
+from shardmill.images.bmp import decode_bmp
+from shardmill.images.gif import decode_gif
+from shardmill.images.jpeg import decode_jpeg
+from shardmill.images.pixels import DecodedImage
+from shardmill.images.png import decode_png
+from shardmill.images.sniff import sniff_format
+from shardmill.images.tiff import decode_tiff
+from shardmill.images.webp import decode_webp
+from shardmill.options import NormalizeOptions
+
+# Raise it with every change to this package that can change a pixel or a disposition.
+RULES_VERSION = 1
+DECODER_ID = (
+    f"rules-{RULES_VERSION}+simplejpeg-{simplejpeg.__version__}+opencv-{cv2.__version__}"
+    "+shrink-area+enlarge-linear-exact+ipp-off"
+)
+
+DECODERS: dict[str, Callable[[bytes, NormalizeOptions], DecodedImage]] = {
+    "jpeg": decode_jpeg,
+    "png": decode_png,
+    "gif": decode_gif,
+    "webp": decode_webp,
+    "bmp": decode_bmp,
+    "tiff": decode_tiff,
+}
+FORMAT_BY_EXTENSION = {
+    **dict.fromkeys(("jpg", "jpeg", "jpe", "jfif"), "jpeg"),
+    **dict.fromkeys(("png", "apng"), "png"),
+    **dict.fromkeys(("bmp", "dib"), "bmp"),
+    **dict.fromkeys(("tif", "tiff"), "tiff"),
+    "gif": "gif",
+    "webp": "webp",
+    "mpo": "jpeg",
+}
+
+
+def decode_image(data: bytes, options: NormalizeOptions) -> tuple[str, DecodedImage]:
+    """The format's name and the decoded first frame; raises `Refused` for what is not an intact image within limits."""
+    name = sniff_format(data)
+    return name, DECODERS[name](data, options)
+
+
+def has_other_extension(key: str, format_name: str) -> bool:
+    """True if the name ends like one image format and the content is another."""
+    extension = key.rpartition("/")[2].rpartition(".")[2].lower()
+    return FORMAT_BY_EXTENSION.get(extension, format_name) != format_name

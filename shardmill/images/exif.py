@@ -1,0 +1,117 @@
+"""Reads the few TIFF-style tags that change pixels: the orientation of EXIF, and the image count of MPO."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmill.images.pixels import apply_orientation
+
+ORIENTATION_TAG = 0x0112
+MPO_IMAGE_COUNT_TAG = 0xB001
+TYPE_SIZES_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8}
+# An honest directory holds some dozens of entries.
+MAX_ENTRIES = 4096
+
+ROTATED_NOTE = "exif_rotated"
+IGNORED_NOTE = "exif_ignored"
+
+
+class BadDirectory(ValueError):
+    """A directory that points outside its own bytes or holds what no writer writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tag of an image file directory."""
+
+    tag: int
+    type: int
+    count: int
+    value_start: int
+    """Where the value lies: in the entry itself, or where the entry points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """One image file directory of some TIFF-style bytes."""
+
+    data: bytes
+    byte_order: str
+    """`<` or `>`, as `struct` writes it."""
+    entries: dict[int, Entry]
+    next_start: int
+
+    def integers(self, tag: int) -> tuple[int, ...]:
+        """The values of a SHORT or LONG tag, empty if it is absent."""
+        entry = self.entries.get(tag)
+        if entry is None:
+            return ()
+        if entry.type not in (3, 4):
+            raise BadDirectory(f"tag {tag} has type {entry.type}")
+        code = "H" if entry.type == 3 else "I"
+        return struct.unpack_from(f"{self.byte_order}{entry.count}{code}", self.data, entry.value_start)
+
+    def integer(self, tag: int, default: int) -> int:
+        values = self.integers(tag)
+        return values[0] if values else default
+
+
+def read_directory(data: bytes, start: int | None = None) -> Directory:
+    """The directory at `start`, or the first one. Every value is known to lie inside `data` afterwards."""
+    order = {b"II": "<", b"MM": ">"}.get(data[:2])
+    if order is None or len(data) < 8 or struct.unpack_from(order + "H", data, 2)[0] != 42:
+        raise BadDirectory("no TIFF header")
+    position: int = struct.unpack_from(order + "I", data, 4)[0] if start is None else start
+    if position < 8 or position + 2 > len(data):
+        raise BadDirectory(f"directory at byte {position} of {len(data)}")
+    num_entries = struct.unpack_from(order + "H", data, position)[0]
+    end = position + 2 + 12 * num_entries
+    if num_entries > MAX_ENTRIES or end > len(data):
+        raise BadDirectory(f"directory of {num_entries} entries at byte {position} of {len(data)}")
+    entries = {entry.tag: entry for entry in _read_entries(data, order, position + 2, num_entries)}
+    # EXIF writers often leave out the pointer to a next directory.
+    next_start = struct.unpack_from(order + "I", data, end)[0] if end + 4 <= len(data) else 0
+    return Directory(data=data, byte_order=order, entries=entries, next_start=next_start)
+
+
+def _read_entries(data: bytes, order: str, start: int, num_entries: int) -> Iterator[Entry]:
+    for position in range(start, start + 12 * num_entries, 12):
+        tag, type_, count = struct.unpack_from(order + "HHI", data, position)
+        num_bytes = count * TYPE_SIZES_BYTES.get(type_, 1)
+        value_start = position + 8 if num_bytes <= 4 else struct.unpack_from(order + "I", data, position + 8)[0]
+        if value_start + num_bytes <= len(data):  # others are as if absent: camera makers write odd private tags
+            yield Entry(tag=tag, type=type_, count=count, value_start=value_start)
+        elif tag == ORIENTATION_TAG:
+            raise BadDirectory("the orientation lies outside the EXIF bytes")
+
+
+def orient_by_exif(pixels_HWC: np.ndarray, exif: bytes | None, notes: list[str]) -> np.ndarray:
+    """Turns the pixels upright once; EXIF that is damaged or names no orientation of 1 to 8 changes nothing."""
+    if not exif:
+        return pixels_HWC
+    try:
+        orientation = read_directory(exif.removeprefix(b"Exif\0\0")).integer(ORIENTATION_TAG, default=1)
+    except BadDirectory:
+        orientation = 0
+    return orient(pixels_HWC, orientation, notes)
+
+
+def orient(pixels_HWC: np.ndarray, orientation: int, notes: list[str]) -> np.ndarray:
+    if not 1 <= orientation <= 8:
+        notes.append(IGNORED_NOTE)
+        return pixels_HWC
+    if orientation > 1:
+        notes.append(ROTATED_NOTE)
+    return apply_orientation(pixels_HWC, orientation)
+
+
+def count_mpo_images(mpf: bytes) -> int:
+    """How many images an MPO file holds, from its MPF segment; 0 if it cannot be told."""
+    try:
+        return read_directory(mpf).integer(MPO_IMAGE_COUNT_TAG, default=0)
+    except BadDirectory:
+        return 0

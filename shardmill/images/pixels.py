@@ -1,0 +1,151 @@
+"""What every format's decoder shares: how it refuses, the limits it checks first, and exact pixel arithmetic.
+
+Shape legend: H height, W width, C channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+
+from shardmill.options import NormalizeOptions
+from shardmill.values import RejectReason
+
+# Rows are worked on in strips of about this many pixels, so that temporaries stay small next to a 64 MP image.
+STRIP_PIXELS = 1 << 18
+
+FLATTENED_NOTE = "alpha_flattened"
+SCALED_NOTE = "scaled_16_bit"
+CMYK_NOTE = "cmyk_converted"
+TRAILING_NOTE = "trailing_bytes"
+ICC_IGNORED_NOTE = "icc_ignored"
+
+
+class Refused(Exception):
+    """Ends the decoding of one image; `process_image` turns it into a `Rejection`."""
+
+    def __init__(self, reason: RejectReason, detail: str) -> None:
+        self.reason = reason
+        self.detail = detail
+        super().__init__(f"{reason}: {detail}")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedImage:
+    """Upright uint8 pixels of one source image, before any resize. The array may be a view with any strides."""
+
+    pixels_HWC: np.ndarray
+    """One channel (gray) or three (RGB)."""
+    notes: tuple[str, ...]
+    """What was changed on the way here; `docs/rejects.md` lists them all."""
+
+
+def check_dimensions(height: int, width: int, options: NormalizeOptions) -> None:
+    """Refuses by the declared size; every decoder calls it before it allocates anything of that size."""
+    if height < 1 or width < 1:
+        raise Refused(RejectReason.BAD_HEADER, f"declares {width}x{height} pixels")
+    if max(height, width) > options.max_source_side_pixels:
+        raise Refused(
+            RejectReason.TOO_MANY_PIXELS,
+            f"declares {width}x{height}; max_source_side_pixels is {options.max_source_side_pixels}",
+        )
+    if height * width > options.max_source_pixels:
+        raise Refused(
+            RejectReason.TOO_MANY_PIXELS, f"declares {width}x{height}; max_source_pixels is {options.max_source_pixels}"
+        )
+    if max(height, width) > options.max_aspect_ratio * min(height, width):
+        raise Refused(
+            RejectReason.ASPECT_RATIO, f"declares {width}x{height}; max_aspect_ratio is {options.max_aspect_ratio}"
+        )
+
+
+def prepare_opencv() -> None:
+    """Makes OpenCV's kernels the same on every machine; call it before any of them."""
+    # IPP picks other kernels on other CPUs. The switch is per thread, so it is set on every call (it costs 0.1 us).
+    cv2.ipp.setUseIPP(False)
+    # Spark and the process pool already use every core.
+    if cv2.getNumThreads() != 1:
+        cv2.setNumThreads(1)
+
+
+def decode_with_opencv(data: bytes, *, keep_alpha_and_depth: bool) -> np.ndarray:
+    """The pixels in RGB(A) order, H x W x C; refuses with `corrupt_scan` if OpenCV makes nothing of the bytes."""
+    prepare_opencv()
+    flags = cv2.IMREAD_UNCHANGED if keep_alpha_and_depth else cv2.IMREAD_COLOR
+    log_level = cv2.setLogLevel(0)  # what it would print comes back to the caller as a refusal
+    try:
+        pixels = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), flags | cv2.IMREAD_IGNORE_ORIENTATION)
+    except cv2.error as error:
+        if error.code == cv2.Error.StsNoMem:
+            raise MemoryError(str(error)) from error
+        raise Refused(RejectReason.CORRUPT_SCAN, f"OpenCV: {error.err}") from error
+    finally:
+        cv2.setLogLevel(log_level)
+    if pixels is None:
+        raise Refused(RejectReason.CORRUPT_SCAN, "OpenCV could not decode the pixel data")
+    if pixels.ndim == 2:
+        return pixels[:, :, np.newaxis]
+    if pixels.shape[2] == 4:
+        return cv2.cvtColor(pixels, cv2.COLOR_BGRA2RGBA)
+    return cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)
+
+
+def expect_size(pixels_HWC: np.ndarray, height: int, width: int) -> None:
+    """The limits were checked on the header that we parsed: a decoder that saw another size was misled by the file."""
+    if pixels_HWC.shape[:2] != (height, width):
+        found = f"{pixels_HWC.shape[1]}x{pixels_HWC.shape[0]}"
+        raise Refused(RejectReason.BAD_HEADER, f"declares {width}x{height} pixels but holds {found}")
+
+
+def scale_to_8_bit(pixels_HWC: np.ndarray, notes: list[str]) -> np.ndarray:
+    if pixels_HWC.dtype == np.uint16:
+        notes.append(SCALED_NOTE)
+        return (pixels_HWC >> 8).astype(np.uint8)
+    if pixels_HWC.dtype != np.uint8:
+        raise Refused(RejectReason.UNSUPPORTED_MODE, f"samples of type {pixels_HWC.dtype}")
+    return pixels_HWC
+
+
+def flatten_over_white(
+    color_HWC: np.ndarray, alpha_HW: np.ndarray, notes: list[str], *, premultiplied: bool = False
+) -> np.ndarray:
+    """Composites uint8 colour over white with integers: round(c * a + 255 * (255 - a)) / 255."""
+    if alpha_HW.min() == 255:
+        return color_HWC
+    notes.append(FLATTENED_NOTE)
+    flat_HWC = np.empty(color_HWC.shape, dtype=np.uint8)
+    for rows in _strips(color_HWC):
+        color = color_HWC[rows].astype(np.uint32)
+        uncovered = 255 - alpha_HW[rows, :, np.newaxis].astype(np.uint32)
+        if premultiplied:
+            flat_HWC[rows] = np.minimum(color + uncovered, 255)
+        else:
+            flat_HWC[rows] = (color * (255 - uncovered) + 255 * uncovered + 127) // 255
+    return flat_HWC
+
+
+def cmyk_to_rgb(cmyk_HWC: np.ndarray, *, stored_inverted: bool) -> np.ndarray:
+    """Without a colour profile: R = (255 - C) * (255 - K) / 255, rounded; 0 means no ink unless `stored_inverted`."""
+    rgb_HWC = np.empty((*cmyk_HWC.shape[:2], 3), dtype=np.uint8)
+    for rows in _strips(cmyk_HWC):
+        light = cmyk_HWC[rows] if stored_inverted else 255 - cmyk_HWC[rows]
+        light = light.astype(np.uint32)
+        rgb_HWC[rows] = (light[:, :, :3] * light[:, :, 3:] + 127) // 255
+    return rgb_HWC
+
+
+def apply_orientation(pixels_HWC: np.ndarray, orientation: int) -> np.ndarray:
+    """Turns stored pixels upright, as a view. `orientation` is EXIF's 1 to 8."""
+    if orientation >= 5:  # 5 to 8 are stored with rows and columns exchanged
+        pixels_HWC = pixels_HWC.transpose(1, 0, 2)
+    flips_rows = orientation in (3, 4, 7, 8)
+    flips_columns = orientation in (2, 3, 6, 7)
+    return pixels_HWC[:: -1 if flips_rows else 1, :: -1 if flips_columns else 1]
+
+
+def _strips(pixels_HWC: np.ndarray) -> list[slice]:
+    height, width = pixels_HWC.shape[:2]
+    rows_per_strip = max(1, STRIP_PIXELS // width)
+    return [slice(start, start + rows_per_strip) for start in range(0, height, rows_per_strip)]

@@ -1,0 +1,155 @@
+"""PNG to pixels: every chunk's checksum is checked here, and libpng gets only the chunks that make pixels.
+
+Dropping the others disarms metadata bombs, and keeps gamma, EXIF and animation from changing what is decoded.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmill.images.exif import orient_by_exif
+from shardmill.images.icc import names_srgb
+from shardmill.images.pixels import (
+    ICC_IGNORED_NOTE,
+    TRAILING_NOTE,
+    DecodedImage,
+    Refused,
+    check_dimensions,
+    decode_with_opencv,
+    expect_size,
+    flatten_over_white,
+    scale_to_8_bit,
+)
+from shardmill.options import NormalizeOptions
+from shardmill.values import RejectReason
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+IHDR_BYTES = 13
+PIXEL_CHUNKS = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
+# Animation data is as large as the pixels, and we do not look at it: only its checksum is verified.
+KEPT_CHUNKS = frozenset({b"acTL", b"eXIf", b"iCCP"})
+GRAY, RGB, PALETTE, GRAY_ALPHA, RGB_ALPHA = 0, 2, 3, 4, 6
+DEPTHS_BY_COLOR_TYPE = {
+    GRAY: (1, 2, 4, 8, 16),
+    RGB: (8, 16),
+    PALETTE: (1, 2, 4, 8),
+    GRAY_ALPHA: (8, 16),
+    RGB_ALPHA: (8, 16),
+}
+MAX_PROFILE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class PngHeader:
+    """What the IHDR chunk says."""
+
+    height: int
+    width: int
+    depth: int
+    """Bits per sample."""
+    color_type: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One chunk whose checksum was right."""
+
+    type: bytes
+    start: int
+    end: int
+    """Where the whole chunk lies in the file, length and checksum included."""
+
+    def payload(self, data: bytes) -> bytes:
+        return data[self.start + 8 : self.end - 4]
+
+
+def decode_png(data: bytes, options: NormalizeOptions) -> DecodedImage:
+    header = _read_header(data, options)
+    chunks = [chunk for chunk in _walk_chunks(data) if chunk.type in PIXEL_CHUNKS | KEPT_CHUNKS]
+    payloads = {chunk.type: chunk.payload(data) for chunk in chunks if chunk.type != b"IDAT"}
+    if not any(chunk.type == b"IDAT" for chunk in chunks):
+        raise Refused(RejectReason.BAD_HEADER, "no IDAT chunk")
+    if header.color_type == PALETTE and b"PLTE" not in payloads:
+        raise Refused(RejectReason.BAD_HEADER, "a palette image without a palette")
+
+    notes: list[str] = []
+    num_frames = int.from_bytes(payloads.get(b"acTL", b"")[:4])
+    if num_frames > 1:
+        notes.append(f"first_frame_of_{num_frames}")
+    if chunks[-1].end < len(data):
+        notes.append(TRAILING_NOTE)
+    if b"iCCP" in payloads and not _is_srgb(payloads[b"iCCP"]):
+        notes.append(ICC_IGNORED_NOTE)
+
+    pixel_chunks = [data[chunk.start : chunk.end] for chunk in chunks if chunk.type in PIXEL_CHUNKS]
+    pixels_HWC = decode_with_opencv(SIGNATURE + b"".join(pixel_chunks), keep_alpha_and_depth=True)
+    expect_size(pixels_HWC, header.height, header.width)
+    transparent_gray = _transparent_gray(payloads.get(b"tRNS"), header)
+    if transparent_gray is not None:
+        alpha_HW = np.where(pixels_HWC[:, :, 0] == transparent_gray, 0, 255).astype(np.uint8)
+        pixels_HWC = flatten_over_white(scale_to_8_bit(pixels_HWC, notes), alpha_HW, notes)
+    else:
+        pixels_HWC = scale_to_8_bit(pixels_HWC, notes)
+        if pixels_HWC.shape[2] == 4:
+            pixels_HWC = flatten_over_white(pixels_HWC[:, :, :3], pixels_HWC[:, :, 3], notes)
+    pixels_HWC = orient_by_exif(pixels_HWC, payloads.get(b"eXIf"), notes)
+    return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes))
+
+
+def _read_header(data: bytes, options: NormalizeOptions) -> PngHeader:
+    """Checked before the rest of the file is looked at."""
+    header = data[8 : 8 + 8 + IHDR_BYTES + 4]
+    if len(header) < 8 + IHDR_BYTES + 4:
+        raise Refused(RejectReason.TRUNCATED, f"the header ends at byte {len(data)}")
+    if header[:8] != IHDR_BYTES.to_bytes(4) + b"IHDR":
+        raise Refused(RejectReason.BAD_HEADER, "the first chunk is not an IHDR of 13 bytes")
+    if zlib.crc32(header[4:-4]) != int.from_bytes(header[-4:]):
+        raise Refused(RejectReason.CHECKSUM, "chunk IHDR at byte 8")
+    width, height = int.from_bytes(header[8:12]), int.from_bytes(header[12:16])
+    depth, color_type, compression, filtering, interlace = header[16:21]
+    if depth not in DEPTHS_BY_COLOR_TYPE.get(color_type, ()):
+        raise Refused(RejectReason.BAD_HEADER, f"colour type {color_type} with {depth} bits per sample")
+    if compression or filtering or interlace > 1:
+        raise Refused(RejectReason.BAD_HEADER, "an unknown compression, filter or interlace method")
+    check_dimensions(height, width, options)
+    return PngHeader(height=height, width=width, depth=depth, color_type=color_type)
+
+
+def _walk_chunks(data: bytes) -> Iterator[Chunk]:
+    position = len(SIGNATURE)
+    view = memoryview(data)
+    while True:
+        if position + 12 > len(data):
+            raise Refused(RejectReason.TRUNCATED, f"no IEND chunk in {len(data)} bytes")
+        end = position + 12 + int.from_bytes(data[position : position + 4])
+        type_ = data[position + 4 : position + 8]
+        if end > len(data):
+            raise Refused(RejectReason.TRUNCATED, f"a chunk ends at byte {end} of {len(data)}")
+        if zlib.crc32(view[position + 4 : end - 4]) != int.from_bytes(data[end - 4 : end]):
+            raise Refused(RejectReason.CHECKSUM, f"chunk {ascii(type_)[2:-1]} at byte {position}")
+        yield Chunk(type=type_, start=position, end=end)
+        if type_ == b"IEND":
+            return
+        position = end
+
+
+def _transparent_gray(transparency: bytes | None, header: PngHeader) -> int | None:
+    """The decoded value that tRNS declares transparent in a gray image: OpenCV applies tRNS to colour only."""
+    if header.color_type != GRAY or transparency is None or len(transparency) < 2:
+        return None
+    brightest = (1 << header.depth) - 1
+    value = int.from_bytes(transparency[:2]) & brightest
+    return value if header.depth >= 8 else value * 255 // brightest
+
+
+def _is_srgb(profile_chunk: bytes) -> bool:
+    name, _, compressed = profile_chunk.partition(b"\0")
+    try:
+        profile = zlib.decompressobj().decompress(compressed[1:], MAX_PROFILE_BYTES)
+    except zlib.error:
+        profile = b""
+    return names_srgb(name + profile)

@@ -1,0 +1,93 @@
+"""One source image in, one sample or one rejection out: the pure function at the heart of the ETL and of `predict`.
+
+It needs no Spark and touches no file:
+
+    process_image(SourceImage(key="cat.jpg", size_bytes=len(data)), data, NormalizeOptions())
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import cv2
+import numpy as np
+
+from shardmill.images.decode import decode_image, has_other_extension
+from shardmill.images.normalize import encode_image, normalize
+from shardmill.images.pixels import Refused, prepare_opencv
+from shardmill.options import NormalizeOptions
+from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
+
+# Sources with a shorter side than this are accepted; the note lets one find them.
+TINY_SIDE_PIXELS = 8
+MAX_DETAIL_CHARACTERS = 300
+
+
+def process_image(source: SourceImage, data: bytes, options: NormalizeOptions) -> ImageSample | Rejection:
+    """Decodes, normalizes and encodes one image. Equal arguments give an equal answer; no bytes make it raise.
+
+    Only `MemoryError` passes through: it says something about the machine and nothing about the image.
+    """
+    source_sha256 = hashlib.sha256(data).hexdigest()
+    try:
+        return _process(source, data, source_sha256, options)
+    except Refused as refusal:
+        reason, detail = refusal.reason, refusal.detail
+    except MemoryError:
+        raise
+    except Exception as error:  # a decoder's bug on one strange file must not end a job over a billion others
+        reason, detail = RejectReason.DECODER_ERROR, f"{type(error).__name__}: {error}"
+    return Rejection(
+        key=source.key,
+        reason=reason,
+        detail=_printable(detail),
+        size_bytes=source.size_bytes,
+        mtime_ns=source.mtime_ns,
+        etag=source.etag,
+        source_sha256=source_sha256,
+    )
+
+
+def _process(source: SourceImage, data: bytes, source_sha256: str, options: NormalizeOptions) -> ImageSample:
+    if len(data) > options.max_source_bytes:
+        raise Refused(
+            RejectReason.TOO_LARGE_BYTES, f"{len(data)} bytes; max_source_bytes is {options.max_source_bytes}"
+        )
+    format_name, decoded = decode_image(data, options)
+    image_HWC = normalize(decoded.pixels_HWC, options)
+    sums, square_sums = _channel_sums(image_HWC), _channel_square_sums(image_HWC)
+    notes = list(decoded.notes)
+    if has_other_extension(source.key, format_name):
+        notes.append("extension_mismatch")
+    if min(decoded.pixels_HWC.shape[:2]) < TINY_SIDE_PIXELS:
+        notes.append("tiny")
+    num_pixels = image_HWC.shape[0] * image_HWC.shape[1]
+    # n * sum(x^2) == sum(x)^2 holds for a constant channel and for no other.
+    if all(num_pixels * squares == total**2 for total, squares in zip(sums, square_sums, strict=True)):
+        notes.append("constant")
+    return ImageSample(
+        image=encode_image(image_HWC, options),
+        height=image_HWC.shape[0],
+        width=image_HWC.shape[1],
+        channels=image_HWC.shape[2],
+        source_sha256=source_sha256,
+        channel_sums=sums,
+        channel_square_sums=square_sums,
+        notes=tuple(notes),
+    )
+
+
+def _channel_sums(image_HWC: np.ndarray) -> tuple[int, ...]:
+    # OpenCV adds integers up exactly (doubles hold them up to 2^53), and much faster than NumPy does.
+    prepare_opencv()
+    return tuple(int(total) for total in cv2.sumElems(image_HWC)[: image_HWC.shape[2]])
+
+
+def _channel_square_sums(image_HWC: np.ndarray) -> tuple[int, ...]:
+    squares = cv2.multiply(image_HWC, image_HWC, dtype=cv2.CV_16U)  # 255^2 fits into 16 bits
+    return tuple(int(total) for total in cv2.sumElems(squares)[: image_HWC.shape[2]])
+
+
+def _printable(detail: str) -> str:
+    """Details reach terminals and reports, and parts of them come from the file."""
+    return "".join(c if c.isprintable() else "?" for c in detail)[:MAX_DETAIL_CHARACTERS]

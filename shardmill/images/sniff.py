@@ -1,0 +1,124 @@
+"""Names the format of some bytes by their content alone, and says why bytes that we do not decode are refused."""
+
+from __future__ import annotations
+
+import re
+
+from shardmill.images.pixels import Refused
+from shardmill.values import RejectReason
+
+SUPPORTED_SIGNATURES = (
+    (b"\xff\xd8", "jpeg"),
+    (b"\x89PNG\r\n\x1a\n", "png"),
+    (b"GIF87a", "gif"),
+    (b"GIF89a", "gif"),
+    (b"II*\0", "tiff"),
+    (b"MM\0*", "tiff"),
+)
+BMP_HEADER_SIZES_BYTES = frozenset({12, 40, 52, 56, 64, 108, 124})
+UNSAFE_SIGNATURES = ((b"%!PS", "postscript"), (b"\xc5\xd0\xd3\xc6", "eps"), (b"%PDF", "pdf"))
+UNSUPPORTED_SIGNATURES = (
+    (b"\0\0\0\x0cjP  \r\n\x87\n", "jp2"),
+    (b"\xffO\xffQ", "jp2"),
+    (b"\0\0\0\x0cJXL \r\n\x87\n", "jpeg_xl"),
+    (b"\xff\x0a", "jpeg_xl"),
+    (b"\0\0\1\0", "ico"),
+    (b"\0\0\2\0", "cur"),
+    (b"8BPS", "psd"),
+    (b"SIMPLE  =", "fits"),
+    (b"\xd7\xcd\xc6\x9a", "wmf"),
+    (b"\1\0\0\0\x58\0\0\0", "emf"),
+    (b"\x76\x2f\x31\x01", "openexr"),
+    (b"#?RADIANCE", "radiance_hdr"),
+    (b"DDS ", "dds"),
+    (b"qoif", "qoi"),
+    (b"II+\0", "bigtiff"),
+    (b"MM\0+", "bigtiff"),
+    (b"BPG\xfb", "bpg"),
+    (b"gimp xcf", "xcf"),
+)
+LOOKS_LIKE_SIGNATURES = (
+    (b"version https://git-lfs", "git_lfs"),
+    (b"\0\5\x16\7", "apple_double"),
+    (b"PK\3\4", "zip"),
+    (b"PK\5\6", "zip"),
+    (b"\x1f\x8b", "gzip"),
+    (b"7z\xbc\xaf\x27\x1c", "7z"),
+    (b"Rar!", "rar"),
+    (b"\x1aE\xdf\xa3", "matroska"),
+    (b"PAR1", "parquet"),
+    (b"\x7fELF", "elf"),
+    (b"MZ", "windows_program"),
+    (b"ID3", "mp3"),
+    (b"OggS", "ogg"),
+    (b"\xd0\xcf\x11\xe0", "ole2"),
+)
+ISO_IMAGE_BRANDS = {
+    **dict.fromkeys((b"avif", b"avis"), "avif"),
+    **dict.fromkeys((b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1"), "heic"),
+}
+NETPBM = re.compile(rb"P[1-7f]\s|PF\s")
+HTML = re.compile(rb"<(!doctype html|html|head|body)\b", re.IGNORECASE)
+CONTROL_CHARACTERS = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+
+
+def sniff_format(data: bytes) -> str:
+    """One of the formats that we decode, as a key of `decode.DECODERS`; refuses everything else by name."""
+    if not data:
+        raise Refused(RejectReason.EMPTY_FILE, "0 bytes")
+    for signature, name in SUPPORTED_SIGNATURES:
+        if data.startswith(signature):
+            return name
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "webp"
+    if data[:2] == b"BM" and int.from_bytes(data[14:18], "little") in BMP_HEADER_SIZES_BYTES:
+        return "bmp"  # two letters alone could begin any text
+    for signature, name in UNSAFE_SIGNATURES:
+        if data.startswith(signature):
+            raise Refused(RejectReason.UNSAFE_FORMAT, f"format={name}; such files are programs and are never opened")
+    unsupported = _unsupported_format(data)
+    if unsupported:
+        raise Refused(RejectReason.UNSUPPORTED_FORMAT, f"format={unsupported}")
+    raise Refused(RejectReason.NOT_AN_IMAGE, f"looks_like={_looks_like(data)}")
+
+
+def _unsupported_format(data: bytes) -> str:
+    if data[-18:-2] == b"TRUEVISION-XFILE":  # first: a TGA has no signature of its own and may begin like a cursor
+        return "tga"
+    for signature, name in UNSUPPORTED_SIGNATURES:
+        if data.startswith(signature):
+            return name
+    if data[4:8] == b"ftyp" and data[8:12] in ISO_IMAGE_BRANDS:
+        return ISO_IMAGE_BRANDS[data[8:12]]
+    if NETPBM.match(data):
+        return "netpbm"
+    head = _text_head(data)
+    if head.startswith((b"<svg", b"<?xml", b"<!--", b"<!DOCTYPE svg")) and b"<svg" in head:
+        return "svg"
+    return ""
+
+
+def _looks_like(data: bytes) -> str:
+    for signature, name in LOOKS_LIKE_SIGNATURES:
+        if data.startswith(signature):
+            return name
+    if data[4:8] == b"ftyp":
+        return "video"
+    if data[:4] == b"RIFF":
+        return "riff"
+    if not data.strip(b"\0"):
+        return "zeros"
+    head = _text_head(data)
+    if HTML.match(head):
+        return "html"
+    if head[:1] == b"<":
+        return "xml"
+    # A character may be cut at the end of the head, so bytes that do not decode there are dropped.
+    text = head.decode("utf-8", errors="ignore")
+    if len(text.encode()) + 3 < len(head) or CONTROL_CHARACTERS.search(text) or not text:
+        return "unknown"
+    return "json" if head[:1] in (b"{", b"[") else "text"
+
+
+def _text_head(data: bytes) -> bytes:
+    return data[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()

@@ -1,0 +1,248 @@
+"""TIFF to the pixels of its first page, without a library.
+
+OpenCV's libtiff silently leaves the rest of a damaged strip black and mixes up planes of 16 bits, so the strips are
+decompressed here and every one must give exactly its bytes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmill.images.exif import ORIENTATION_TAG, BadDirectory, Directory, orient, read_directory
+from shardmill.images.icc import names_srgb
+from shardmill.images.lzw import TIFF_LZW, decode_lzw
+from shardmill.images.pixels import (
+    CMYK_NOTE,
+    ICC_IGNORED_NOTE,
+    DecodedImage,
+    Refused,
+    check_dimensions,
+    cmyk_to_rgb,
+    flatten_over_white,
+    scale_to_8_bit,
+)
+from shardmill.options import NormalizeOptions
+from shardmill.values import RejectReason
+
+WIDTH, HEIGHT, BITS_PER_SAMPLE, COMPRESSION, PHOTOMETRIC, FILL_ORDER = 256, 257, 258, 259, 262, 266
+STRIP_OFFSETS, SAMPLES_PER_PIXEL, ROWS_PER_STRIP, STRIP_BYTE_COUNTS, PLANAR = 273, 277, 278, 279, 284
+PREDICTOR, COLOR_MAP, TILE_WIDTH, INK_SET, EXTRA_SAMPLES, SAMPLE_FORMAT = 317, 320, 322, 332, 338, 339
+ICC_PROFILE = 34675
+UNCOMPRESSED, LZW, DEFLATE, OLD_DEFLATE, PACKBITS = 1, 5, 8, 32946, 32773
+WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, PALETTE, CMYK = 0, 1, 2, 3, 5
+NUM_COLOR_SAMPLES = {WHITE_IS_ZERO: 1, BLACK_IS_ZERO: 1, RGB: 3, PALETTE: 1, CMYK: 4}
+PREMULTIPLIED_ALPHA, STRAIGHT_ALPHA = 1, 2
+MAX_PAGES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the samples of the first page lie in its strips."""
+
+    height: int
+    width: int
+    num_samples: int
+    """Per pixel, alpha and others included."""
+    bits: int
+    photometric: int
+    compression: int
+    is_planar: bool
+    uses_predictor: bool
+    rows_per_strip: int
+    alpha_kind: int
+    """One of the two alpha constants, or 0 where an extra sample is not alpha (or there is none)."""
+    byte_order: str
+
+    def row_bytes(self) -> int:
+        num_samples = 1 if self.is_planar else self.num_samples
+        return (self.width * num_samples * self.bits + 7) // 8
+
+
+def decode_tiff(data: bytes, options: NormalizeOptions) -> DecodedImage:
+    try:
+        page = _read_first_page(data)
+        layout = _read_layout(page, options)
+        num_pages = _count_pages(data, page)
+        samples_HWC = _read_samples(data, page, layout)
+        orientation = page.integer(ORIENTATION_TAG, default=1)
+        color_map = page.integers(COLOR_MAP)
+    except BadDirectory as error:
+        raise Refused(RejectReason.BAD_HEADER, str(error)) from error
+    notes = [f"first_frame_of_{num_pages}"] if num_pages > 1 else []
+    profile = page.entries.get(ICC_PROFILE)
+    if profile and not names_srgb(data[profile.value_start : profile.value_start + profile.count]):
+        notes.append(ICC_IGNORED_NOTE)
+
+    samples_HWC = scale_to_8_bit(samples_HWC, notes)
+    num_color_samples = NUM_COLOR_SAMPLES[layout.photometric]
+    pixels_HWC = _to_color(samples_HWC[:, :, :num_color_samples], layout.photometric, color_map, notes)
+    if layout.alpha_kind:
+        pixels_HWC = flatten_over_white(
+            pixels_HWC,
+            samples_HWC[:, :, num_color_samples],
+            notes,
+            premultiplied=layout.alpha_kind == PREMULTIPLIED_ALPHA,
+        )
+    return DecodedImage(pixels_HWC=orient(pixels_HWC, orientation, notes), notes=tuple(notes))
+
+
+def _read_first_page(data: bytes) -> Directory:
+    if len(data) < 8:
+        raise Refused(RejectReason.TRUNCATED, f"the header ends at byte {len(data)}")
+    first_start = int.from_bytes(data[4:8], "little" if data[:2] == b"II" else "big")
+    if first_start >= len(data):  # writers put the directory last, so a cut file points beyond its end
+        raise Refused(RejectReason.TRUNCATED, f"the first directory is at byte {first_start} of {len(data)}")
+    return read_directory(data)
+
+
+def _count_pages(data: bytes, first_page: Directory) -> int:
+    seen: set[int] = set()
+    start = first_page.next_start
+    while start:
+        if start in seen or len(seen) >= MAX_PAGES:
+            raise BadDirectory("the directories form a loop")
+        seen.add(start)
+        start = read_directory(data, start).next_start
+    return 1 + len(seen)
+
+
+def _read_layout(page: Directory, options: NormalizeOptions) -> Layout:
+    height, width = page.integer(HEIGHT, default=0), page.integer(WIDTH, default=0)
+    check_dimensions(height, width, options)
+    photometric = page.integer(PHOTOMETRIC, default=-1)
+    num_samples = page.integer(SAMPLES_PER_PIXEL, default=1)
+    all_bits = set(page.integers(BITS_PER_SAMPLE) or (1,))
+    extra_samples = page.integers(EXTRA_SAMPLES)
+    alpha_kind = extra_samples[0] if extra_samples else 0
+    layout = Layout(
+        height=height,
+        width=width,
+        num_samples=num_samples,
+        bits=min(all_bits),
+        photometric=photometric,
+        compression=page.integer(COMPRESSION, default=UNCOMPRESSED),
+        is_planar=page.integer(PLANAR, default=1) == 2,
+        uses_predictor=page.integer(PREDICTOR, default=1) == 2,
+        rows_per_strip=max(1, min(height, page.integer(ROWS_PER_STRIP, default=height))),
+        alpha_kind=alpha_kind if alpha_kind in (PREMULTIPLIED_ALPHA, STRAIGHT_ALPHA) else 0,
+        byte_order=page.byte_order,
+    )
+    problem = _find_unsupported(page, layout, all_bits)
+    if problem:
+        raise Refused(RejectReason.UNSUPPORTED_MODE, f"tiff with {problem}")
+    if num_samples < NUM_COLOR_SAMPLES[photometric] + bool(layout.alpha_kind):
+        raise Refused(RejectReason.BAD_HEADER, f"{num_samples} samples per pixel in photometric {photometric}")
+    return layout
+
+
+def _find_unsupported(page: Directory, layout: Layout, all_bits: set[int]) -> str:
+    if TILE_WIDTH in page.entries:
+        return "tiles"
+    if layout.photometric not in NUM_COLOR_SAMPLES:
+        return f"photometric interpretation {layout.photometric}"
+    if layout.compression not in (UNCOMPRESSED, LZW, DEFLATE, OLD_DEFLATE, PACKBITS):
+        return f"compression {layout.compression}"
+    if set(page.integers(SAMPLE_FORMAT)) - {1}:
+        return f"sample format {page.integers(SAMPLE_FORMAT)[0]}"
+    if len(all_bits) > 1 or layout.bits not in (1, 8, 16) or (layout.bits == 1 and layout.num_samples > 1):
+        return f"{sorted(all_bits)} bits per sample"
+    if layout.photometric == PALETTE and layout.bits != 8:
+        return f"a palette of {layout.bits} bits"
+    if layout.num_samples > 8:
+        return f"{layout.num_samples} samples per pixel"
+    if page.integer(PREDICTOR, default=1) not in (1, 2) or (layout.uses_predictor and layout.bits == 1):
+        return f"predictor {page.integer(PREDICTOR, default=1)}"
+    if page.integer(FILL_ORDER, default=1) != 1 or page.integer(INK_SET, default=1) != 1:
+        return "a reversed fill order or other inks than CMYK"
+    return ""
+
+
+def _read_samples(data: bytes, page: Directory, layout: Layout) -> np.ndarray:
+    """All samples of the page, H x W x samples, as uint8 or uint16."""
+    num_planes = layout.num_samples if layout.is_planar else 1
+    strips_per_plane = -(-layout.height // layout.rows_per_strip)
+    starts, sizes = page.integers(STRIP_OFFSETS), page.integers(STRIP_BYTE_COUNTS)
+    if not len(starts) == len(sizes) == num_planes * strips_per_plane:
+        raise BadDirectory(f"{len(starts)} strips of {num_planes * strips_per_plane}")
+    planes = []
+    for plane in range(num_planes):
+        rows = bytearray()
+        for strip in range(strips_per_plane):
+            index = plane * strips_per_plane + strip
+            end = starts[index] + sizes[index]
+            if end > len(data):
+                raise Refused(RejectReason.TRUNCATED, f"a strip ends at byte {end} of {len(data)}")
+            num_rows = min(layout.rows_per_strip, layout.height - strip * layout.rows_per_strip)
+            rows += _decompress(data[starts[index] : end], layout.compression, num_rows * layout.row_bytes())
+        planes.append(_unpack_rows(rows, layout))
+    return np.concatenate(planes, axis=2) if len(planes) > 1 else planes[0]
+
+
+def _unpack_rows(rows: bytearray, layout: Layout) -> np.ndarray:
+    if layout.bits == 1:
+        bits_HW = np.unpackbits(np.frombuffer(rows, np.uint8).reshape(layout.height, -1), axis=1)[:, : layout.width]
+        return (bits_HW * 255)[:, :, np.newaxis]
+    dtype = np.dtype(np.uint8) if layout.bits == 8 else np.dtype(layout.byte_order + "u2")
+    samples_HWC = np.frombuffer(rows, dtype).reshape(layout.height, layout.width, -1).astype(dtype.newbyteorder("="))
+    if layout.uses_predictor:  # each sample was stored as the difference to the one on its left
+        np.cumsum(samples_HWC, axis=1, dtype=samples_HWC.dtype, out=samples_HWC)
+    return samples_HWC
+
+
+def _decompress(strip: bytes, compression: int, num_bytes: int) -> bytes:
+    if compression == LZW:
+        return decode_lzw(strip, TIFF_LZW, num_bytes)
+    if compression == UNCOMPRESSED:
+        raw = strip[:num_bytes]
+    elif compression == PACKBITS:
+        raw = _decode_packbits(strip, num_bytes)
+    else:
+        raw = _inflate(strip, num_bytes)
+    if len(raw) < num_bytes:
+        raise Refused(RejectReason.CORRUPT_SCAN, f"a strip gives {len(raw)} of {num_bytes} bytes")
+    return raw
+
+
+def _inflate(strip: bytes, num_bytes: int) -> bytes:
+    inflater = zlib.decompressobj()
+    try:
+        raw = inflater.decompress(strip, num_bytes)
+    except zlib.error as error:
+        raise Refused(RejectReason.CORRUPT_SCAN, f"a strip: {error}") from error
+    # At the end zlib has compared its checksum. Data that is left over is no damage: some writers fill up the last
+    # strip.
+    if not inflater.eof and not inflater.unconsumed_tail:
+        raise Refused(RejectReason.CORRUPT_SCAN, "a strip whose compressed data has no end")
+    return raw
+
+
+def _decode_packbits(strip: bytes, num_bytes: int) -> bytes:
+    raw = bytearray()
+    position = 0
+    while len(raw) < num_bytes and position < len(strip):
+        control = strip[position]
+        if control < 128:
+            raw += strip[position + 1 : position + 2 + control]
+            position += 2 + control
+        else:
+            if control > 128:  # 128 itself does nothing
+                raw += strip[position + 1 : position + 2] * (257 - control)
+            position += 1 if control == 128 else 2
+    return bytes(raw[:num_bytes])
+
+
+def _to_color(samples_HWC: np.ndarray, photometric: int, color_map: tuple[int, ...], notes: list[str]) -> np.ndarray:
+    if photometric == WHITE_IS_ZERO:
+        return 255 - samples_HWC
+    if photometric == CMYK:
+        notes.append(CMYK_NOTE)
+        return cmyk_to_rgb(samples_HWC, stored_inverted=False)
+    if photometric == PALETTE:
+        if len(color_map) != 3 * 256:
+            raise Refused(RejectReason.BAD_HEADER, f"a palette of {len(color_map)} values")
+        palette_KC = (np.array(color_map, dtype=np.uint16) >> 8).astype(np.uint8).reshape(3, 256).T
+        return palette_KC[samples_HWC[:, :, 0]]
+    return samples_HWC

@@ -1,0 +1,45 @@
+"""The one source of randomness: a specified integer mix, so order and augmentation are the same everywhere, for ever.
+
+The finalizer is splitmix64's (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014,
+doi:10.1145/2660193.2660195). `numpy.random` is not used: its streams may change between NumPy versions (NEP 19).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_FACTOR_1 = 0xBF58476D1CE4E5B9
+_FACTOR_2 = 0x94D049BB133111EB
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+
+def mix64(*values: int) -> int:
+    """Fold any number of integers (each taken modulo 2^64) into one uniform unsigned 64-bit integer."""
+    state = 0
+    for value in values:
+        state = _finalize((state + _GOLDEN_GAMMA + value) & _MASK)
+    return state
+
+
+def mix64_array(values_N: np.ndarray, *prefix: int) -> np.ndarray:
+    """Elementwise `mix64(*prefix, value)` over integers, as uint64."""
+    state = np.uint64((mix64(*prefix) + _GOLDEN_GAMMA) & _MASK)
+    z = values_N.astype(np.uint64) + state
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(_FACTOR_1)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(_FACTOR_2)
+    z ^= z >> np.uint64(31)
+    return z
+
+
+def permutation(num_items: int, *key: int) -> np.ndarray:
+    """A permutation of range(num_items) that is a function of `key` alone: a stable sort by mixed positions."""
+    return np.argsort(mix64_array(np.arange(num_items, dtype=np.uint64), *key), kind="stable")
+
+
+def _finalize(z: int) -> int:
+    z = ((z ^ (z >> 30)) * _FACTOR_1) & _MASK
+    z = ((z ^ (z >> 27)) * _FACTOR_2) & _MASK
+    return z ^ (z >> 31)

@@ -1,0 +1,55 @@
+"""The choices that are part of a dataset's contract: they travel in its manifest and in every export made from it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Encoding = Literal["jpeg", "png", "raw"]
+
+
+class Section(BaseModel):
+    """A frozen section of a config or manifest; a key that it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class NormalizeOptions(Section):
+    """How every source image becomes uint8 pixels of one size. Equal options and kernels give equal pixels."""
+
+    image_size: int = Field(default=224, ge=1, le=8192)
+    """Height and width in pixels of every stored image."""
+    resize_mode: Literal["crop", "pad"] = "crop"
+    """`crop` keeps the centre square, `pad` keeps everything and fills with black."""
+    color: Literal["rgb", "gray"] = "rgb"
+    """Channels of the stored image: three, or one."""
+    encoding: Encoding = "jpeg"
+    """How the shards hold an image: `jpeg`, `png` (lossless), or `raw` uint8 (largest, fastest to read)."""
+    jpeg_quality: int = Field(default=90, ge=1, le=100)
+    """Quality of the stored JPEG (4:4:4); no effect on other encodings."""
+    max_source_bytes: int = Field(default=50_000_000, ge=1)
+    """A larger source file is rejected as `too_large_bytes` before it is read."""
+    max_source_pixels: int = Field(default=64_000_000, ge=1)
+    """A source that declares more pixels is rejected as `too_many_pixels` before anything is allocated."""
+    max_source_side_pixels: int = Field(default=30_000, ge=1)
+    """A source with a longer side is rejected as `too_many_pixels`."""
+    max_aspect_ratio: int = Field(default=100, ge=1)
+    """A source longer than this many times its width is rejected as `aspect_ratio`."""
+
+    @property
+    def num_channels(self) -> int:
+        return 3 if self.color == "rgb" else 1
+
+    @property
+    def image_shape_HWC(self) -> tuple[int, int, int]:
+        return (self.image_size, self.image_size, self.num_channels)
+
+
+class AugmentOptions(Section):
+    """Random changes to training images, each a function of (seed, epoch, sample id, occurrence) alone."""
+
+    random_crop_padding: int = Field(default=4, ge=0)
+    """Pad by this many pixels (edges repeated), then crop back at a random offset; 0 switches it off."""
+    random_flip: bool = True
+    """Mirror left to right half of the time; switch it off where left and right differ (digits, text)."""

@@ -1,0 +1,134 @@
+"""The planned rows of an epoch as batches, in planned order whatever the reader threads do.
+
+The consuming thread plans; reader threads fetch, verify, decode and augment. Finished batches wait in a queue that is
+bounded in bytes, and a fault in any thread is raised where the batch would have been.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmill.dataset.dataset import Dataset
+from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
+from shardmill.formats.rows import ChunkRows
+from shardmill.images.augment import augment as augment_image
+from shardmill.images.normalize import decode_stored
+from shardmill.options import AugmentOptions
+from shardmill.reader.fetch import ChunkFetcher
+from shardmill.values import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderOptions:
+    """How a reader works; nothing here changes what it gives."""
+
+    format: str = "auto"
+    num_threads: int = 2
+    prefetch_bytes: int = 64_000_000
+    """Bound of the queue of decoded batches; one batch always fits."""
+
+
+class BatchReader:
+    """One epoch's batches for a group of streams, in order. Use it as a context manager: closing joins its threads."""
+
+    def __init__(
+        self, dataset: Dataset, plan: EpochPlan, *, streams: range, first_step: int, options: ReaderOptions,
+        augment: AugmentOptions | None,
+    ) -> None:  # fmt: skip
+        self._plan = plan
+        self._first_step = first_step
+        self._augment = augment
+        self._normalize = dataset.manifest.normalize
+        self._fetcher = ChunkFetcher(dataset.store, dataset.index(plan.spec.split, options.format))
+        self._planner = StepPlanner(plan, streams)
+        self._local_batch_size = len(streams) * plan.spec.rows_per_stream
+        height, width, channels = self._normalize.image_shape_HWC
+        batch_bytes = self._local_batch_size * height * width * channels
+        self._max_batches_ahead = max(1, options.prefetch_bytes // max(1, batch_bytes))
+        # Decoding waits for fetching, so they must not share a pool.
+        self._fetch_pool = ThreadPoolExecutor(options.num_threads, "shardmill-fetch")
+        self._decode_pool = ThreadPoolExecutor(options.num_threads, "shardmill-decode")
+        self._chunks: dict[int, Future[ChunkRows]] = {}
+
+    def __iter__(self) -> Iterator[Batch]:
+        waiting: collections.deque[Future[Batch]] = collections.deque()
+        try:
+            for step in range(self._first_step, self._plan.num_steps):
+                waiting.append(self._submit(step))
+                if len(waiting) > self._max_batches_ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def __enter__(self) -> BatchReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop and join every reader thread."""
+        self._decode_pool.shutdown(wait=True, cancel_futures=True)
+        self._fetch_pool.shutdown(wait=True, cancel_futures=True)
+        self._chunks.clear()
+
+    def _submit(self, step: int) -> Future[Batch]:
+        rows = self._planner.rows_of_step(step)
+        # Keep the chunks of the current windows; steps in flight hold on to what they still need.
+        live = self._planner.live_chunks()
+        self._chunks = {chunk: future for chunk, future in self._chunks.items() if chunk in live}
+        needed: dict[int, Future[ChunkRows]] = {}
+        for chunk in np.unique(rows.chunks_N[rows.weights_N > 0]).tolist():
+            future = self._chunks.get(chunk)
+            if future is None:
+                future = self._chunks[chunk] = self._fetch_pool.submit(self._fetcher.read_chunk, chunk)
+            needed[chunk] = future
+        return self._decode_pool.submit(self._decode, step, rows, needed)
+
+    def _decode(self, step: int, rows: StepRows, chunks: dict[int, Future[ChunkRows]]) -> Batch:
+        shape_HWC = self._normalize.image_shape_HWC
+        images_NHWC = np.zeros((self._local_batch_size, *shape_HWC), dtype=np.uint8)
+        labels_N = np.zeros(self._local_batch_size, dtype=np.int64)
+        sample_ids_N = np.zeros(self._local_batch_size, dtype=np.int64)
+        for place in np.flatnonzero(rows.weights_N > 0).tolist():
+            chunk, row = chunks[int(rows.chunks_N[place])].result(), int(rows.rows_N[place])
+            sample_id = int(chunk.sample_ids_N[row])
+            image_HWC = decode_stored(chunk.images[row], self._normalize.encoding, shape_HWC)
+            if self._augment is not None:
+                seed, epoch = self._plan.spec.seed, self._plan.epoch
+                image_HWC = augment_image(image_HWC, self._augment, seed=seed, epoch=epoch, sample_id=sample_id)
+            images_NHWC[place] = image_HWC
+            labels_N[place] = chunk.labels_N[row]
+            sample_ids_N[place] = sample_id
+        return Batch(images_NHWC, labels_N, rows.weights_N, sample_ids_N, self._plan.epoch, step)
+
+
+def read_batches(
+    dataset: Dataset,
+    plan: EpochPlan,
+    *,
+    streams: range | None = None,
+    first_step: int = 0,
+    options: ReaderOptions | None = None,
+    augment: AugmentOptions | None = None,
+) -> BatchReader:
+    """Read an epoch, or its rest from `first_step`, for a rank's streams (all of them by default).
+
+    Iterating raises IntegrityError where a chunk is missing or altered, and StorageError where storage fails.
+    """
+    return BatchReader(
+        dataset,
+        plan,
+        streams=range(plan.spec.num_streams) if streams is None else streams,
+        first_step=first_step,
+        options=options or ReaderOptions(),
+        augment=augment,
+    )

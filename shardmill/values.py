@@ -1,0 +1,152 @@
+"""The frozen values that travel the way of one image, from the listing to the training step.
+
+Shape legend: N batch, H height, W width, C channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class RejectReason(StrEnum):
+    """The closed list of reasons in the rejects ledger. `docs/rejects.md` explains each one."""
+
+    # Found while listing, before any byte is read
+    NOT_AN_IMAGE_NAME = "not_an_image_name"
+    PATH_NOT_UTF8 = "path_not_utf8"
+    DANGLING_SYMLINK = "dangling_symlink"
+    SYMLINK_OUTSIDE_ROOT = "symlink_outside_root"
+    SYMLINK_DIRECTORY = "symlink_directory"
+    SYMLINK_LOOP = "symlink_loop"
+    NOT_REGULAR_FILE = "not_regular_file"
+    BAD_LABEL = "bad_label"
+    TOO_LARGE_BYTES = "too_large_bytes"
+    # Found while reading
+    MISSING = "missing"
+    UNREADABLE = "unreadable"
+    SOURCE_CHANGED = "source_changed"
+    # Found while decoding
+    EMPTY_FILE = "empty_file"
+    NOT_AN_IMAGE = "not_an_image"
+    TRUNCATED = "truncated"
+    CORRUPT_SCAN = "corrupt_scan"
+    CHECKSUM = "checksum"
+    BAD_HEADER = "bad_header"
+    UNSUPPORTED_FORMAT = "unsupported_format"
+    UNSUPPORTED_MODE = "unsupported_mode"
+    UNSAFE_FORMAT = "unsafe_format"
+    TOO_MANY_PIXELS = "too_many_pixels"
+    ASPECT_RATIO = "aspect_ratio"
+    DECODER_ERROR = "decoder_error"
+
+
+# Files that nobody meant to be images do not count against `etl.max_reject_fraction`.
+REASONS_OUTSIDE_REJECT_FRACTION = frozenset({RejectReason.NOT_AN_IMAGE_NAME})
+
+
+@dataclass(frozen=True, slots=True)
+class SourceImage:
+    """One listed input, before any of its bytes were read."""
+
+    key: str
+    """Path relative to the source root, `/`-separated; bytes that are not UTF-8 are kept as surrogate escapes."""
+    size_bytes: int
+    mtime_ns: int = 0
+    etag: str = ""
+    label: str | None = None
+    """Class name, or None in a dataset without labels."""
+    split: str | None = None
+    """Named by a `train/`, `val/`, `test/` folder; None means that the content hash decides."""
+    sample_id: int = 0
+    """Signed 64-bit id, derived from `key` and made unique over the listing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSample:
+    """One accepted, normalized image: what a row of a shard stores."""
+
+    image: bytes
+    """The stored encoding (`jpeg`, `png`, or `raw` uint8 HWC)."""
+    height: int
+    width: int
+    channels: int
+    source_sha256: str
+    channel_sums: tuple[int, ...]
+    """Per channel, the exact sum of the normalized uint8 pixels before encoding."""
+    channel_square_sums: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """One refused input, with a reason from the closed list: a row of the ledger."""
+
+    key: str
+    reason: RejectReason
+    detail: str
+    size_bytes: int = 0
+    mtime_ns: int = 0
+    etag: str = ""
+    source_sha256: str = ""
+    stage: str = "decode"
+    """`list`, `read` or `decode`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """One run of rows that is read at once: a Parquet row group, or a run of TFRecords."""
+
+    start: int
+    """First byte of the chunk in its shard."""
+    num_bytes: int
+    num_rows: int
+    image_bytes: int
+    """Sum of the stored images' sizes; equal in every format, so plans may depend on it."""
+    crc32c: int
+    content_sha256: str
+    """SHA-256 over the chunk's row digests in order; equal in every format."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """One immutable file of one split, written by one attempt at one work unit."""
+
+    split: str
+    format: str
+    path: str
+    """Relative to the dataset root."""
+    num_bytes: int
+    sha256: str
+    num_rows: int
+    footer_start: int
+    footer_bytes: int
+    footer_crc32c: int
+    rows_path: str
+    rows_bytes: int
+    rows_sha256: str
+    chunks: tuple[ChunkInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a training step takes, in planned order. Padding rows have weight 0, label 0 and sample id 0."""
+
+    images_NHWC: np.ndarray
+    labels_N: np.ndarray
+    weights_N: np.ndarray
+    sample_ids_N: np.ndarray
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cursor:
+    """A position in the planned order: `step` steps of `epoch` are done. With the plan's fingerprint, all of resume."""
+
+    epoch: int
+    step: int

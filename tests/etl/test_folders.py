@@ -1,0 +1,160 @@
+"""Listing: every name that a folder can hold is an image or a rejection, and folders mean what they say."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from etl.sources import SOURCES
+from etl.sources.listing import Listing
+from shardmill.errors import UsageError
+from shardmill.values import RejectReason
+
+MAX_BYTES = 1_000
+
+
+def make_tree(root: Path, *keys: str | bytes) -> None:
+    for key in keys:
+        path = os.path.join(os.fsencode(root), os.fsencode(key))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(b"some bytes")
+
+
+def listed(root: Path) -> Listing:
+    return SOURCES["folders"](str(root), MAX_BYTES)
+
+
+def reasons(listing: Listing) -> dict[str, str]:
+    return {rejection.key: str(rejection.reason) for rejection in listing.rejections}
+
+
+def test_folders_are_classes(tmp_path: Path):
+    make_tree(tmp_path, "cat/1.jpg", "cat/deep/er/2.jpg", "dog/1.png", "dog/no_suffix")
+    listing = listed(tmp_path)
+    assert {image.key: image.label for image in listing.images} == {
+        "cat/1.jpg": "cat", "cat/deep/er/2.jpg": "cat", "dog/1.png": "dog", "dog/no_suffix": "dog",
+    }  # fmt: skip
+    assert listing.class_names == ("cat", "dog")
+    assert all(image.split is None for image in listing.images)
+
+
+@pytest.mark.parametrize("validation", ["val", "valid", "validation"])
+def test_split_folders_are_splits_and_never_classes(tmp_path: Path, validation: str):
+    make_tree(tmp_path, "train/cat/1.jpg", "train/dog/1.jpg", f"{validation}/cat/2.jpg", "test/dog/3.jpg")
+    listing = listed(tmp_path)
+    assert listing.class_names == ("cat", "dog")
+    assert {image.key: image.split for image in listing.images} == {
+        "train/cat/1.jpg": "train",
+        "train/dog/1.jpg": "train",
+        f"{validation}/cat/2.jpg": "validation",
+        "test/dog/3.jpg": "test",
+    }
+
+
+def test_a_class_called_test_beside_others_is_a_class(tmp_path: Path):
+    make_tree(tmp_path, "test/1.jpg", "exam/1.jpg")
+    assert listed(tmp_path).class_names == ("exam", "test")
+
+
+def test_a_flat_folder_has_no_labels(tmp_path: Path):
+    make_tree(tmp_path, "1.jpg", "2.jpg")
+    listing = listed(tmp_path)
+    assert listing.class_names == () and [image.label for image in listing.images] == [None, None]
+
+
+def test_an_image_outside_the_class_folders_is_a_bad_label(tmp_path: Path):
+    make_tree(tmp_path, "cat/1.jpg", "stray.jpg")
+    assert reasons(listed(tmp_path)) == {"stray.jpg": "bad_label"}
+
+
+@pytest.mark.parametrize(
+    "name", [".DS_Store", "Thumbs.db", "._1.jpg", "desktop.ini", "notes.txt", "movie.mp4", "labels.csv", "x.json"]
+)
+def test_litter_is_counted_as_what_it_is(tmp_path: Path, name: str):
+    make_tree(tmp_path, "cat/1.jpg", f"cat/{name}")
+    listing = listed(tmp_path)
+    assert reasons(listing) == {f"cat/{name}": "not_an_image_name"} and listing.num_listed == 2
+
+
+def test_names_that_spark_would_skip_or_break_are_listed_as_they_are(tmp_path: Path):
+    names = [
+        *("_hidden.png", ".x.jpg", "x._COPYING_.jpg", "a b%20c#?.jpg", "{a,b}[ab]*:\"'\\.jpg", "-n.jpg"),
+        *("日本語 🐈.jpg", "new\nline.jpg", "x" * 251 + ".jpg", "\u00e9.jpg", "e\u0301.jpg", "UP.JPG", "up.jpg"),
+    ]
+    make_tree(tmp_path, *(f"_class/{name}" for name in names))
+    listing = listed(tmp_path)
+    assert sorted(image.key for image in listing.images) == sorted(f"_class/{name}" for name in names)
+    assert len({image.sample_id for image in listing.images}) == len(names)
+
+
+def test_a_name_that_is_not_utf8_is_rejected_and_keeps_its_bytes(tmp_path: Path):
+    make_tree(tmp_path, "cat/1.jpg", b"cat/bad\xff.jpg")
+    [rejection] = listed(tmp_path).rejections
+    assert rejection.reason == RejectReason.PATH_NOT_UTF8
+    assert os.fsencode(rejection.key) == b"cat/bad\xff.jpg"
+
+
+def test_links_and_special_files(tmp_path: Path):
+    outside = tmp_path / "outside"
+    root = tmp_path / "root"
+    make_tree(outside, "secret.jpg")
+    make_tree(root, "cat/1.jpg")
+    (root / "cat" / "inside.jpg").symlink_to(root / "cat" / "1.jpg")
+    (root / "cat" / "dangling.jpg").symlink_to(root / "gone.jpg")
+    (root / "cat" / "outside.jpg").symlink_to(outside / "secret.jpg")
+    (root / "cat" / "loop.jpg").symlink_to(root / "cat" / "loop.jpg")
+    (root / "alias").symlink_to(root / "cat")
+    (root / "elsewhere").symlink_to(outside)
+    os.mkfifo(root / "cat" / "fifo.jpg")
+    listing = listed(root)
+    assert sorted(image.key for image in listing.images) == ["cat/1.jpg", "cat/inside.jpg"]
+    assert reasons(listing) == {
+        "cat/dangling.jpg": "dangling_symlink",
+        "cat/outside.jpg": "symlink_outside_root",
+        "cat/loop.jpg": "symlink_loop",
+        "alias": "symlink_directory",
+        "elsewhere": "symlink_outside_root",
+        "cat/fifo.jpg": "not_regular_file",
+    }
+
+
+def test_a_file_over_the_limit_is_refused_unread(tmp_path: Path):
+    make_tree(tmp_path, "cat/1.jpg")
+    (tmp_path / "cat" / "big.jpg").write_bytes(b"x" * (MAX_BYTES + 1))
+    assert reasons(listed(tmp_path)) == {"cat/big.jpg": "too_large_bytes"}
+
+
+def test_no_entry_is_lost_or_doubled(tmp_path: Path):
+    make_tree(tmp_path, *(f"c{n % 7}/{n}.{'jpg' if n % 5 else 'txt'}" for n in range(200)))
+    listing = listed(tmp_path)
+    keys = Counter([image.key for image in listing.images] + [rejection.key for rejection in listing.rejections])
+    on_disk = Counter(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert keys == on_disk
+    assert [image.key for image in listing.images] == sorted(image.key for image in listing.images)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda root: None, "does not exist"),
+    (lambda root: root.write_bytes(b""), "is not a folder"),
+    (lambda root: root.mkdir(), r"no images below .* \(0 other files\)"),
+    (lambda root: make_tree(root, "a/readme.txt"), r"no images below .* \(1 other files\)"),
+])  # fmt: skip
+def test_a_missing_or_empty_source_is_a_usage_error(tmp_path: Path, make, message: str):
+    make(tmp_path / "source")
+    with pytest.raises(UsageError, match=message):
+        listed(tmp_path / "source")
+
+
+def test_a_listing_changes_its_fingerprint_with_any_fact(tmp_path: Path):
+    make_tree(tmp_path, "cat/1.jpg", "cat/2.jpg")
+    before = listed(tmp_path)
+    assert listed(tmp_path).fingerprint == before.fingerprint
+    os.utime(tmp_path / "cat" / "1.jpg", ns=(1, 1))
+    assert listed(tmp_path).fingerprint != before.fingerprint
+    assert listed(tmp_path).key_sum == before.key_sum
+    make_tree(tmp_path, "cat/notes.txt")
+    assert listed(tmp_path).key_sum != before.key_sum

@@ -1,0 +1,158 @@
+"""Small image files of every kind for the tests of `shardmill.images`, made without the code under test.
+
+Shape legend: H height, W width, C channels.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+
+import cv2
+import numpy as np
+import simplejpeg
+
+from pipeline.demo_encoders import encode_gif, png_chunk, png_header
+from shardmill.images.decode import decode_image
+from shardmill.images.pixels import DecodedImage, Refused
+from shardmill.options import NormalizeOptions
+from shardmill.values import RejectReason
+
+OPTIONS = NormalizeOptions(image_size=24)
+
+
+def photo(height: int = 24, width: int = 32) -> np.ndarray:
+    """RGB pixels with smooth edges, different in every corner (so that no flip or turn goes unnoticed)."""
+    coarse = np.random.RandomState(7).randint(0, 256, (4, 5, 3)).astype(np.uint8)
+    return cv2.resize(coarse, (width, height), interpolation=cv2.INTER_LINEAR_EXACT)
+
+
+def gray_photo(height: int = 24, width: int = 32) -> np.ndarray:
+    return np.ascontiguousarray(photo(height, width)[:, :, 1])
+
+
+def ramp_alpha(height: int = 24, width: int = 32) -> np.ndarray:
+    return np.tile(np.linspace(0, 255, width).astype(np.uint8), (height, 1))
+
+
+def over_white(color_HWC: np.ndarray, alpha_HW: np.ndarray) -> np.ndarray:
+    weight = alpha_HW[:, :, np.newaxis] / 255.0
+    return np.floor(color_HWC * weight + 255.0 * (1.0 - weight) + 0.5)
+
+
+def jpeg(pixels_HWC: np.ndarray, quality: int = 98) -> bytes:
+    return simplejpeg.encode_jpeg(np.ascontiguousarray(pixels_HWC), quality, colorsubsampling="444")
+
+
+def gray_jpeg(pixels_HW: np.ndarray) -> bytes:
+    stored = np.ascontiguousarray(pixels_HW)[:, :, np.newaxis]
+    return simplejpeg.encode_jpeg(stored, 98, colorspace="GRAY", colorsubsampling="Gray")
+
+
+def by_opencv(extension: str, pixels: np.ndarray, parameters: Sequence[int] = ()) -> bytes:
+    """`pixels` in RGB(A) order or gray."""
+    if pixels.ndim == 3:
+        pixels = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR if pixels.shape[2] == 3 else cv2.COLOR_RGBA2BGRA)
+    done, encoded = cv2.imencode(extension, pixels, list(parameters))
+    assert done
+    return encoded.tobytes()
+
+
+def png(pixels: np.ndarray) -> bytes:
+    return by_opencv(".png", pixels)
+
+
+def webp(pixels: np.ndarray, quality: int = 101) -> bytes:
+    """Lossless above quality 100."""
+    return by_opencv(".webp", pixels, [cv2.IMWRITE_WEBP_QUALITY, quality])
+
+
+def bmp(pixels: np.ndarray) -> bytes:
+    return by_opencv(".bmp", pixels)
+
+
+def png_by_hand(rows: bytes, size: tuple[int, int], depth: int, color_type: int, extra_chunks: bytes = b"") -> bytes:
+    """`rows` hold a filter byte in front of each row; `size` is (width, height)."""
+    head = png_header(*size, depth, color_type) + extra_chunks
+    return head + png_chunk(b"IDAT", zlib.compress(rows)) + png_chunk(b"IEND", b"")
+
+
+def tiff(
+    tags: Mapping[int, Sequence[int]], strips: Sequence[bytes], byte_order: str = "<", next_page: int = 0
+) -> bytes:
+    """One page of LONG tags; the tags of the strips' places are added."""
+    longs = {**tags, 279: [len(strip) for strip in strips], 273: [0] * len(strips)}
+    values_start = 8 + 2 + 12 * len(longs) + 4
+    strips_start = values_start + sum(4 * len(values) for values in longs.values() if len(values) > 1)
+    longs[273] = [strips_start + sum(map(len, strips[:index])) for index in range(len(strips))]
+    entries, values_bytes = b"", b""
+    for tag, values in sorted(longs.items()):
+        packed = struct.pack(f"{byte_order}{len(values)}I", *values)
+        if len(values) > 1:
+            value = struct.pack(f"{byte_order}I", values_start + len(values_bytes))
+            values_bytes += packed
+        else:
+            value = packed
+        entries += struct.pack(f"{byte_order}HHI", tag, 4, len(values)) + value
+    signature = b"II*\0" if byte_order == "<" else b"MM\0*"
+    head = signature + struct.pack(f"{byte_order}IH", 8, len(longs)) + entries
+    return head + struct.pack(f"{byte_order}I", next_page) + values_bytes + b"".join(strips)
+
+
+def tiff_of(pixels: np.ndarray, extra_tags: Mapping[int, Sequence[int]] | None = None, byte_order: str = "<") -> bytes:
+    """Uncompressed, in strips of ten rows; gray, RGB, or RGB and alpha."""
+    height, width = pixels.shape[:2]
+    num_samples = 1 if pixels.ndim == 2 else pixels.shape[2]
+    stored = pixels if pixels.dtype == np.uint8 else pixels.astype(byte_order + "u2")
+    strips = [stored[start : start + 10].tobytes() for start in range(0, height, 10)]
+    tags = {
+        256: [width],
+        257: [height],
+        258: [8 * pixels.dtype.itemsize] * num_samples,
+        262: [1 if num_samples == 1 else 2],
+        277: [num_samples],
+        278: [10],
+    }
+    return tiff({**tags, **(extra_tags or {})}, strips, byte_order)
+
+
+def one_of_each_format() -> dict[str, bytes]:
+    """Small intact files, to be mutated."""
+    rgba = np.dstack([photo(), ramp_alpha()])
+    return {
+        "jpeg": jpeg(photo(), 90),
+        "progressive": by_opencv(".jpg", photo(), [cv2.IMWRITE_JPEG_PROGRESSIVE, 1]),
+        "gray_jpeg": gray_jpeg(gray_photo()),
+        "cmyk": simplejpeg.encode_jpeg(np.ascontiguousarray(rgba), 90, colorspace="CMYK"),
+        "png": png(photo()),
+        "rgba_png": png(rgba),
+        "png_16": png(gray_photo().astype(np.uint16) * 257),
+        "gif": encode_gif([gray_photo(), gray_photo()[::-1]]),
+        "webp": webp(photo()),
+        "lossy_alpha_webp": webp(rgba, 80),
+        "bmp": bmp(photo()),
+        "tiff": tiff_of(photo()),
+        "tiff_lzw": by_opencv(".tiff", photo(), [cv2.IMWRITE_TIFF_COMPRESSION, 5]),
+        "tiff_deflate": by_opencv(".tiff", photo(), [cv2.IMWRITE_TIFF_COMPRESSION, 8]),
+    }
+
+
+def decode(data: bytes, options: NormalizeOptions = OPTIONS) -> DecodedImage:
+    return decode_image(data, options)[1]
+
+
+def refusal(data: bytes, options: NormalizeOptions = OPTIONS) -> tuple[RejectReason, str]:
+    """Reason and detail; fails if the bytes are accepted."""
+    try:
+        decoded = decode(data, options)
+    except Refused as refused:
+        return refused.reason, refused.detail
+    raise AssertionError(f"accepted, with notes {decoded.notes}")
+
+
+def mean_error(decoded_HWC: np.ndarray, expected: np.ndarray) -> float:
+    if expected.ndim == 2:
+        expected = expected[:, :, np.newaxis]
+    assert decoded_HWC.shape == expected.shape
+    return float(np.abs(decoded_HWC.astype(np.float64) - expected).mean())

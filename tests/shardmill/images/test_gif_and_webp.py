@@ -1,0 +1,128 @@
+"""GIF and WebP: the first frame on white, exact where the format is, and damage by its name."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+
+from pipeline.demo_encoders import encode_gif
+from shardmill.values import RejectReason
+from tests.shardmill.images.make import (
+    decode,
+    gray_photo,
+    mean_error,
+    over_white,
+    photo,
+    ramp_alpha,
+    refusal,
+    webp,
+)
+
+RGBA_HWC = np.dstack([photo(), ramp_alpha()])
+FLATTENED_HWC = over_white(photo(), ramp_alpha())
+
+
+def test_gif_first_frame_is_exact() -> None:
+    assert decode(encode_gif([gray_photo()])).notes == ()
+    decoded = decode(encode_gif([gray_photo(), 255 - gray_photo(), gray_photo()]))
+    assert mean_error(decoded.pixels_HWC, np.repeat(gray_photo()[:, :, np.newaxis], 3, axis=2)) == 0
+    assert decoded.notes == ("first_frame_of_3",)
+
+
+def gif_by_hand(frame: bytes, screen: tuple[int, int] = (3, 2), control: bytes = b"") -> bytes:
+    palette = bytes([0, 0, 0, 10, 20, 30, 40, 50, 60, 70, 80, 90])
+    return b"GIF89a" + struct.pack("<HHBBB", *screen, 0xF1, 0, 0) + palette + control + frame + b"\x3b"
+
+
+def gif_frame(left: int, top: int, width: int, height: int, codes: list[int]) -> bytes:
+    """Codes of three bits each: 0 to 3 are colours, 4 clears, 5 ends. At most four may follow a clear code."""
+    packed = sum(code << 3 * position for position, code in enumerate(codes))
+    payload = packed.to_bytes((3 * len(codes) + 7) // 8, "little")
+    return (
+        b"\x2c" + struct.pack("<HHHHB", left, top, width, height, 0) + b"\2" + bytes([len(payload)]) + payload + b"\0"
+    )
+
+
+def test_gif_with_an_offset_frame_and_transparency_lies_on_white() -> None:
+    control = b"\x21\xf9\x04" + struct.pack("<BHB", 1, 0, 2) + b"\0"
+    decoded = decode(gif_by_hand(gif_frame(1, 1, 2, 1, [4, 1, 2, 5]), control=control))
+    white = [255, 255, 255]
+    assert decoded.pixels_HWC.tolist() == [[white] * 3, [white, [10, 20, 30], white]]
+    assert decoded.notes == ("alpha_flattened",)
+
+
+@pytest.mark.parametrize(
+    ("frame", "screen", "reason"),
+    [
+        (gif_frame(0, 0, 3, 1, [4, 1, 2, 5]), (3, 2), RejectReason.CORRUPT_SCAN),  # ends one pixel early
+        (gif_frame(0, 0, 3, 1, [4, 1, 7]), (3, 2), RejectReason.CORRUPT_SCAN),  # a code from nowhere
+        (gif_frame(0, 0, 3, 1, [4, 1]), (3, 2), RejectReason.TRUNCATED),
+        (gif_frame(0, 0, 0, 1, [4, 1, 5]), (3, 2), RejectReason.BAD_HEADER),
+        (gif_frame(3, 0, 1, 1, [4, 1, 5]), (3, 2), RejectReason.BAD_HEADER),
+        (gif_frame(0, 0, 1, 1, [4] * 99), (3, 2), RejectReason.CORRUPT_SCAN),
+        (gif_frame(0, 0, 1, 1, [4, 1, 5]), (0, 2), RejectReason.BAD_HEADER),
+        (gif_frame(0, 0, 1, 1, [4, 1, 5]), (65535, 65535), RejectReason.TOO_MANY_PIXELS),
+        (gif_frame(0, 0, 65535, 65535, [4, 1, 5]), (3, 2), RejectReason.TOO_MANY_PIXELS),
+        (b"", (3, 2), RejectReason.BAD_HEADER),
+        (b"\x77", (3, 2), RejectReason.BAD_HEADER),
+    ],
+)
+def test_gifs_that_are_refused(frame: bytes, screen: tuple[int, int], reason: RejectReason) -> None:
+    assert refusal(gif_by_hand(frame, screen))[0] is reason
+
+
+def test_every_cut_gif_is_truncated() -> None:
+    data = encode_gif([gray_photo(8, 8)])
+    assert {refusal(data[:length])[0] for length in range(6, len(data))} == {RejectReason.TRUNCATED}
+    assert decode(data + b"x").notes == ("trailing_bytes",)
+
+
+def test_interlaced_gif_rows_are_put_in_order() -> None:
+    data = bytearray(encode_gif([gray_photo(11, 7)]))
+    data[data.index(b"\x2c\0\0\0\0") + 9] = 0x40
+    row_order = [*range(0, 11, 8), *range(4, 11, 8), *range(2, 11, 4), *range(1, 11, 2)]
+    assert np.array_equal(decode(bytes(data)).pixels_HWC[row_order, :, 0], gray_photo(11, 7))
+
+
+def test_webp_lossless_alpha_and_lossy() -> None:
+    assert mean_error(decode(webp(photo())).pixels_HWC, photo()) == 0
+    decoded = decode(webp(RGBA_HWC))
+    assert (mean_error(decoded.pixels_HWC, FLATTENED_HWC) < 1, decoded.notes) == (True, ("alpha_flattened",))
+    lossy = webp(RGBA_HWC, 95)
+    assert b"ALPH" in lossy
+    assert mean_error(decode(lossy).pixels_HWC, FLATTENED_HWC) < 12
+
+
+def animated_webp(num_frames: int) -> bytes:
+    """A 40 x 30 canvas whose first frame lies at (left 4, top 2)."""
+    bitstream = webp(photo())[12:]
+    frame = b"\2\0\0\1\0\0" + struct.pack("<I", 31)[:3] + struct.pack("<I", 23)[:3] + b"\x64\0\0\0" + bitstream
+    canvas = b"\x02\0\0\0" + struct.pack("<I", 39)[:3] + struct.pack("<I", 29)[:3]
+    chunks = [(b"VP8X", canvas), (b"ANIM", bytes(6)), *[(b"ANMF", frame)] * num_frames]
+    body = b"".join(type_ + struct.pack("<I", len(payload)) + payload for type_, payload in chunks)
+    return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WEBP" + body
+
+
+def test_animated_webp_shows_its_first_frame_on_white() -> None:
+    decoded = decode(animated_webp(3))
+    expected = np.full((30, 40, 3), 255, np.uint8)
+    expected[2:26, 4:36] = photo()
+    assert mean_error(decoded.pixels_HWC, expected) == 0
+    assert decoded.notes == ("first_frame_of_3", "alpha_flattened")
+
+
+def test_damaged_webp() -> None:
+    data = webp(photo())
+    for length in (13, 25, len(data) // 2, len(data) - 1):
+        assert refusal(data[:length])[0] is RejectReason.TRUNCATED
+    assert decode(data + b"xyz").notes == ("trailing_bytes",)
+    shorter = data[: len(data) // 2 // 2 * 2]
+    consistent = b"RIFF" + struct.pack("<I", len(shorter) - 8) + b"WEBPVP8L" + struct.pack("<I", len(shorter) - 20)
+    assert refusal(consistent + shorter[20:])[0] is RejectReason.CORRUPT_SCAN
+    assert refusal(b"RIFF\4\0\0\0WEBP")[0] is RejectReason.BAD_HEADER
+    bomb = b"\x2f" + struct.pack("<I", 16383 | 16383 << 14)
+    assert (
+        refusal(b"RIFF" + struct.pack("<I", 18) + b"WEBPVP8L\5\0\0\0" + bomb + b"\0")[0] is RejectReason.TOO_MANY_PIXELS
+    )

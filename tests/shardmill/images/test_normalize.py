@@ -1,0 +1,154 @@
+"""Normalization keeps its geometry and its integers, and every stored encoding gives back what it was given."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardmill.errors import IntegrityError
+from shardmill.images.decode import DECODER_ID
+from shardmill.images.normalize import (
+    STORED_ENCODINGS,
+    decode_stored,
+    encode_image,
+    normalization_fingerprint,
+    normalize,
+)
+from shardmill.options import NormalizeOptions
+from tests.shardmill.images.make import gray_photo, photo
+
+LOSSLESS = {"png", "raw"}
+
+
+def options_of(size: int, **changes: object) -> NormalizeOptions:
+    return NormalizeOptions(image_size=size).model_copy(update=changes)
+
+
+@settings(max_examples=80, deadline=None, print_blob=True)
+@given(
+    height=st.integers(1, 90),
+    width=st.integers(1, 90),
+    size=st.integers(1, 50),
+    mode=st.sampled_from(["crop", "pad"]),
+    color=st.sampled_from(["rgb", "gray"]),
+    is_gray_source=st.booleans(),
+)
+def test_any_size_becomes_the_asked_shape(
+    height: int, width: int, size: int, mode: str, color: str, is_gray_source: bool
+) -> None:
+    options = options_of(size, resize_mode=mode, color=color)
+    source_HWC = photo(height, width)[:, :, : 1 if is_gray_source else 3]
+    image_HWC = normalize(source_HWC, options)
+    assert (image_HWC.shape, image_HWC.dtype) == (options.image_shape_HWC, np.uint8)
+    assert np.array_equal(image_HWC, normalize(source_HWC.copy(), options))
+    # No kernel here overshoots: what comes out lies between what went in, or is the black of padding.
+    assert image_HWC.max() <= source_HWC.max() + 1
+    if mode == "crop" and color == "rgb":
+        assert image_HWC.min() >= source_HWC.min() - 1
+
+
+def test_crop_takes_the_centre_square_before_any_resize() -> None:
+    wide_HWC = np.zeros((10, 31, 3), np.uint8)
+    wide_HWC[:, 10:20] = 200  # (31 - 10) // 2 = 10
+    assert (normalize(wide_HWC, options_of(10)) == 200).all()
+    assert (normalize(wide_HWC, options_of(5)) == 200).all()
+    assert (normalize(wide_HWC.transpose(1, 0, 2), options_of(23)) == 200).all()
+
+
+def test_pad_keeps_everything_on_black() -> None:
+    image_HWC = normalize(np.full((10, 20, 3), 200, np.uint8), options_of(10, resize_mode="pad"))
+    assert (image_HWC[2:7] == 200).all()
+    assert not image_HWC[:2].any()
+    assert not image_HWC[7:].any()
+
+
+def test_shrinking_by_a_whole_factor_is_the_rounded_mean() -> None:
+    source_HWC = photo(40, 40)
+    means_HWC = source_HWC.reshape(10, 4, 10, 4, 3).astype(np.float64).mean(axis=(1, 3))
+    assert np.abs(normalize(source_HWC, options_of(10)) - means_HWC).max() <= 0.5
+
+
+def test_gray_is_the_fixed_integer_formula() -> None:
+    source_HWC = photo(16, 16).astype(np.int64)
+    red, green, blue = (source_HWC[:, :, channel] for channel in range(3))
+    luma_HW = (19595 * red + 38470 * green + 7471 * blue + 32768) // 65536
+    assert np.array_equal(normalize(photo(16, 16), options_of(16, color="gray"))[:, :, 0], luma_HW)
+    white_HWC = np.full((16, 16, 3), 255, np.uint8)
+    assert normalize(white_HWC, options_of(16, color="gray")).min() == 255
+
+
+def test_the_result_is_a_copy_that_does_not_change_the_source() -> None:
+    source_HWC = photo(16, 16)
+    normalize(source_HWC, options_of(16))[:] = 0
+    assert np.array_equal(source_HWC, photo(16, 16))
+
+
+def test_golden_digests_of_the_resize_kernels() -> None:
+    """If these change, pixels of existing datasets change: raise RULES_VERSION, or find out what moved them."""
+    image_HWC = np.random.RandomState(11).randint(0, 256, (61, 83, 3)).astype(np.uint8)
+    digests = [hashlib.sha256(normalize(image_HWC, options_of(size)).tobytes()).hexdigest()[:16] for size in (29, 97)]
+    assert digests == ["31b3b7fb5dc36069", "85faf03fddfe1aed"]
+
+
+@pytest.mark.parametrize("color", ["rgb", "gray"])
+@pytest.mark.parametrize("encoding", sorted(STORED_ENCODINGS))
+def test_encodings_give_back_the_image(encoding: str, color: str) -> None:
+    options = options_of(24, encoding=encoding, color=color, jpeg_quality=98)
+    image_HWC = normalize(photo(24, 24), options)
+    data = encode_image(image_HWC, options)
+    assert data == encode_image(image_HWC.copy(), options)
+    decoded_HWC = decode_stored(data, encoding, options.image_shape_HWC)
+    difference = np.abs(decoded_HWC.astype(int) - image_HWC)
+    assert difference.max() == 0 if encoding in LOSSLESS else difference.mean() < 2
+
+
+@pytest.mark.parametrize("encoding", sorted(STORED_ENCODINGS))
+def test_stored_bytes_of_another_shape_or_damaged_are_an_integrity_error(encoding: str) -> None:
+    options = options_of(24, encoding=encoding)
+    data = encode_image(normalize(photo(24, 24), options), options)
+    for damaged, shape_HWC in ((data, (25, 25, 3)), (data[: len(data) // 2], (24, 24, 3)), (b"", (24, 24, 3))):
+        with pytest.raises(IntegrityError, match=encoding):
+            decode_stored(damaged, encoding, shape_HWC)
+
+
+def test_jpeg_quality_counts() -> None:
+    image_HWC = normalize(photo(), options_of(24))
+    sizes = [len(encode_image(image_HWC, options_of(24, jpeg_quality=quality))) for quality in (50, 90, 100)]
+    assert sizes == sorted(set(sizes))
+
+
+def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = NormalizeOptions()
+    changed = [
+        NormalizeOptions(image_size=225),
+        NormalizeOptions(resize_mode="pad"),
+        NormalizeOptions(color="gray"),
+        NormalizeOptions(encoding="png"),
+        NormalizeOptions(jpeg_quality=91),
+        NormalizeOptions(max_source_bytes=1),
+        NormalizeOptions(max_source_pixels=1),
+        NormalizeOptions(max_source_side_pixels=1),
+        NormalizeOptions(max_aspect_ratio=1),
+    ]
+    assert len(changed) == len(NormalizeOptions.model_fields)
+    fingerprints = {normalization_fingerprint(options) for options in [base, *changed]}
+    assert len(fingerprints) == 1 + len(changed)
+    assert normalization_fingerprint(NormalizeOptions()) == normalization_fingerprint(base)
+    monkeypatch.setattr("shardmill.images.normalize.DECODER_ID", DECODER_ID + "x")
+    assert normalization_fingerprint(base) not in fingerprints
+
+
+def test_the_decoder_id_names_what_pixels_depend_on() -> None:
+    for part in ("simplejpeg-", "opencv-", "shrink-area", "enlarge-linear-exact", "ipp-off"):
+        assert part in DECODER_ID
+
+
+def test_gray_pixels_of_any_stride_are_taken() -> None:
+    turned_HWC = gray_photo(40, 30)[::-1, ::-1].T[:, :, np.newaxis]
+    assert np.array_equal(
+        normalize(turned_HWC, options_of(20)), normalize(np.ascontiguousarray(turned_HWC), options_of(20))
+    )

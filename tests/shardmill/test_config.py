@@ -1,0 +1,69 @@
+"""Config: one line for each mistake, with the key, what was given, and what was meant or expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etl.config import EtlTree
+from shardmill.config import load_tree
+from shardmill.errors import UsageError
+from train.config import TrainTree
+
+
+@pytest.mark.parametrize(
+    ("tree", "override", "message"),
+    [
+        (TrainTree, "train.epoch=3", r"unknown config key train\.epoch; did you mean train\.epochs\?"),
+        (TrainTree, "trian.epochs=3", r"unknown config key trian; did you mean train\?"),
+        (TrainTree, "train.augment.random_flp=true", r"did you mean train\.augment\.random_flip\?"),
+        (TrainTree, "train.zzzz=1", r"unknown config key train\.zzzz; known here: model, epochs"),
+        (TrainTree, "train.epochs=many", r'config key train\.epochs = "many"; expected a valid integer'),
+        (TrainTree, "train.epochs=0", r"config key train\.epochs = 0; expected greater than or equal to 1"),
+        (TrainTree, "train.global_batch_size=30", r"global_batch_size = 30.*num_streams = 8; nearest: 32"),
+        (TrainTree, "train.num_workers=9", r"num_workers = 9.*at most train\.num_streams = 8"),
+        (EtlTree, 'etl.encoding="webp"', r"config key etl\.encoding = \"webp\"; expected 'jpeg', 'png' or 'raw'"),
+        (EtlTree, "etl.formats=[]", r"etl\.formats = \[\]; expected a non-empty list of different formats"),
+        (EtlTree, "etl.split_fractions.train=0.5", r"expected fractions that add up to 1, and these add up to 0\.7"),
+        (EtlTree, "etl", r"--set 'etl'; expected section\.key=value"),
+        (EtlTree, "etl.image_size.x=1", r"config key etl\.image_size"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_was_meant(tree: type, override: str, message: str):
+    with pytest.raises(UsageError, match=message) as refused:
+        load_tree(tree, None, (override,))
+    assert "\n" not in str(refused.value)
+
+
+def test_file_then_overrides_then_nothing_of_other_sections(tmp_path: Path):
+    file = tmp_path / "c.toml"
+    file.write_text('[etl]\nimage_size = 32\nencoding = "raw"\n[train]\nepochs = 3\n')
+    tree = load_tree(EtlTree, file, ("etl.image_size=48", "source.uri=/a b/c"))
+    assert (tree.etl.image_size, tree.etl.encoding, tree.source.uri) == (48, "raw", "/a b/c")
+    assert load_tree(TrainTree, file).train.epochs == 3
+
+
+def test_defaults_lie_below_the_file(tmp_path: Path):
+    file = tmp_path / "c.toml"
+    file.write_text("[etl]\nimage_size = 32\n")
+    tree = load_tree(EtlTree, file, defaults={"etl": {"image_size": 64, "encoding": "png"}})
+    assert (tree.etl.image_size, tree.etl.encoding) == (32, "png")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"[etl\n", "is not TOML"), (b"\xff\xfe", "is not TOML"), (None, "no config file.*shardmill init")],
+)
+def test_a_file_that_is_no_config_is_one_line(tmp_path: Path, content: bytes | None, message: str):
+    file = tmp_path / "c.toml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        load_tree(EtlTree, file)
+
+
+def test_trees_are_frozen():
+    tree = load_tree(EtlTree, None)
+    with pytest.raises(ValueError, match="frozen"):
+        tree.etl.image_size = 3

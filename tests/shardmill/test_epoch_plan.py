@@ -1,0 +1,179 @@
+"""The epoch plan: exactly once, equal steps, the same global batches at any world size, resumable anywhere, bounded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardmill.epoch_plan import (
+    EpochPlan,
+    PlanSpec,
+    StepPlanner,
+    plan_epoch,
+    streams_of_rank,
+    window_chunks_within,
+)
+from shardmill.errors import UsageError
+from shardmill.mix import mix64, mix64_array
+
+plans = st.builds(
+    lambda chunk_rows, streams, per_stream, window, seed, epoch, shuffle: plan_epoch(
+        PlanSpec("layout", "train", seed, streams * per_stream, streams, window, shuffle), np.array(chunk_rows), epoch
+    ),
+    chunk_rows=st.lists(st.integers(1, 30), min_size=1, max_size=25),
+    streams=st.integers(1, 12),
+    per_stream=st.integers(1, 9),
+    window=st.integers(1, 5),
+    seed=st.integers(0, 2**63),
+    epoch=st.integers(0, 1000),
+    shuffle=st.booleans(),
+)
+
+
+def steps_of(plan: EpochPlan, streams: range, first_step: int = 0) -> list[list[tuple[int, int]]]:
+    """Real rows of each step from `first_step` on, in batch order."""
+    planner = StepPlanner(plan, streams)
+    steps = []
+    for step in range(first_step, plan.num_steps):
+        rows = planner.rows_of_step(step)
+        assert len(rows.weights_N) == len(streams) * plan.spec.rows_per_stream
+        real = rows.weights_N > 0
+        steps.append(list(zip(rows.chunks_N[real].tolist(), rows.rows_N[real].tolist(), strict=True)))
+    return steps
+
+
+def all_streams(plan: EpochPlan) -> range:
+    return range(plan.spec.num_streams)
+
+
+def chunk_rows_of(plan: EpochPlan) -> dict[int, int]:
+    return dict(zip(plan.chunk_order.tolist(), np.diff(plan.chunk_starts).tolist(), strict=True))
+
+
+@given(plans)
+def test_every_row_occurs_exactly_once(plan: EpochPlan):
+    seen = [row for step in steps_of(plan, all_streams(plan)) for row in step]
+    expected = [(chunk, row) for chunk, rows in chunk_rows_of(plan).items() for row in range(rows)]
+    assert sorted(seen) == sorted(expected)
+
+
+@given(plans, st.integers(1, 8))
+def test_global_batches_do_not_depend_on_the_world_size(plan: EpochPlan, num_ranks: int):
+    num_ranks = min(num_ranks, plan.spec.num_streams)
+    alone = steps_of(plan, all_streams(plan))
+    ranks = [steps_of(plan, streams_of_rank(rank, num_ranks, plan.spec.num_streams)) for rank in range(num_ranks)]
+    assert {len(steps) for steps in ranks} == {plan.num_steps}
+    for step, whole in enumerate(alone):
+        assert [row for steps in ranks for row in steps[step]] == whole
+        assert len(whole) == plan.num_rows_of_step(step)
+
+
+@given(plans)
+@settings(max_examples=50)
+def test_resuming_at_every_step_gives_the_same_rest(plan: EpochPlan):
+    whole = steps_of(plan, all_streams(plan))
+    for first_step in range(plan.num_steps + 1):
+        assert steps_of(plan, all_streams(plan), first_step) == whole[first_step:]
+
+
+@given(plans)
+def test_a_stream_looks_at_no_more_chunks_than_its_window(plan: EpochPlan):
+    for stream in all_streams(plan):
+        position = 0
+        while position < plan.stream_rows(stream):
+            window = plan.window_at(stream, position)
+            assert window.start == position
+            assert len(window.chunk_numbers) <= plan.spec.window_chunks
+            assert set(window.chunks_N.tolist()) <= window.chunk_numbers
+            position = window.stop
+
+
+@given(plans)
+def test_streams_differ_by_at_most_one_row_and_only_the_end_is_padded(plan: EpochPlan):
+    lengths = [plan.stream_rows(stream) for stream in all_streams(plan)]
+    assert sum(lengths) == plan.num_rows and max(lengths) - min(lengths) <= 1
+    # Where a stream is one row short, its padding may begin in the last step but one and a single row earlier.
+    for step in range(plan.num_steps - 2):
+        assert plan.num_rows_of_step(step) == plan.spec.global_batch_size
+    assert plan.num_rows_of_step(plan.num_steps - 1) >= 1
+
+
+def test_epochs_and_seeds_give_different_orders_and_the_same_key_the_same_order():
+    rows = np.full(40, 7)
+    spec = PlanSpec("layout", "train", 5, 16, 8, 2)
+    first = steps_of(plan_epoch(spec, rows, 0), range(8))
+    assert first == steps_of(plan_epoch(spec, rows, 0), range(8))
+    assert first != steps_of(plan_epoch(spec, rows, 1), range(8))
+    assert first != steps_of(plan_epoch(dataclasses.replace(spec, seed=6), rows, 0), range(8))
+
+
+def test_without_shuffle_rows_come_in_layout_order():
+    plan = plan_epoch(PlanSpec("layout", "test", 0, 4, 1, 1, shuffle=False), np.array([3, 2, 4]), 0)
+    rows = [row for step in steps_of(plan, range(1)) for row in step]
+    assert rows == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
+
+
+def test_the_worked_example_of_the_module():
+    order = np.array([2, 0, 1])
+    rows = np.array([3, 2, 3])
+    plan = EpochPlan(PlanSpec("layout", "train", 0, 4, 2, 1), 0, order, np.array([0, *np.cumsum(rows[order])]))
+    windows = [[plan.window_at(0, 0), plan.window_at(0, 3)], [plan.window_at(1, 0), plan.window_at(1, 2)]]
+    assert [[(w.start, len(w.rows_N)) for w in stream] for stream in windows] == [[(0, 3), (3, 1)], [(0, 2), (2, 2)]]
+    assert plan.num_steps == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layout_digest": "other"},
+        {"split": "test"},
+        {"seed": 2},
+        {"global_batch_size": 32},
+        {"num_streams": 4},
+        {"window_chunks": 3},
+        {"shuffle": False},
+    ],
+)
+def test_the_fingerprint_covers_whatever_changes_the_plan(change: dict):
+    spec = PlanSpec("layout", "train", 1, 16, 8, 2)
+    assert dataclasses.replace(spec, **change).fingerprint != spec.fingerprint
+
+
+def test_a_batch_that_the_streams_do_not_divide_is_refused_with_the_numbers():
+    with pytest.raises(UsageError, match=r"global_batch_size = 30 with num_streams = 8.*use 32"):
+        PlanSpec("layout", "train", 0, 30, 8, 1)
+
+
+@pytest.mark.parametrize("num_ranks", [0, 9])
+def test_more_ranks_than_streams_are_refused(num_ranks: int):
+    with pytest.raises(UsageError, match=f"{num_ranks} ranks for 8 streams.*expected 1 to 8"):
+        streams_of_rank(0, num_ranks, 8)
+
+
+def test_a_window_that_does_not_fit_its_budget_is_refused_with_the_bytes():
+    assert window_chunks_within(320, 10, 8) == 4
+    with pytest.raises(UsageError, match="at least 8 x 100 = 800 bytes"):
+        window_chunks_within(799, 100, 8)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1), st.lists(st.integers(0, 2**64 - 1), max_size=3))
+def test_the_array_mix_is_the_scalar_mix(values: list[int], prefix: list[int]):
+    mixed = mix64_array(np.array(values, dtype=np.uint64), *prefix)
+    assert mixed.tolist() == [mix64(*prefix, value) for value in values]
+
+
+def test_the_mix_never_changes():
+    # Datasets and checkpoints in the field depend on these numbers.
+    assert [mix64(0), mix64(1, 2, 3)] == [16294208416658607535, mix64(1, 2, 3)]
+    assert mix64(0) == 0xE220A8397B1DCDAF  # splitmix64's published first output for seed 0
+
+
+def test_a_billion_rows_are_planned_in_a_moment():
+    chunk_rows = np.full(1_000_000, 160)
+    plan = plan_epoch(PlanSpec("layout", "train", 0, 4096, 1024, 4), chunk_rows, 3)
+    rows = StepPlanner(plan, streams_of_rank(7, 256, 1024)).rows_of_step(plan.num_steps - 1)
+    assert rows.weights_N.sum() == plan.num_rows_of_step(plan.num_steps - 1, streams_of_rank(7, 256, 1024))

@@ -1,0 +1,112 @@
+"""Every shard format: what is written is read back, records are where the index says, and other tools can read it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from shardmill.errors import IntegrityError
+from shardmill.formats import SHARD_FORMATS
+from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
+from shardmill.formats.tf_example import decode_example, encode_example
+from shardmill.values import ImageSample, SourceImage
+
+SHAPE_HWC = (4, 4, 3)
+
+
+def make_rows(num_rows: int, encoding: str, *, labels: bool = True, seed: int = 1) -> list[StoredRow]:
+    rng = random.Random(seed)
+    return [
+        StoredRow(
+            SourceImage(f"a/{n} é.jpg", 10, label="a" if labels else None, sample_id=rng.randrange(-(2**63), 2**63)),
+            n % 3 if labels else None,
+            ImageSample(rng.randbytes(48 if encoding == "raw" else rng.randrange(1, 900)), 4, 4, 3, "ab" * 32, (), ()),
+        )
+        for n in range(num_rows)
+    ]
+
+
+@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize("encoding", ["jpeg", "raw"])
+@pytest.mark.parametrize("name", SHARD_FORMATS)
+def test_rows_survive_a_round_trip(name: str, encoding: str, labels: bool, tmp_path: Path):
+    shard_format = SHARD_FORMATS[name]
+    chunks = list(cut_chunks(make_rows(500, encoding, labels=labels), 9_000))
+    written = shard_format.write_shard(tmp_path / "shard", chunks, RowSchema(encoding, SHAPE_HWC, labels))
+    data = (tmp_path / "shard").read_bytes()
+    footer = shard_format.open_footer(written.footer, data[written.footer.start :])
+    assert len(written.chunks) == len(chunks) > 2
+    for number, (place, chunk) in enumerate(zip(written.chunks, chunks, strict=True)):
+        found = shard_format.read_chunk(footer, number, place, data[place.start : place.start + place.num_bytes])
+        assert [bytes(image) for image in found.images] == [row.sample.image for row in chunk]
+        assert found.labels_N.tolist() == [-1 if row.label_id is None else row.label_id for row in chunk]
+        assert found.sample_ids_N.tolist() == [row.source.sample_id for row in chunk]
+        assert list(found.sources) == [row.source.key for row in chunk]
+
+
+@pytest.mark.parametrize("name", SHARD_FORMATS)
+def test_each_image_lies_inside_its_record(name: str, tmp_path: Path):
+    rows = make_rows(50, "jpeg")
+    written = SHARD_FORMATS[name].write_shard(tmp_path / "shard", [rows], RowSchema("jpeg", SHAPE_HWC, True))
+    data = (tmp_path / "shard").read_bytes()
+    for row, record in zip(rows, written.records, strict=True):
+        assert row.sample.image in data[record.start : record.start + record.num_bytes]
+        if name == "parquet":
+            assert row.image_bytes == record.num_bytes
+
+
+@pytest.mark.parametrize("name", SHARD_FORMATS)
+def test_chunks_and_footer_cover_the_file_without_gaps(name: str, tmp_path: Path):
+    chunks = list(cut_chunks(make_rows(300, "jpeg"), 9_000))
+    written = SHARD_FORMATS[name].write_shard(tmp_path / "shard", chunks, RowSchema("jpeg", SHAPE_HWC, True))
+    position = written.chunks[0].start
+    for place in (*written.chunks, written.footer):
+        assert place.start == position
+        position += place.num_bytes
+    assert position == (tmp_path / "shard").stat().st_size
+
+
+def test_chunks_close_at_their_size_and_shards_before_theirs():
+    rows = make_rows(400, "jpeg")
+    chunks = list(cut_chunks(rows, 5_000))
+    assert [row for chunk in chunks for row in chunk] == rows
+    assert all(sum(row.image_bytes for row in chunk) >= 5_000 for chunk in chunks[:-1])
+    assert all(sum(row.image_bytes for row in chunk[:-1]) < 5_000 for chunk in chunks)
+    shards = list(cut_shards(chunks, 20_000))
+    assert [chunk for shard in shards for chunk in shard] == chunks and len(shards) > 3
+    assert all(sum(row.image_bytes for chunk in shard for row in chunk) <= 20_000 for shard in shards)
+
+
+def test_tensorflow_reads_the_tfrecord(tmp_path: Path):
+    tf = pytest.importorskip("tensorflow")
+    rows = make_rows(20, "jpeg")
+    SHARD_FORMATS["tfrecord"].write_shard(tmp_path / "shard", [rows], RowSchema("jpeg", SHAPE_HWC, True))
+    found = [tf.train.Example.FromString(record.numpy()) for record in tf.data.TFRecordDataset(str(tmp_path / "shard"))]
+    for row, example in zip(rows, found, strict=True):
+        features = example.features.feature
+        assert features["image/encoded"].bytes_list.value[0] == row.sample.image
+        assert features["image/class/label"].int64_list.value[0] == row.label_id
+        assert features["image/sample_id"].int64_list.value[0] == row.source.sample_id
+        assert features["image/filename"].bytes_list.value[0].decode() == row.source.key
+        assert decode_example(memoryview(example.SerializeToString()))["image/sample_id"] == row.source.sample_id
+
+
+def test_plain_parquet_readers_need_nothing_of_ours(tmp_path: Path):
+    rows = make_rows(20, "jpeg")
+    SHARD_FORMATS["parquet"].write_shard(tmp_path / "shard", [rows], RowSchema("jpeg", SHAPE_HWC, True))
+    table = pq.read_table(tmp_path / "shard")
+    assert table.column("image").to_pylist() == [row.sample.image for row in rows]
+    assert table.column("label").to_pylist() == [row.label_id for row in rows]
+
+
+@pytest.mark.parametrize("data", [b"\x0a", b"\xff\xff\xff", b"\x0a\xff\x01\x00", b"hello"])
+def test_what_is_not_an_example_is_an_integrity_error(data: bytes):
+    with pytest.raises(IntegrityError, match="not a tf.Example"):
+        decode_example(memoryview(data))
+
+
+def test_example_bytes_follow_from_the_features_alone():
+    assert encode_example({"a": 1, "b": b"x"}) == encode_example({"a": 1, "b": b"x"})

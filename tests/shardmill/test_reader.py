@@ -1,0 +1,129 @@
+"""The reader: planned order whatever the threads do, both formats alike, resumable, and no thread left over."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardmill.dataset import Dataset, open_dataset
+from shardmill.epoch_plan import streams_of_rank
+from shardmill.errors import UsageError
+from shardmill.formats import SHARD_FORMATS
+from shardmill.images.normalize import decode_stored
+from shardmill.options import AugmentOptions
+from shardmill.reader import ReaderOptions, read_batches
+from shardmill.values import Batch
+from tests.support import make_dataset
+
+
+@pytest.fixture(scope="module", params=["png", "raw", "jpeg"])
+def dataset(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("reader")
+    return open_dataset(make_dataset(folder, num_images=150, encoding=request.param, chunk_bytes=4_000))
+
+
+def read(dataset: Dataset, *, epoch: int = 1, **options) -> list[Batch]:
+    spec = dataset.plan_spec("train", seed=3, global_batch_size=16, num_streams=4, window_budget_bytes=60_000)
+    with read_batches(dataset, dataset.plan_epoch(spec, epoch), **options) as batches:
+        return list(batches)
+
+
+def assert_same(one: list[Batch], other: list[Batch]) -> None:
+    assert len(one) == len(other) > 0
+    for left, right in zip(one, other, strict=True):
+        assert (left.epoch, left.step) == (right.epoch, right.step)
+        for name in ("images_NHWC", "labels_N", "weights_N", "sample_ids_N"):
+            assert np.array_equal(getattr(left, name), getattr(right, name)), name
+
+
+@pytest.mark.parametrize("name", SHARD_FORMATS)
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_formats_and_threads_change_nothing(dataset: Dataset, name: str, num_threads: int):
+    # One batch ahead, or many.
+    for prefetch_bytes in (1, 10_000_000):
+        options = ReaderOptions(format=name, num_threads=num_threads, prefetch_bytes=prefetch_bytes)
+        assert_same(read(dataset, options=options), read(dataset))
+
+
+def test_an_epoch_holds_every_row_once_with_its_own_pixels_and_label(dataset: Dataset):
+    stored = {sample.sample_id: sample for sample in dataset.read_samples("train", 10**6)}
+    seen = []
+    for batch in read(dataset):
+        for image_HWC, label, weight, sample_id in zip(
+            batch.images_NHWC, batch.labels_N, batch.weights_N, batch.sample_ids_N, strict=True
+        ):
+            if weight:
+                sample = stored[int(sample_id)]
+                assert np.array_equal(image_HWC, sample.image_HWC) and label == sample.label
+                assert dataset.manifest.class_names[int(label)] == sample.source.split("/")[0]
+                seen.append(int(sample_id))
+            else:
+                assert not image_HWC.any() and label == 0 and sample_id == 0
+    assert sorted(seen) == sorted(stored) and len(seen) == dataset.manifest.splits["train"].num_rows
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_ranks_together_read_the_global_batches(dataset: Dataset, num_ranks: int):
+    augment = AugmentOptions()
+    whole = read(dataset, augment=augment)
+    ranks = [read(dataset, streams=streams_of_rank(rank, num_ranks, 4), augment=augment) for rank in range(num_ranks)]
+    for step, batch in enumerate(whole):
+        parts = [rank[step] for rank in ranks]
+        assert np.array_equal(np.concatenate([part.images_NHWC for part in parts]), batch.images_NHWC)
+        assert np.array_equal(np.concatenate([part.sample_ids_N for part in parts]), batch.sample_ids_N)
+
+
+def test_reading_from_every_step_gives_the_same_rest(dataset: Dataset):
+    whole = read(dataset, augment=AugmentOptions())
+    for first_step in range(len(whole)):
+        assert_same(read(dataset, first_step=first_step, augment=AugmentOptions()), whole[first_step:])
+
+
+def test_augmentation_changes_pixels_between_epochs(dataset: Dataset):
+    one, two = (
+        {int(i): image for batch in read(dataset, epoch=epoch, augment=AugmentOptions())
+         for i, image in zip(batch.sample_ids_N, batch.images_NHWC, strict=True)}
+        for epoch in (1, 2)
+    )  # fmt: skip
+    assert one.keys() == two.keys()
+    assert any(not np.array_equal(one[sample_id], two[sample_id]) for sample_id in one)
+
+
+def test_threads_end_with_the_reader_also_when_it_is_left_early(dataset: Dataset):
+    before = threading.active_count()
+    spec = dataset.plan_spec("train", seed=0, global_batch_size=4, num_streams=4)
+    with read_batches(dataset, dataset.plan_epoch(spec, 0)) as batches:
+        next(iter(batches))
+        assert threading.active_count() > before
+    assert threading.active_count() == before
+
+
+def test_a_split_or_format_that_is_not_there_is_refused_with_what_is(dataset: Dataset, tmp_path: Path):
+    with pytest.raises(UsageError, match="no split 'val'.*expected one of test, train, validation"):
+        dataset.plan_spec("val", seed=0, global_batch_size=4, num_streams=4)
+    only = open_dataset(make_dataset(tmp_path, num_images=30, formats=("parquet",)))
+    with pytest.raises(UsageError, match="no tfrecord shards.*it holds parquet"):
+        only.files("train", "tfrecord")
+
+
+def test_a_plan_does_not_depend_on_which_formats_were_written(tmp_path: Path):
+    specs = set()
+    for number, formats in enumerate((("parquet",), ("tfrecord",), ("parquet", "tfrecord"))):
+        dataset = open_dataset(make_dataset(tmp_path / str(number), num_images=60, formats=formats))
+        specs.add(dataset.plan_spec("train", seed=0, global_batch_size=8, num_streams=4).fingerprint)
+    assert len(specs) == 1
+
+
+def test_other_tools_read_the_named_files(dataset: Dataset):
+    import pyarrow.dataset as arrow_dataset
+
+    table = arrow_dataset.dataset(dataset.files("train", "parquet"), format="parquet").to_table()
+    stored = {sample.sample_id: sample for sample in dataset.read_samples("train", 10**6)}
+    options = dataset.manifest.normalize
+    assert table.num_rows == len(stored)
+    for row in table.to_pylist():
+        image_HWC = decode_stored(row["image"], options.encoding, options.image_shape_HWC)
+        assert np.array_equal(image_HWC, stored[row["sample_id"]].image_HWC)

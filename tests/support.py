@@ -1,0 +1,57 @@
+"""Tiny real datasets for tests: real PNG files through the ETL's own functions, without Spark's start-up."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.job import commit_results, plan_build
+from etl.write_unit import write_unit
+from shardmill.config import DatasetConfig
+
+
+def write_images(
+    folder: Path, *, num_images: int = 120, num_classes: int = 3, image_size: int = 16, seed: int = 0
+) -> None:
+    """PNG files in class folders `class_0`...; each class is a bright bar at its own place, under noise."""
+    rng = np.random.default_rng(seed)
+    for number in range(num_images):
+        label = number % num_classes
+        image = rng.integers(0, 60, (image_size, image_size, 3), dtype=np.uint8)
+        width = max(1, image_size // num_classes)
+        image[:, label * width : (label + 1) * width, label % 3] += 150
+        target = folder / f"class_{label}" / f"{number:05d}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        assert cv2.imwrite(str(target), image)
+
+
+def make_dataset(
+    folder: Path,
+    *,
+    num_images: int = 120,
+    num_classes: int = 3,
+    formats: tuple[str, ...] = ("parquet", "tfrecord"),
+    image_size: int = 16,
+    encoding: str = "png",
+    chunk_bytes: int = 8_000,
+    **etl: object,
+) -> str:
+    """A committed dataset of generated images below `folder`; returns its URI. Chunks are small, so there are many."""
+    images, dataset = folder / "images", folder / "dataset"
+    write_images(images, num_images=num_images, num_classes=num_classes, image_size=image_size)
+    config = EtlConfig(
+        image_size=image_size, formats=formats, encoding=encoding, chunk_bytes=chunk_bytes, unit_min_images=40, **etl
+    )  # fmt: skip
+    return build_here(str(images), str(dataset), config)
+
+
+def build_here(source_uri: str, dataset_uri: str, config: EtlConfig) -> str:
+    """List, write every unit in this process, commit: the ETL without an engine."""
+    tree = EtlTree(source=SourceConfig(uri=source_uri), dataset=DatasetConfig(uri=dataset_uri), etl=config)
+    plan = plan_build(tree, run_id=f"test-{uuid.uuid4().hex[:8]}")
+    commit_results(plan, [write_unit(unit, plan.task) for unit in plan.units])
+    return dataset_uri

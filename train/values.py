@@ -1,0 +1,147 @@
+"""The frozen values that pass between the driver, the launchers and the ranks of a training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from pydantic import TypeAdapter
+
+from shardmill.dataset.pin import DatasetPin
+from shardmill.values import Cursor
+from train.config import TrainConfig
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This rank's place among all ranks. Names follow Horovod's."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    rank_of_node: int = 0
+    ranks_per_node: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTask:
+    """All that a rank needs to know; it crosses process and machine borders as JSON."""
+
+    config: TrainConfig
+    dataset: DatasetPin
+    models_uri: str
+    training_dir: str
+    """Relative to `models_uri`: where this training keeps its checkpoints and its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFigures:
+    """One class in an evaluation; precision and recall are 0 where nothing was predicted or present."""
+
+    name: str
+    num_samples: int
+    precision: float
+    recall: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Exact figures over one split: every sample counted once, at any world size."""
+
+    split: str
+    num_samples: int
+    loss: float
+    accuracy: float
+    top5_accuracy: float
+    per_class: tuple[ClassFigures, ...]
+    confusion: tuple[tuple[int, ...], ...]
+    """`confusion[true][predicted]` in the order of the dataset's class names."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRecord:
+    """One finished epoch: a point of the curves in the report."""
+
+    epoch: int
+    num_steps: int
+    train_loss: float
+    train_accuracy: float
+    learning_rate: float
+    seconds: float
+    validation: Evaluation | None
+
+
+@dataclass(frozen=True, slots=True)
+class TimeShares:
+    """Where the time of training went, as shares of 1, on rank 0."""
+
+    input_wait: float = 0.0
+    compute: float = 0.0
+    allreduce: float = 0.0
+    checkpoint: float = 0.0
+    other: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a finished training leaves behind; stored beside its checkpoints as `result.json`."""
+
+    dataset: DatasetPin
+    training_dir: str
+    checkpoint: str
+    """Relative to the models' root: the checkpoint that holds the final weights."""
+    strategy: str
+    world_size: int
+    num_epochs: int
+    num_steps: int
+    seconds: float
+    images_per_second: float
+    time_shares: TimeShares
+    final_loss_hex: str
+    weights_sha256: str
+    stopped_early: bool
+    resumed_from: Cursor | None
+    history: tuple[EpochRecord, ...]
+    evaluation: Evaluation | None
+    """On the test split, or on validation where there is no test split; None where there is neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a rank tells after each step."""
+
+    rank: int
+    epoch: int
+    step: int
+    num_steps: int
+    """Steps of the whole epoch."""
+    loss_hex: str
+    """The global loss, equal on every rank."""
+    sample_ids: tuple[str, ...] = ()
+    """This rank's share of the global batch in order, as 16 hex digits; empty unless `train.record_samples`."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """This step's `input_wait`, `compute` and `allreduce` seconds on this rank, those of the `checkpoint` written just
+    before it, and their `total`."""
+
+
+class Reporter(Protocol):
+    """How a rank tells its driver what happens; launchers give each rank one."""
+
+    def step(self, report: StepReport) -> None:
+        """One step is done."""
+        ...
+
+    def event(self, name: str, fields: dict[str, str | int | float]) -> None:
+        """Something worth a line in `events.jsonl` happened (`resumed`, `epoch`, `checkpoint`, `early_stop`, ...)."""
+        ...
+
+
+def to_json(value: object) -> bytes:
+    """A value of this module as JSON."""
+    return TypeAdapter(type(value)).dump_json(value)
+
+
+def from_json(kind: type[Value], data: bytes | str) -> Value:
+    """The value of type `kind` that `to_json` wrote."""
+    return TypeAdapter(kind).validate_json(data)
