@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from etl.config import EtlConfig
 from etl.split import split_of
 from etl.units import WorkUnit
-from shardmill.dataset.ids import add_digests, format_digest, key_hash, row_digest
+from shardmill.dataset.ids import add_digests, format_digest, key_hash
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, decode_unit_result, encode_unit_result
 from shardmill.errors import IntegrityError, StorageError, UsageError
@@ -64,7 +64,7 @@ def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
         else:
             split = split_of(image, outcome.source_sha256, task.config.split_fractions)
             label_id = None if image.label is None else label_ids[image.label]
-            rows_by_split[split].append(StoredRow(image, label_id, outcome))
+            rows_by_split[split].append(StoredRow.of(image, label_id, outcome))
     _check_multiset(unit, rows_by_split, rejections)
 
     # Store: the same chunks in every format, spooled to scratch and published whole.
@@ -153,14 +153,7 @@ def _split_sums(split: str, rows: Sequence[StoredRow], num_classes: int) -> Spli
         num_rows=len(rows),
         image_bytes=sum(row.image_bytes for row in rows),
         class_counts=tuple(class_counts[label_id] for label_id in range(num_classes)),
-        row_digest_sum=format_digest(
-            add_digests(
-                *(
-                    int.from_bytes(row_digest(row.source.sample_id, row.source.label, row.sample.image), "big")
-                    for row in rows
-                )
-            )
-        ),
+        row_digest_sum=format_digest(add_digests(*(int.from_bytes(row.digest, "big") for row in rows))),
         num_pixels=sum(row.sample.height * row.sample.width for row in rows),
         channel_sums=_sum_columns(row.sample.channel_sums for row in rows),
         channel_square_sums=_sum_columns(row.sample.channel_square_sums for row in rows),

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardmill.dataset.ids import row_digest
 from shardmill.dataset.manifest import FileRef
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import StoredRow, WrittenShard
@@ -181,7 +180,7 @@ def rows_table(rows: Sequence[StoredRow], written: WrittenShard) -> pa.Table:
         [source.etag for source in sources],
         [row.sample.source_sha256 for row in rows],
         [row.label_id for row in rows],
-        [row_digest(row.source.sample_id, row.source.label, row.sample.image) for row in rows],
+        [row.digest for row in rows],
         [",".join(row.sample.notes) for row in rows],
         [record.start for record in written.records],
         [record.num_bytes for record in written.records],

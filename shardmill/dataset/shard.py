@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import google_crc32c
 
-from shardmill.dataset.ids import row_digest
 from shardmill.dataset.index import rows_table, table_bytes
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, RowSchema, StoredRow
@@ -56,16 +55,14 @@ def publish_shard(
                 num_rows=len(chunk),
                 image_bytes=sum(row.image_bytes for row in chunk),
                 crc32c=_crc32c(data, place),
-                content_sha256=chunk_digest(
-                    row_digest(row.source.sample_id, row.source.label, row.sample.image) for row in chunk
-                ),
+                content_sha256=chunk_digest(row.digest for row in chunk),
             )
             for place, chunk in zip(written.chunks, chunks, strict=True)
         ),
     )
 
 
-def chunk_digest(row_digests) -> str:
+def chunk_digest(row_digests: Iterable[bytes]) -> str:
     """SHA-256 over a chunk's row digests in order: what the layout digest is made of, equal in every format."""
     return hashlib.sha256(b"".join(row_digests)).hexdigest()
 

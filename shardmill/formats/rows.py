@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardmill.dataset.ids import row_digest
 from shardmill.options import Encoding
 from shardmill.values import ImageSample, SourceImage
 
@@ -24,6 +25,13 @@ class StoredRow:
     source: SourceImage
     label_id: int | None
     sample: ImageSample
+    digest: bytes
+    """`row_digest` of the row; every format, the segments and the manifest's sums take it from here."""
+
+    @classmethod
+    def of(cls, source: SourceImage, label_id: int | None, sample: ImageSample) -> StoredRow:
+        """The row of one accepted image."""
+        return cls(source, label_id, sample, row_digest(source.sample_id, source.label, sample.image))
 
     @property
     def image_bytes(self) -> int:

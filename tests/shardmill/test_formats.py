@@ -20,7 +20,7 @@ SHAPE_HWC = (4, 4, 3)
 def make_rows(num_rows: int, encoding: str, *, labels: bool = True, seed: int = 1) -> list[StoredRow]:
     rng = random.Random(seed)
     return [
-        StoredRow(
+        StoredRow.of(
             SourceImage(f"a/{n} é.jpg", 10, label="a" if labels else None, sample_id=rng.randrange(-(2**63), 2**63)),
             n % 3 if labels else None,
             ImageSample(rng.randbytes(48 if encoding == "raw" else rng.randrange(1, 900)), 4, 4, 3, "ab" * 32, (), ()),
