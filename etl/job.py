@@ -130,6 +130,7 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
     for name, uri in (("source.uri", tree.source.uri), ("dataset.uri", tree.dataset.uri)):
         if not uri:
             raise UsageError(f"{name} is not set", "expected a local path or s3://bucket/prefix", f"set {name}")
+    _check_apart(tree.source.uri, tree.dataset.uri)
     config = tree.etl
     normalize = config.normalize_options()
     fingerprint = normalization_fingerprint(normalize)
@@ -191,6 +192,17 @@ def check_reject_fraction(plan: BuildPlan, by_reason: dict[str, int], num_listed
         f"etl.max_reject_fraction allows {plan.max_reject_fraction:g}; nothing was published",
         (f"see the ledger {ledger}; " if ledger else "") + "mend the source or raise the limit",
     )
+
+
+def _check_apart(source_uri: str, dataset_uri: str) -> None:
+    """A dataset inside its own source would be listed by the next run."""
+    source, dataset = open_store(source_uri).uri, open_store(dataset_uri).uri
+    if f"{dataset}/".startswith(f"{source}/"):
+        raise UsageError(
+            f"dataset.uri {dataset} lies inside source.uri {source}",
+            "expected them apart, or the next run would list the shards as inputs",
+            "set dataset.uri, or --workdir, to a place outside the source",
+        )
 
 
 def _is_over_limit(by_reason: dict[str, int], num_listed: int, max_fraction: float) -> bool:

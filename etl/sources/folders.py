@@ -1,7 +1,7 @@
 """A class-per-folder tree, listed by ourselves: Spark's `binaryFile` silently skips names that people really use.
 
-`cats/001.jpg` has the class `cats`; `train/cats/001.jpg` has the split `train` and the class `cats`, where the top
-folders are split names only. A folder of images without class folders makes a dataset without labels.
+`cats/001.jpg` has the class `cats`; `train/cats/001.jpg` beside a `val/` or `test/` folder has the split `train` and
+the class `cats`. A folder of images without class folders makes a dataset without labels.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def _with_labels(entries: list[SourceImage | Rejection]) -> Iterator[SourceImage
     """Read split and class from each image's folders."""
     images = [entry for entry in entries if isinstance(entry, SourceImage) and _is_image_name(entry.key)]
     tops = {entry.key.split("/")[0] for entry in images if "/" in entry.key}
-    has_splits = bool(tops) and tops <= set(SPLIT_OF_FOLDER) and "train" in tops
+    # `train` beside `bus` and `car` is a vehicle; alone or beside `val` or `test` it is a split.
+    splits = tops & set(SPLIT_OF_FOLDER)
+    has_splits = "train" in tops and (tops == splits or len(splits) > 1)
     class_depth = 2 if has_splits else 1
     has_classes = any(entry.key.count("/") >= class_depth for entry in images)
     for entry in entries:
@@ -123,7 +125,12 @@ def _with_labels(entries: list[SourceImage | Rejection]) -> Iterator[SourceImage
         folders = entry.key.split("/")[:-1]
         split = SPLIT_OF_FOLDER.get(folders[0]) if has_splits and folders else None
         label = folders[class_depth - 1] if len(folders) >= class_depth else None
-        if has_classes and label is None and _is_image_name(entry.key):
+        if has_splits and split is None and _is_image_name(entry.key):
+            yield Rejection(
+                entry.key, RejectReason.BAD_LABEL, "lies in no split folder, and others do",
+                entry.size_bytes, entry.mtime_ns, entry.etag, stage="list",
+            )  # fmt: skip
+        elif has_classes and label is None and _is_image_name(entry.key):
             yield Rejection(
                 entry.key, RejectReason.BAD_LABEL, "lies in no class folder, and others do",
                 entry.size_bytes, entry.mtime_ns, entry.etag, stage="list",

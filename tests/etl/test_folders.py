@@ -55,6 +55,17 @@ def test_split_folders_are_splits_and_never_classes(tmp_path: Path, validation: 
     }
 
 
+def test_what_lies_beside_split_folders_is_rejected_and_not_a_class(tmp_path: Path):
+    make_tree(tmp_path, "train/cat/1.jpg", "val/cat/2.jpg", "extra/3.jpg")
+    assert listed(tmp_path).class_names == ("cat",)
+    assert reasons(listed(tmp_path)) == {"extra/3.jpg": "bad_label"}
+
+
+def test_a_train_beside_cars_is_a_vehicle(tmp_path: Path):
+    make_tree(tmp_path, "train/1.jpg", "car/1.jpg")
+    assert listed(tmp_path).class_names == ("car", "train")
+
+
 def test_a_class_called_test_beside_others_is_a_class(tmp_path: Path):
     make_tree(tmp_path, "test/1.jpg", "exam/1.jpg")
     assert listed(tmp_path).class_names == ("exam", "test")
