@@ -104,7 +104,8 @@ def write_summary(workdir: str | Path, run_id: str, exit_code: int | None, error
     }
     for record in records:
         for name, section in record.sections.items():
-            summary[name] = {**(summary.get(name) or {}), **section}
+            if section is not None:
+                summary[name] = {**(summary.get(name) or {}), **section}
     body = json.dumps(summary, indent=2).encode() + b"\n"
     open_store(workdir).put(f"{run_folder(run_id)}/summary.json", body)
     return summary
@@ -117,7 +118,11 @@ def read_stage_records(workdir: str | Path, run_id: str) -> tuple[StageRecord, .
 
 def failed_stage(stage: str, error: BaseException, seconds: float = 0.0) -> StageRecord:
     """The record of a stage that ended with `error`."""
-    line = str(error) if isinstance(error, ShardmillError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    line = f"{type(error).__name__}: {error}"
+    if isinstance(error, ShardmillError) or hasattr(error, "exit_code"):
+        line = str(error)
+    elif isinstance(error, KeyboardInterrupt):
+        line = "interrupted by Ctrl-C"
     return StageRecord(stage=stage, status="failed", exit_code=exit_code_of(error), error=line, seconds=seconds)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +55,7 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
     for key, value in {**settings, **conf}.items():
         builder = builder.config(key, value)
     try:
+        _start_context(app_name, None if submitted else spark.master, {**settings, **conf})
         session = builder.getOrCreate()
     except PySparkRuntimeError as error:
         raise UsageError(
@@ -64,6 +67,20 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
         yield session
     finally:
         session.stop()
+
+
+def _start_context(app_name: str, master: str | None, settings: Mapping[str, str]) -> None:
+    from pyspark import SparkConf, SparkContext
+
+    conf = SparkConf().setAppName(app_name).setAll(list(settings.items()))
+    if master is not None:
+        conf.setMaster(master)
+    # The context replaces the handler of Ctrl-C by one that calls the JVM from inside the call that it interrupts, and
+    # then fails with a Py4JError where a KeyboardInterrupt should be.
+    before = signal.getsignal(signal.SIGINT)
+    SparkContext.getOrCreate(conf)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, before)
 
 
 def is_under_spark_submit() -> bool:

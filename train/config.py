@@ -39,7 +39,7 @@ class TrainConfig(Section):
     learning_rate: float = Field(default=1e-3, gt=0)
     """At `learning_rate_batch_size` samples a step."""
     learning_rate_batch_size: int = Field(default=0, ge=0)
-    """With n > 0 the learning rate is scaled by global_batch_size / n (linear scaling, arXiv:1706.02677); 0: no scaling."""
+    """With n > 0 the learning rate is scaled by global_batch_size / n (linear scaling, arXiv:1706.02677); 0: no."""
     warmup_steps: int = Field(default=0, ge=0)
     """The learning rate rises linearly over these steps."""
     schedule: Literal["constant", "cosine", "step"] = "cosine"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from pydantic import TypeAdapter
@@ -58,6 +58,10 @@ class Evaluation:
     confusion: tuple[tuple[int, ...], ...]
     """`confusion[true][predicted]` in the order of the dataset's class names."""
 
+    def without_classes(self) -> Evaluation:
+        """The figures that do not grow with the number of classes, for a history of many epochs."""
+        return replace(self, per_class=(), confusion=())
+
 
 @dataclass(frozen=True, slots=True)
 class EpochRecord:
@@ -70,6 +74,7 @@ class EpochRecord:
     learning_rate: float
     seconds: float
     validation: Evaluation | None
+    """Without its per-class figures."""
 
 
 @dataclass(frozen=True, slots=True)

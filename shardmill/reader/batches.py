@@ -60,7 +60,8 @@ class BatchReader:
         try:
             for step in range(self._first_step, self._plan.num_steps):
                 waiting.append(self._submit(step))
-                if len(waiting) > self._max_batches_ahead:
+                # A finished batch does not wait for the queue to fill.
+                while waiting and (len(waiting) > self._max_batches_ahead or waiting[0].done()):
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

@@ -31,7 +31,7 @@ def s3_server() -> Iterator[str]:
     settings = {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_SECRET_ACCESS_KEY": "canary-of-a-secret",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     before = {name: os.environ.get(name) for name in settings}

@@ -1,0 +1,75 @@
+"""The small chain with source, dataset and models on an S3 server: ETL, verify, train, export, promote, predict."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardmill.dataset import open_dataset, verify_dataset
+from shardmill.storage import open_store
+from tests.support import write_images
+
+
+def shardmill(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", *arguments, "--json"], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_the_chain_runs_on_s3(s3_bucket: str, tmp_path: Path):
+    # Upload the images; a name with a space, a percent sign and a hash must survive the way.
+    write_images(tmp_path / "images", num_images=60)
+    first = next((tmp_path / "images" / "class_0").iterdir())
+    first.rename(first.with_name("a b%20c#1.png"))
+    source = open_store(f"{s3_bucket}/images")
+    for file in (tmp_path / "images").rglob("*.png"):
+        source.put_file(str(file.relative_to(tmp_path / "images")), file)
+    config = tmp_path / "s3.toml"
+    config.write_text(f"""
+[source]
+uri = "{s3_bucket}/images"
+[dataset]
+uri = "{s3_bucket}/dataset"
+[models]
+uri = "{s3_bucket}/models"
+[etl]
+image_size = 16
+formats = ["parquet", "tfrecord"]
+[train]
+epochs = 2
+global_batch_size = 16
+[train.augment]
+random_flip = false
+""")
+    workdir = str(tmp_path / "work")
+
+    summary = shardmill("run", str(config), "--workdir", workdir)
+    assert summary["dataset"]["counts"]["listed"] == summary["dataset"]["counts"]["accepted"] == 60
+    assert summary["export"]["path"].startswith(f"{s3_bucket}/models/")
+    assert summary["export"]["parity_max_abs_diff"] <= 1e-5
+    assert summary["promotion"]["decision"] == "promoted"
+    dataset = open_dataset(f"{s3_bucket}/dataset")
+    verify_dataset(dataset, deep=True).raise_if_failed()
+    assert any(sample.source.endswith("a b%20c#1.png") for s in dataset.manifest.splits
+               for sample in dataset.read_samples(s, 60))  # fmt: skip
+
+    # Nothing changed, so nothing is done again.
+    again = shardmill("run", str(config), "--workdir", workdir)
+    assert again["dataset"]["version"] == 1
+    assert again["train"]["weights_sha256"] == summary["train"]["weights_sha256"]
+    assert again["promotion"]["decision"] == "already_current"
+
+    # A model on S3 serves a file from here.
+    image = next((tmp_path / "images" / "class_1").iterdir())
+    predicted = shardmill("predict", f"{s3_bucket}/models", str(image))
+    assert image.name in json.dumps(predicted) and "class_" in json.dumps(predicted)
+
+    # The secret is in nothing that the run left.
+    left = b"".join(file.read_bytes() for file in (tmp_path / "work").rglob("*") if file.is_file())
+    assert len(left) > 1000 and os.environ["AWS_SECRET_ACCESS_KEY"].encode() not in left

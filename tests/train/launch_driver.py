@@ -1,0 +1,63 @@
+"""A driver as a process of its own, so that tests can kill it: `python -m tests.train.launch_driver`.
+
+Takes one JSON argument; writes a line `step N` for each global step, and at the end one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+from shardmill.config import SparkConfig
+from shardmill.dataset.pin import DatasetPin
+from shardmill.errors import ShardmillError
+from shardmill.stage_process import Terminated, raise_on_sigterm
+from train.config import TrainConfig
+from train.launchers import LAUNCHERS
+from train.values import WorkerTask
+
+
+class Teller:
+    def __init__(self) -> None:
+        self.sample_ids: list[tuple[str, ...]] = []
+        self.events: list[tuple[int, str]] = []
+        self.step_seconds = time.monotonic()
+
+    def on_step(self, step) -> None:
+        self.sample_ids.append(step.sample_ids)
+        self.step_seconds = time.monotonic()
+        sys.stdout.write(f"step {step.step}\n")
+        sys.stdout.flush()
+
+    def on_event(self, rank, name, fields) -> None:
+        self.events.append((rank, name))
+
+
+def main() -> None:
+    raise_on_sigterm()
+    given = json.loads(sys.argv[1])
+    config = TrainConfig(**given["train"])
+    task = WorkerTask(config, DatasetPin(**given["dataset"]), given["models_uri"], "trainings/test")
+    teller = Teller()
+    outcome: dict[str, object]
+    try:
+        result = LAUNCHERS[config.launcher](
+            task,
+            SparkConfig(master=given["master"]),
+            teller,
+            **({"worker": given["worker"]} if given["worker"] else {}),
+        )
+        outcome = {"weights_sha256": result.weights_sha256, "world_size": result.world_size}
+    except (ShardmillError, KeyboardInterrupt, Terminated) as error:
+        outcome = {
+            "error": type(error).__name__,
+            "message": str(error),
+            "notes": "\n".join(getattr(error, "__notes__", [])),
+            "seconds_after_step": time.monotonic() - teller.step_seconds,
+        }
+    sys.stdout.write(json.dumps({**outcome, "sample_ids": teller.sample_ids, "events": teller.events}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

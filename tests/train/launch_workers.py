@@ -1,0 +1,103 @@
+"""Worker functions without TensorFlow, for the tests of the launchers: ranks that end in every way there is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import NoReturn
+
+from shardmill.errors import IntegrityError
+from shardmill.values import Cursor
+from train.values import Reporter, StepReport, TimeShares, TrainResult, WorkerTask, World
+
+NUM_STEPS = 4
+
+
+def well(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """Reports NUM_STEPS steps with two sample ids each, and finishes."""
+    reporter.event("resumed", {"step": 0})
+    for step in range(NUM_STEPS):
+        sample_ids = tuple(f"{step:08x}{world.rank * 2 + row:08x}" for row in range(2))
+        reporter.step(StepReport(world.rank, 0, step, NUM_STEPS, (0.5).hex(), sample_ids))
+    return result_of(task, world)
+
+
+def result_of(task: WorkerTask, world: World) -> TrainResult:
+    return TrainResult(
+        dataset=task.dataset,
+        training_dir=task.training_dir,
+        checkpoint="",
+        strategy=task.config.strategy,
+        world_size=world.num_ranks,
+        num_epochs=1,
+        num_steps=NUM_STEPS,
+        seconds=0.0,
+        images_per_second=0.0,
+        time_shares=TimeShares(),
+        final_loss_hex=(0.5).hex(),
+        weights_sha256=f"{world.rank:064x}",
+        stopped_early=False,
+        resumed_from=Cursor(0, 0),
+        history=(),
+        evaluation=None,
+    )
+
+
+def raises_on_last_rank(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    _one_step(world, reporter)
+    if world.rank == world.num_ranks - 1:
+        raise ValueError("the third layer\nexploded")
+    _survive()
+
+
+def finds_altered_shard(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    if world.rank == world.num_ranks - 1:
+        raise IntegrityError("shard a.parquet was altered", "expected CRC 1", "run verify")
+    _survive()
+
+
+def is_killed(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    _one_step(world, reporter)
+    if world.rank == world.num_ranks - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _survive()
+
+
+def is_stopped(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    _one_step(world, reporter)
+    if world.rank == world.num_ranks - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+    raise AssertionError
+
+
+def exits_early(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    if world.rank == world.num_ranks - 1:
+        os.write(2, b"no licence found\n")
+        os._exit(7)
+    _survive()
+
+
+def sleeps(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    _one_step(world, reporter)
+    time.sleep(600)
+    raise AssertionError
+
+
+def is_slow(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """The last rank does nothing for longer than `train.silent_seconds`, but lives."""
+    if world.rank == world.num_ranks - 1:
+        time.sleep(task.config.silent_seconds + 2)
+    return well(task, world, reporter)
+
+
+def _one_step(world: World, reporter: Reporter) -> None:
+    reporter.step(StepReport(world.rank, 0, 0, NUM_STEPS, (0.5).hex()))
+    time.sleep(0.3)
+
+
+def _survive() -> NoReturn:
+    """What Horovod does to the ranks that are left: they fail a moment later, and say nothing of the cause."""
+    time.sleep(0.1)
+    raise RuntimeError("HorovodInternalError: [gloo/transport/tcp/pair.cc:598] Connection closed by peer")

@@ -1,0 +1,103 @@
+"""Users' own models for the tests of the training loop: with state, compiled in every way, and wrong in every way."""
+
+from __future__ import annotations
+
+import keras
+
+
+def stateful(image_shape, num_classes):
+    """Batch norm and dropout: state that is not weights and differs from rank to rank."""
+    return keras.Sequential(
+        [
+            keras.Input(image_shape),
+            keras.layers.Conv2D(8, 3, strides=2),
+            keras.layers.BatchNormalization(momentum=0.8),
+            keras.layers.ReLU(),
+            keras.layers.Flatten(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(num_classes, kernel_regularizer=keras.regularizers.L2(1e-3)),
+        ]
+    )
+
+
+def linear(image_shape, num_classes, activation=None, **regularizer):
+    return keras.Sequential(
+        [
+            keras.Input(image_shape),
+            keras.layers.Flatten(),
+            keras.layers.Dense(num_classes, activation=activation, **regularizer),
+        ]
+    )
+
+
+def regularized(image_shape, num_classes):
+    return linear(image_shape, num_classes, kernel_regularizer=keras.regularizers.L2(0.1))
+
+
+class Subclassed(keras.Model):
+    """Has no variables before its first call, and one that nothing depends on."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.flatten = keras.layers.Flatten()
+        self.out = keras.layers.Dense(num_classes)
+        self.unused = self.add_weight(shape=(3,), name="unused")
+
+    def call(self, inputs):
+        return self.out(self.flatten(inputs))
+
+
+def subclassed(image_shape, num_classes):
+    return Subclassed(num_classes)
+
+
+def compiled_by_name(image_shape, num_classes):
+    model = linear(image_shape, num_classes, "softmax")
+    model.compile(optimizer=keras.optimizers.SGD(0.125), loss="sparse_categorical_crossentropy")
+    return model
+
+
+def compiled_categorical(image_shape, num_classes):
+    model = linear(image_shape, num_classes, "softmax")
+    model.compile(optimizer=keras.optimizers.SGD(0.125), loss="categorical_crossentropy")
+    return model
+
+
+def compiled_with_object(image_shape, num_classes):
+    model = linear(image_shape, num_classes)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.125, 1, 0.5)), loss=loss)
+    return model
+
+
+def compiled_with_function(image_shape, num_classes):
+    def squared_margin(labels_N, outputs_NK):
+        return keras.ops.sum(keras.ops.square(outputs_NK - keras.ops.one_hot(labels_N, num_classes)), axis=1)
+
+    model = linear(image_shape, num_classes)
+    model.compile(optimizer="adam", loss=squared_margin)
+    return model
+
+
+def compiled_with_mean(image_shape, num_classes):
+    model = linear(image_shape, num_classes)
+    model.compile(optimizer="adam", loss=lambda labels_N, outputs_NK: keras.ops.mean(outputs_NK))
+    return model
+
+
+def one_class_too_many(image_shape, num_classes):
+    return linear(image_shape, num_classes + 1)
+
+
+def no_model(image_shape, num_classes):
+    return "a model"
+
+
+def failing(image_shape, num_classes):
+    raise RuntimeError("no such backbone")
+
+
+def frozen(image_shape, num_classes):
+    model = linear(image_shape, num_classes)
+    model.trainable = False
+    return model

@@ -1,0 +1,235 @@
+"""A checkpoint is whole or it is not there: nothing altered, mixed or foreign is ever loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardmill.dataset import open_dataset
+from shardmill.errors import StorageError, UsageError
+from shardmill.storage import open_store
+from tests.support import make_dataset
+from tests.train.training import MODELS, Killed, Recorder, train_here
+from train.checkpoint import FREE_SETTINGS, MARKER, OPTIMIZER, WEIGHTS, find_checkpoint, settings_that_matter
+from train.config import TrainConfig
+from train.values import to_json
+
+CONFIG = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 1, "keep_checkpoints": 3}
+KILLED_AT = 4
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_uri, tmp_path_factory):
+    """The result of a training that nothing disturbed."""
+    return train_here(tiny_uri, tmp_path_factory.mktemp("whole"), **CONFIG)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tiny_uri, tmp_path_factory) -> Path:
+    """A models folder with three checkpoints, after 2, 3 and 4 steps; copy it before use."""
+    models = tmp_path_factory.mktemp("interrupted")
+    with pytest.raises(Killed):
+        train_here(tiny_uri, models, Recorder(killed_at=KILLED_AT), **CONFIG)
+    return models
+
+
+@pytest.fixture
+def models(interrupted, tmp_path) -> Path:
+    return Path(shutil.copytree(interrupted, tmp_path / "models"))
+
+
+def newest(models: Path) -> Path:
+    found = find_checkpoint(open_store(models), "t")
+    assert found is not None
+    return models / found.path
+
+
+def checkpoints(models: Path) -> list[str]:
+    return sorted(marker.parent.name for marker in models.glob(f"t/checkpoints/*/{MARKER}"))
+
+
+def flip_middle(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGES = {
+    "weights flipped": lambda folder: flip_middle(folder / WEIGHTS),
+    "optimizer flipped": lambda folder: flip_middle(folder / OPTIMIZER),
+    "rank state flipped": lambda folder: flip_middle(folder / "rank-00000.npz"),
+    "weights cut": lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-1]),
+    "optimizer missing": lambda folder: (folder / OPTIMIZER).unlink(),
+    "marker flipped": lambda folder: flip_middle(folder / MARKER),
+    "marker cut": lambda folder: (folder / MARKER).write_bytes((folder / MARKER).read_bytes()[:100]),
+    "marker empty": lambda folder: (folder / MARKER).write_bytes(b""),
+    "marker not written": lambda folder: (folder / MARKER).unlink(),
+    "from another step": lambda folder: shutil.copy(sorted(folder.parent.iterdir())[-2] / WEIGHTS, folder / WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_and_the_end_is_the_same(tiny_uri, models, whole, damage):
+    damaged = newest(models)
+    DAMAGES[damage](damaged)
+    recorder = Recorder()
+    result = train_here(tiny_uri, models, recorder, **CONFIG)
+    [discarded] = recorder.named("checkpoint_discarded")
+    assert models / discarded["path"] == damaged
+    assert recorder.named("resumed")[0]["global_step"] == KILLED_AT - 1
+    assert result.weights_sha256 == whole.weights_sha256
+
+
+def test_every_flipped_byte_of_a_marker_is_seen(models):
+    marker = newest(models) / MARKER
+    data = marker.read_bytes()
+    good = newest(models)
+    for place in range(0, len(data), 7):
+        altered = bytearray(data)
+        altered[place] ^= 4
+        marker.write_bytes(altered)
+        assert newest(models) != good, f"byte {place}"
+    marker.write_bytes(data)
+    assert newest(models) == good
+
+
+def test_with_every_checkpoint_damaged_it_starts_anew(tiny_uri, models, whole):
+    for name in checkpoints(models):
+        flip_middle(models / "t" / "checkpoints" / name / WEIGHTS)
+    recorder = Recorder()
+    result = train_here(tiny_uri, models, recorder, **CONFIG)
+    assert len(recorder.named("checkpoint_discarded")) == 3
+    assert result.resumed_from is None and result.weights_sha256 == whole.weights_sha256
+
+
+def test_looking_for_a_checkpoint_changes_nothing(models):
+    flip_middle(newest(models) / WEIGHTS)
+    before = sorted(str(path) for path in models.rglob("*"))
+    assert find_checkpoint(open_store(models), "t").marker.global_step == KILLED_AT - 1
+    assert sorted(str(path) for path in models.rglob("*")) == before
+    assert find_checkpoint(open_store(models), "no/such/training") is None
+
+
+def test_the_newest_are_kept_and_half_written_ones_go(tiny_uri, models):
+    litter = models / "t" / "checkpoints" / "step-00000001-deadbeef" / WEIGHTS
+    litter.parent.mkdir()
+    litter.write_bytes(b"half")
+    train_here(tiny_uri, models, **CONFIG)
+    assert [name[:13] for name in checkpoints(models)] == ["step-00000004", "step-00000005", "step-00000006"]
+    assert not litter.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, r"train.seed: then 0, now 1;"),
+        ({"model": "small_cnn"}, r'train.model: then "tests.*:stateful", now "small_cnn"'),
+        (
+            {"optimizer": "sgd", "momentum": 0.5},
+            r'train.momentum: then 0.9, now 0.5; train.optimizer: then "auto", now "sgd"',
+        ),
+        ({"global_batch_size": 16}, r"train.global_batch_size: then 32, now 16"),
+        ({"augment": {"random_flip": False}}, r"train.augment: then .*true.* now .*false"),
+    ],
+)
+def test_another_training_is_refused_with_each_difference(tiny_uri, models, change, message):
+    with pytest.raises(UsageError, match=f"belongs to another training: .*{message}"):
+        train_here(tiny_uri, models, **{**CONFIG, **change})
+
+
+def test_another_dataset_version_is_refused(models, tmp_path):
+    other = make_dataset(tmp_path / "other", num_images=90)
+    with pytest.raises(UsageError, match="dataset: then version 1, now version 1"):
+        train_here(other, models, **CONFIG)
+
+
+def test_a_factory_that_builds_something_else_is_refused(tiny_uri, tmp_path, monkeypatch):
+    for width in (4, 8):
+        (tmp_path / f"v{width}").mkdir()
+        (tmp_path / f"v{width}" / "changing_factory.py").write_text(
+            "import keras\n"
+            "def model(image_shape, num_classes):\n"
+            f"    layers = [keras.layers.Flatten(), keras.layers.Dense({width}), keras.layers.Dense(num_classes)]\n"
+            "    return keras.Sequential([keras.Input(image_shape), *layers])\n"
+        )
+    import sys
+
+    config = {"model": "changing_factory:model", "checkpoint_every_steps": 1}
+    monkeypatch.syspath_prepend(tmp_path / "v4")
+    with pytest.raises(Killed):
+        train_here(tiny_uri, tmp_path / "models", Recorder(killed_at=2), **config)
+    del sys.modules["changing_factory"]
+    monkeypatch.syspath_prepend(tmp_path / "v8")
+    with pytest.raises(
+        UsageError, match=r"holds float32 \(768, 4\) for .*kernel; this model has float32 \(768, 8\) there"
+    ):
+        train_here(tiny_uri, tmp_path / "models", **config)
+
+
+def test_what_does_not_change_the_outcome_may_change(tiny_uri, models, whole):
+    recorder = Recorder()
+    free = {
+        "format": "tfrecord",
+        "prefetch_bytes": 1,
+        "reader_threads": 1,
+        "checkpoint_every_steps": 0,
+        "strategy": "horovod",
+    }
+    assert free.keys() <= FREE_SETTINGS
+    result = train_here(tiny_uri, models, recorder, **{**CONFIG, **free})
+    assert recorder.named("resumed")
+    assert result.weights_sha256 == whole.weights_sha256
+
+
+def test_every_free_setting_exists():
+    assert TrainConfig.model_fields.keys() >= FREE_SETTINGS
+    assert settings_that_matter(TrainConfig()).keys() == TrainConfig.model_fields.keys() - FREE_SETTINGS
+
+
+def test_nothing_in_a_checkpoint_is_code(models):
+    import numpy as np
+
+    folder = newest(models)
+    for file in folder.glob("*.npz"):
+        with np.load(file, allow_pickle=False) as stored:
+            assert all(stored[name].dtype != object for name in stored.files)
+    assert json.loads((folder / MARKER).read_bytes())["marker"]["global_step"] == KILLED_AT
+
+
+def test_a_full_disk_ends_the_training_and_leaves_the_last_checkpoint(tiny_uri, models, monkeypatch):
+    import shardmill.storage
+
+    before = newest(models)
+
+    def no_room(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shardmill.storage, "_sync", no_room)
+    with pytest.raises(StorageError, match=r"no room to write .*npz \(\d+ bytes\): No space left on device"):
+        train_here(tiny_uri, models, **CONFIG)
+    monkeypatch.undo()
+    assert newest(models) == before
+
+
+def test_checkpoints_and_results_live_on_s3(tiny_uri, s3_bucket, tmp_path, whole):
+    models = f"{s3_bucket}/models"
+    with pytest.raises(Killed):
+        train_here(tiny_uri, models, Recorder(killed_at=3), **CONFIG)
+    recorder = Recorder()
+    assert train_here(tiny_uri, models, recorder, **CONFIG).weights_sha256 == whole.weights_sha256
+    assert recorder.named("resumed")[0]["global_step"] == 3
+    assert open_store(models).stat("t/result.json") is not None
+
+
+def test_a_marker_of_another_program_version_is_not_taken_for_damage(tiny_uri, models):
+    import hashlib
+
+    marker = newest(models) / MARKER
+    body = to_json(open_dataset(tiny_uri).pin)
+    marker.write_bytes(b'{"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'","marker":' + body + b"}")
+    with pytest.raises(UsageError, match="has another layout"):
+        train_here(tiny_uri, models, **CONFIG)
+    assert marker.exists()

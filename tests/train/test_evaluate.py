@@ -1,0 +1,114 @@
+"""Evaluation equals a plain computation over all samples at once, however it was cut into batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardmill.dataset import open_dataset
+from shardmill.errors import TrainingError
+from tests.support import make_dataset
+from train.config import TrainConfig
+from train.evaluate import EvaluationSums, evaluate_predictions, evaluate_split
+from train.strategies.single import SingleCollective
+
+NUM_CLASSES = 7
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """Seven classes, so that the top five are fewer than all; 33 rows or so in the test split."""
+    folder = tmp_path_factory.mktemp("seven")
+    fractions = {"train": 0.4, "validation": 0.2, "test": 0.4}
+    return open_dataset(make_dataset(folder, num_images=84, num_classes=NUM_CLASSES, split_fractions=fractions))
+
+
+def logits_of(images_NHWC: np.ndarray) -> np.ndarray:
+    """Some model: a fixed random projection, in float32 as TensorFlow gives it."""
+    weights = np.random.default_rng(1).normal(size=(images_NHWC[0].size, NUM_CLASSES)) / 2000
+    return (images_NHWC.reshape(len(images_NHWC), -1) @ weights).astype(np.float32)
+
+
+def softmax(logits_NK: np.ndarray) -> np.ndarray:
+    exponentials_NK = np.exp(logits_NK - logits_NK.max(axis=1, keepdims=True))
+    return exponentials_NK / exponentials_NK.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize(("batch_size", "num_streams"), [(8, 1), (8, 8), (64, 4), (3, 3)])
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_figures_equal_plain_numpy(dataset, split, batch_size, num_streams):
+    config = TrainConfig(global_batch_size=batch_size, num_streams=num_streams)
+    evaluation = evaluate_split(logits_of, True, dataset, split, config, SingleCollective())
+
+    samples = dataset.read_samples(split, 1000)
+    labels_N = np.array([sample.label for sample in samples])
+    logits_NK = logits_of(np.stack([sample.image_HWC for sample in samples])).astype(np.float64)
+    predicted_N = logits_NK.argmax(axis=1)
+    top5_N5 = np.argsort(-logits_NK, axis=1, kind="stable")[:, :5]
+    confusion = np.zeros((NUM_CLASSES, NUM_CLASSES), int)
+    for label, predicted in zip(labels_N, predicted_N, strict=True):
+        confusion[label, predicted] += 1
+
+    assert evaluation.split == split
+    assert evaluation.num_samples == len(samples) == dataset.manifest.splits[split].num_rows
+    assert evaluation.accuracy == (predicted_N == labels_N).mean()
+    assert evaluation.top5_accuracy == pytest.approx((top5_N5 == labels_N[:, None]).any(axis=1).mean(), abs=1e-12)
+    assert 0 < evaluation.accuracy < evaluation.top5_accuracy < 1
+    assert evaluation.loss == pytest.approx(
+        -np.log(softmax(logits_NK)[np.arange(len(samples)), labels_N]).mean(), rel=1e-9
+    )
+    assert np.array(evaluation.confusion).tolist() == confusion.tolist()
+    for label, figures in enumerate(evaluation.per_class):
+        assert figures.name == dataset.manifest.class_names[label]
+        assert figures.num_samples == dataset.manifest.splits[split].class_counts[label] == (labels_N == label).sum()
+        assert figures.recall == pytest.approx((predicted_N[labels_N == label] == label).mean())
+        chosen_N = labels_N[predicted_N == label]
+        assert figures.precision == pytest.approx((chosen_N == label).mean() if len(chosen_N) else 0.0)
+
+
+def test_probabilities_give_what_logits_give(dataset):
+    config = TrainConfig(global_batch_size=16)
+    by_logits = evaluate_split(logits_of, True, dataset, "test", config, SingleCollective())
+    sizes = set()
+
+    def probabilities_of(images_NHWC):
+        sizes.add(images_NHWC.shape)
+        return softmax(logits_of(images_NHWC).astype(np.float64))
+
+    by_probabilities = evaluate_predictions(probabilities_of, dataset, "test", batch_size=10)
+    assert by_probabilities.loss == pytest.approx(by_logits.loss, rel=1e-6)
+    assert by_probabilities.confusion == by_logits.confusion
+    assert by_probabilities.top5_accuracy == by_logits.top5_accuracy
+    assert sizes == {(10, 16, 16, 3)}
+
+
+def test_equal_outputs_are_ranked_as_argmax_ranks_them(dataset):
+    evaluation = evaluate_predictions(
+        lambda images_NHWC: np.full((len(images_NHWC), NUM_CLASSES), 1 / NUM_CLASSES), dataset, "test"
+    )
+    counts = dataset.manifest.splits["test"].class_counts
+    assert evaluation.accuracy == counts[0] / sum(counts)
+    assert evaluation.top5_accuracy == pytest.approx(sum(counts[:5]) / sum(counts))
+    assert evaluation.loss == pytest.approx(np.log(NUM_CLASSES))
+
+
+def test_a_probability_of_zero_keeps_the_loss_finite(dataset):
+    def never_right(images_NHWC):
+        outputs = np.zeros((len(images_NHWC), NUM_CLASSES))
+        return outputs
+
+    assert np.isfinite(evaluate_predictions(never_right, dataset, "test").loss)
+
+
+def test_outputs_that_are_not_numbers_are_an_error(dataset):
+    with pytest.raises(TrainingError, match="the evaluation on 'test' gave a loss of nan"):
+        evaluate_predictions(lambda images_NHWC: np.full((len(images_NHWC), NUM_CLASSES), np.nan), dataset, "test")
+
+
+def test_sums_travel_without_loss():
+    sums = EvaluationSums(2)
+    sums.loss_sum, sums.num_top5 = 0.1, 3
+    sums.confusion_KK[:] = [[2**53 - 1, 1], [0, 5]]
+    summed = sums.summed_over_ranks(SingleCollective())
+    assert (summed.loss_sum, summed.num_top5) == (0.1, 3)
+    assert summed.confusion_KK.tolist() == sums.confusion_KK.tolist()

@@ -1,0 +1,214 @@
+"""Exports: numbered and immutable, equal to the training model, and usable where none of our code is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardmill.config import SparkConfig
+from shardmill.dataset import Dataset, open_dataset
+from shardmill.errors import IntegrityError, TrainingError, UsageError
+from shardmill.options import Section
+from shardmill.storage import open_store
+from tests.support import make_dataset
+from train.config import TrainConfig
+from train.export import EXPORTS, KERAS_FILE, export_training, load_exported, read_export
+from train.launchers import LAUNCHERS
+from train.observer import SilentObserver
+from train.records import put_record, read_record, record_numbers
+from train.trainings import training_dir
+from train.values import TrainResult, WorkerTask
+
+MODELS = "tests.train.launch_models"
+
+# Runs where no module of ours is: `-S` would hide the environment too, so it only checks that none was imported.
+FOREIGN_READER = """
+import json, sys
+import numpy as np
+import tensorflow as tf
+import keras
+folder, images = sys.argv[1], np.load(sys.argv[2])
+served = tf.saved_model.load(folder + "/saved_model").signatures["serving_default"](images=tf.constant(images))
+loaded = keras.models.load_model(folder + "/model.keras")(images)
+assert not {"train", "shardmill", "tests"} & {name.partition(".")[0] for name in sys.modules}
+print(json.dumps([
+    {"probabilities": np.asarray(each["probabilities"]).tolist(), "label": [x.decode() for x in each["label"].numpy()]}
+    for each in (served, loaded)
+]))
+"""
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Dataset:
+    return open_dataset(make_dataset(tmp_path_factory.mktemp("data")))
+
+
+def config_of(**train: object) -> TrainConfig:
+    return TrainConfig(**{"epochs": 2, "global_batch_size": 24, "num_streams": 6, **train})
+
+
+def trained(dataset: Dataset, models_uri: Path, config: TrainConfig) -> TrainResult:
+    task = WorkerTask(config, dataset.pin, str(models_uri), training_dir(config, dataset.pin))
+    return LAUNCHERS["inline"](task, SparkConfig(), SilentObserver())
+
+
+def images_of(dataset: Dataset) -> np.ndarray:
+    return np.stack([sample.image_HWC for sample in dataset.read_samples("train", 20)])
+
+
+@pytest.fixture(scope="module")
+def models(dataset, tmp_path_factory) -> Path:
+    """A models' root with export 1, of a small CNN."""
+    root = tmp_path_factory.mktemp("models")
+    export, skipped = export_training(str(root), config_of(), trained(dataset, root, config_of()), "run-1")
+    assert (export.number, skipped) == (1, False)
+    return root
+
+
+def test_the_record_tells_all_that_there_is_to_know(models, dataset):
+    record = read_export(str(models), 1).record
+    assert record.dataset == dataset.pin
+    assert (record.content_digest, record.class_names) == (
+        dataset.manifest.content_digest,
+        dataset.manifest.class_names,
+    )
+    assert record.normalize == dataset.manifest.normalize
+    assert record.evaluation.split == "test"
+    assert record.parity_max_abs_diff <= 1e-5
+    assert record.keras_note == ""
+    stored = {file.path for file in open_store(models).list(record.artifact_dir)}
+    assert {file.path for file in record.files} == stored
+    assert f"{record.artifact_dir}/{KERAS_FILE}" in stored
+
+
+def test_other_programs_read_both_forms(models, dataset, tmp_path):
+    images = images_of(dataset)
+    expected = load_exported(str(models), 1).predict(images)
+    assert expected.dtype == np.float32
+    np.save(tmp_path / "images.npy", images)
+    folder = models / read_export(str(models), 1).record.artifact_dir
+    command = [sys.executable, "-I", "-c", FOREIGN_READER, str(folder), str(tmp_path / "images.npy")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = dataset.manifest.class_names
+    for form in json.loads(done.stdout.splitlines()[-1]):
+        assert np.abs(np.array(form["probabilities"], np.float32) - expected).max() <= 1e-5
+        assert form["label"] == [names[best] for best in expected.argmax(axis=1)]
+
+
+def test_the_same_training_is_exported_once(models, dataset):
+    config = config_of()
+    result = trained(dataset, models, config)
+    export, skipped = export_training(str(models), config, result, "run-2")
+    assert (export.number, skipped, export.record.run_id) == (1, True, "run-1")
+    assert record_numbers(open_store(models), EXPORTS) == [1]
+
+
+def test_an_altered_file_is_named(models, tmp_path):
+    record = read_export(str(models), 1).record
+    file = next(models / each.path for each in record.files if each.path.endswith("saved_model.pb"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    try:
+        with pytest.raises(IntegrityError, match=r"saved_model\.pb was altered"):
+            load_exported(str(models), 1)
+    finally:
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    load_exported(str(models), 1)
+
+
+def test_an_altered_record_is_named(models, tmp_path):
+    path = "exports/00000001.json"
+    text = (models / path).read_text()
+    (tmp_path / "exports").mkdir()
+    (tmp_path / path).write_text(text.replace("class_1", "class_9"))
+    with pytest.raises(IntegrityError, match=r"exports/00000001\.json was altered"):
+        read_export(str(tmp_path), 1)
+    (tmp_path / path).write_text(text[: len(text) // 2])
+    with pytest.raises(IntegrityError, match=r"exports/00000001\.json is not a record"):
+        read_export(str(tmp_path), 1)
+
+
+def test_an_export_that_is_not_there_is_answered_with_those_that_are(models):
+    with pytest.raises(UsageError, match="has no export 7; it has 1 to 1"):
+        read_export(str(models), 7)
+
+
+@pytest.mark.parametrize(
+    ("model", "keras_note"),
+    [
+        # Its layers tell all: written down without the class.
+        ("with_arguments", ""),
+        ("with_config", "load it with custom_objects for tests.train.launch_models.WithConfig"),
+        ("with_tensorflow", "no .keras file: NotImplementedError"),
+    ],
+)
+def test_users_own_model_classes_are_exported(dataset, tmp_path, model, keras_note):
+    config = config_of(model=f"{MODELS}:{model}", epochs=1)
+    export, _ = export_training(str(tmp_path), config, trained(dataset, tmp_path, config), "run-1")
+    assert export.record.parity_max_abs_diff <= 1e-5
+    assert export.record.keras_note.startswith(keras_note), export.record.keras_note
+    assert bool(keras_note) == bool(export.record.keras_note)
+    has_keras_file = any(file.path.endswith(KERAS_FILE) for file in export.record.files)
+    assert has_keras_file == ("no .keras file" not in keras_note)
+    probabilities_NK = load_exported(str(tmp_path), 1).predict(images_of(dataset))
+    assert np.abs(probabilities_NK.sum(axis=1) - 1).max() < 1e-5
+    if has_keras_file and not keras_note:
+        import keras
+
+        loaded = keras.models.load_model(tmp_path / export.record.artifact_dir / KERAS_FILE)
+        assert np.abs(np.asarray(loaded(images_of(dataset))["probabilities"]) - probabilities_NK).max() <= 1e-5
+
+
+def test_a_model_that_computes_something_else_each_time_is_not_exported(dataset, tmp_path):
+    config = config_of(model=f"{MODELS}:moody", epochs=1)
+    result = trained(dataset, tmp_path, config)
+    with pytest.raises(TrainingError, match="the exported SavedModel differs from the training model by 0"):
+        export_training(str(tmp_path), config, result, "run-1")
+    assert record_numbers(open_store(tmp_path), EXPORTS) == []
+
+
+def test_an_export_computes_in_float32_however_it_was_trained(dataset, tmp_path):
+    config = config_of(mixed_precision="bfloat16", epochs=1)
+    export, _ = export_training(str(tmp_path), config, trained(dataset, tmp_path, config), "run-1")
+    assert export.record.parity_max_abs_diff <= 1e-5
+    probabilities_NK = load_exported(str(tmp_path), 1).predict(images_of(dataset))
+    assert np.abs(probabilities_NK.sum(axis=1) - 1).max() < 1e-5
+
+
+def test_a_damaged_checkpoint_is_not_exported(dataset, tmp_path):
+    config = config_of(epochs=1)
+    result = trained(dataset, tmp_path, config)
+    weights = tmp_path / result.checkpoint / "weights.npz"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(IntegrityError, match=r"final checkpoint .*step-.* is missing or damaged"):
+        export_training(str(tmp_path), config, result, "run-1")
+
+
+def test_every_number_has_one_writer(tmp_path):
+    class Note(Section):
+        writer: int
+
+    store = open_store(tmp_path)
+    won: list[tuple[int, int]] = []
+
+    def write(writer: int) -> None:
+        for number in range(1, 21):
+            if put_record(store, "notes", number, Note(writer=writer)):
+                won.append((number, writer))
+
+    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(number for number, _ in won) == list(range(1, 21)) == record_numbers(store, "notes")
+    assert all(read_record(store, "notes", number, Note).writer == writer for number, writer in won)

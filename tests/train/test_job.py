@@ -1,0 +1,252 @@
+"""The story of training: what is trained on which version, what is skipped, and `train/job.py` as a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etl.config import EtlConfig
+from shardmill.config import DatasetConfig, ModelsConfig
+from shardmill.dataset import open_dataset
+from shardmill.errors import IntegrityError, TrainingError, UsageError
+from shardmill.storage import open_store
+from tests.support import build_here, make_dataset, write_images
+from train.config import TrainConfig, TrainTree
+from train.job import export_model, finished_training, promote_model, train_model
+from train.observer import SilentObserver
+from train.predict import predict_images
+from train.trainings import choose_training, training_id
+
+ROOT = Path(__file__).parents[2]
+ETL = EtlConfig(image_size=16, encoding="png", chunk_bytes=8_000, unit_min_images=40)
+
+
+class Recorder:
+    """Keeps what the observer is told; raises after `fail_after_steps` steps, as if the driver had been stopped."""
+
+    def __init__(self, fail_after_steps: int = -1) -> None:
+        self.steps: list[tuple[int, int, str]] = []
+        self.events: list[str] = []
+        self._fail_after_steps = fail_after_steps
+
+    def on_step(self, step) -> None:
+        self.steps.append((step.epoch, step.step, step.loss_hex))
+        if len(self.steps) == self._fail_after_steps:
+            raise RuntimeError("stopped here")
+
+    def on_event(self, rank, name, fields) -> None:
+        self.events.append(name)
+
+
+def tree_of(dataset_uri: str, models_uri: Path | str, **train: object) -> TrainTree:
+    settings = {"epochs": 2, "global_batch_size": 24, "num_streams": 6, "checkpoint_every_steps": 2, **train}
+    return TrainTree(
+        dataset=DatasetConfig(uri=dataset_uri),
+        models=ModelsConfig(uri=str(models_uri)),
+        train=TrainConfig(**settings),
+    )
+
+
+@pytest.fixture
+def dataset_uri(tmp_path) -> str:
+    return make_dataset(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "free",
+    [
+        {"launcher": "local", "strategy": "horovod", "num_workers": 3},
+        {"format": "tfrecord", "reader_threads": 5, "prefetch_bytes": 1},
+        {"record_samples": True, "silent_seconds": 1, "keep_checkpoints": 9, "checkpoint_every_steps": 7},
+    ],
+)
+def test_a_training_is_the_same_however_it_is_run(free):
+    assert training_id(TrainConfig(**free), "/data") == training_id(TrainConfig(), "/data")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"epochs": 11}, {"seed": 1}, {"learning_rate": 2e-3}, {"model": "resnet50"}, {"augment": {"random_flip": False}}],
+)
+def test_a_training_is_another_where_the_outcome_may_be(other):
+    assert training_id(TrainConfig(**other), "/data") != training_id(TrainConfig(), "/data")
+    assert training_id(TrainConfig(), "/other") != training_id(TrainConfig(), "/data")
+
+
+def test_a_finished_training_is_not_done_again(dataset_uri, tmp_path):
+    tree = tree_of(dataset_uri, tmp_path / "models")
+    with pytest.raises(UsageError, match="no finished training"):
+        finished_training(tree)
+    first = train_model(tree, Recorder())
+    recorder = Recorder()
+    second = train_model(tree, recorder)
+    assert (first.skipped, second.skipped) == (False, True)
+    assert second.result == first.result == finished_training(tree).result
+    assert recorder.steps == []
+    # Other settings are another training.
+    assert not train_model(tree_of(dataset_uri, tmp_path / "models", seed=1), SilentObserver()).skipped
+
+
+def test_a_stopped_training_is_finished_on_its_own_version_and_then_done_on_the_latest(dataset_uri, tmp_path):
+    whole = Recorder()
+    expected = train_model(tree_of(dataset_uri, tmp_path / "never_stopped"), whole).result
+    tree = tree_of(dataset_uri, tmp_path / "models")
+    with pytest.raises(TrainingError, match="stopped here"):
+        train_model(tree, Recorder(fail_after_steps=7))
+
+    # Meanwhile the dataset grows.
+    write_images(tmp_path / "images", num_images=180)
+    build_here(str(tmp_path / "images"), dataset_uri, ETL)
+    latest = open_dataset(dataset_uri).pin
+    assert latest.version == 2
+    choice = choose_training(open_store(tmp_path / "models"), tree.train, latest)
+    assert (choice.dataset.version, choice.resumes, choice.result) == (1, True, None)
+
+    # Somebody who names a version gets that one.
+    pinned = choose_training(open_store(tmp_path / "models"), tree.train, latest, is_pinned=True)
+    assert (pinned.dataset, pinned.resumes) == (latest, False)
+
+    # The same command again goes on where the last checkpoint is, and ends as if nothing had been.
+    rest = Recorder()
+    resumed = train_model(tree, rest).result
+    assert "resumed" in rest.events
+    assert rest.steps == whole.steps[6:]
+    assert (resumed.dataset.version, resumed.weights_sha256) == (1, expected.weights_sha256)
+
+    # And again: now the latest version.
+    assert train_model(tree, SilentObserver()).result.dataset == latest
+
+
+def test_a_missing_shard_is_named_before_anything_starts(dataset_uri, tmp_path):
+    shard = next(Path(dataset_uri, "shards", "train").glob("*.parquet"))
+    shard.unlink()
+    recorder = Recorder()
+    with pytest.raises(IntegrityError, match=shard.name.split(".")[0]):
+        train_model(tree_of(dataset_uri, tmp_path / "models"), recorder)
+    assert (recorder.steps, recorder.events) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"launcher": "lokal"}, "did you mean 'local'"),
+        ({"strategy": "horovodd", "launcher": "local"}, "did you mean 'horovod'"),
+        ({"num_workers": 2, "launcher": "local"}, "'single' with train.num_workers = 2"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(dataset_uri, tmp_path, train, said):
+    with pytest.raises(UsageError, match=said):
+        train_model(tree_of(dataset_uri, tmp_path / "models", **train), SilentObserver())
+    assert not (tmp_path / "models").exists()
+
+
+def test_the_whole_story_with_models_in_a_bucket(dataset_uri, s3_bucket):
+    tree = tree_of(dataset_uri, f"{s3_bucket}/models", epochs=1)
+    for skipped in (False, True):
+        outcome = train_model(tree, SilentObserver())
+        exported = export_model(tree, outcome, "run")
+        promotion = promote_model(tree, exported, "run")
+        assert (outcome.skipped, exported.skipped, promotion.current) == (skipped, skipped, 1)
+    image = next(Path(dataset_uri).parent.joinpath("images").rglob("*.png"))
+    [prediction] = predict_images(f"{s3_bucket}/models", [str(image)])
+    assert prediction.label.startswith("class_")
+
+
+# --- as a command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path, dataset_uri):
+    """job(*arguments, launch=...) -> the finished process of train/job.py, run where a `train.py` lies."""
+    file = tmp_path / "config.toml"
+    file.write_text(
+        f"""
+        [source]
+        uri = "belongs to the ETL"
+        [dataset]
+        uri = "{dataset_uri}"
+        [models]
+        uri = "{tmp_path / "models"}"
+        [train]
+        epochs = 2
+        global_batch_size = 24
+        num_streams = 6
+        record_samples = true
+        """
+    )
+    away = tmp_path / "away"
+    away.mkdir()
+    (away / "train.py").write_text("raise SystemExit('the wrong train')\n")
+
+    def run(*arguments: str, launch: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
+        command = [*launch, str(ROOT / "train/job.py"), "--config", str(file), "--workdir", str(tmp_path / "work")]
+        environment = {**os.environ, "PYSPARK_PYTHON": sys.executable}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        return subprocess.run([*command, *arguments], cwd=away, env=environment, capture_output=True, text=True)
+
+    return run
+
+
+def records_of(done: subprocess.CompletedProcess[str]) -> list[dict]:
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_each_stage_tells_what_it_did_and_skips_what_is_done(job, tmp_path):
+    first = records_of(job("--run-id", "one"))
+    assert [(each["stage"], each["status"]) for each in first] == [
+        ("train", "done"),
+        ("export", "done"),
+        ("promote", "done"),
+    ]
+    assert first[2]["sections"]["promotion"]["decision"] == "promoted"
+    steps = [json.loads(line) for line in (tmp_path / "work/runs/one/steps.jsonl").read_text().splitlines()]
+    assert [(step["epoch"], step["step"]) for step in steps] == [(epoch, step) for epoch in (0, 1) for step in range(4)]
+    assert steps[-1]["loss_hex"] == first[0]["sections"]["train"]["final_loss_hex"]
+    second = records_of(job("--run-id", "two"))
+    assert [each["status"] for each in second] == ["skipped", "skipped", "skipped"]
+    assert second[0]["sections"]["train"] == first[0]["sections"]["train"]
+    assert second[2]["sections"]["promotion"]["decision"] == "already_current"
+
+
+def test_it_stops_where_it_is_told_to(job, tmp_path):
+    assert [each["stage"] for each in records_of(job("--until", "train"))] == ["train"]
+    assert not (tmp_path / "models" / "exports").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--set", "train.epoch=3"], 2, "unknown config key train.epoch; did you mean train.epochs?"),
+        (["--set", "train.global_batch_size=25"], 2, "nearest: 24"),
+        (["--set", "dataset.uri=/nowhere"], 3, "/nowhere is not a committed dataset"),
+        (
+            ["--set", "gate.min_accuracy=1", "--set", "train.learning_rate=1e-9", "--require"],
+            9,
+            "gate.min_accuracy = 1",
+        ),
+    ],
+)
+def test_an_error_is_one_line_and_its_exit_code(job, arguments, code, said):
+    done = job(*arguments)
+    assert done.returncode == code, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    assert line.startswith(f"ERROR {code}: ") and said in line
+
+
+def test_under_spark_submit_ranks_are_spark_tasks(job, tmp_path):
+    launch = (shutil.which("spark-submit", path=Path(sys.executable).parent), "--master", "local[2]")
+    ranks = ["train.launcher=horovod_spark", "train.strategy=horovod", "train.num_workers=2", "spark.master=local[1]"]
+    arguments = [part for each in ranks for part in ("--set", each)]
+    records = records_of(job(*arguments, "--run-id", "spark", "--until", "train", launch=launch))
+    assert records[0]["sections"]["train"]["world_size"] == 2
+    steps = [json.loads(line) for line in (tmp_path / "work/runs/spark/steps.jsonl").read_text().splitlines()]
+    of_epoch = [sample_id for step in steps if step["epoch"] == 0 for sample_id in step["sample_ids"]]
+    num_rows = open_dataset(str(tmp_path / "dataset")).manifest.splits["train"].num_rows
+    assert len(of_epoch) == len(set(of_epoch)) == num_rows

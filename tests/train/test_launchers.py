@@ -1,0 +1,254 @@
+"""Ranks as real processes that end in every way there is; the driver is one too, so that it can be killed as well."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from shardmill.config import SparkConfig
+from shardmill.dataset import open_dataset
+from shardmill.dataset.pin import DatasetPin
+from shardmill.errors import UsageError
+from tests.support import make_dataset
+from train.config import TrainConfig
+from train.launchers import LAUNCHERS, find_launcher
+from train.launchers.horovod_spark import num_slots_of
+from train.observer import SilentObserver
+from train.values import WorkerTask
+
+ROOT = Path(__file__).parents[2]
+WORKERS = "tests.train.launch_workers"
+MODELS = "tests.train.launch_models"
+PIN = DatasetPin("/nowhere", 1, "0" * 64)
+MARK = "SHARDMILL_TEST_MARK"
+
+# Every launcher with the world sizes at which it is tried.
+WORLDS = [("inline", 1), ("local", 1), ("local", 2), ("local", 3), ("horovod_spark", 2)]
+
+
+@dataclass
+class Driver:
+    """A launched driver, and what is left of its processes."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    lines: list[str] = field(default_factory=list)
+
+    def wait_for_step(self) -> None:
+        while not (line := self.process.stdout.readline()).startswith("step"):
+            assert line, self.process.stderr.read()
+        # So that finding none later means something.
+        assert self.processes_left()
+
+    def outcome(self) -> dict:
+        stdout, stderr = self.process.communicate(timeout=180)
+        assert stdout.strip(), stderr
+        return json.loads(stdout.splitlines()[-1])
+
+    def processes_left(self) -> list[str]:
+        """Command lines of live processes that inherited the mark."""
+        left = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes() and int(folder.name) != self.process.pid:
+                    left.append((folder / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue
+        return left
+
+    def assert_nothing_left(self, within_seconds: float) -> None:
+        deadline = time.monotonic() + within_seconds
+        while (left := self.processes_left()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(launcher, num_workers, worker, **train) -> a running Driver."""
+    drivers = []
+
+    def start(launcher: str, num_workers: int, worker: str = "", dataset: DatasetPin = PIN, **train: object) -> Driver:
+        strategy = "single" if num_workers == 1 else "horovod"
+        given = {
+            "train": {"launcher": launcher, "num_workers": num_workers, "strategy": strategy, **train},
+            "dataset": {"uri": dataset.uri, "version": dataset.version, "manifest_sha256": dataset.manifest_sha256},
+            "models_uri": str(tmp_path / "models"),
+            "master": f"local[{num_workers}]",
+            "worker": worker,
+        }
+        mark = f"mark-{uuid.uuid4()}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.train.launch_driver", json.dumps(given)],
+            cwd=ROOT,
+            env={**os.environ, MARK: mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        drivers.append(Driver(process, mark))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        driver.process.kill()
+        driver.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> DatasetPin:
+    return open_dataset(make_dataset(tmp_path_factory.mktemp("data"))).pin
+
+
+def test_every_launcher_is_tried():
+    assert {launcher for launcher, _ in WORLDS} == set(LAUNCHERS)
+
+
+@pytest.mark.parametrize(("launcher", "num_ranks"), WORLDS)
+def test_every_rank_runs_and_rank_0_answers(start, launcher, num_ranks):
+    driver = start(launcher, num_ranks, f"{WORKERS}:well")
+    outcome = driver.outcome()
+    assert (outcome.get("weights_sha256"), outcome.get("world_size")) == ("0" * 64, num_ranks), outcome
+    # Each rank gives two ids a step, which tell step and place: all of them, in rank order.
+    expected = [[f"{step:08x}{place:08x}" for place in range(2 * num_ranks)] for step in range(4)]
+    assert outcome["sample_ids"] == expected
+    assert sorted(rank for rank, name in outcome["events"] if name == "resumed") == list(range(num_ranks))
+    driver.assert_nothing_left(within_seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("worker", "error", "said"),
+    [
+        (
+            "raises_on_last_rank",
+            "TrainingError",
+            ["rank 1", "step 0 of epoch 0", "ValueError: the third layer exploded"],
+        ),
+        (
+            "finds_altered_shard",
+            "IntegrityError",
+            ["shard a.parquet was altered (rank 1", "expected CRC 1; run verify"],
+        ),
+        ("is_killed", "TrainingError", ["rank 1", "was killed by SIGKILL after step 0 of epoch 0", "host "]),
+        ("is_stopped", "TrainingError", ["rank 1", "went silent after step 0", "train.silent_seconds = 3"]),
+        ("exits_early", "TrainingError", ["rank 1", "ended by itself with exit code 7", "no licence found"]),
+    ],
+)
+def test_first_failing_rank_speaks_and_nothing_is_left(start, worker, error, said):
+    driver = start("local", 2, f"{WORKERS}:{worker}", silent_seconds=3)
+    outcome = driver.outcome()
+    assert outcome["error"] == error, outcome
+    assert all(part in outcome["message"] for part in said), outcome["message"]
+    assert "closed by peer" not in outcome["message"]
+    assert outcome["seconds_after_step"] < 10 + (3 if worker == "is_stopped" else 0)
+    driver.assert_nothing_left(within_seconds=2)
+
+
+@pytest.mark.parametrize("worker", ["is_killed", pytest.param("is_stopped", marks=pytest.mark.drill)])
+def test_dead_rank_on_spark_ends_the_job_in_time(start, worker):
+    driver = start("horovod_spark", 2, f"{WORKERS}:{worker}", silent_seconds=5)
+    outcome = driver.outcome()
+    how = {"is_killed": "was killed by SIGKILL after step 0", "is_stopped": "went silent after step 0"}[worker]
+    assert outcome["error"] == "TrainingError" and how in outcome["message"], outcome
+    assert outcome["seconds_after_step"] < 10 + (5 if worker == "is_stopped" else 0)
+    driver.assert_nothing_left(within_seconds=3)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [("exploding", "the third layer exploded"), ("killed", "was killed by SIGKILL after step")]
+)
+def test_real_training_tells_the_cause_and_not_the_survivors_echo(start, dataset, model, said):
+    train = {"model": f"{MODELS}:{model}", "global_batch_size": 24, "num_streams": 6, "epochs": 2}
+    driver = start("local", 2, dataset=dataset, **train)
+    outcome = driver.outcome()
+    assert outcome["error"] == "TrainingError", outcome
+    assert outcome["message"].startswith("rank 1 ") and said in outcome["message"], outcome["message"]
+    assert outcome["seconds_after_step"] < 10
+    driver.assert_nothing_left(within_seconds=2)
+
+
+def test_straggler_is_not_killed(start):
+    driver = start("local", 2, f"{WORKERS}:is_slow", silent_seconds=2)
+    assert driver.outcome()["world_size"] == 2
+
+
+@pytest.mark.parametrize(("launcher", "within_seconds"), [("local", 5), ("horovod_spark", 10)])
+def test_killed_driver_leaves_no_rank(start, launcher, within_seconds):
+    driver = start(launcher, 2, f"{WORKERS}:sleeps")
+    driver.wait_for_step()
+    driver.process.kill()
+    driver.process.wait()
+    driver.assert_nothing_left(within_seconds)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "Terminated")], ids=["INT", "TERM"]
+)
+def test_interrupted_driver_ends_its_ranks(start, number, error):
+    driver = start("local", 2, f"{WORKERS}:sleeps")
+    driver.wait_for_step()
+    driver.process.send_signal(number)
+    assert driver.outcome()["error"] == error
+    driver.assert_nothing_left(within_seconds=3)
+
+
+@pytest.mark.drill
+def test_interrupted_driver_ends_its_ranks_on_spark(start):
+    driver = start("horovod_spark", 2, f"{WORKERS}:sleeps")
+    driver.wait_for_step()
+    driver.process.send_signal(signal.SIGINT)
+    assert driver.outcome()["error"] == "KeyboardInterrupt"
+    driver.assert_nothing_left(within_seconds=3)
+
+
+def test_inline_runs_one_rank_only():
+    task = WorkerTask(TrainConfig(num_workers=2, strategy="horovod"), PIN, "/nowhere", "trainings/test")
+    with pytest.raises(UsageError, match="num_workers = 2.*'local' or 'horovod_spark'"):
+        LAUNCHERS["inline"](task, SparkConfig(), SilentObserver())
+
+
+def test_spark_with_too_few_slots_is_refused_before_it_starts():
+    config = TrainConfig(num_workers=3, strategy="horovod", launcher="horovod_spark")
+    task = WorkerTask(config, PIN, "/nowhere", "trainings/test")
+    with pytest.raises(UsageError, match=r"num_workers = 3, but Spark at 'local\[2\]' runs 2 task.*local\[3\]"):
+        LAUNCHERS["horovod_spark"](task, SparkConfig(master="local[2]"), SilentObserver())
+
+
+@pytest.mark.parametrize(
+    ("master", "conf", "expected"),
+    [
+        ("local", {}, 1),
+        ("local[4]", {"spark.task.cpus": "2"}, 2),
+        ("local[3,2]", {}, 3),
+        ("local[*]", {}, os.cpu_count()),
+        ("local-cluster[2,3,1024]", {"spark.task.cpus": "2"}, 2),
+        ("yarn", {"spark.executor.instances": "3", "spark.executor.cores": "4"}, 12),
+        ("yarn", {"spark.executor.instances": "3"}, None),
+        (
+            "yarn",
+            {
+                "spark.executor.instances": "3",
+                "spark.executor.cores": "4",
+                "spark.dynamicAllocation.enabled": "true",
+            },
+            None,
+        ),
+        ("spark://host:7077", {}, None),
+    ],
+)
+def test_slots_are_counted_where_they_are_known(master, conf, expected):
+    assert num_slots_of(master, conf) == expected
+
+
+def test_unknown_launcher_gets_the_nearest_name():
+    with pytest.raises(UsageError, match="'horovod-spark'.*did you mean 'horovod_spark'"):
+        find_launcher("horovod-spark")

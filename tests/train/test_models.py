@@ -1,0 +1,195 @@
+"""Every model by name trains; a user's own is taken as it is, or refused with the numbers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardmill.errors import UsageError
+from shardmill.values import Batch
+from tests.train.training import MODELS as USER_MODELS
+from tests.train.training import Recorder, train_here
+from train.config import TrainConfig
+from train.models import MODELS, build_model
+from train.models.small_cnn import small_cnn
+from train.optimizer import build_optimizer
+from train.step import TrainStep
+
+SHAPE = (16, 16, 3)
+
+
+def batch_of(shape_HWC: tuple[int, int, int], num_rows: int = 4, num_classes: int = 3) -> Batch:
+    rng = np.random.default_rng(0)
+    return Batch(
+        images_NHWC=rng.integers(0, 256, (num_rows, *shape_HWC), dtype=np.uint8),
+        labels_N=np.arange(num_rows, dtype=np.int64) % num_classes,
+        weights_N=np.ones(num_rows, dtype=np.float32),
+        sample_ids_N=np.arange(num_rows, dtype=np.int64),
+        epoch=0,
+        step=0,
+    )
+
+
+def step_of(config: TrainConfig, shape_HWC: tuple[int, int, int], share_of_streams: float = 1.0):
+    import keras
+
+    keras.utils.set_random_seed(0)
+    built = build_model(config, shape_HWC, 3)
+    chosen = build_optimizer(config, built)
+    channels = shape_HWC[2]
+    return built, TrainStep(built, chosen, (120.0,) * channels, (60.0,) * channels, share_of_streams)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shape_HWC", [(32, 32, 1), (32, 32, 3)])
+def test_every_model_takes_a_step(name, shape_HWC):
+    built, step = step_of(TrainConfig(model=name, optimizer="sgd"), shape_HWC)
+    assert built.outputs_are_logits and built.compiled_optimizer is None
+    before = [np.array(variable) for variable in built.model.trainable_variables]
+    outcome = step.apply(step.gradients(batch_of(shape_HWC), 4), 0.1)
+    assert outcome.is_applied and np.isfinite(outcome.loss) and outcome.gradient_norm > 0
+    after = [np.array(variable) for variable in built.model.trainable_variables]
+    assert any((old != new).any() for old, new in zip(before, after, strict=True))
+    assert step.outputs(batch_of(shape_HWC).images_NHWC).shape == (4, 3)
+
+
+@pytest.mark.parametrize("side", [1, 2, 7, 16, 100])
+def test_small_cnn_fits_images_of_any_size(side):
+    model = small_cnn((side, side, 1), 5)
+    assert model(np.zeros((2, side, side, 1), np.float32)).shape == (2, 5)
+    # World-size invariance rests on it: nothing that mixes samples or draws numbers.
+    assert not model.non_trainable_variables
+
+
+@pytest.mark.parametrize("model", ["small_cnn", f"{USER_MODELS}:regularized"])
+def test_the_parts_of_a_batch_add_up_to_its_gradient(model):
+    whole_batch = batch_of(SHAPE, num_rows=6)
+    config = TrainConfig(model=model, label_smoothing=0.1)
+    whole = step_of(config, SHAPE)[1].gradients(whole_batch, 6)
+    sums = None
+    for rows, share in ((slice(0, 4), 4 / 6), (slice(4, 6), 2 / 6)):
+        part = Batch(*(getattr(whole_batch, name)[rows] for name in ("images_NHWC", "labels_N", "weights_N")),
+                     whole_batch.sample_ids_N[rows], 0, 0)  # fmt: skip
+        addends = [np.array(addend) for addend in step_of(config, SHAPE, share)[1].gradients(part, 6)]
+        sums = addends if sums is None else [a + b for a, b in zip(sums, addends, strict=True)]
+    assert sums is not None
+    for expected, total in zip(whole, sums, strict=True):
+        np.testing.assert_allclose(total, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_of_weight_zero_change_nothing():
+    batch = batch_of(SHAPE, num_rows=6)
+    padded = Batch(
+        batch.images_NHWC, batch.labels_N, np.array([1, 1, 1, 1, 0, 0], np.float32), batch.sample_ids_N, 0, 0
+    )
+    short = Batch(batch.images_NHWC[:4], batch.labels_N[:4], batch.weights_N[:4], batch.sample_ids_N[:4], 0, 0)
+    step = step_of(TrainConfig(), SHAPE)[1]
+    for left, right in zip(step.gradients(padded, 4), step.gradients(short, 4), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
+
+
+def test_resnet50_refuses_small_images():
+    with pytest.raises(UsageError, match=r'"resnet50" with images of 16 x 16; expected at least 32 x 32; .*small_cnn'):
+        build_model(TrainConfig(model="resnet50"), SHAPE, 3)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(UsageError, match=r"train.model = 'resnet'; .*did you mean 'resnet50'\?"):
+        build_model(TrainConfig(model="resnet"), SHAPE, 3)
+    with pytest.raises(UsageError, match="your own model is given as package.module:function"):
+        build_model(TrainConfig(model="zzz"), SHAPE, 3)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (
+            "tests.no_such_module:f",
+            r"cannot import 'tests.no_such_module': ModuleNotFoundError: .*; looked in .*PYTHONPATH",
+        ),
+        (f"{USER_MODELS}:no_such_function", r"models_under_test.py has no function 'no_such_function'"),
+        (f"{USER_MODELS}:failing", r"the factory failed: RuntimeError: no such backbone; .*num_classes=3"),
+        (f"{USER_MODELS}:no_model", r"the factory returned builtins.str; expected a Keras 3 model"),
+        (f"{USER_MODELS}:one_class_too_many", r"gives 4 outputs; expected 3 outputs: the dataset has 3 classes"),
+        (f"{USER_MODELS}:frozen", r"has no trainable variables"),
+        (f"{USER_MODELS}:compiled_with_mean", r"one number for a whole batch; expected one loss per sample"),
+    ],
+)
+def test_a_factory_that_does_not_fit_is_refused(factory, message):
+    with pytest.raises(UsageError, match=message):
+        build_model(TrainConfig(model=factory), SHAPE, 3)
+
+
+def test_modules_of_the_working_directory_come_last(tmp_path):
+    (tmp_path / "train.py").write_text("raise RuntimeError('imported the wrong train')")
+    (tmp_path / "mine.py").write_text("def model(image_shape, num_classes): ...\n")
+    code = "import sys; from train.models.user import load_factory; load_factory('mine:model'); print(sys.path[-1])"
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == str(tmp_path), done.stderr[-1000:]
+
+
+@pytest.mark.parametrize(
+    ("factory", "are_logits", "own_optimizer"),
+    [
+        ("subclassed", True, False),
+        ("compiled_by_name", False, True),
+        ("compiled_categorical", False, True),
+        ("compiled_with_object", True, True),
+        ("compiled_with_function", True, True),
+    ],
+)
+def test_a_users_model_trains_as_it_came(tiny_uri, tmp_path, factory, are_logits, own_optimizer):
+    name = f"{USER_MODELS}:{factory}"
+    built = build_model(TrainConfig(model=name), SHAPE, 3)
+    assert built.outputs_are_logits == are_logits
+    assert (built.compiled_optimizer is not None) == own_optimizer
+    recorder = Recorder()
+    result = train_here(tiny_uri, tmp_path, recorder, model=name, epochs=4)
+    losses = [record.train_loss for record in result.history]
+    assert losses[-1] < losses[0]
+    if "SGD" in type(built.compiled_optimizer).__name__:
+        rates = [record.learning_rate for record in result.history]
+        steps_per_epoch = recorder.steps[0].num_steps
+        decays = factory == "compiled_with_object"
+        expected = [0.125 * 0.5 ** ((epoch + 1) * steps_per_epoch) if decays else 0.125 for epoch in range(4)]
+        assert rates == pytest.approx(expected), "its own learning rate is kept"
+
+
+def test_the_config_wins_over_a_compiled_model_when_it_says_so(tiny_uri, tmp_path):
+    result = train_here(
+        tiny_uri, tmp_path, model=f"{USER_MODELS}:compiled_by_name", optimizer="sgd", loss="softmax",
+        learning_rate=0.25, schedule="constant", label_smoothing=0.1,
+    )  # fmt: skip
+    assert result.history[0].learning_rate == 0.25
+    for extra in ({"label_smoothing": 0.1}, {"gradient_clip_norm": 1.0}):
+        with pytest.raises(UsageError, match=rf"{next(iter(extra))} = .* of a compiled model; expected 0 there"):
+            train_here(tiny_uri, tmp_path / "own", model=f"{USER_MODELS}:compiled_by_name", **extra)
+
+
+@pytest.mark.parametrize("factory", ["compiled_by_name", "compiled_categorical"])
+def test_keras_losses_by_name_are_softmax_cross_entropy(factory):
+    import tensorflow as tf
+
+    outputs_NK = tf.constant([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
+    labels_N = tf.constant([0, 1], tf.int64)
+    own = build_model(TrainConfig(model=f"{USER_MODELS}:{factory}"), SHAPE, 3).per_sample_loss
+    np.testing.assert_allclose(own(labels_N, outputs_NK), -np.log([0.7, 0.1]), rtol=1e-5)
+
+
+def test_label_smoothing_spreads_the_label():
+    import tensorflow as tf
+
+    loss = build_model(TrainConfig(label_smoothing=0.3), SHAPE, 3).per_sample_loss
+    logits_NK = np.array([[2.0, -1.0, 0.5]])
+    log_p = logits_NK - np.log(np.exp(logits_NK).sum())
+    expected = -(0.8 * log_p[0, 0] + 0.1 * log_p[0, 1] + 0.1 * log_p[0, 2])
+    np.testing.assert_allclose(
+        loss(tf.constant([0], tf.int64), tf.constant(logits_NK, tf.float32)), [expected], rtol=1e-5
+    )

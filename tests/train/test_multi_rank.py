@@ -1,0 +1,126 @@
+"""The promises that only real ranks can break: equal bits in every run, exact resume, one loss at any world size."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+
+import pytest
+
+from shardmill.config import SparkConfig
+from shardmill.errors import TrainingError
+from tests.train.multi_rank_workers import KILL_AT
+from tests.train.training import MODELS, Recorder, task_of, train_here
+from train.launchers import LAUNCHERS
+from train.observer import GlobalStep
+from train.values import TrainResult
+
+WORKERS = "tests.train.multi_rank_workers"
+STATEFUL = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 2, "num_streams": 6, "global_batch_size": 24,
+            "record_samples": True, "epochs": 3}  # fmt: skip
+# 100 steps and more of the demo's model. Smoothed labels keep the loss from 0, where a relative bound means nothing.
+SMALL_CNN = {"num_streams": 12, "global_batch_size": 24, "epochs": 27, "label_smoothing": 0.1, "record_samples": True,
+             "checkpoint_every_steps": 5}  # fmt: skip
+
+
+@dataclass
+class Watcher:
+    """An observer that remembers."""
+
+    losses: dict[tuple[int, int], str] = field(default_factory=dict)
+    sample_ids: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+
+    def on_step(self, step: GlobalStep) -> None:
+        assert {report.loss_hex for report in step.reports} == {step.loss_hex}, "every rank has the same global loss"
+        self.losses[step.epoch, step.step] = step.loss_hex
+        self.sample_ids[step.epoch, step.step] = step.sample_ids
+
+    def on_event(self, rank: int, name: str, fields: dict) -> None:
+        self.events.append(name)
+
+
+def train_on_ranks(
+    uri, models, num_ranks, config, worker="every_rank_tells_its_weights"
+) -> tuple[TrainResult, Watcher]:
+    task = task_of(uri, models, num_workers=num_ranks, strategy="horovod", launcher="local", **config)
+    watcher = Watcher()
+    result = LAUNCHERS["local"](task, SparkConfig(), watcher, worker=f"{WORKERS}:{worker}")
+    told = {(models / "told" / f"rank-{rank}").read_text() for rank in range(num_ranks)}
+    assert told == {result.weights_sha256}, "every rank ends with the same weights and moving statistics"
+    return result, watcher
+
+
+def kill_on_ranks(uri, models, num_ranks, config, monkeypatch, killed_at) -> Watcher:
+    """The same training, but the last rank is killed in the middle of global step `killed_at`."""
+    monkeypatch.setenv(KILL_AT, str(killed_at))
+    task = task_of(uri, models, num_workers=num_ranks, strategy="horovod", launcher="local", **config)
+    watcher = Watcher()
+    with pytest.raises(TrainingError):
+        LAUNCHERS["local"](task, SparkConfig(), watcher, worker=f"{WORKERS}:last_rank_dies")
+    return watcher
+
+
+def test_a_killed_process_resumes_exactly(tiny_uri, tmp_path, monkeypatch):
+    recorder, resumed = Recorder(), Recorder()
+    config = {**STATEFUL, "strategy": "horovod"}
+    fresh = train_here(tiny_uri, tmp_path / "fresh", recorder, **config)
+    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 1, STATEFUL, monkeypatch, killed_at=7)
+    result = train_here(tiny_uri, tmp_path / "killed", resumed, **config)
+    assert result.weights_sha256 == fresh.weights_sha256
+    assert result.resumed_from is not None
+    assert killed.losses | resumed.losses == recorder.losses
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkeypatch, num_ranks):
+    fresh, undisturbed = train_on_ranks(tiny_uri, tmp_path / "fresh", num_ranks, STATEFUL)
+    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", num_ranks, STATEFUL, monkeypatch, killed_at=7)
+    resumed_result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", num_ranks, STATEFUL)
+
+    assert "resumed" in resumed.events
+    assert (resumed_result.resumed_from.epoch, resumed_result.resumed_from.step) == (1, 2)
+    assert killed.losses | resumed.losses == undisturbed.losses, "two processes' worth of fresh runs agree bit for bit"
+    assert killed.sample_ids | resumed.sample_ids == undisturbed.sample_ids
+    assert resumed_result.weights_sha256 == fresh.weights_sha256
+    assert resumed_result.evaluation == fresh.evaluation
+
+
+@pytest.fixture(scope="module")
+def at_one_rank(tiny_uri, tmp_path_factory):
+    recorder = Recorder()
+    return train_here(tiny_uri, tmp_path_factory.mktemp("one"), recorder, **SMALL_CNN), recorder
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypatch, at_one_rank, num_ranks):
+    """Most of a training on several ranks, the rest of it resumed at one: all the way the losses of one rank alone."""
+    one_result, one = at_one_rank
+    several = kill_on_ranks(tiny_uri, tmp_path / "killed", num_ranks, SMALL_CNN, monkeypatch, killed_at=88)
+    rest = Recorder()
+    shutil.copytree(tmp_path / "killed", tmp_path / "resumed")
+    result = train_here(tiny_uri, tmp_path / "resumed", rest, **SMALL_CNN)
+
+    assert result.resumed_from is not None and len(several.losses) == 88
+    assert len(one.steps) > 100 and len(rest.steps) < 30
+    both = several.losses | rest.losses
+    for report in one.steps:
+        assert float.fromhex(both[report.epoch, report.step]) == pytest.approx(float.fromhex(report.loss_hex), rel=1e-5)
+    ids = several.sample_ids | {(report.epoch, report.step): report.sample_ids for report in rest.steps}
+    assert ids == {(report.epoch, report.step): report.sample_ids for report in one.steps}
+    assert result.evaluation is not None and one_result.evaluation is not None
+    assert result.evaluation.confusion == one_result.evaluation.confusion
+    assert result.evaluation.loss == pytest.approx(one_result.evaluation.loss, rel=1e-4)
+
+
+def test_evaluation_on_ranks_is_that_of_one(tiny_uri, tmp_path, at_one_rank):
+    """Nothing to train is left, so the ranks only load the same weights and evaluate."""
+    config = {**SMALL_CNN, "epochs": 1}
+    one = train_here(tiny_uri, tmp_path, **config)
+    (tmp_path / "t" / "result.json").unlink()
+    result, watcher = train_on_ranks(tiny_uri, tmp_path, 2, config)
+    assert not watcher.losses
+    assert result.weights_sha256 == one.weights_sha256
+    assert result.evaluation.confusion == one.evaluation.confusion
+    assert result.evaluation.top5_accuracy == one.evaluation.top5_accuracy
+    assert result.evaluation.loss == pytest.approx(one.evaluation.loss, rel=1e-6)

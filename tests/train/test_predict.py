@@ -1,0 +1,79 @@
+"""Image files to labels, as the training images went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardmill.config import DatasetConfig, ModelsConfig
+from shardmill.dataset import open_dataset
+from shardmill.errors import IntegrityError, UsageError
+from tests.support import make_dataset
+from train.config import GateConfig, TrainConfig, TrainTree
+from train.export import load_exported
+from train.job import export_model, promote_model, train_model
+from train.observer import SilentObserver
+from train.predict import MAX_BATCH_SIZE, open_model, predict_images
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """`images/`, `dataset/`, and `models/` with one promoted export of a model that has learned them."""
+    folder = tmp_path_factory.mktemp("data")
+    uri = make_dataset(folder, encoding="jpeg")
+    config = TrainConfig(epochs=4, learning_rate=3e-3, global_batch_size=24, num_streams=6)
+    tree = TrainTree(
+        dataset=DatasetConfig(uri=uri),
+        models=ModelsConfig(uri=str(folder / "models")),
+        train=config,
+        gate=GateConfig(min_accuracy=0.9),
+    )
+    exported = export_model(tree, train_model(tree, SilentObserver()), "run")
+    assert promote_model(tree, exported, "run").gate.decision == "promoted"
+    return folder
+
+
+def test_files_get_the_labels_of_their_folders_and_the_probabilities_of_the_stored_images(folder):
+    stored = {sample.source: sample for sample in open_dataset(str(folder / "dataset")).read_samples("train", 80)}
+    assert len(stored) > MAX_BATCH_SIZE
+    paths = [str(folder / "images" / source) for source in stored]
+    predictions = predict_images(str(folder / "models"), paths)
+    assert [each.path for each in predictions] == paths
+    right = [each.label == Path(each.path).parent.name for each in predictions]
+    assert np.mean(right) > 0.9
+    images_NHWC = np.stack([sample.image_HWC for sample in stored.values()])
+    expected_NK = load_exported(str(folder / "models"), 1).predict(images_NHWC)
+    given_N = np.array([each.probability for each in predictions])
+    assert np.abs(given_N - expected_NK.max(axis=1)).max() < 1e-6
+
+
+def test_what_the_etl_would_reject_is_rejected_for_the_same_reason(folder, tmp_path):
+    good = next((folder / "images").rglob("*.png"))
+    (tmp_path / "page.jpg").write_bytes(b"<html></html>")
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "cut.png").write_bytes(good.read_bytes()[:200])
+    paths = [str(tmp_path / "page.jpg"), str(good), str(tmp_path / "empty.png"), str(tmp_path / "none.png")]
+    paths.append(str(tmp_path / "cut.png"))
+    predictions = predict_images(str(folder / "models"), paths)
+    assert [each.path for each in predictions] == paths
+    reasons = [each.rejection.split(":")[0] for each in predictions]
+    assert reasons == ["not_an_image", "", "empty_file", "missing", "truncated"]
+    assert [bool(each.label) for each in predictions] == [False, True, False, False, False]
+
+
+def test_a_model_is_named_by_root_by_number_or_by_its_folder(folder):
+    models = folder / "models"
+    [artifact] = (models / "artifacts").iterdir()
+    for name in (str(models), f"{models}/", f"{models}@1", str(artifact), f"{artifact}/saved_model"):
+        assert open_model(name).export.number == 1
+
+
+def test_a_model_that_is_not_there_is_refused(folder, tmp_path):
+    with pytest.raises(UsageError, match="has no current model"):
+        open_model(str(tmp_path))
+    with pytest.raises(UsageError, match="has no export 9"):
+        open_model(f"{folder / 'models'}@9")
+    with pytest.raises(IntegrityError, match="no export of .* names artifacts/other"):
+        open_model(str(folder / "models" / "artifacts" / "other"))

@@ -1,0 +1,60 @@
+"""Strategies keep what they declare; the collectives of more than one rank are tried in test_multi_rank.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardmill.errors import TrainingError, UsageError
+from train.strategies import STRATEGIES, find_strategy
+from train.values import World
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_in_a_world_of_one_every_collective_is_the_identity(name):
+    import keras
+    import tensorflow as tf
+
+    collective = find_strategy(name, 1).open_collective(World())
+    try:
+        assert (collective.rank, collective.num_ranks) == (0, 1)
+        tensors = [tf.constant([0.1, 0.2]), tf.constant([[3.0]])]
+        for given, summed in zip(tensors, collective.sum_tensors(tensors), strict=True):
+            np.testing.assert_array_equal(given, summed)
+        variables = [keras.Variable([1.5, 2.5]), keras.Variable(7, dtype="int64"), keras.random.SeedGenerator(3).state]
+        before = [np.array(variable) for variable in variables]
+        collective.broadcast_variables(variables)
+        for old, variable in zip(before, variables, strict=True):
+            np.testing.assert_array_equal(old, np.array(variable))
+        for data in (b"", b"\x00any bytes"):
+            assert collective.broadcast_bytes(data) == data
+            assert collective.gather_bytes(data) == [data]
+        collective.barrier()
+    finally:
+        collective.close()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_declares_its_world_sizes(name):
+    strategy = STRATEGIES[name]
+    assert strategy.allows_world_size(1) and not strategy.allows_world_size(0)
+    assert strategy.synchronous and strategy.exact_resume and strategy.checkpoint_layout == "replicated"
+
+
+def test_single_refuses_two_workers_and_names_horovod():
+    with pytest.raises(UsageError, match=r"'single' with train.num_workers = 2; expected at most 1 .*\"horovod\""):
+        find_strategy("single", 2)
+    assert find_strategy("horovod", 64) is STRATEGIES["horovod"]
+
+
+def test_an_unknown_strategy_is_answered_with_the_nearest():
+    with pytest.raises(UsageError, match=r"did you mean 'horovod'\?"):
+        find_strategy("horvod", 1)
+
+
+def test_horovod_refuses_a_world_that_its_launcher_did_not_make():
+    with pytest.raises(TrainingError, match="rank 0 of 1; the launcher said rank 1 of 2"):
+        STRATEGIES["horovod"].open_collective(World(1, 2, 1, 2))
+    import horovod.tensorflow as hvd
+
+    hvd.shutdown()

@@ -1,0 +1,231 @@
+"""The driver's ear: who may speak, what is heard, and which of several faults is told."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from shardmill.dataset.pin import DatasetPin
+from shardmill.errors import IntegrityError, TrainingError
+from shardmill.values import Cursor
+from tests.train.launch_workers import result_of
+from train.config import TrainConfig
+from train.faults import FaultKind, RankFault, error_of, failure_of, merged, root_cause
+from train.observer import SilentObserver, StepAssembler
+from train.values import StepReport, WorkerTask, World
+from train.watchdog import Watchdog
+from train.wire import (
+    ADDRESS_VARIABLE,
+    TOKEN_VARIABLE,
+    Abort,
+    Challenge,
+    Connection,
+    Finished,
+    Hello,
+    ProtocolError,
+    call_driver,
+    new_token,
+    proof_of,
+)
+
+ECHO = RuntimeError("HorovodInternalError: [gloo/transport/tcp/pair.cc:598] Connection closed by peer")
+
+
+def task_of(num_workers: int, **train: object) -> WorkerTask:
+    config = TrainConfig(num_workers=num_workers, strategy="horovod", launcher="local", **train)
+    return WorkerTask(config, DatasetPin("/nowhere", 1, "0" * 64), "/nowhere", "trainings/test")
+
+
+def fault(kind: FaultKind, rank: int, seen_seconds: float, error: Exception | None = None, **more) -> RankFault:
+    failure = failure_of(error) if error is not None else None
+    return RankFault(kind, rank, "host a, pid 1", seen_seconds, failure=failure, **more)
+
+
+@pytest.fixture
+def watchdog():
+    with Watchdog(task_of(2, start_timeout_seconds=2), "none:none", SilentObserver(), "127.0.0.1") as watchdog:
+        yield watchdog
+
+
+def called(watchdog: Watchdog, rank: int, role: str = "rank") -> Connection:
+    there = watchdog.environment()
+    return call_driver(there[ADDRESS_VARIABLE], there[TOKEN_VARIABLE], role, rank, pid=2**22 + rank)[0]
+
+
+def finish(watchdog: Watchdog, rank: int) -> None:
+    called(watchdog, rank).send(Finished(result_of(task_of(2), World(rank, 2))))
+
+
+def test_a_rank_gets_its_task_after_its_hello(watchdog):
+    there = watchdog.environment()
+    _, welcome = call_driver(there[ADDRESS_VARIABLE], there[TOKEN_VARIABLE], "rank", 0, pid=1)
+    assert (welcome.task, welcome.worker) == (task_of(2, start_timeout_seconds=2), "none:none")
+
+
+def test_strangers_are_not_heard(watchdog):
+    address = watchdog.environment()[ADDRESS_VARIABLE]
+    # Somebody who does not know the token, who talks nonsense, who says nothing, and a rank that cannot be.
+    with pytest.raises(ProtocolError):
+        call_driver(address, new_token(), "rank", 0, pid=1)
+    host, port = address.split(":")
+    nonsense = socket.create_connection((host, int(port)))
+    nonsense.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 100_000 + b"\n")
+    silent = socket.create_connection((host, int(port)))
+    with pytest.raises(ProtocolError):
+        called(watchdog, 2)
+    finish(watchdog, 0)
+    finish(watchdog, 1)
+    assert watchdog.watch().world_size == 2
+    nonsense.close()
+    silent.close()
+
+
+def test_a_rank_obeys_nobody_without_the_token():
+    listener = socket.create_server(("127.0.0.1", 0))
+    heard = []
+
+    def pretend():
+        peer = Connection(listener.accept()[0])
+        peer.send(Challenge("0" * 32))
+        heard.append(peer.receive())
+        # Sends back what it got, which is all that it has.
+        peer.send(heard[0])
+
+    threading.Thread(target=pretend, daemon=True).start()
+    token = new_token()
+    with pytest.raises(ProtocolError, match="does not know this job's token"):
+        call_driver(f"127.0.0.1:{listener.getsockname()[1]}", token, "rank", 0, pid=1)
+    assert isinstance(heard[0], Hello) and token not in str(heard[0])
+    # What a rank proves is of no use to one who wants to pose as the driver.
+    assert proof_of(token, "rank", "0" * 32) != proof_of(token, "driver", "0" * 32)
+    listener.close()
+
+
+def test_ranks_that_do_not_start_are_named(watchdog):
+    connection = called(watchdog, 0)
+    with pytest.raises(TrainingError, match=r"1 of 2 ranks did not start within .* = 2: rank 1"):
+        watchdog.watch()
+    connection.close()
+
+
+def test_when_it_fails_all_ranks_are_told_to_end():
+    with pytest.raises(TrainingError, match="rank 1 .* was killed"):
+        with Watchdog(task_of(2), "none:none", SilentObserver(), "127.0.0.1") as watchdog:
+            survivor, victim = called(watchdog, 0), called(watchdog, 1)
+            victim.close()
+            watchdog.watch()
+    assert isinstance(survivor.receive(), Abort)
+    assert survivor.receive() is None
+
+
+def test_a_rank_with_an_open_connection_that_says_nothing_is_silent():
+    with Watchdog(task_of(2, silent_seconds=1), "none:none", SilentObserver(), "127.0.0.1") as watchdog:
+        connections = called(watchdog, 0), called(watchdog, 1)
+        finish(watchdog, 0)
+        started = time.monotonic()
+        with pytest.raises(TrainingError, match="rank 1 .* went silent before its first step"):
+            watchdog.watch()
+        assert 1 < time.monotonic() - started < 5
+        assert len(connections) == 2
+
+
+@pytest.mark.parametrize(
+    ("faults", "rank"),
+    [
+        pytest.param(
+            [fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO), fault(FaultKind.KILLED, 1, 1.1)], 1, id="killed after its echo"
+        ),
+        pytest.param(
+            [fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO), fault(FaultKind.FAILED, 2, 1.2, ValueError("x"))],
+            2,
+            id="own error after its echo",
+        ),
+        pytest.param(
+            [fault(FaultKind.FAILED, 2, 1.2, ValueError("x")), fault(FaultKind.FAILED, 1, 1.1, ValueError("y"))],
+            1,
+            id="the first of two own errors",
+        ),
+        pytest.param(
+            [fault(FaultKind.LAUNCHER, -1, 1.0), fault(FaultKind.KILLED, 1, 2.0)], 1, id="the launcher knows less"
+        ),
+        pytest.param(
+            [fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO), fault(FaultKind.LAUNCHER, -1, 1.5)],
+            -1,
+            id="but more than an echo",
+        ),
+        pytest.param(
+            [
+                fault(
+                    FaultKind.KILLED,
+                    0,
+                    1.0,
+                    returncode=-signal.SIGABRT,
+                    output_tail="terminate called after throwing an instance of 'gloo::IoException'",
+                ),
+                fault(FaultKind.KILLED, 1, 1.1, returncode=-signal.SIGKILL),
+            ],
+            1,
+            id="a survivor that Gloo aborted",
+        ),
+        pytest.param(
+            [fault(FaultKind.COLLECTIVE, 1, 1.1, ECHO), fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO)], 0, id="echoes alone"
+        ),
+    ],
+)
+def test_the_cause_is_chosen(faults, rank):
+    assert root_cause(faults).rank == rank
+    assert root_cause(reversed(faults)).rank == rank
+
+
+def test_two_sights_of_one_end_become_one():
+    lost = fault(FaultKind.KILLED, 1, 1.0, last_step=Cursor(2, 7))
+    seen = fault(FaultKind.KILLED, 1, 1.3, returncode=-signal.SIGSEGV)
+    assert "was killed by SIGSEGV after step 7 of epoch 2" in str(error_of(merged(lost, seen)))
+    told = fault(FaultKind.FAILED, 1, 1.4, ValueError("boom"))
+    both = merged(merged(lost, seen), told)
+    assert both.seen_seconds == 1.0
+    assert "ValueError: boom" in str(error_of(both))
+
+
+def test_an_error_of_ours_keeps_its_class_and_parts():
+    found = IntegrityError("shard a is short", "expected 10 bytes", "run verify")
+    error = error_of(fault(FaultKind.FAILED, 3, 1.0, found))
+    assert isinstance(error, IntegrityError)
+    assert str(error) == "shard a is short (rank 3, host a, pid 1); expected 10 bytes; run verify"
+
+
+def test_a_traceback_is_a_note_and_the_line_names_its_place():
+    try:
+        raise ValueError("boom\nin two lines")
+    except ValueError as error:
+        told = error_of(fault(FaultKind.FAILED, 0, 1.0, error))
+    assert "\n" not in str(told)
+    assert "ValueError: boom in two lines (" in str(told) and "test_watchdog.py:" in str(told)
+    assert "Traceback (most recent call last)" in told.__notes__[0]
+
+
+def test_what_horovod_says_of_another_rank_is_an_echo_however_it_is_wrapped():
+    assert failure_of(ECHO).collective
+    try:
+        try:
+            raise ECHO
+        except RuntimeError as inner:
+            raise ValueError("step failed") from inner
+    except ValueError as outer:
+        assert failure_of(outer).collective
+    assert not failure_of(ValueError("connection to the database refused")).collective
+
+
+def test_a_global_step_comes_when_all_ranks_have_done_it():
+    steps = StepAssembler(num_ranks=3)
+    reports = [StepReport(rank, 0, 5, 9, (0.25).hex(), (f"a{rank}", f"b{rank}")) for rank in range(3)]
+    early = StepReport(2, 0, 6, 9, (0.5).hex(), ("later",))
+    assert [steps.add(each) for each in (reports[2], early, reports[0])] == [None, None, None]
+    step = steps.add(reports[1])
+    assert step is not None
+    assert (step.epoch, step.step, step.num_steps, step.loss_hex) == (0, 5, 9, (0.25).hex())
+    assert step.sample_ids == ("a0", "b0", "a1", "b1", "a2", "b2")

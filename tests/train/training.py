@@ -1,0 +1,52 @@
+"""Runs one rank in this process and keeps what it reported; can end it in the middle of a step, as a crash would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardmill.dataset import open_dataset
+from train.config import TrainConfig
+from train.values import StepReport, TrainResult, WorkerTask, World
+from train.worker import run_worker
+
+MODELS = "tests.train.models_under_test"
+SMALL = {"epochs": 2, "global_batch_size": 32, "augment": {"random_crop_padding": 1}}
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing may handle it."""
+
+
+@dataclass
+class Recorder:
+    """A reporter that remembers, and raises Killed instead of reporting global step `killed_at` (counted from 0)."""
+
+    killed_at: int | None = None
+    steps: list[StepReport] = field(default_factory=list)
+    events: list[tuple[str, dict]] = field(default_factory=list)
+
+    def step(self, report: StepReport) -> None:
+        if report.epoch * report.num_steps + report.step == self.killed_at:
+            raise Killed
+        self.steps.append(report)
+
+    def event(self, name: str, fields: dict) -> None:
+        self.events.append((name, fields))
+
+    @property
+    def losses(self) -> dict[tuple[int, int], str]:
+        return {(report.epoch, report.step): report.loss_hex for report in self.steps}
+
+    def named(self, name: str) -> list[dict]:
+        return [fields for event, fields in self.events if event == name]
+
+
+def task_of(uri: str, models: Path, training_dir: str = "t", **config: object) -> WorkerTask:
+    return WorkerTask(TrainConfig(**{**SMALL, **config}), open_dataset(uri).pin, str(models), training_dir)
+
+
+def train_here(
+    uri: str, models: Path, recorder: Recorder | None = None, training_dir: str = "t", **config: object
+) -> TrainResult:
+    return run_worker(task_of(uri, models, training_dir, **config), World(), recorder or Recorder())

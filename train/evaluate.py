@@ -1,0 +1,171 @@
+"""Exact figures over one split: every sample counted once at any world size, summed over ranks, divided once.
+
+The loss is the negative log-likelihood of the true class, whatever loss the training minimised, so that models compare.
+Shape legend: N batch, H height, W width, C channels, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from shardmill.dataset import Dataset
+from shardmill.epoch_plan import streams_of_rank
+from shardmill.errors import TrainingError
+from shardmill.reader import BatchReader, ReaderOptions, read_batches
+from shardmill.values import Batch
+from train.config import TrainConfig
+from train.strategies.single import SingleCollective
+from train.strategies.strategy import Collective
+from train.values import ClassFigures, Evaluation
+
+# Keeps the logarithm of a probability of 0 finite.
+SMALLEST_PROBABILITY = float(np.finfo(np.float32).tiny)
+TOP = 5
+
+
+class EvaluationSums:
+    """What a rank adds up: the sums from which every figure follows by one division."""
+
+    def __init__(self, num_classes: int) -> None:
+        self.loss_sum = 0.0
+        self.num_top5 = 0
+        self.confusion_KK = np.zeros((num_classes, num_classes), dtype=np.int64)
+
+    def add(self, outputs_NK: np.ndarray, outputs_are_logits: bool, batch: Batch) -> None:
+        """Count a batch; rows of weight 0 are left out."""
+        is_real_N = batch.weights_N > 0
+        labels_N = batch.labels_N[is_real_N]
+        outputs_NK = outputs_NK[is_real_N]
+        rows_N = np.arange(len(labels_N))
+        self.loss_sum -= float(_log_probabilities(outputs_NK, outputs_are_logits)[rows_N, labels_N].sum())
+        # The place of the true class among all; of equal ones the lower index comes first, as argmax has it.
+        of_true_N1 = outputs_NK[rows_N, labels_N][:, None]
+        is_tied_before_NK = (outputs_NK == of_true_N1) & (np.arange(outputs_NK.shape[1]) < labels_N[:, None])
+        self.num_top5 += int((((outputs_NK > of_true_N1) | is_tied_before_NK).sum(axis=1) < TOP).sum())
+        np.add.at(self.confusion_KK, (labels_N, outputs_NK.argmax(axis=1)), 1)
+
+    def summed_over_ranks(self, collective: Collective) -> EvaluationSums:
+        """One vector in one collective. Counts travel as float64, which is exact below 2^53."""
+        import tensorflow as tf
+
+        mine = np.concatenate([[self.loss_sum, self.num_top5], self.confusion_KK.ravel()])
+        total = np.asarray(collective.sum_tensors([tf.constant(mine, tf.float64)])[0])
+        summed = EvaluationSums(len(self.confusion_KK))
+        summed.loss_sum, summed.num_top5 = float(total[0]), int(total[1])
+        summed.confusion_KK = total[2:].astype(np.int64).reshape(self.confusion_KK.shape)
+        return summed
+
+
+def evaluate_split(
+    outputs_of: Callable[[np.ndarray], np.ndarray],
+    outputs_are_logits: bool,
+    dataset: Dataset,
+    split: str,
+    config: TrainConfig,
+    collective: Collective,
+) -> Evaluation:
+    """Figures of a model over one split; all ranks call it and all get the same.
+
+    `outputs_of`: images_NHWC uint8 -> outputs_NK. Raises TrainingError where an output is not a number.
+    """
+    streams = streams_of_rank(collective.rank, collective.num_ranks, config.num_streams)
+    sums = EvaluationSums(len(dataset.manifest.class_names))
+    with _read_in_order(dataset, split, config, streams) as batches:
+        for batch in batches:
+            sums.add(outputs_of(batch.images_NHWC), outputs_are_logits, batch)
+    return build_evaluation(split, dataset.manifest.class_names, sums.summed_over_ranks(collective))
+
+
+def evaluate_predictions(
+    probabilities_of: Callable[[np.ndarray], np.ndarray],
+    dataset: Dataset,
+    split: str,
+    batch_size: int = 64,
+    format: Literal["auto", "parquet", "tfrecord"] = "auto",
+) -> Evaluation:
+    """The same figures in one process, for anything that maps images_NHWC uint8 to probabilities_NK (an export).
+
+    Each call gets exactly `batch_size` images, the last one padded with black ones that do not count.
+    """
+    config = TrainConfig(global_batch_size=batch_size, num_streams=1, format=format)
+    return evaluate_split(probabilities_of, False, dataset, split, config, SingleCollective())
+
+
+def build_evaluation(split: str, class_names: tuple[str, ...], sums: EvaluationSums) -> Evaluation:
+    """The figures that follow from the sums. Raises TrainingError where the loss is not a number."""
+    confusion_KK = sums.confusion_KK
+    num_samples = int(confusion_KK.sum())
+    loss = sums.loss_sum / num_samples
+    if not np.isfinite(loss):
+        raise TrainingError(
+            f"the evaluation on {split!r} gave a loss of {loss}", "expected finite outputs", "lower train.learning_rate"
+        )
+    num_true_K, num_predicted_K, num_right_K = (
+        confusion_KK.sum(axis=1),
+        confusion_KK.sum(axis=0),
+        confusion_KK.diagonal(),
+    )
+    per_class = tuple(
+        ClassFigures(
+            name=name,
+            num_samples=int(num_true),
+            precision=float(num_right / num_predicted) if num_predicted else 0.0,
+            recall=float(num_right / num_true) if num_true else 0.0,
+        )
+        for name, num_true, num_predicted, num_right in zip(
+            class_names, num_true_K, num_predicted_K, num_right_K, strict=True
+        )
+    )
+    return Evaluation(
+        split=split,
+        num_samples=num_samples,
+        loss=loss,
+        accuracy=float(num_right_K.sum() / num_samples),
+        top5_accuracy=sums.num_top5 / num_samples,
+        per_class=per_class,
+        confusion=tuple(tuple(row) for row in confusion_KK.tolist()),
+    )
+
+
+def average_moving_statistics(model: Any, collective: Collective, num_streams: int) -> None:
+    """Give all ranks the same floating non-trainable variables: their mean, weighted by the streams of each rank.
+
+    In float64 and with integer weights, so that values that agree on all ranks (frozen weights) keep their exact bits.
+    """
+    import tensorflow as tf
+
+    variables = [variable for variable in model.non_trainable_variables if "float" in str(variable.dtype)]
+    if not variables or collective.num_ranks == 1:
+        return
+    num_streams_here = len(streams_of_rank(collective.rank, collective.num_ranks, num_streams))
+    mine = [tf.cast(variable.value, tf.float64) * num_streams_here for variable in variables]
+    for variable, total in zip(variables, collective.sum_tensors(mine), strict=True):
+        variable.assign(tf.cast(total / num_streams, variable.dtype))
+
+
+def _read_in_order(dataset: Dataset, split: str, config: TrainConfig, streams: range) -> BatchReader:
+    spec = dataset.plan_spec(
+        split,
+        seed=0,
+        global_batch_size=config.global_batch_size,
+        num_streams=config.num_streams,
+        window_budget_bytes=config.window_budget_bytes,
+        shuffle=False,
+    )
+    options = ReaderOptions(
+        format=config.format, num_threads=config.reader_threads, prefetch_bytes=config.prefetch_bytes
+    )
+    plan = dataset.plan_epoch(spec, 0)
+    return read_batches(dataset, plan, streams=streams, first_step=0, options=options, augment=None)
+
+
+def _log_probabilities(outputs_NK: np.ndarray, outputs_are_logits: bool) -> np.ndarray:
+    """In float64: the sum over a split should not depend on how it was cut into ranks."""
+    outputs_NK = np.asarray(outputs_NK, dtype=np.float64)
+    if not outputs_are_logits:
+        return np.log(np.clip(outputs_NK, SMALLEST_PROBABILITY, 1.0))
+    shifted_NK = outputs_NK - outputs_NK.max(axis=1, keepdims=True)
+    return shifted_NK - np.log(np.exp(shifted_NK).sum(axis=1, keepdims=True))

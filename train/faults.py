@@ -1,0 +1,168 @@
+"""What can go wrong with a rank, which of several faults was the cause, and how it is told: pure, no processes here."""
+
+from __future__ import annotations
+
+import re
+import signal
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from shardmill.errors import ERROR_BY_EXIT_CODE, ShardmillError, TrainingError
+from shardmill.values import Cursor
+from train.wire import Failure
+
+FIX = "mend the cause, then run the same command again: it continues at the last complete checkpoint"
+NUM_TRACEBACK_LINES = 30
+# How Horovod's and Gloo's C++ tell a survivor that another rank went away.
+COLLECTIVE_TEXTS = re.compile(
+    r"HorovodInternalError|Horovod has been shut down|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Barrier)"
+    r"|gloo::|gloo/transport|Connection (closed|reset) by peer",
+    re.IGNORECASE,
+)
+
+
+class FaultKind(StrEnum):
+    """How a fault shows itself to the driver."""
+
+    FAILED = "failed"
+    """The rank's function raised, and the rank said so."""
+    KILLED = "killed"
+    """Its process ended without a word."""
+    SILENT = "silent"
+    ABSENT = "absent"
+    """Ranks did not start in time."""
+    LAUNCHER = "launcher"
+    """What started the ranks says that something failed, and seldom knows what."""
+    COLLECTIVE = "collective"
+    """A survivor's "connection closed": the echo of another rank's fault."""
+
+
+# Of several faults the one with the lowest number is the cause, the earliest of equals.
+RANK_OF_KIND = dict.fromkeys(FaultKind, 0) | {FaultKind.LAUNCHER: 1, FaultKind.COLLECTIVE: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class RankFault:
+    """One thing that went wrong with one rank."""
+
+    kind: FaultKind
+    rank: int
+    """-1 where it is not one rank's."""
+    where: str
+    """Host and process; empty before the rank has said hello."""
+    seen_seconds: float
+    """On the driver's monotonic clock."""
+    what: str = ""
+    last_step: Cursor | None = None
+    failure: Failure | None = None
+    returncode: int | None = None
+    output_tail: str = ""
+
+
+def failure_of(error: BaseException) -> Failure:
+    """How a rank tells its driver what its function raised."""
+    text = "".join(traceback.format_exception(error))
+    tail = "\n".join(text.rstrip().splitlines()[-NUM_TRACEBACK_LINES:])
+    if isinstance(error, ShardmillError):
+        # Ours say what is wrong with data or config; a store's "connection reset" is no word of another rank.
+        collective = isinstance(error, TrainingError) and _is_collective(error)
+        return Failure(type(error).__name__, error.what, error.expected, error.fix, error.exit_code, collective, tail)
+    what = " ".join(str(error).split())
+    return Failure(type(error).__name__, what, "", "", TrainingError.exit_code, _is_collective(error), tail)
+
+
+def merged(older: RankFault | None, newer: RankFault) -> RankFault:
+    """Two sights of one rank's end as one: its own words count more than how it ended; the time is the first's."""
+    if older is None:
+        return newer
+    told, other = (newer, older) if newer.failure is not None and older.failure is None else (older, newer)
+    return replace(
+        told,
+        seen_seconds=min(older.seen_seconds, newer.seen_seconds),
+        where=told.where or other.where,
+        last_step=told.last_step or other.last_step,
+        returncode=told.returncode if told.returncode is not None else other.returncode,
+        output_tail=told.output_tail or other.output_tail,
+    )
+
+
+def root_cause(faults: Iterable[RankFault]) -> RankFault:
+    """The earliest fault that is a cause in itself; else what the launcher says; else the earliest echo."""
+    return min(map(_seen_through, faults), key=lambda fault: (RANK_OF_KIND[fault.kind], fault.seen_seconds))
+
+
+def error_of(fault: RankFault) -> ShardmillError:
+    """One line for the person who reads it; the traceback or the last output of the rank are its notes."""
+    failure = fault.failure
+    if failure is not None and failure.error_type in {kind.__name__ for kind in ERROR_BY_EXIT_CODE.values()}:
+        told = f"{failure.what} (rank {fault.rank}, {fault.where})"
+        error = ERROR_BY_EXIT_CODE[failure.exit_code](told, failure.expected, failure.fix)
+    else:
+        error = TrainingError(_sentence(fault), fix=FIX)
+    if failure is not None:
+        error.add_note(f"traceback of rank {fault.rank}:\n{failure.traceback}")
+    if fault.output_tail:
+        whose = f"rank {fault.rank}" if fault.rank >= 0 else "the ranks"
+        error.add_note(f"last output of {whose}:\n{fault.output_tail}")
+    return error
+
+
+def _seen_through(fault: RankFault) -> RankFault:
+    # Gloo also ends survivors with an uncaught C++ exception: they die of a signal, and say why on stderr.
+    if (
+        fault.kind is FaultKind.KILLED
+        and COLLECTIVE_TEXTS.search(fault.output_tail)
+        and fault.returncode == -signal.SIGABRT
+    ):
+        return replace(fault, kind=FaultKind.COLLECTIVE)
+    return fault
+
+
+def _is_collective(error: BaseException | None) -> bool:
+    while error is not None:
+        if COLLECTIVE_TEXTS.search(f"{type(error).__name__}: {error}"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _sentence(fault: RankFault) -> str:
+    rank = f"rank {fault.rank} ({fault.where})" if fault.where else f"rank {fault.rank}"
+    after = "before its first step"
+    if fault.last_step is not None:
+        after = f"after step {fault.last_step.step} of epoch {fault.last_step.epoch}"
+    last_words = _last_line(fault.output_tail)
+    match fault.kind:
+        case FaultKind.FAILED | FaultKind.COLLECTIVE if fault.failure is not None:
+            place = _place(fault.failure.traceback)
+            return f"{rank} failed {after}: {fault.failure.error_type}: {fault.failure.what}{place}"
+        case FaultKind.SILENT:
+            return f"{rank} went silent {after}: {fault.what}"
+        case FaultKind.KILLED | FaultKind.COLLECTIVE:
+            return f"{rank} {_manner_of_death(fault.returncode)} {after}{f': {last_words}' if last_words else ''}"
+        case _:
+            return f"{fault.what}{f': {last_words}' if last_words else ''}"
+
+
+def _manner_of_death(returncode: int | None) -> str:
+    if returncode is None:
+        return "was killed, by a signal that is not known,"
+    if returncode < 0:
+        try:
+            return f"was killed by {signal.Signals(-returncode).name}"
+        except ValueError:
+            return f"was killed by signal {-returncode}"
+    return f"ended by itself with exit code {returncode}"
+
+
+def _place(traceback_text: str) -> str:
+    """` (file:line)` of the innermost frame, where there is one."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', traceback_text)
+    return f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""

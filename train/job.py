@@ -1,0 +1,264 @@
+"""Train on a dataset version, export the model, promote it. Also `spark-submit train/job.py`.
+
+spark-submit train/job.py --config FILE [--set section.key=value]... [--until train|export|promote]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # spark-submit puts this file's folder first, where `values` or `config` would hide other people's modules.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import argparse
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from shardmill.config import load_tree
+from shardmill.dataset import open_dataset, open_pinned
+from shardmill.dataset.dataset import split_version
+from shardmill.dataset.verify import verify_present
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.events import Observer, StageRecord, new_run_id, run_folder
+from shardmill.stage_process import run_stage_process
+from shardmill.storage import join_uri, open_store
+from train.config import TrainTree
+from train.export import Export, export_training
+from train.launchers import find_launcher
+from train.observer import TrainObserver
+from train.promote import Promotion, promote_export
+from train.steps_log import RunLog, StepsLog
+from train.strategies import find_strategy
+from train.trainings import TrainingChoice, choose_training, read_result
+from train.values import TrainResult, WorkerTask
+from train.worker import check_trainable
+
+STAGES = ("train", "export", "promote")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOutcome:
+    """A finished training."""
+
+    result: TrainResult
+    models_uri: str
+    skipped: bool
+    """True where it had finished before, on the same dataset version with the same settings."""
+    seconds: float
+    """Of this call; the training's own time over all attempts is `result.seconds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOutcome:
+    """An export of a training."""
+
+    export: Export
+    models_uri: str
+    skipped: bool
+    """True where it was there already."""
+    seconds: float
+
+
+def train_model(tree: TrainTree, observer: TrainObserver) -> TrainOutcome:
+    """Resolve the dataset version once, and train on it; or go on with, or skip, what is there already.
+
+    Raises UsageError (2), IntegrityError (3), StorageError (4), or TrainingError (5) in the first failing rank's words.
+    """
+    started = time.monotonic()
+
+    # What can be said before anything starts: names, numbers, places.
+    launch = find_launcher(tree.train.launcher)
+    find_strategy(tree.train.strategy, tree.train.num_workers)
+    models = open_store(_require("models.uri", tree.models.uri))
+
+    # The version: the latest, or the one that `dataset.uri` names; an unfinished training keeps its own.
+    choice = _choose(tree)
+    if choice.result is not None:
+        return TrainOutcome(choice.result, models.uri, True, time.monotonic() - started)
+
+    # It must be trainable, and every shard there; the ranks verify the bytes of each chunk when they first read it.
+    dataset = open_pinned(choice.dataset)
+    check_trainable(tree.train, dataset)
+    verify_present(dataset)
+
+    # Train.
+    task = WorkerTask(tree.train, choice.dataset, models.uri, choice.training_dir)
+    result = launch(task, tree.spark, observer)
+    if read_result(models, choice.training_dir) is None:
+        raise IntegrityError(
+            f"the ranks finished, and {join_uri(models.uri, choice.training_dir)} holds no result",
+            "driver and executors must see the same storage",
+            "set models.uri to a place that all machines reach",
+        )
+    return TrainOutcome(result, models.uri, False, time.monotonic() - started)
+
+
+def finished_training(tree: TrainTree) -> TrainOutcome:
+    """The training that `train_model` would skip. Raises UsageError where it has not finished yet."""
+    choice = _choose(tree)
+    if choice.result is None:
+        raise UsageError(
+            f"no finished training of this config on {choice.dataset.uri}@{choice.dataset.version}",
+            "expected one to export",
+            "run `shardmill train` first",
+        )
+    return TrainOutcome(choice.result, open_store(tree.models.uri).uri, True, 0.0)
+
+
+def export_model(tree: TrainTree, outcome: TrainOutcome, run_id: str) -> ExportOutcome:
+    """Export a finished training, once. Raises TrainingError where the export predicts otherwise than the model."""
+    started = time.monotonic()
+    export, skipped = export_training(outcome.models_uri, tree.train, outcome.result, run_id)
+    return ExportOutcome(export, outcome.models_uri, skipped, time.monotonic() - started)
+
+
+def promote_model(tree: TrainTree, outcome: ExportOutcome, run_id: str, *, require: bool = False) -> Promotion:
+    """Make an export the current one if the gate lets it; with `require`, raises GateNotPassed (9) if not."""
+    return promote_export(outcome.models_uri, outcome.export, tree.gate, run_id, require=require)
+
+
+def train_record(outcome: TrainOutcome, tree: TrainTree) -> StageRecord:
+    """What a training adds to a run's summary and report."""
+    result = outcome.result
+    plain = TypeAdapter(TrainResult).dump_python(result, mode="json")
+    manifest = open_pinned(result.dataset).manifest
+    return StageRecord(
+        stage="train",
+        status="skipped" if outcome.skipped else "done",
+        seconds=outcome.seconds,
+        sections={
+            "dataset": {
+                "uri": result.dataset.uri,
+                "version": result.dataset.version,
+                "manifest_sha256": result.dataset.manifest_sha256,
+                "content_digest": manifest.content_digest,
+                "layout_digest": manifest.layout_digest,
+                "counts": manifest.counts.model_dump(mode="json"),
+            },
+            "train": {
+                "strategy": result.strategy,
+                "strategy_reason": "set by train.strategy",
+                "launcher": tree.train.launcher,
+                "world_size": result.world_size,
+                "epochs": result.num_epochs,
+                "steps": result.num_steps,
+                "seconds": result.seconds,
+                "images_per_second": result.images_per_second,
+                "time_shares": plain["time_shares"],
+                "final_loss_hex": result.final_loss_hex,
+                "weights_sha256": result.weights_sha256,
+                "stopped_early": result.stopped_early,
+                "resumed_from": plain["resumed_from"],
+                "training_dir": result.training_dir,
+            },
+            "evaluation": evaluation_section(plain["evaluation"]),
+        },
+        detail={"history": plain["history"], "evaluation": plain["evaluation"]},
+    )
+
+
+def export_record(outcome: ExportOutcome) -> StageRecord:
+    """What an export adds to a run's summary."""
+    export = outcome.export
+    section = {
+        "number": export.number,
+        "path": join_uri(outcome.models_uri, export.record.artifact_dir),
+        "parity_max_abs_diff": export.record.parity_max_abs_diff,
+        "parity_num_images": export.record.parity_num_images,
+        "keras_note": export.record.keras_note,
+        "weights_sha256": export.record.weights_sha256,
+    }
+    status = "skipped" if outcome.skipped else "done"
+    return StageRecord(stage="export", status=status, seconds=outcome.seconds, sections={"export": section})
+
+
+def promotion_record(promotion: Promotion, seconds: float = 0.0) -> StageRecord:
+    """What the gate's decision adds to a run's summary."""
+    section = {
+        "decision": promotion.gate.decision,
+        "reason": promotion.gate.reason,
+        "previous": promotion.previous,
+        "current": promotion.current,
+        "candidate_accuracy": promotion.gate.candidate_accuracy,
+        "current_accuracy": promotion.gate.current_accuracy,
+    }
+    status = "skipped" if promotion.gate.decision == "already_current" else "done"
+    return StageRecord(stage="promote", status=status, seconds=seconds, sections={"promotion": section})
+
+
+def evaluation_section(evaluation: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The figures of an evaluation that a summary holds; None where there was no split to evaluate on."""
+    if evaluation is None:
+        return None
+    return {name: evaluation[name] for name in ("split", "num_samples", "loss", "accuracy", "top5_accuracy")}
+
+
+def main() -> int:
+    """The command line of `spark-submit train/job.py`: one JSON line on stdout for each stage. -> the exit code."""
+    parser = argparse.ArgumentParser(description="Train on a dataset version, export the model, promote it.")
+    parser.add_argument("--config", required=True, help="TOML file")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the file")
+    parser.add_argument("--until", choices=STAGES, default="promote", help="the last stage to run")
+    parser.add_argument("--require", action="store_true", help="exit 9 where the gate is not passed")
+    parser.add_argument("--workdir", default="./shardmill-work", help="where the run record goes")
+    parser.add_argument("--run-id", default="", help="names the run record")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    arguments = parser.parse_args()
+    run_id = arguments.run_id or new_run_id()
+    trained: TrainOutcome
+    exported: ExportOutcome
+
+    def load() -> TrainTree:
+        below = {"models": {"uri": f"{arguments.workdir}/models"}}
+        return load_tree(TrainTree, arguments.config, tuple(arguments.set), below)
+
+    def train(run_id: str, observer: Observer) -> StageRecord:
+        nonlocal trained
+        tree = load()
+        steps = None
+        if tree.train.record_samples:
+            steps = StepsLog(open_store(arguments.workdir), f"{run_folder(run_id)}/steps.jsonl")
+        with closing(RunLog(observer, steps)) as log:
+            trained = train_model(tree, log)
+        return train_record(trained, tree)
+
+    def export(run_id: str, observer: Observer) -> StageRecord:
+        nonlocal exported
+        exported = export_model(load(), trained, run_id)
+        return export_record(exported)
+
+    def promote(run_id: str, observer: Observer) -> StageRecord:
+        started = time.monotonic()
+        promotion = promote_model(load(), exported, run_id, require=arguments.require)
+        return promotion_record(promotion, time.monotonic() - started)
+
+    works: dict[str, Callable[[str, Observer], StageRecord]] = {"train": train, "export": export, "promote": promote}
+    for stage in STAGES[: STAGES.index(arguments.until) + 1]:
+        code = run_stage_process(stage, works[stage], arguments.workdir, run_id, debug=arguments.debug)
+        if code:
+            return code
+    return 0
+
+
+def _choose(tree: TrainTree) -> TrainingChoice:
+    uri = _require("dataset.uri", tree.dataset.uri)
+    latest = open_dataset(uri).pin
+    is_pinned = split_version(uri)[1] is not None
+    return choose_training(open_store(_require("models.uri", tree.models.uri)), tree.train, latest, is_pinned)
+
+
+def _require(name: str, uri: str) -> str:
+    if not uri:
+        raise UsageError(f"{name} is not set", "expected a local path or s3://bucket/prefix", f"set {name}")
+    return uri
+
+
+if __name__ == "__main__":
+    sys.exit(main())

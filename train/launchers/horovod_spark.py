@@ -1,0 +1,213 @@
+"""The launcher of `horovod.spark.run`: one Spark task for each rank, which starts the rank's process on its executor.
+
+Driver and executors share nothing but the network: task, reports and result travel over the watchdog's connection.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shardmill.config import SparkConfig
+from shardmill.errors import TrainingError, UsageError
+from shardmill.spark import is_under_spark_submit, spark_session
+from train.faults import FIX
+from train.launchers.keeper import keep_rank
+from train.launchers.local import GLOO_TIMEOUT_SECONDS, LOOPBACK, python_path
+from train.observer import TrainObserver
+from train.rank import DEFAULT_WORKER
+from train.values import TrainResult, WorkerTask
+from train.watchdog import Watchdog
+
+APPLICATION_NAME = "shardmill-train"
+# After the ranks have ended, Spark's tasks get so long to end as well (Horovod keeps each alive for 3 s at least).
+FINISH_SECONDS = 30.0
+CANCEL_SECONDS = 2.0
+
+
+def launch_horovod_spark(
+    task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
+) -> TrainResult:
+    """Run every rank in a Spark task. Raises UsageError at once where Spark cannot run them all at the same time."""
+    _require_horovod()
+    if not is_under_spark_submit():
+        check_slots(task.config.num_workers, spark.master, spark.train.conf)
+    with spark_session(APPLICATION_NAME, spark, spark.train.conf) as session:
+        context = session.sparkContext
+        master = str(context.master)
+        check_slots(task.config.num_workers, master, dict(context.getConf().getAll()))
+        is_local = master.startswith("local")
+        bind_host, advertised_host = LOOPBACK, LOOPBACK
+        if not is_local:
+            bind_host, advertised_host = "", context.getConf().get("spark.driver.host")
+        with Watchdog(task, worker, observer, bind_host, advertised_host) as watchdog:
+            run = _HorovodRun(task, watchdog, is_local)
+            try:
+                result = watchdog.watch()
+                run.finish()
+                return result
+            except BaseException:
+                # First the ranks, at once; then Spark, which needs its time to take tasks down.
+                watchdog.abort()
+                run.cancel(context)
+                raise
+
+
+def check_slots(num_ranks: int, master: str, conf: dict[str, str]) -> None:
+    """Raises UsageError with the numbers where fewer than `num_ranks` tasks can run at once, as far as that is known.
+
+    Spark would start as many as fit and wait for ever with the rest.
+    """
+    num_slots = num_slots_of(master, conf)
+    if num_slots is not None and num_slots < num_ranks:
+        raise UsageError(
+            f"train.num_workers = {num_ranks}, but Spark at {master!r} runs {num_slots} task(s) at a time",
+            f"expected at least {num_ranks} slots: each rank is a Spark task, and all must run at once",
+            f'set spark.master = "local[{num_ranks}]"'
+            if master.startswith("local")
+            else "ask for more executors or cores",
+        )
+
+
+def num_slots_of(master: str, conf: dict[str, str]) -> int | None:
+    """Tasks that can run at the same time, or None where that is not known yet (dynamic allocation, defaults)."""
+    cpus_per_task = int(conf.get("spark.task.cpus", "1"))
+    if master == "local":
+        return 1 // cpus_per_task
+    if threads := re.fullmatch(r"local\[(\d+|\*)(?:,\d+)?\]", master):
+        num_cpus = os.cpu_count() or 1 if threads[1] == "*" else int(threads[1])
+        return num_cpus // cpus_per_task
+    if cluster := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
+        return int(cluster[1]) * (int(cluster[2]) // cpus_per_task)
+    is_fixed = conf.get("spark.dynamicAllocation.enabled", "false") == "false"
+    if is_fixed and "spark.executor.instances" in conf and "spark.executor.cores" in conf:
+        return int(conf["spark.executor.instances"]) * (int(conf["spark.executor.cores"]) // cpus_per_task)
+    return None
+
+
+def _require_horovod() -> None:
+    if importlib.util.find_spec("horovod") is None:
+        raise UsageError("train.launcher = 'horovod_spark' needs Horovod", fix="pip install 'shardmill[horovod]'")
+
+
+class _HorovodRun:
+    """`horovod.spark.run` in a thread of its own, so that the main thread is free to watch the ranks."""
+
+    def __init__(self, task: WorkerTask, watchdog: Watchdog, is_local: bool) -> None:
+        self._task = task
+        self._watchdog = watchdog
+        self._is_local = is_local
+        self._stop = threading.Event()
+        self._failure = ""
+        self._output = _Tail()
+        self._thread = threading.Thread(target=self._run, name="horovod-spark-run", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for Spark's tasks to end too. Raises TrainingError where they fail although all ranks finished."""
+        self._thread.join(FINISH_SECONDS)
+        if self._thread.is_alive() or self._failure:
+            what = self._failure or f"Spark's tasks still run {FINISH_SECONDS:g} s later"
+            raise TrainingError(f"all ranks finished, but horovod.spark.run did not: {what}", fix=FIX)
+
+    def cancel(self, context: Any) -> None:
+        """End Spark's tasks, in bounded time. The ranks have been told to end: most often the tasks then do, too."""
+        self._thread.join(CANCEL_SECONDS)
+        if not self._thread.is_alive():
+            return
+        self._stop.set()
+        canceller = threading.Thread(target=context.cancelAllJobs, name="spark-cancel", daemon=True)
+        canceller.start()
+        canceller.join(CANCEL_SECONDS)
+        self._thread.join(CANCEL_SECONDS)
+
+    def _run(self) -> None:
+        environment = {
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT_SECONDS),
+            # A `train.py` in an executor's working directory must not hide our package.
+            "PYTHONSAFEPATH": "1",
+            **self._watchdog.environment(),
+        }
+        config = self._task.config
+        nics = set(config.nics) or None
+        executable = os.environ.get("PYSPARK_PYTHON", sys.executable)
+        if self._is_local:
+            environment["PYTHONPATH"] = python_path()
+            nics, executable = nics or {"lo"}, sys.executable
+        try:
+            with _tamed_horovod(self._stop, self._output) as horovod_spark:
+                horovod_spark.run(
+                    keep_rank,
+                    num_proc=config.num_workers,
+                    start_timeout=int(config.start_timeout_seconds) + 1,
+                    use_gloo=True,
+                    env=environment,
+                    stdout=self._output,
+                    stderr=self._output,
+                    verbose=0,
+                    nics=nics,
+                    executable=executable,
+                )
+        except BaseException as error:
+            # Horovod raises plain Exceptions with texts; whatever it is, the main thread decides what it means.
+            self._failure = " ".join(f"{type(error).__name__}: {error}".split())
+            self._watchdog.report_launcher_failure(f"horovod.spark.run failed: {self._failure}", self._output.text())
+
+
+class _Tail:
+    """A text stream that remembers the end of what was written."""
+
+    MAX_CHARACTERS = 8000
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._text = ""
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            self._text = (self._text + text)[-self.MAX_CHARACTERS :]
+        return len(text)
+
+    def write_if_empty(self, text: str) -> None:
+        """What Java adds as a stack trace is left out, and all of it where a rank has spoken for itself."""
+        with self._lock:
+            self._text = self._text or " ".join(text.split("\tat ")[0].split())
+
+    def flush(self) -> None:
+        return
+
+    def text(self) -> str:
+        with self._lock:
+            return self._text.strip()
+
+
+@contextmanager
+def _tamed_horovod(stop: threading.Event, output: _Tail) -> Iterator[Any]:
+    """The module `horovod.spark`, for a thread of a driver that has other things to do.
+
+    - `launch_gloo` installs handlers for SIGINT and SIGTERM, which Python allows in the main thread only, and which
+      would take Ctrl-C away from the command line: it waits for `stop` instead.
+    - `run_controller` forks this process, JVM connection and all, to import TensorFlow and see whether Gloo was built
+      in: the ranks find that out themselves.
+    - Its own thread dies of an exception when Spark's job is cancelled: that goes to `output`, not to the terminal.
+    """
+    import horovod.runner.gloo_run as gloo_run
+    import horovod.runner.launch as launch
+    import horovod.spark
+
+    register, gloo_built, excepthook = gloo_run.register_shutdown_event, launch.gloo_built, threading.excepthook
+    gloo_run.register_shutdown_event = lambda: stop
+    launch.gloo_built = lambda verbose=False: True
+    threading.excepthook = lambda args: output.write_if_empty(f"{args.exc_type.__name__}: {args.exc_value}")
+    try:
+        yield horovod.spark
+    finally:
+        gloo_run.register_shutdown_event = register
+        launch.gloo_built = gloo_built
+        threading.excepthook = excepthook

@@ -1,0 +1,52 @@
+"""The launcher of one rank in this very process: the quickest start, and a debugger works."""
+
+from __future__ import annotations
+
+from shardmill.config import SparkConfig
+from shardmill.errors import ShardmillError, UsageError
+from shardmill.values import Cursor
+from train.faults import FaultKind, RankFault, error_of, failure_of
+from train.observer import StepAssembler, TrainObserver
+from train.rank import DEFAULT_WORKER, load_worker
+from train.values import StepReport, TrainResult, WorkerTask, World
+
+
+class ObserverReporter:
+    """Hands everything to the observer at once."""
+
+    def __init__(self, observer: TrainObserver) -> None:
+        self._observer = observer
+        self._steps = StepAssembler(num_ranks=1)
+        self.last_step: Cursor | None = None
+
+    def step(self, report: StepReport) -> None:
+        self.last_step = Cursor(report.epoch, report.step)
+        step = self._steps.add(report)
+        assert step is not None
+        self._observer.on_step(step)
+
+    def event(self, name: str, fields: dict[str, str | int | float]) -> None:
+        self._observer.on_event(0, name, fields)
+
+
+def launch_inline(
+    task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
+) -> TrainResult:
+    """Run the only rank here. Raises UsageError for more than one, TrainingError for what is not a ShardmillError."""
+    if task.config.num_workers != 1:
+        raise UsageError(
+            f"train.launcher = 'inline' with train.num_workers = {task.config.num_workers}",
+            "it runs one worker, in this process",
+            "set train.launcher to 'local' or 'horovod_spark', or train.num_workers to 1",
+        )
+    reporter = ObserverReporter(observer)
+    try:
+        return load_worker(worker)(task, World(), reporter)
+    except ShardmillError:
+        raise
+    except Exception as error:
+        # Models and factories are the user's: anything may come, and all of it means that the rank failed.
+        fault = RankFault(
+            FaultKind.FAILED, 0, "this process", 0.0, last_step=reporter.last_step, failure=failure_of(error)
+        )
+        raise error_of(fault) from error

@@ -1,0 +1,83 @@
+"""Starts the process of one rank, keeps its last words, sees how it ends; and ends it when told, stopped or not."""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+from train.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, RankExit, call_driver
+
+NUM_OUTPUT_LINES = 40
+# After the process has ended, what it wrote is read for so long; a child of its own may hold the pipe open for ever.
+OUTPUT_SECONDS = 1.0
+
+
+class RankProcess:
+    """A running `python -m train.rank`, in a session of its own: a Ctrl-C at the driver's terminal passes it by."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        # -P: a `train.py` in the working directory must not hide our package.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "train.rank"],
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._lines: collections.deque[bytes] = collections.deque(maxlen=NUM_OUTPUT_LINES)
+        self._reader = threading.Thread(target=self._read_output, name="rank-output", daemon=True)
+        self._reader.start()
+
+    def wait(self) -> RankExit:
+        """Return when the process has ended."""
+        returncode = self._process.wait()
+        self._reader.join(OUTPUT_SECONDS)
+        return RankExit(returncode, b"".join(self._lines).decode(errors="replace").strip())
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End it and what it started, with the one signal that a stopped process obeys too."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def _read_output(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            # User code may print anything, without line ends too.
+            self._lines.append(line[-2000:])
+
+
+def keep_rank() -> int:
+    """For launchers whose processes start elsewhere: run one rank and tell the driver how it ends. -> its exit code.
+
+    Everything comes from the environment: the driver's address and token, and the rank's place in the world.
+    """
+    address, token = os.environ[ADDRESS_VARIABLE], os.environ[TOKEN_VARIABLE]
+    connection, _ = call_driver(address, token, "keeper", int(os.environ["HOROVOD_RANK"]), os.getpid())
+    process = RankProcess(dict(os.environ))
+    threading.Thread(target=_obey, args=(connection, process), name="keeper-obey", daemon=True).start()
+    note = process.wait()
+    # A rank that is gone may have left children in its session.
+    process.kill()
+    try:
+        connection.send(note)
+    except OSError:
+        pass
+    return note.returncode
+
+
+def _obey(connection: Connection, process: RankProcess) -> None:
+    while (message := connection.receive()) is not None:
+        if isinstance(message, Abort):
+            break
+    # Told to, or the driver is gone.
+    process.kill()

@@ -1,0 +1,111 @@
+"""The launcher of processes on this machine: one for each rank, over the loopback interface."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardmill.config import SparkConfig
+from shardmill.errors import UsageError
+from train.launchers.keeper import RankProcess
+from train.observer import TrainObserver
+from train.rank import DEFAULT_WORKER
+from train.values import TrainResult, WorkerTask
+from train.watchdog import Watchdog
+
+LOOPBACK = "127.0.0.1"
+# The watchdog finds lost ranks; Gloo's own 30 s would end the job of a rank that is only slow.
+GLOO_TIMEOUT_SECONDS = 3600
+# Ranks end by themselves when they have finished; native libraries get so long to take their leave.
+EXIT_SECONDS = 5.0
+
+
+def launch_local(
+    task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
+) -> TrainResult:
+    """Run every rank as a process here. Raises the first failing rank's own error."""
+    num_ranks = task.config.num_workers
+    with (
+        _rendezvous(num_ranks) as gloo,
+        Watchdog(task, worker, observer, LOOPBACK) as watchdog,
+        _processes(
+            [_rank_environment(rank, num_ranks, gloo | watchdog.environment()) for rank in range(num_ranks)]
+        ) as processes,
+    ):
+        for rank, process in enumerate(processes):
+            threading.Thread(target=_tell_exit, args=(watchdog, rank, process), daemon=True).start()
+        return watchdog.watch()
+
+
+def python_path() -> str:
+    """Everything that this process can import, for a process of the same machine; the working directory comes last."""
+    return os.pathsep.join([*filter(None, sys.path), os.getcwd()])
+
+
+@contextmanager
+def _processes(environments: list[dict[str, str]]) -> Iterator[list[RankProcess]]:
+    """Started on entry; none is left on exit, however that comes."""
+    processes: list[RankProcess] = []
+    try:
+        for environment in environments:
+            processes.append(RankProcess(environment))
+        yield processes
+        deadline_seconds = time.monotonic() + EXIT_SECONDS
+        while any(process.is_running() for process in processes) and time.monotonic() < deadline_seconds:
+            time.sleep(0.02)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
+def _tell_exit(watchdog: Watchdog, rank: int, process: RankProcess) -> None:
+    watchdog.report_exit(rank, process.wait())
+
+
+def _rank_environment(rank: int, num_ranks: int, more: dict[str, str]) -> dict[str, str]:
+    place = {
+        "HOROVOD_RANK": rank,
+        "HOROVOD_SIZE": num_ranks,
+        "HOROVOD_LOCAL_RANK": rank,
+        "HOROVOD_LOCAL_SIZE": num_ranks,
+        "HOROVOD_CROSS_RANK": 0,
+        "HOROVOD_CROSS_SIZE": 1,
+        "HOROVOD_HOSTNAME": LOOPBACK,
+    }
+    return {**os.environ, "PYTHONPATH": python_path(), **{key: str(value) for key, value in place.items()}, **more}
+
+
+@contextmanager
+def _rendezvous(num_ranks: int) -> Iterator[dict[str, str]]:
+    """Where Gloo's processes find each other: Horovod's own key-value server, on the loopback interface alone.
+
+    Horovod's `RendezvousServer` listens on every interface and asks nobody who he is (CVE-2024-10190).
+    """
+    try:
+        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+    except ImportError as error:
+        raise UsageError(
+            f"train.launcher = 'local' needs Horovod: {error}", fix="pip install 'shardmill[horovod]'"
+        ) from error
+    server = RendezvousHTTPServer((LOOPBACK, 0), RendezvousHandler, verbose=0)
+    server.init(get_host_assignments(parse_hosts(f"{LOOPBACK}:{num_ranks}"), num_ranks))
+    threading.Thread(target=server.serve_forever, name="gloo-rendezvous", daemon=True).start()
+    try:
+        yield {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
+            "HOROVOD_GLOO_IFACE": "lo",
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT_SECONDS),
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+        }
+    finally:
+        server.shutdown()
+        server.server_close()

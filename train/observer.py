@@ -1,0 +1,71 @@
+"""How the driver of a training tells others what happens: callbacks, and global steps put together from all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from train.values import StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalStep:
+    """One step as all ranks together did it; comes only after the last of them reported it."""
+
+    epoch: int
+    step: int
+    num_steps: int
+    """Steps of the whole epoch."""
+    loss_hex: str
+    sample_ids: tuple[str, ...]
+    """In global batch order, padding left out; empty unless `train.record_samples`."""
+    reports: tuple[StepReport, ...]
+    """In rank order."""
+
+
+class TrainObserver(Protocol):
+    """What `launch` calls in the driver's main thread while ranks train."""
+
+    def on_step(self, step: GlobalStep) -> None:
+        """All ranks have done this step; steps come in order."""
+        ...
+
+    def on_event(self, rank: int, name: str, fields: dict[str, str | int | float]) -> None:
+        """A rank called `Reporter.event`, or (`rank_started`, `rank_failed`) the watchdog saw something of it."""
+        ...
+
+
+class SilentObserver:
+    """Looks away."""
+
+    def on_step(self, step: GlobalStep) -> None:
+        return
+
+    def on_event(self, rank: int, name: str, fields: dict[str, str | int | float]) -> None:
+        return
+
+
+class StepAssembler:
+    """Puts the reports of all ranks for one step together."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._waiting: dict[tuple[int, int], dict[int, StepReport]] = {}
+
+    def add(self, report: StepReport) -> GlobalStep | None:
+        """The global step that this report completes, or None."""
+        key = (report.epoch, report.step)
+        reports = self._waiting.setdefault(key, {})
+        reports[report.rank] = report
+        if len(reports) < self._num_ranks:
+            return None
+        in_rank_order = tuple(reports[rank] for rank in sorted(reports))
+        del self._waiting[key]
+        return GlobalStep(
+            epoch=report.epoch,
+            step=report.step,
+            num_steps=report.num_steps,
+            loss_hex=in_rank_order[0].loss_hex,
+            sample_ids=tuple(sample_id for each in in_rank_order for sample_id in each.sample_ids),
+            reports=in_rank_order,
+        )

@@ -1,0 +1,97 @@
+"""How far a training has come: the frozen value that changes from step to step, and goes into checkpoints whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from shardmill.values import Cursor
+from train.values import EpochRecord, TimeShares
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSpent:
+    """Seconds of the training loop on this rank since step 0, over all attempts; the parts add up to all of it."""
+
+    input_wait: float = 0.0
+    compute: float = 0.0
+    allreduce: float = 0.0
+    checkpoint: float = 0.0
+    other: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.input_wait + self.compute + self.allreduce + self.checkpoint + self.other
+
+    def plus(self, more: TimeSpent) -> TimeSpent:
+        return TimeSpent(
+            self.input_wait + more.input_wait,
+            self.compute + more.compute,
+            self.allreduce + more.allreduce,
+            self.checkpoint + more.checkpoint,
+            self.other + more.other,
+        )
+
+    def shares(self) -> TimeShares:
+        total = self.total or 1.0
+        return TimeShares(
+            self.input_wait / total,
+            self.compute / total,
+            self.allreduce / total,
+            self.checkpoint / total,
+            self.other / total,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyStop:
+    """What early stopping remembers between epochs."""
+
+    best_validation_loss: float | None = None
+    epochs_since_best: int = 0
+    stopped: bool = False
+
+    def after_epoch(self, validation_loss: float, patience_epochs: int) -> EarlyStop:
+        """The state after one more epoch; `stopped` once `patience_epochs` in a row were no better than the best."""
+        if self.best_validation_loss is None or validation_loss < self.best_validation_loss:
+            return EarlyStop(validation_loss, 0, False)
+        epochs_since_best = self.epochs_since_best + 1
+        return EarlyStop(self.best_validation_loss, epochs_since_best, epochs_since_best >= patience_epochs)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Everything between two steps but the variables. The sums are those of the running epoch so far."""
+
+    cursor: Cursor = field(default_factory=lambda: Cursor(0, 0))
+    loss_sum: float = 0.0
+    """Of each step's loss times its number of samples."""
+    num_correct: float = 0.0
+    epoch_seconds: float = 0.0
+    last_loss_hex: str = (0.0).hex()
+    spent: TimeSpent = TimeSpent()
+    early_stop: EarlyStop = EarlyStop()
+    history: tuple[EpochRecord, ...] = ()
+
+    def after_step(self, loss: float, num_correct: float, num_rows: int, spent: TimeSpent) -> Progress:
+        """One more step of `num_rows` samples is done."""
+        return replace(
+            self,
+            cursor=Cursor(self.cursor.epoch, self.cursor.step + 1),
+            loss_sum=self.loss_sum + loss * num_rows,
+            num_correct=self.num_correct + num_correct,
+            last_loss_hex=loss.hex(),
+        ).after_time(spent)
+
+    def after_time(self, spent: TimeSpent) -> Progress:
+        """More time of this epoch has gone."""
+        return replace(self, epoch_seconds=self.epoch_seconds + spent.total, spent=self.spent.plus(spent))
+
+    def after_epoch(self, record: EpochRecord, early_stop: EarlyStop) -> Progress:
+        """The running epoch is done."""
+        return Progress(
+            cursor=Cursor(self.cursor.epoch + 1, 0),
+            last_loss_hex=self.last_loss_hex,
+            spent=self.spent,
+            early_stop=early_stop,
+            history=(*self.history, record),
+        )

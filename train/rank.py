@@ -1,0 +1,119 @@
+"""The process of one rank, `python -m train.rank`: asks its driver what to do, does it, and never outlives it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any, NoReturn, Protocol
+
+from train.faults import failure_of
+from train.values import Reporter, StepReport, TrainResult, WorkerTask, World
+from train.wire import (
+    ADDRESS_VARIABLE,
+    TOKEN_VARIABLE,
+    Abort,
+    Connection,
+    Event,
+    Failure,
+    Finished,
+    Heartbeat,
+    Step,
+    call_driver,
+)
+
+DEFAULT_WORKER = "train.worker:run_worker"
+HEARTBEAT_SECONDS = 1.0
+EXIT_FAILED = 1
+EXIT_ABORTED = 3
+_PR_SET_PDEATHSIG = 1
+
+
+class Worker(Protocol):
+    """What a rank runs."""
+
+    def __call__(self, task: WorkerTask, world: World, reporter: Reporter) -> TrainResult: ...
+
+
+class DriverReporter:
+    """Sends everything to the driver."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def step(self, report: StepReport) -> None:
+        self._connection.send(Step(report))
+
+    def event(self, name: str, fields: dict[str, str | int | float]) -> None:
+        self._connection.send(Event(name, fields))
+
+
+def main() -> NoReturn:
+    """Run the worker function that the driver names and end this process: 0 when it returned, 1 when it raised."""
+    _die_with_parent()
+    world = world_from_environment()
+    # Not left in the environment, which user code may print; /proc keeps showing it to the driver, who looks there.
+    address, token = os.environ[ADDRESS_VARIABLE], os.environ.pop(TOKEN_VARIABLE)
+    connection, welcome = call_driver(address, token, "rank", world.rank, os.getpid())
+    threading.Thread(target=_obey, args=(connection,), name="rank-obey", daemon=True).start()
+    threading.Thread(target=_beat, args=(connection,), name="rank-heartbeat", daemon=True).start()
+    try:
+        worker = load_worker(welcome.worker)
+        last_words: Finished | Failure = Finished(worker(welcome.task, world, DriverReporter(connection)))
+    except BaseException as error:
+        # Whatever it was, SystemExit of a user's code among it: the driver must hear of it before this process ends.
+        last_words = failure_of(error)
+    try:
+        connection.send(last_words)
+    except OSError:
+        pass
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: exit handlers of native libraries wait for ranks that will not come.
+    os._exit(0 if isinstance(last_words, Finished) else EXIT_FAILED)
+
+
+def world_from_environment() -> World:
+    """This rank's place, from the variables that every launcher sets, with Horovod's names."""
+    return World(
+        rank=int(os.environ["HOROVOD_RANK"]),
+        num_ranks=int(os.environ["HOROVOD_SIZE"]),
+        rank_of_node=int(os.environ["HOROVOD_LOCAL_RANK"]),
+        ranks_per_node=int(os.environ["HOROVOD_LOCAL_SIZE"]),
+    )
+
+
+def load_worker(name: str) -> Worker:
+    """The function that `package.module:function` names."""
+    module_name, _, function_name = name.partition(":")
+    module: Any = importlib.import_module(module_name)
+    return getattr(module, function_name)
+
+
+def _die_with_parent() -> None:
+    # The connection tells of the driver's death to a process that runs; the kernel also ends one that is stopped.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _obey(connection: Connection) -> NoReturn:
+    while (message := connection.receive()) is not None:
+        if isinstance(message, Abort):
+            break
+    os._exit(EXIT_ABORTED)
+
+
+def _beat(connection: Connection) -> None:
+    while True:
+        time.sleep(HEARTBEAT_SECONDS)
+        try:
+            connection.send(Heartbeat())
+        except OSError:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Numbered, immutable records below a models' root: the highest is the latest; `put_if_absent` decides its writer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from shardmill.errors import IntegrityError
+from shardmill.storage import Store, join_uri
+
+Record = TypeVar("Record", bound=BaseModel)
+
+
+def record_path(folder: str, number: int) -> str:
+    """Where record `number` lives below the models' root."""
+    return f"{folder}/{number:08d}.json"
+
+
+def record_numbers(store: Store, folder: str) -> list[int]:
+    """The numbers that exist, ascending."""
+    names = (re.fullmatch(rf"{folder}/(\d{{8}})\.json", file.path) for file in store.list(folder))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def put_record(store: Store, folder: str, number: int, record: BaseModel) -> bool:
+    """Publish a record under a number that is still free; False if another writer took it first."""
+    body = record.model_dump(mode="json")
+    data = json.dumps({"sha256": _digest(body), "record": body}, indent=1, ensure_ascii=False)
+    return store.put_if_absent(record_path(folder, number), data.encode() + b"\n")
+
+
+def read_record(store: Store, folder: str, number: int, kind: type[Record]) -> Record:
+    """Raises IntegrityError where the record is missing, was altered, or is of another kind."""
+    path = record_path(folder, number)
+    where = join_uri(store.uri, path)
+    try:
+        data = store.read(path)
+    except FileNotFoundError:
+        raise IntegrityError(f"{where} is missing", f"expected record {number} of {folder}/") from None
+    try:
+        content = json.loads(data)
+        stated, body = content["sha256"], content["record"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{where} is not a record ({type(error).__name__}: {error})", "it was altered") from None
+    if stated != _digest(body):
+        raise IntegrityError(f"{where} was altered: SHA-256 {_digest(body)}", f"expected {stated}")
+    try:
+        return kind.model_validate_json(json.dumps(body))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise IntegrityError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _digest(body: object) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,144 @@
+"""A trained model with what surrounds it at serving time inside: uint8 images in, probabilities and class names out.
+
+Shape legend: N batch, H height, W width, C channels, K classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.models import standardize
+
+# A class may have any name; this one is never asked for, because every index has its own.
+_UNKNOWN = "\0unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class ServingModel:
+    """The parts of one trained model."""
+
+    model: Any
+    """A Keras 3 model: standardized float32 images_NHWC -> outputs_NK."""
+    outputs_are_logits: bool
+    class_names: tuple[str, ...]
+    image_shape_HWC: tuple[int, int, int]
+    channel_mean: tuple[float, ...]
+    """Per channel, on the 0..255 scale; likewise the deviation."""
+    channel_std: tuple[float, ...]
+
+    def probabilities(self, images_NHWC: Any) -> Any:
+        """uint8 images -> float32 probabilities_NK, by the same operations as in training."""
+        import tensorflow as tf
+
+        outputs_NK = self.model(standardize(images_NHWC, self.channel_mean, self.channel_std), training=False)
+        outputs_NK = tf.cast(outputs_NK, tf.float32)
+        return tf.nn.softmax(outputs_NK) if self.outputs_are_logits else outputs_NK
+
+    def predict(self, images_NHWC: np.ndarray) -> np.ndarray:
+        """`probabilities`, compiled as training and serving compile it: other kernels would round otherwise."""
+        import tensorflow as tf
+
+        return tf.function(self.probabilities)(tf.constant(images_NHWC, tf.uint8)).numpy()
+
+
+def write_saved_model(serving: ServingModel, folder: Path) -> None:
+    """A TensorFlow SavedModel: `serving_default(images)` gives `probabilities` and `label`."""
+    import keras
+    import tensorflow as tf
+
+    def serve(images: Any) -> dict[str, Any]:
+        probabilities_NK = serving.probabilities(images)
+        label_N = tf.gather(tf.constant(serving.class_names), tf.argmax(probabilities_NK, axis=-1))
+        return {"probabilities": probabilities_NK, "label": label_N}
+
+    signature = tf.TensorSpec((None, *serving.image_shape_HWC), tf.uint8, name="images")
+    archive: Any = keras.export.ExportArchive()
+    archive.track(serving.model)
+    archive.add_endpoint("serve", serve, input_signature=[signature])
+    archive.write_out(str(folder), verbose=False)
+
+
+def load_saved_model(folder: Path) -> Any:
+    """A function images_NHWC uint8 -> probabilities_NK float32, as NumPy arrays."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import tensorflow as tf
+
+    loaded = tf.saved_model.load(str(folder))
+
+    def predict(images_NHWC: np.ndarray) -> np.ndarray:
+        return loaded.signatures["serving_default"](images=tf.constant(images_NHWC, tf.uint8))["probabilities"].numpy()
+
+    return predict
+
+
+@dataclass(frozen=True, slots=True)
+class KerasCheck:
+    """What a reloaded `.keras` file must answer."""
+
+    images_NHWC: np.ndarray
+    expected_NK: np.ndarray
+    max_abs_diff: float
+
+    def difference(self, loaded: Any) -> float:
+        return float(np.abs(np.asarray(loaded(self.images_NHWC)["probabilities"]) - self.expected_NK).max())
+
+
+def write_keras_file(serving: ServingModel, file: Path, check: KerasCheck) -> str:
+    """A `.keras` file that does the same. -> what its reader must know, empty if `keras.models.load_model` is enough.
+
+    A user's own model class is left out where its `call` can be written down as the layers that it calls. Where no
+    file loads again and passes the check, none is written, and the answer says why.
+    """
+    reason = ""
+    for inlined in (True, False) if _custom_classes(serving.model) else (False,):
+        for custom_objects in ({}, {kind.__name__: kind for kind in _custom_classes(serving.model)}):
+            try:
+                _functional(serving, inlined).save(file)
+                import keras
+
+                loaded: Any = keras.models.load_model(file, custom_objects=custom_objects, compile=False)
+                difference = check.difference(loaded)
+            except Exception as error:
+                # The user's classes are asked for their configs here, and anything may come of it.
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                continue
+            if not difference <= check.max_abs_diff:
+                reason = f"reloaded, it differs by {difference:g}"
+                continue
+            classes = ", ".join(sorted(f"{kind.__module__}.{kind.__name__}" for kind in _custom_classes(loaded)))
+            return f"load it with custom_objects for {classes}" if classes else ""
+    file.unlink(missing_ok=True)
+    return f"no .keras file: {reason}; give the model class a get_config()"
+
+
+def _functional(serving: ServingModel, inlined: bool) -> Any:
+    """Keras's own layers around the trained model, which is one layer among them or, inlined, the layers it calls."""
+    import keras
+
+    variances = [deviation**2 for deviation in serving.channel_std]
+    images = keras.Input(serving.image_shape_HWC, dtype="uint8", name="images")
+    standardized = keras.layers.Normalization(
+        axis=-1, mean=list(serving.channel_mean), variance=variances, dtype="float32", name="standardize"
+    )(images)
+    if inlined:
+        takes_training = "training" in inspect.signature(serving.model.call).parameters
+        outputs = serving.model.call(standardized, **({"training": False} if takes_training else {}))
+    else:
+        outputs = serving.model(standardized, training=False)
+    last = "softmax" if serving.outputs_are_logits else "linear"
+    probabilities = keras.layers.Activation(last, dtype="float32", name="probabilities")(outputs)
+    label = keras.layers.StringLookup(
+        vocabulary=list(serving.class_names), invert=True, num_oov_indices=0, oov_token=_UNKNOWN, name="label"
+    )(keras.ops.argmax(probabilities, axis=-1))
+    return keras.Model(images, {"probabilities": probabilities, "label": label})
+
+
+def _custom_classes(model: Any) -> set[type]:
+    """Classes of layers and models that are not Keras's own: whoever loads the model must have them."""
+    return {type(layer) for layer in model._flatten_layers() if not type(layer).__module__.startswith("keras.")}

@@ -1,0 +1,133 @@
+"""One training step in two compiled halves, with room for the collective between them: gradients, then the update.
+
+Shape legend: N batch, H height, W width, C channels, K classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardmill.values import Batch
+from train.models import BuiltModel, standardize
+from train.optimizer import ChosenOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one update was, equal on every rank."""
+
+    loss: float
+    num_correct: float
+    gradient_norm: float
+    """Global norm before clipping."""
+    is_applied: bool
+    """False where loss or gradients were not finite; nothing was changed then."""
+
+
+class TrainStep:
+    """The objective is the mean over the GLOBAL batch, so the sum of all ranks' gradients is its gradient exactly."""
+
+    def __init__(
+        self,
+        built: BuiltModel,
+        chosen: ChosenOptimizer,
+        channel_mean: tuple[float, ...],
+        channel_std: tuple[float, ...],
+        share_of_streams: float,
+    ) -> None:
+        """`share_of_streams`: this rank's part of the regularisation losses, which belong to no sample."""
+        import tensorflow as tf
+
+        self._built = built
+        self._chosen = chosen
+        self._channel_mean = channel_mean
+        self._channel_std = channel_std
+        self._share_of_streams = share_of_streams
+        self._compiled_gradients = tf.function(self._gradients)
+        self._compiled_update = tf.function(self._update)
+        self._compiled_outputs = tf.function(self._outputs)
+
+    def gradients(self, batch: Batch, global_weight: int) -> list[Any]:
+        """This rank's addends: one gradient per trainable variable, then (loss, number correct) as one float32 pair.
+
+        `global_weight` is the sum of all ranks' weights at this step. Summed over ranks they are what `apply` takes.
+        """
+        import tensorflow as tf
+
+        addends = self._compiled_gradients(
+            tf.constant(batch.images_NHWC),
+            tf.constant(batch.labels_N),
+            tf.constant(batch.weights_N, tf.float32),
+            tf.constant(global_weight, tf.float32),
+        )
+        # An accelerator works in the background; waiting here keeps its time out of the allreduce's.
+        addends[-1].numpy()
+        return addends
+
+    def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
+        """Update the variables, unless the loss or the gradient is not finite."""
+        if learning_rate is not None:
+            self._chosen.optimizer.learning_rate = learning_rate
+        is_applied, gradient_norm = self._compiled_update(sums)
+        loss, num_correct = sums[-1].numpy().tolist()
+        return StepOutcome(loss, num_correct, float(gradient_norm), bool(is_applied))
+
+    def outputs(self, images_NHWC: Any) -> Any:
+        """uint8 images -> the model's outputs_NK in inference mode, as a NumPy array."""
+        import tensorflow as tf
+
+        return self._compiled_outputs(tf.constant(images_NHWC)).numpy()
+
+    def _gradients(self, images_NHWC: Any, labels_N: Any, weights_N: Any, global_weight: Any) -> list[Any]:
+        import tensorflow as tf
+
+        model, optimizer = self._built.model, self._chosen.optimizer
+        variables = [variable.value for variable in model.trainable_variables]
+        with tf.GradientTape() as tape:
+            outputs_NK = tf.cast(model(self._standardize(images_NHWC), training=True), tf.float32)
+            losses_N = self._built.per_sample_loss(labels_N, outputs_NK)
+            loss = tf.reduce_sum(weights_N * losses_N) / global_weight
+            if model.losses:
+                loss += tf.cast(tf.add_n(model.losses), tf.float32) * self._share_of_streams
+            objective = optimizer.scale_loss(loss) if self._chosen.scales_loss else loss
+        gradients = tape.gradient(objective, variables)
+        is_correct_N = tf.cast(tf.argmax(outputs_NK, axis=1) == labels_N, tf.float32)
+        # A variable without influence still has its place in the group, which must be the same on every rank and has
+        # one dtype.
+        dense = [
+            tf.cast(tf.zeros_like(variable) if gradient is None else tf.convert_to_tensor(gradient), tf.float32)
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+        return [*dense, tf.stack([loss, tf.reduce_sum(weights_N * is_correct_N)])]
+
+    def _update(self, sums: list[Any]) -> tuple[Any, Any]:
+        import tensorflow as tf
+
+        *gradients, figures = sums
+        model, optimizer = self._built.model, self._chosen.optimizer
+        gradient_norm = tf.linalg.global_norm(gradients)
+        is_usable = tf.math.is_finite(gradient_norm)
+        if self._chosen.scales_loss:
+            # An overflow of the scaled gradients is the optimizer's to handle: it skips the step and halves the scale.
+            # At a scale of 1 there is nothing left to blame on it.
+            scale = tf.convert_to_tensor(optimizer.dynamic_scale)
+            is_usable |= scale > 1.0
+            gradient_norm /= scale
+        is_usable &= tf.math.is_finite(figures[0])
+
+        def update() -> Any:
+            variables = model.trainable_variables
+            typed = [tf.cast(gradient, variable.dtype) for gradient, variable in zip(gradients, variables, strict=True)]
+            optimizer.apply(typed, variables)
+            return tf.constant(True)
+
+        return tf.cond(is_usable, update, lambda: tf.constant(False)), gradient_norm
+
+    def _outputs(self, images_NHWC: Any) -> Any:
+        import tensorflow as tf
+
+        return tf.cast(self._built.model(self._standardize(images_NHWC), training=False), tf.float32)
+
+    def _standardize(self, images_NHWC: Any) -> Any:
+        return standardize(images_NHWC, self._channel_mean, self._channel_std)

@@ -1,0 +1,61 @@
+"""What a strategy declares, and the collectives through which the ranks of one training speak to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from train.values import World
+
+
+class Collective(Protocol):
+    """Operations that every rank calls in the same order; each call returns when all ranks have joined it."""
+
+    rank: int
+    num_ranks: int
+
+    def sum_tensors(self, tensors: list[Any]) -> list[Any]:
+        """Each tensor (all of one dtype) summed over all ranks, in ONE grouped operation.
+
+        Equal bits on every rank and in every run of the same world size.
+        """
+        ...
+
+    def broadcast_variables(self, variables: list[Any]) -> None:
+        """Assign rank 0's values to the Keras variables of every rank."""
+        ...
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Rank 0's bytes, on every rank; what the others pass is ignored."""
+        ...
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes in rank order, on every rank."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived."""
+        ...
+
+    def close(self) -> None:
+        """Leave the world; no call may follow."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How replicas form a world, and what a training under it promises; the shared tests follow what is declared."""
+
+    synchronous: bool
+    """All ranks apply the same update at the same step."""
+    exact_resume: bool
+    """A resumed training at the same world size ends with the same bits as one that never stopped."""
+    checkpoint_layout: Literal["replicated"]
+    """`replicated`: rank 0 writes weights and optimizer, each rank its own non-trainable state."""
+    max_ranks: int | None
+    """Largest world size, or None where only `train.num_streams` bounds it."""
+    open_collective: Callable[[World], Collective]
+
+    def allows_world_size(self, num_ranks: int) -> bool:
+        return num_ranks >= 1 and (self.max_ranks is None or num_ranks <= self.max_ranks)

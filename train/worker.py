@@ -1,0 +1,272 @@
+"""One process = one rank: the whole training, from the pinned dataset to the result, read top to bottom.
+
+Every rank runs this same story. What only one may do (events, markers, the result) is rank 0's.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from shardmill.dataset import Dataset, open_pinned
+from shardmill.dataset.ids import format_sample_id
+from shardmill.epoch_plan import streams_of_rank
+from shardmill.errors import TrainingError, UsageError
+from shardmill.reader import ReaderOptions, read_batches
+from shardmill.storage import open_store
+from shardmill.values import Batch
+from train.checkpoint import CheckpointFolder, TrainingIdentity, settings_that_matter
+from train.config import TrainConfig
+from train.evaluate import average_moving_statistics
+from train.models import build_model
+from train.optimizer import build_optimizer
+from train.progress import EarlyStop, Progress, TimeSpent
+from train.runtime import start_tensorflow
+from train.schedule import lr_at
+from train.session import Session, evaluate, resume, save
+from train.step import TrainStep
+from train.strategies import find_strategy
+from train.values import (
+    EpochRecord,
+    Reporter,
+    StepReport,
+    TrainResult,
+    WorkerTask,
+    World,
+    from_json,
+    to_json,
+)
+from train.weights import weights_sha256
+
+RESULT = "result.json"
+
+
+def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """Train, or go on training, as one rank of `world`; every rank returns the same figures but for its own times.
+
+    Raises UsageError, IntegrityError, StorageError or TrainingError; nothing half-done is visible then.
+    """
+    config = task.config
+
+    # The world: who takes part, and on which terms.
+    strategy = find_strategy(config.strategy, world.num_ranks)
+    start_tensorflow(world, config.seed)
+
+    # The data: the version that the driver pinned, cut into streams; each rank owns some of them.
+    dataset = open_pinned(task.dataset)
+    check_trainable(config, dataset)
+    manifest = dataset.manifest
+    streams = streams_of_rank(world.rank, world.num_ranks, config.num_streams)
+    plan_spec = dataset.plan_spec(
+        "train",
+        seed=config.seed,
+        global_batch_size=config.global_batch_size,
+        num_streams=config.num_streams,
+        window_budget_bytes=config.window_budget_bytes,
+    )
+
+    # The model and its optimizer, with fresh variables.
+    built = build_model(config, manifest.normalize.image_shape_HWC, len(manifest.class_names))
+    chosen = build_optimizer(config, built)
+    share_of_streams = len(streams) / config.num_streams
+    step = TrainStep(built, chosen, manifest.channel_mean, manifest.channel_std, share_of_streams)
+
+    # From here on the ranks speak to each other.
+    collective = strategy.open_collective(world)
+    attempt = collective.broadcast_bytes(secrets.token_hex(4).encode()).decode()
+    session = Session(
+        task=task,
+        dataset=dataset,
+        plan_spec=plan_spec,
+        steps_per_epoch=dataset.plan_epoch(plan_spec, 0).num_steps,
+        streams=streams,
+        built=built,
+        chosen=chosen,
+        step=step,
+        collective=collective,
+        checkpoints=CheckpointFolder(open_store(task.models_uri), task.training_dir, attempt, config.keep_checkpoints),
+        identity=TrainingIdentity(task.dataset, plan_spec.fingerprint, settings_that_matter(config)),
+        reporter=reporter,
+    )
+
+    # Go on from the last complete checkpoint, if there is one; in any case all ranks start with rank 0's variables.
+    found = resume(session)
+    progress = found.marker.progress if found else Progress()
+    checkpoint_path = found.path if found else ""
+    session.stopwatch.lap()
+
+    # Epochs: steps, then validation, then a checkpoint that holds what was validated.
+    while progress.cursor.epoch < config.epochs and not progress.early_stop.stopped:
+        progress = _train_steps(session, progress)
+        progress = _finish_epoch(session, progress)
+        progress, checkpoint_path = save(session, progress)
+
+    # The final figures, on data that no decision has seen.
+    split = next((name for name in ("test", "validation") if name in manifest.splits), None)
+    evaluation = evaluate(session, split) if split else None
+
+    result = TrainResult(
+        dataset=task.dataset,
+        training_dir=task.training_dir,
+        checkpoint=checkpoint_path,
+        strategy=config.strategy,
+        world_size=world.num_ranks,
+        num_epochs=progress.cursor.epoch,
+        num_steps=session.global_step(progress),
+        seconds=progress.spent.total,
+        images_per_second=progress.cursor.epoch * manifest.splits["train"].num_rows / progress.spent.total,
+        time_shares=progress.spent.shares(),
+        final_loss_hex=progress.last_loss_hex,
+        weights_sha256=weights_sha256(built.model),
+        stopped_early=progress.early_stop.stopped,
+        resumed_from=found.marker.progress.cursor if found else None,
+        history=progress.history,
+        evaluation=evaluation,
+    )
+    if world.rank == 0:
+        session.checkpoints.store.put(f"{task.training_dir}/{RESULT}", to_json(result))
+
+    # Leave together. A rank that fails does not come here: its own error should be heard before its peers lose it.
+    collective.barrier()
+    collective.close()
+    return result
+
+
+def check_trainable(config: TrainConfig, dataset: Dataset) -> None:
+    """Raises UsageError for a dataset that this training cannot use; a driver asks before it starts any rank."""
+    where = f"{dataset.pin.uri}@{dataset.pin.version}"
+    splits = dataset.manifest.splits
+    if not dataset.manifest.class_names:
+        raise UsageError(
+            f"the dataset {where} has no labels",
+            "training a classifier needs one folder per class",
+            "sort the images into class folders and run the ETL again",
+        )
+    if "train" not in splits:
+        raise UsageError(
+            f"the dataset {where} has no train split",
+            f"it has {', '.join(splits) or 'none'}",
+            "raise etl.split_fractions.train, or add images",
+        )
+    if config.early_stop_epochs and "validation" not in splits:
+        raise UsageError(
+            f"train.early_stop_epochs = {config.early_stop_epochs}, and the dataset {where} has no validation split",
+            "expected one to judge by",
+            "set train.early_stop_epochs = 0, or raise etl.split_fractions.validation",
+        )
+
+
+def _train_steps(session: Session, progress: Progress) -> Progress:
+    """The rest of the running epoch: batch, gradients, one allreduce, update; a checkpoint every N steps."""
+    config, collective = session.task.config, session.collective
+    epoch, first_step = progress.cursor.epoch, progress.cursor.step
+    plan = session.dataset.plan_epoch(session.plan_spec, epoch)
+    options = ReaderOptions(
+        format=config.format, num_threads=config.reader_threads, prefetch_bytes=config.prefetch_bytes
+    )
+    lap = session.stopwatch.lap
+    with read_batches(
+        session.dataset, plan, streams=session.streams, first_step=first_step, options=options, augment=config.augment
+    ) as reader:
+        batches = iter(reader)
+        checkpoint_seconds = 0.0
+        for step in range(first_step, plan.num_steps):
+            batch = next(batches)
+            input_wait = lap()
+
+            num_rows = plan.num_rows_of_step(step)
+            addends = session.step.gradients(batch, num_rows)
+            compute = lap()
+
+            sums = collective.sum_tensors(addends)
+            allreduce = lap()
+
+            outcome = session.step.apply(sums, _scheduled_learning_rate(session, progress))
+            if not outcome.is_applied:
+                raise _not_finite(session, progress, outcome.loss, outcome.gradient_norm)
+            compute += lap()
+
+            spent = TimeSpent(input_wait=input_wait, compute=compute, allreduce=allreduce)
+            progress = progress.after_step(outcome.loss, outcome.num_correct, num_rows, spent)
+            # Told before its checkpoint is written: a step that a resumed run will not repeat must be on record.
+            session.reporter.step(
+                StepReport(
+                    rank=collective.rank,
+                    epoch=epoch,
+                    step=step,
+                    num_steps=plan.num_steps,
+                    loss_hex=outcome.loss.hex(),
+                    sample_ids=_real_sample_ids(batch) if config.record_samples else (),
+                    seconds={
+                        "input_wait": input_wait,
+                        "compute": compute,
+                        "allreduce": allreduce,
+                        "checkpoint": checkpoint_seconds,
+                        "total": spent.total + checkpoint_seconds,
+                    },
+                )
+            )
+            progress = progress.after_time(TimeSpent(other=lap()))
+
+            # The epoch's end writes its own.
+            checkpoint_seconds = 0.0
+            every = config.checkpoint_every_steps
+            if every and session.global_step(progress) % every == 0 and step + 1 < plan.num_steps:
+                before = progress.spent.checkpoint
+                progress, _ = save(session, progress)
+                checkpoint_seconds = progress.spent.checkpoint - before
+    return progress
+
+
+def _finish_epoch(session: Session, progress: Progress) -> Progress:
+    """Make the ranks' models equal, validate, and decide on rank 0 whether to stop."""
+    config, manifest = session.task.config, session.dataset.manifest
+    average_moving_statistics(session.built.model, session.collective, config.num_streams)
+    validation = evaluate(session, "validation") if "validation" in manifest.splits else None
+    progress = progress.after_time(TimeSpent(other=session.stopwatch.lap()))
+    num_rows = manifest.splits["train"].num_rows
+    record = EpochRecord(
+        epoch=progress.cursor.epoch,
+        num_steps=session.steps_per_epoch,
+        train_loss=progress.loss_sum / num_rows,
+        train_accuracy=progress.num_correct / num_rows,
+        learning_rate=float(session.chosen.optimizer.learning_rate),
+        seconds=progress.epoch_seconds,
+        validation=validation.without_classes() if validation else None,
+    )
+    early_stop = EarlyStop()
+    if config.early_stop_epochs and validation:
+        decided = progress.early_stop.after_epoch(validation.loss, config.early_stop_epochs)
+        early_stop = from_json(EarlyStop, session.collective.broadcast_bytes(to_json(decided)))
+    fields: dict[str, str | int | float] = {
+        "epoch": record.epoch,
+        "train_loss": record.train_loss,
+        "train_accuracy": record.train_accuracy,
+        "learning_rate": record.learning_rate,
+        "seconds": record.seconds,
+    }
+    if validation:
+        fields |= {"validation_loss": validation.loss, "validation_accuracy": validation.accuracy}
+    session.tell("epoch", fields)
+    if early_stop.stopped:
+        session.tell("early_stop", {"epoch": record.epoch, "epochs_since_best": early_stop.epochs_since_best})
+    return progress.after_epoch(record, early_stop)
+
+
+def _scheduled_learning_rate(session: Session, progress: Progress) -> float | None:
+    if not session.chosen.follows_schedule:
+        return None
+    return lr_at(session.global_step(progress), session.task.config, session.steps_per_epoch)
+
+
+def _not_finite(session: Session, progress: Progress, loss: float, gradient_norm: float) -> TrainingError:
+    cursor = progress.cursor
+    return TrainingError(
+        f"loss {loss}, gradient norm {gradient_norm} at epoch {cursor.epoch}, step {cursor.step} "
+        f"(global step {session.global_step(progress)}); the update was not applied",
+        "expected finite numbers",
+        "lower train.learning_rate, or set train.gradient_clip_norm or train.warmup_steps",
+    )
+
+
+def _real_sample_ids(batch: Batch) -> tuple[str, ...]:
+    return tuple(format_sample_id(sample_id) for sample_id in batch.sample_ids_N[batch.weights_N > 0].tolist())
