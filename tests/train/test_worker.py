@@ -195,7 +195,7 @@ def test_data_that_cannot_be_trained_on_is_refused(tiny_uri, tmp_path):
     with pytest.raises(UsageError, match=r"early_stop_epochs = 1, and .* no validation split"):
         train_here(no_validation, tmp_path, early_stop_epochs=1)
 
-    with pytest.raises(UsageError, match=r"9 ranks with train.num_streams = 8"):
+    with pytest.raises(UsageError, match=r"9 ranks for 8 streams; expected 1 to 8"):
         run_worker(task_of(tiny_uri, tmp_path, strategy="horovod"), World(0, 9, 0, 9), Recorder())
 
 
