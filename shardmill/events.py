@@ -69,7 +69,7 @@ def new_run_id() -> str:
 
 
 def run_folder(run_id: str) -> str:
-    """Where a run's record is, relative to the working directory's root. Raises UsageError for a name that is a path."""
+    """Where a run's record is, relative to the work directory. Raises UsageError for a name that is a path."""
     check_relative_path(run_id)
     if "/" in run_id or run_id.startswith("."):
         raise UsageError(f"run id {run_id!r}", "expected a plain name without '/' or a leading dot")
@@ -79,7 +79,7 @@ def run_folder(run_id: str) -> str:
 def write_stage_record(
     workdir: str | Path, run_id: str, stage: str, record: StageRecord, *, is_last: bool = True
 ) -> None:
-    """Leave `<workdir>/runs/<run_id>/<stage>.json`, replacing an earlier attempt's, and bring `summary.json` up to date.
+    """Leave `<workdir>/runs/<run_id>/<stage>.json`, in place of an earlier attempt's, and renew `summary.json`.
 
     `is_last` says that nothing follows in this process: a run that goes on, or is killed, is not summed up as `ok`.
     """
@@ -163,7 +163,7 @@ class LineLog:
             target = Path(store.uri, path)
             target.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered and in append mode: a line is whole for every reader, whatever then happens to this process.
-            self._file = open(target, "ab", buffering=0)
+            self._file = open(target, "ab", buffering=0)  # noqa: SIM115  (closed by `close`)
         else:
             self._lines = read_lines(store, path)
 

@@ -1,0 +1,27 @@
+# make demo    the whole chain on 1,797 real digits and a bag of broken files, in ./demo-work
+# make test    every test          make check   what CI runs: formatting, lint, types, tests
+# Each does all its set-up itself; a second call takes none.
+.PHONY: demo test check setup lint clean
+SHELL := /bin/bash
+RUN := source .venv/shardmill.env && PATH="$(CURDIR)/.venv/bin:$$PATH"
+
+demo:
+	@scripts/setup.sh demo
+	@$(RUN) python -m pipeline.demo
+
+setup:
+	@scripts/setup.sh all
+
+test: setup
+	@$(RUN) pytest -m "not drill"
+
+lint: setup
+	@$(RUN) ruff format --check .
+	@$(RUN) ruff check .
+	@$(RUN) pyright
+
+check: lint test
+
+clean:
+	rm -rf demo-work shardmill-work dist .pytest_cache .ruff_cache .hypothesis spark-warehouse artifacts metastore_db derby.log
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,291 @@
+"""The command line `shardmill`: it reads arguments, calls the stages, and is the only place that prints results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipeline.cli_options import Common, run_app, with_common
+from pipeline.config import PipelineTree, commented_toml, load_pipeline, require, to_toml
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+app = typer.Typer(
+    help="Images to committed training shards with Spark; exact, resumable training on them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(help="Look at the config.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+Source = Annotated[str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="A folder of images, or a TOML file.")]
+DatasetArgument = Annotated[str, typer.Argument(metavar="DATASET[@N]", help="Dataset folder or URI, or a TOML file.")]
+
+
+@app.command()
+@with_common
+def run(common: Common, source_or_config: Source) -> None:
+    """The whole pipeline: etl, verify, train, export, evaluate, promote, report."""
+    from pipeline.run import run_pipeline
+
+    summary = run_pipeline(source_or_config, common)
+    _print_result(common, summary, _summary_rows(summary), title=f"run {summary['run_id']}")
+
+
+@app.command()
+@with_common
+def etl(common: Common, source_or_config: Source) -> None:
+    """Images to a committed dataset version."""
+    _stage(common, "etl", source_or_config)
+
+
+@app.command()
+@with_common
+def verify(
+    common: Common,
+    dataset: DatasetArgument,
+    deep: Annotated[bool, typer.Option("--deep", help="Re-read every byte of every shard.")] = False,
+) -> None:
+    """Check every rule of a dataset version, and print a table."""
+    from pipeline.run import verify_stage
+
+    report = verify_stage(dataset, common, deep=deep)
+    rows = [(check.rule, check.problem or check.detail or "ok") for check in report.checks]
+    machine = {
+        "uri": report.uri,
+        "version": report.version,
+        "deep": report.deep,
+        "ok": not report.problems,
+        "checks": [
+            {"rule": c.rule, "ok": not c.problem, "detail": c.detail, "problem": c.problem} for c in report.checks
+        ],
+    }
+    _print_result(common, machine, rows, title=f"{report.uri}@{report.version}")
+    report.raise_if_failed()
+
+
+@app.command()
+@with_common
+def train(common: Common, source_or_config: Source) -> None:
+    """Train on the dataset's latest version, or continue a training that was cut off."""
+    _stage(common, "train", source_or_config)
+
+
+@app.command()
+@with_common
+def export(common: Common, source_or_config: Source) -> None:
+    """The trained model as a SavedModel and a .keras file, compared with the training model."""
+    _stage(common, "export", source_or_config)
+
+
+@app.command()
+@with_common
+def evaluate(common: Common, source_or_config: Source) -> None:
+    """Exact figures of the trained model on the test split."""
+    _stage(common, "evaluate", source_or_config)
+
+
+@app.command()
+@with_common
+def gate(common: Common, source_or_config: Source) -> None:
+    """What `promote` would decide; changes nothing."""
+    _stage(common, "gate", source_or_config)
+
+
+@app.command()
+@with_common
+def promote(
+    common: Common,
+    source_or_config: Source,
+    rollback: Annotated[bool, typer.Option("--rollback", help="Make the previous model current again.")] = False,
+    require_promotion: Annotated[bool, typer.Option("--require", help="Exit 9 where the gate is not passed.")] = False,
+) -> None:
+    """Make the exported model the current one, if it passes the gate."""
+    _stage(common, "promote", source_or_config, rollback=rollback, require=require_promotion)
+
+
+@app.command()
+@with_common
+def report(common: Common, source_or_config: Source) -> None:
+    """Write report.html of a run (--run-id) again."""
+    _stage(common, "report", source_or_config)
+
+
+@app.command()
+@with_common
+def predict(
+    common: Common,
+    model: Annotated[str, typer.Argument(help="Models folder or URI (its current model), or one export below it.")],
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Ordinary image files.")],
+) -> None:
+    """Label and probability of image files, through the ETL's own decoding."""
+    from train.predict import predict_images
+
+    predictions = predict_images(model, images)
+    machine = [_plain(prediction) for prediction in predictions]
+    rows = [
+        (each["path"], each["rejection"] or each["label"], "" if each["rejection"] else f"{each['probability']:.4f}")
+        for each in machine
+    ]
+    _print_result(common, machine, rows, title=model)
+
+
+@app.command()
+@with_common
+def inspect(
+    common: Common,
+    dataset: DatasetArgument,
+    files: Annotated[bool, typer.Option("--files", help="List the shards' URIs, for other tools.")] = False,
+    rejects: Annotated[bool, typer.Option("--rejects", help="List the rejects ledger.")] = False,
+) -> None:
+    """What a dataset version holds."""
+    from pipeline.inspection import describe, list_files, list_rejections
+    from shardmill.dataset import open_dataset
+
+    opened = open_dataset(_dataset_uri(common, dataset))
+    title = f"{opened.pin.uri}@{opened.pin.version}"
+    if files:
+        found = list_files(opened)
+        _print_result(common, found, [(each["uri"],) for each in found], title="")
+    elif rejects:
+        found = list_rejections(opened)
+        _print_result(common, found, [(e["source"], e["reason"], e["detail"]) for e in found], title=title)
+    else:
+        facts = describe(opened)
+        _print_result(common, facts, _flat_rows(facts), title=title)
+
+
+@app.command()
+@with_common
+def doctor(common: Common, config: Annotated[str, typer.Argument(help="A TOML file to check as well.")] = "") -> None:
+    """Check this machine: versions, Java, compiler, config, storage, slots."""
+    from pipeline.doctor import examine
+
+    findings = examine(load_pipeline(config or None, common.overrides, common.workdir), common.workdir)
+    rows = [(each.status, each.subject, each.found, each.fix) for each in findings]
+    _print_result(common, [_plain(each) for each in findings], rows, title="doctor")
+    if any(each.status == "fail" for each in findings):
+        raise typer.Exit(2)
+
+
+@app.command()
+@with_common
+def init(
+    common: Common, file: Annotated[str, typer.Argument(help="Where to write it; must not exist.")] = "shardmill.toml"
+) -> None:
+    """Write a commented config file to start from."""
+    from shardmill.errors import UsageError
+
+    try:
+        with open(file, "x", encoding="utf-8") as target:
+            target.write(commented_toml())
+    except FileExistsError:
+        raise UsageError(f"{file} exists already", "expected a new name", "shardmill init OTHER.toml") from None
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}", "expected a writable place") from None
+    _print_result(
+        common, {"file": file}, [(f"wrote {file}; set source.uri and dataset.uri, then: shardmill run {file}",)]
+    )
+
+
+@config_app.command("show")
+@with_common
+def config_show(
+    common: Common, source_or_config: Annotated[str, typer.Argument(help="A folder or TOML file.")] = ""
+) -> None:
+    """Print the resolved config with every default, as TOML."""
+    tree = load_pipeline(source_or_config or None, common.overrides, common.workdir)
+    sys.stdout.write(json.dumps(tree.model_dump(mode="json"), indent=2) + "\n" if common.json else to_toml(tree))
+
+
+def main() -> None:
+    """Entry point of the command `shardmill`."""
+    run_app(app)
+
+
+def _stage(common: Common, name: str, source_or_config: str, **choices: bool) -> None:
+    from pipeline.run import run_one_stage
+
+    record = run_one_stage(name, source_or_config, common, **choices)
+    rows = [("status", record.status), *_flat_rows(record.sections)]
+    machine = {"run_id": common.run_id, **record.model_dump(mode="json", exclude={"detail"})}
+    _print_result(common, machine, rows, title=name)
+
+
+def _dataset_uri(common: Common, dataset: str) -> str:
+    if not dataset.endswith(".toml"):
+        return dataset
+    tree: PipelineTree = load_pipeline(dataset, common.overrides, common.workdir)
+    require(tree, "dataset")
+    return tree.dataset.uri
+
+
+def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    counts = summary["dataset"]["counts"]
+    train, promotion = summary["train"], summary["promotion"]
+    evaluation = summary["evaluation"] or {}
+    return [
+        ("images", f"{counts['accepted']:,} accepted, {counts['rejected']:,} rejected of {counts['listed']:,} listed"),
+        ("dataset", f"{summary['dataset']['uri']}@{summary['dataset']['version']}"),
+        (
+            "training",
+            f"{train['strategy']}, {train['world_size']} rank(s), {train['epochs']} epochs, {train['steps']} steps",
+        ),
+        (
+            "evaluation",
+            f"{evaluation['split']} accuracy {evaluation['accuracy']:.4f}" if evaluation else "no split for it",
+        ),
+        ("model", f"{promotion['decision']}: {promotion['reason']}"),
+        ("report", summary["report"]["path"]),
+    ]
+
+
+def _flat_rows(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for name, item in value.items():
+        if isinstance(item, dict):
+            rows += _flat_rows(item, f"{prefix}{name}.")
+        else:
+            rows.append((f"{prefix}{name}", "" if item is None else str(item)))
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(type(value)).dump_python(value, mode="json")
+
+
+def _print_result(common: Common, machine: Any, rows: Iterable[tuple[str, ...]], title: str = "") -> None:
+    """People get a table on stdout; with --json it goes to stderr, and stdout has the machine's document alone."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if common.json:
+        sys.stdout.write(json.dumps(machine, indent=2) + "\n")
+        sys.stdout.flush()
+    stream = sys.stderr if common.json else sys.stdout
+    rows = list(rows)
+    if not stream.isatty() or not title:
+        # Not for a person's screen: one line a row, for grep and cut; nothing wrapped.
+        lines = ["\t".join(row) for row in rows]
+        text = "".join(f"{line}\n" for line in ([title] if title else []) + lines)
+        stream.write(text.encode("utf-8", "backslashreplace").decode())
+        return
+    table = Table(title=title, title_justify="left", show_header=False)
+    for _ in rows[0] if rows else ():
+        table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(file=stream).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The whole config tree, from a TOML file or from nothing but a folder of images; and back to TOML for people."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from etl.config import EtlConfig, EtlTree, SourceConfig
+from shardmill.config import DatasetConfig, ModelsConfig, SparkConfig, load_tree
+from shardmill.errors import UsageError
+from shardmill.options import Section
+from train.config import GateConfig, TrainConfig, TrainTree
+
+DEFAULT_WORKDIR = "./shardmill-work"
+
+
+# Without a default; `models.uri` falls back to `<workdir>/models`.
+REQUIRED_KEYS = (("source", "uri"), ("dataset", "uri"))
+
+
+class PipelineTree(Section):
+    """Every section of the config file."""
+
+    source: SourceConfig = SourceConfig()
+    dataset: DatasetConfig = DatasetConfig()
+    models: ModelsConfig = ModelsConfig()
+    etl: EtlConfig = EtlConfig()
+    spark: SparkConfig = SparkConfig()
+    train: TrainConfig = TrainConfig()
+    gate: GateConfig = GateConfig()
+
+    def etl_tree(self) -> EtlTree:
+        """What the ETL may see."""
+        return EtlTree(**{name: getattr(self, name) for name in EtlTree.model_fields})
+
+    def train_tree(self) -> TrainTree:
+        """What training may see."""
+        return TrainTree(**{name: getattr(self, name) for name in TrainTree.model_fields})
+
+
+def load_pipeline(
+    source_or_config: str | None, overrides: tuple[str, ...] = (), workdir: str = DEFAULT_WORKDIR
+) -> PipelineTree:
+    """The tree of a TOML file, or of a folder (or `s3://` prefix) of images with defaults for everything else.
+
+    Local URIs come back absolute: Spark's executors and the ranks need not share this process's working directory.
+    """
+    if source_or_config is None or source_or_config.endswith(".toml"):
+        tree = load_tree(PipelineTree, source_or_config, overrides)
+    elif "://" in source_or_config or Path(source_or_config).is_dir():
+        below = {"source": {"uri": source_or_config}, "dataset": {"uri": f"{workdir}/dataset"}, **folder_defaults()}
+        tree = load_tree(PipelineTree, None, overrides, below)
+    elif Path(source_or_config).exists():
+        raise UsageError(f"{source_or_config} is neither a folder nor a .toml file", "expected one of the two")
+    else:
+        raise UsageError(f"{source_or_config} does not exist", "expected a folder of images or a .toml file")
+    uris = {"source": tree.source.uri, "dataset": tree.dataset.uri, "models": tree.models.uri or f"{workdir}/models"}
+    sections = {name: getattr(tree, name).model_copy(update={"uri": absolute_uri(uri)}) for name, uri in uris.items()}
+    return tree.model_copy(update=sections)
+
+
+def folder_defaults() -> dict[str, Any]:
+    """What `run FOLDER` lays over the sections' own defaults: a size and a model that train in minutes on a CPU."""
+    return {
+        "etl": {"image_size": 64},
+        "train": {"model": "small_cnn", "epochs": 10},
+        "spark": {"master": "local[*]"},
+    }
+
+
+def absolute_uri(uri: str) -> str:
+    """`uri` itself where it has a scheme or is empty; a local path is made absolute."""
+    return uri if "://" in uri or not uri else os.path.abspath(os.path.expanduser(uri))
+
+
+def require(tree: PipelineTree, *sections: str) -> None:
+    """Raise UsageError where one of the named sections has no `uri`."""
+    for section in sections:
+        if not getattr(tree, section).uri:
+            raise UsageError(
+                f"config key {section}.uri is not set",
+                "expected a local path or s3://bucket/prefix",
+                f"add it under [{section}], or give --set {section}.uri=...",
+            )
+
+
+def to_toml(tree: Section) -> str:
+    """The tree with every default, as a TOML file that gives the same tree again."""
+    return "\n".join(_toml_lines(tree, (), commented=False)).strip() + "\n"
+
+
+def commented_toml() -> str:
+    """A config file to start from: each key with what it means, and commented out where the default will do."""
+    head = (
+        "# shardmill: every key with its meaning and its default. Uncomment what you change.\n"
+        "# `source.uri` and `dataset.uri` must be set; `models.uri` is `models` in the work directory unless set.\n"
+        "# `shardmill run FILE` runs the whole pipeline; `shardmill config show FILE` prints what it resolves to.\n"
+    )
+    return head + "\n".join(_toml_lines(PipelineTree(), (), commented=True)).rstrip() + "\n"
+
+
+def _toml_lines(section: BaseModel, path: tuple[str, ...], *, commented: bool) -> Iterator[str]:
+    if path:
+        yield ""
+        if commented:
+            yield from _comment(type(section).__doc__ or "")
+        yield f"[{'.'.join(path)}]"
+    fields = type(section).model_fields
+    inner = [name for name in fields if isinstance(getattr(section, name), BaseModel)]
+    for name, field in fields.items():
+        if name in inner:
+            continue
+        if commented:
+            choices = [value for value in get_args(field.annotation) if isinstance(value, str)]
+            yield from _comment(field.description or "", f" One of: {', '.join(choices)}." if choices else "")
+        mark = "# " if commented and (*path, name) not in REQUIRED_KEYS else ""
+        yield f"{mark}{name} = {_toml_value(getattr(section, name))}"
+    for name in inner:
+        yield from _toml_lines(getattr(section, name), (*path, name), commented=commented)
+
+
+def _comment(text: str, choices: str = "") -> Iterator[str]:
+    for line in textwrap.wrap(" ".join(text.split()) + choices, width=116):
+        yield f"# {line}"
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, float):
+        return repr(value)
+    # Strings, integers and booleans are written alike in JSON and TOML, but for DEL, which TOML wants escaped.
+    return json.dumps(value).replace("\x7f", "\\u007f")

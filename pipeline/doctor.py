@@ -1,0 +1,137 @@
+"""`shardmill doctor`: what would stop a run on this machine, found before it starts, each with its fix."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from pipeline.config import PipelineTree
+from shardmill.errors import ShardmillError
+from shardmill.storage import open_store
+
+Status = Literal["ok", "warn", "fail"]
+
+# Package, extra that brings it, and what it is for.
+PACKAGES = (
+    ("pyspark", "spark", "etl.engine = spark, launcher horovod_spark"),
+    ("tensorflow-cpu", "tensorflow", "training"),
+    ("keras", "tensorflow", "training"),
+    ("horovod", "horovod", "strategy horovod"),
+    ("s3fs", "s3", "s3:// URIs"),
+)
+JAVA_VERSIONS = (17, 21)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    status: Status
+    subject: str
+    found: str
+    fix: str = ""
+
+
+def examine(tree: PipelineTree, workdir: str) -> list[Finding]:
+    """Look at everything that a run with this config would need. Writes one small file to each store and removes it."""
+    return [
+        Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}"),
+        *_packages(tree),
+        _java(),
+        _compiler(),
+        *_source(tree),
+        *_stores(tree, workdir),
+        _slots(tree),
+    ]
+
+
+def _packages(tree: PipelineTree) -> Iterator[Finding]:
+    uses_s3 = any(uri.startswith("s3://") for uri in (tree.source.uri, tree.dataset.uri, tree.models.uri))
+    needed = {"pyspark", "tensorflow-cpu", "keras"}
+    needed |= {"horovod"} if tree.train.strategy == "horovod" else set()
+    needed |= {"s3fs"} if uses_s3 else set()
+    for package, extra, purpose in PACKAGES:
+        try:
+            yield Finding("ok", package, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            status: Status = "fail" if package in needed else "warn"
+            yield Finding(status, package, f"not installed; it is for {purpose}", f"pip install 'shardmill[{extra}]'")
+
+
+def _java() -> Finding:
+    java = os.path.join(os.environ["JAVA_HOME"], "bin", "java") if os.environ.get("JAVA_HOME") else "java"
+    fix = "apt-get install -y openjdk-17-jre-headless, or set JAVA_HOME to a Java 17 or 21"
+    try:
+        text = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=20, check=False).stderr
+    except (OSError, subprocess.TimeoutExpired):
+        return Finding("fail", "java", f"{java} does not run; Spark needs it", fix)
+    version = re.search(r'version "(\d+)', text)
+    if version is None or int(version.group(1)) not in JAVA_VERSIONS:
+        return Finding("fail", "java", f"{text.splitlines()[0] if text else 'unknown'}; Spark 4 needs 17 or 21", fix)
+    return Finding("ok", "java", text.splitlines()[0])
+
+
+def _compiler() -> Finding:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return Finding("warn", "g++", "not found; only building Horovod needs it", "apt-get install -y g++")
+    return Finding("ok", "g++", compiler)
+
+
+def _source(tree: PipelineTree) -> Iterator[Finding]:
+    uri = tree.source.uri
+    if not uri:
+        yield Finding("warn", "source.uri", "not set", "set it in the config, or run on a folder")
+    elif "://" not in uri and not os.path.isdir(uri):
+        yield Finding("fail", "source.uri", f"{uri} is not a folder", "correct source.uri")
+    else:
+        yield Finding("ok", "source.uri", uri)
+
+
+def _stores(tree: PipelineTree, workdir: str) -> Iterator[Finding]:
+    stores = {"--workdir": workdir, "dataset.uri": tree.dataset.uri, "models.uri": tree.models.uri}
+    for subject, uri in stores.items():
+        if uri:
+            yield _checked(subject, lambda uri=uri: _commit_round_trip(uri))
+        else:
+            yield Finding("warn", subject, "not set", f"set {subject} in the config")
+
+
+def _checked(subject: str, look: Callable[[], Finding | str]) -> Finding:
+    try:
+        found = look()
+    except (ShardmillError, OSError) as error:
+        return Finding("fail", subject, str(error), "check the path, its permissions and the AWS_* environment")
+    return found if isinstance(found, Finding) else Finding("ok", subject, found)
+
+
+def _commit_round_trip(uri: str) -> Finding | str:
+    """Whether the one primitive that commits stand on works here: the second writer must be told that it lost."""
+    store = open_store(uri)
+    path = f"doctor-{secrets.token_hex(6)}"
+    try:
+        first, second = store.put_if_absent(path, b"first"), store.put_if_absent(path, b"second")
+        kept = store.read(path)
+    finally:
+        store.delete(path)
+    if (first, second, kept) != (True, False, b"first"):
+        fix = "use a store with conditional writes (If-None-Match)"
+        return Finding("fail", "storage", f"{uri} let a second writer win; datasets cannot be committed to it", fix)
+    return f"{store.uri}: put_if_absent works"
+
+
+def _slots(tree: PipelineTree) -> Finding:
+    cores = os.cpu_count() or 1
+    needed = tree.train.num_workers
+    if tree.train.launcher in ("local", "horovod_spark") and tree.spark.master.startswith("local") and needed > cores:
+        found = f"train.num_workers = {needed} on {cores} cores: ranks will share them"
+        return Finding("warn", "slots", found, "fewer workers, or a cluster")
+    return Finding("ok", "slots", f"{needed} rank(s) by launcher {tree.train.launcher}, {cores} cores here")

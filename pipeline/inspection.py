@@ -1,0 +1,65 @@
+"""What `shardmill inspect` says of a dataset version, as plain values for the table and for --json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardmill.dataset import Dataset
+
+
+def describe(dataset: Dataset) -> dict[str, Any]:
+    """The manifest in short."""
+    manifest = dataset.manifest
+    return {
+        "uri": dataset.pin.uri,
+        "version": dataset.pin.version,
+        "created_at": manifest.created_at,
+        "operation": manifest.operation,
+        "parent_version": manifest.parent_version,
+        "content_digest": manifest.content_digest,
+        "layout_digest": manifest.layout_digest,
+        "formats": list(manifest.formats),
+        "image": {
+            "shape_HWC": list(manifest.normalize.image_shape_HWC),
+            "encoding": manifest.normalize.encoding,
+            "channel_mean": list(manifest.channel_mean),
+            "channel_std": list(manifest.channel_std),
+        },
+        "class_names": list(manifest.class_names),
+        "counts": manifest.counts.model_dump(mode="json"),
+        "splits": {
+            name: {"num_rows": split.num_rows, "num_shards": split.num_shards, "class_counts": list(split.class_counts)}
+            for name, split in manifest.splits.items()
+        },
+        "source": manifest.source.uri,
+    }
+
+
+def list_files(dataset: Dataset) -> list[dict[str, Any]]:
+    """Every shard, in every format: the files that other tools may read."""
+    return [
+        {
+            "split": split,
+            "format": name,
+            "uri": uri,
+        }
+        for split in dataset.manifest.splits
+        for name in dataset.manifest.formats
+        for uri in dataset.files(split, name)
+    ]
+
+
+def list_rejections(dataset: Dataset) -> list[dict[str, Any]]:
+    """The rejects ledger."""
+    return [
+        {
+            # Names that are not UTF-8 travel as surrogates, which JSON can hold only escaped.
+            "source": rejection.key,
+            "reason": str(rejection.reason),
+            "detail": rejection.detail,
+            "size_bytes": rejection.size_bytes,
+            "source_sha256": rejection.source_sha256,
+            "stage": rejection.stage,
+        }
+        for rejection in dataset.read_rejections()
+    ]

@@ -1,0 +1,113 @@
+"""What a person sees while a run works, on stderr: bars on a terminal, an occasional plain line elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from pipeline.record import RunRecord
+from shardmill.events import FieldValue
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+PLAIN_LINE_SECONDS = 5.0
+# What a person should read among the events; the rest is for `events.jsonl`.
+SENTENCES = {
+    "etl.listed": "etl: {listed:,} inputs listed, {images:,} of them named like images, {units} work units",
+    "etl.units_kept": "etl: keeps {kept} work units of an interrupted run, {missing} are left to do",
+    "train.resumed": "train: continues at epoch {epoch}, step {step}",
+    "train.checkpoint_discarded": "train: passes over the checkpoint {path}: {reason}",
+    "train.early_stop": "train: stops early after epoch {epoch}",
+}
+
+
+class RunProgress:
+    """The observer of a run's stages. Use it as a context manager around them."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self._record = record
+        self._bars: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._first_seen: dict[str, tuple[float, int]] = {}
+        self._next_line = 0.0
+
+    def __enter__(self) -> RunProgress:
+        if sys.stderr.isatty():
+            self._bars = _make_bars()
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def say(self, line: str) -> None:
+        """One line for the person."""
+        if self._bars is not None:
+            self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            sys.stderr.write(f"{line}\n")
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        """What a stage tells; frequent progress moves the bars, the rest is kept."""
+        numbers = {key: value for key, value in fields.items() if isinstance(value, int | float)}
+        match name:
+            case "etl.progress":
+                self._advance("etl", int(numbers["num_done"]), int(numbers["num_images"]), "images")
+            case "verify.progress":
+                self._advance("verify", int(numbers["num_done"]), int(numbers["num_shards"]), "shards")
+            case "train.progress":
+                label = f"train, epoch {int(numbers['epoch']) + 1}"
+                unit = f"steps, loss {numbers['loss']:.4f}"
+                self._advance(label, int(numbers["step"]) + 1, int(numbers["num_steps"]), unit)
+            case _:
+                self._record.event(name, **fields)
+                if name == "train.epoch" and fields.get("rank", 0) == 0:
+                    self.say(_epoch_line(numbers))
+                elif name in SENTENCES and fields.get("rank", 0) == 0:
+                    self.say(SENTENCES[name].format(**fields))
+
+    def _advance(self, label: str, num_done: int, num_total: int, unit: str) -> None:
+        if self._bars is not None:
+            if label not in self._tasks:
+                self._tasks[label] = self._bars.add_task(label, total=num_total, unit=unit)
+            self._bars.update(self._tasks[label], completed=num_done, total=num_total, unit=unit)
+            return
+        now = time.monotonic()
+        # What was done before this process looked (kept units, resumed steps) says nothing about its rate.
+        started, done_before = self._first_seen.setdefault(label, (now, num_done))
+        if now < self._next_line:
+            return
+        self._next_line = now + PLAIN_LINE_SECONDS
+        rate = (num_done - done_before) / (now - started) if now > started else 0.0
+        pace = f", {rate:,.0f} a second, {(num_total - num_done) / rate:,.0f} s left" if rate else ""
+        self.say(f"{label}: {num_done:,} of {num_total:,} {unit}{pace}")
+
+
+def _epoch_line(numbers: Mapping[str, int | float]) -> str:
+    validation = ""
+    if "validation_accuracy" in numbers:
+        validation = (
+            f"; validation loss {numbers['validation_loss']:.4f}, accuracy {numbers['validation_accuracy']:.4f}"
+        )
+    return (
+        f"train: epoch {int(numbers['epoch']) + 1} in {numbers['seconds']:.1f} s: loss {numbers['train_loss']:.4f}, "
+        f"accuracy {numbers['train_accuracy']:.4f}{validation}"
+    )
+
+
+def _make_bars() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[unit]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=Console(stderr=True),
+    )

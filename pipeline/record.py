@@ -1,0 +1,64 @@
+"""One run's record while it is made: every stage leaves its outcome, good or bad, before anything else happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shardmill.events import (
+    LineLog,
+    StageRecord,
+    failed_stage,
+    new_run_id,
+    run_folder,
+    write_stage_record,
+    write_summary,
+)
+from shardmill.storage import join_uri, open_store
+
+
+class RunRecord:
+    """`<workdir>/runs/<run_id>/`: `summary.json`, `events.jsonl`, `config.toml`, and one file for each stage."""
+
+    def __init__(self, workdir: str, run_id: str = "", *, is_single_stage: bool = True) -> None:
+        self.workdir = workdir
+        self.run_id = run_id or new_run_id()
+        self.store = open_store(workdir)
+        self.folder = run_folder(self.run_id)
+        self.uri = join_uri(self.store.uri, self.folder)
+        self._is_single_stage = is_single_stage
+        self._events = LineLog(self.store, f"{self.folder}/events.jsonl")
+
+    def open(self, config_toml: str) -> None:
+        """The run goes on from here: keep its config, and say so in the summary."""
+        self.store.put(f"{self.folder}/config.toml", config_toml.encode())
+        write_summary(self.workdir, self.run_id, None)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """One line of `events.jsonl`."""
+        self._events.append({"time": round(time.time(), 3), "event": name, **fields})
+
+    def stage(self, name: str, work: Callable[[], StageRecord]) -> StageRecord:
+        """Do one stage and record how it ended; its error is raised on."""
+        self.event("stage.started", stage=name)
+        started = time.monotonic()
+        try:
+            record = work()
+        except BaseException as error:  # recorded and raised on: also Ctrl-C and SIGTERM belong into the summary
+            self._end(failed_stage(name, error, time.monotonic() - started))
+            raise
+        self._end(record.model_copy(update={"seconds": time.monotonic() - started}))
+        return record
+
+    def close(self, error: BaseException | None = None) -> dict[str, Any]:
+        """The last word: the summary as it stays."""
+        end = failed_stage("run", error) if error is not None else StageRecord(stage="run")
+        summary = write_summary(self.workdir, self.run_id, end.exit_code, end.error)
+        self.event("run.ended", exit_code=end.exit_code)
+        self._events.close()
+        return summary
+
+    def _end(self, record: StageRecord) -> None:
+        write_stage_record(self.workdir, self.run_id, record.stage, record, is_last=self._is_single_stage)
+        self.event("stage.ended", stage=record.stage, status=record.status, seconds=round(record.seconds, 3))

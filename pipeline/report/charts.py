@@ -1,0 +1,211 @@
+"""The report's pictures: numbers in, inline SVG out. No script and no network, so a report opens anywhere, for ever."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+INK, MUTED, RULE = "#1d2733", "#6b7785", "#e6eaef"
+BLUE, ORANGE, GREEN, VIOLET, RED, GREY = "#2f6fde", "#e8833a", "#2a9d76", "#8660c9", "#cf4b4b", "#b9c2cd"
+SERIES_COLORS = (BLUE, ORANGE, GREEN, VIOLET, RED, GREY)
+CHARACTER_WIDTH = 6.6
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One curve; a gap is a NaN."""
+
+    name: str
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One row of a bar chart: a label and one or more stacked parts."""
+
+    label: str
+    parts: tuple[float, ...]
+
+
+def line_chart(
+    lines: Sequence[Line], *, y_label: str, x_label: str, y_format: str = "{:.3g}", from_zero: bool = False
+) -> str:
+    """Curves over a shared x axis, the last value written at each curve's end."""
+    lines = [line for line in lines if any(math.isfinite(y) for y in line.ys)]
+    if not lines:
+        return empty("nothing was recorded")
+    width, height, left, right, top, bottom = 560, 260, 58, 96, 16, 42
+    all_y = [y for line in lines for y in line.ys if math.isfinite(y)]
+    all_x = [x for line in lines for x in line.xs]
+    ticks = nice_ticks(0.0 if from_zero else min(all_y), max(all_y))
+    x_low, x_high = min(all_x), max(all_x)
+
+    def place_x(x: float) -> float:
+        return left + (x - x_low) / ((x_high - x_low) or 1) * (width - left - right)
+
+    def place_y(y: float) -> float:
+        return height - bottom - (y - ticks[0]) / ((ticks[-1] - ticks[0]) or 1) * (height - top - bottom)
+
+    parts = [
+        f'<line x1="{left}" x2="{width - right}" y1="{place_y(tick):.1f}" y2="{place_y(tick):.1f}" stroke="{RULE}"/>'
+        + text(left - 8, place_y(tick) + 4, y_format.format(tick), anchor="end", fill=MUTED)
+        for tick in ticks
+    ]
+    step = max(1, round(len(set(all_x)) / 8))
+    for x in sorted(set(all_x))[::step]:
+        parts.append(text(place_x(x), height - bottom + 18, f"{x:g}", anchor="middle", fill=MUTED))
+    parts.append(text((left + width - right) / 2, height - 6, x_label, anchor="middle", fill=MUTED))
+
+    ends: list[float] = []
+    for number, line in enumerate(lines):
+        color = SERIES_COLORS[number % len(SERIES_COLORS)]
+        points = [(place_x(x), place_y(y), x, y) for x, y in zip(line.xs, line.ys, strict=True) if math.isfinite(y)]
+        path = " ".join(f"{px:.1f},{py:.1f}" for px, py, _, _ in points)
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2.2" stroke-linejoin="round"/>'
+        )
+        for px, py, x, y in points:
+            tip = escape(f"{line.name}, {x_label} {x:g}: {y_format.format(y)}")
+            parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="2.8" fill="{color}"><title>{tip}</title></circle>')
+        # Two curves that end close together would write over each other.
+        end_y = points[-1][1]
+        while any(abs(end_y - other) < 26 for other in ends):
+            end_y += 26 if end_y < height / 2 else -26
+        ends.append(end_y)
+        parts.append(text(points[-1][0] + 8, end_y, line.name, fill=color, weight=600))
+        parts.append(text(points[-1][0] + 8, end_y + 13, y_format.format(points[-1][3]), fill=color))
+    return svg(width, height, parts, y_label)
+
+
+def bar_chart(bars: Sequence[Bar], *, part_names: Sequence[str], title: str, limit: int = 40) -> str:
+    """Horizontal stacked bars with their totals; past `limit` rows the rest is one row."""
+    if not bars:
+        return empty("none")
+    shown = list(bars)
+    if len(shown) > limit:
+        rest = shown[limit - 1 :]
+        sums = tuple(sum(bar.parts[index] for bar in rest) for index in range(len(part_names)))
+        shown = [*shown[: limit - 1], Bar(f"{len(rest)} more", sums)]
+    width, row, top = 560, 22, 4
+    left = min(220, 16 + int(CHARACTER_WIDTH * max(len(shorten(bar.label)) for bar in shown)))
+    longest = max(sum(bar.parts) for bar in shown) or 1
+    scale = (width - left - 64) / longest
+    parts: list[str] = []
+    for number, bar in enumerate(shown):
+        y, x = top + number * row, float(left)
+        parts.append(text(left - 8, y + 14, shorten(bar.label), anchor="end", fill=INK, tip=bar.label))
+        for index, value in enumerate(bar.parts):
+            color = SERIES_COLORS[index % len(SERIES_COLORS)]
+            tip = escape(f"{bar.label}, {part_names[index]}: {value:,.0f}")
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y + 2}" width="{value * scale:.1f}" height="{row - 6}" fill="{color}">'
+                f"<title>{tip}</title></rect>"
+            )
+            x += value * scale
+        parts.append(text(x + 6, y + 14, f"{sum(bar.parts):,.0f}", fill=MUTED))
+    return legend(part_names) * (len(part_names) > 1) + svg(width, top * 2 + row * len(shown), parts, title)
+
+
+def share_bar(shares: Sequence[tuple[str, float]], *, title: str) -> str:
+    """One bar cut into shares of 1, with a legend that says each in percent."""
+    width, height, x = 1160, 34, 0.0
+    total = sum(share for _, share in shares) or 1
+    parts: list[str] = []
+    for number, (name, share) in enumerate(shares):
+        length = share / total * width
+        color = SERIES_COLORS[number % len(SERIES_COLORS)]
+        tip = escape(f"{name}: {share / total:.1%}")
+        parts.append(
+            f'<rect x="{x:.1f}" y="0" width="{length:.1f}" height="{height}" fill="{color}"><title>{tip}</title></rect>'
+        )
+        if length > 60:
+            parts.append(text(x + length / 2, 22, f"{share / total:.0%}", anchor="middle", fill="#fff", weight=600))
+        x += length
+    return svg(width, height, parts, title) + legend([f"{name} {share / total:.1%}" for name, share in shares])
+
+
+def confusion_chart(names: Sequence[str], counts_true_predicted: Sequence[Sequence[int]]) -> str:
+    """Rows are the true class, columns the predicted one. The diagonal is blue, mistakes are orange."""
+    num_classes = len(names)
+    cell = max(9, min(40, 460 // max(1, num_classes)))
+    left = min(150, 22 + int(CHARACTER_WIDTH * max(len(shorten(name, 18)) for name in names)))
+    longest = max(len(shorten(name, 18)) for name in names)
+    is_tilted = longest * CHARACTER_WIDTH > cell
+    top = 34 if not is_tilted else 30 + int(longest * CHARACTER_WIDTH * 0.75)
+    size = cell * num_classes
+    parts = [text(left + size / 2, 12, "predicted", anchor="middle", fill=MUTED)]
+    for row, (name, counts) in enumerate(zip(names, counts_true_predicted, strict=True)):
+        total = sum(counts) or 1
+        y = top + row * cell
+        if cell >= 12:
+            parts.append(text(left - 8, y + cell / 2 + 4, shorten(name, 18), anchor="end", fill=INK, tip=name))
+        if cell >= 12:
+            x = left + (row + 0.5) * cell
+            label = text(x, top - 6, shorten(name, 18), anchor="start" if is_tilted else "middle", fill=INK, tip=name)
+            parts.append(f'<g transform="rotate(-45 {x:.1f} {top - 6})">{label}</g>' if is_tilted else label)
+        for column, count in enumerate(counts):
+            x, share = left + column * cell, count / total
+            color = BLUE if row == column else ORANGE
+            # A single mistake must stay visible beside a diagonal near 1.
+            opacity = 0.0 if not count else 0.12 + 0.88 * (share if row == column else min(1.0, share * 4))
+            tip = escape(f"true {name}, predicted {names[column]}: {count} of {total}")
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{cell - 1}" height="{cell - 1}" rx="2" fill="{color}" '
+                f'fill-opacity="{opacity:.3f}" stroke="{RULE}"><title>{tip}</title></rect>'
+            )
+            if count and cell >= 20:
+                ink = "#fff" if opacity > 0.55 else INK
+                parts.append(text(x + cell / 2, y + cell / 2 + 4, str(count), anchor="middle", fill=ink))
+    return svg(
+        left + size + (60 if is_tilted else 8), top + size + 8, parts, "confusion matrix, rows are the true class"
+    )
+
+
+def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers that enclose [low, high]."""
+    if high <= low:
+        low, high = low - (abs(low) or 1) * 0.5, high + (abs(high) or 1) * 0.5
+    raw = (high - low) / about
+    power = 10 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [number * step for number in range(first, last + 1)]
+
+
+def legend(names: Sequence[str]) -> str:
+    """Colour keys in the order of the series."""
+    keys = "".join(
+        f'<span><i style="background:{SERIES_COLORS[number % len(SERIES_COLORS)]}"></i>{escape(name)}</span>'
+        for number, name in enumerate(names)
+    )
+    return f'<div class="legend">{keys}</div>'
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "start", fill: str, weight: int = 400, tip: str = "") -> str:
+    """Escaped words at a place."""
+    title = f"<title>{escape(tip)}</title>" if tip else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}" font-weight="{weight}">'
+        f"{escape(words)}{title}</text>"
+    )
+
+
+def svg(width: float, height: float, parts: Sequence[str], title: str) -> str:
+    """The picture; it shrinks with the page and never grows past its own size."""
+    return (
+        f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px" role="img" aria-label="{escape(title)}">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def empty(words: str) -> str:
+    """Where there is nothing to draw."""
+    return f'<p class="empty">{escape(words)}</p>'
+
+
+def shorten(words: str, limit: int = 30) -> str:
+    """Long names lose their middle."""
+    return words if len(words) <= limit else f"{words[: limit // 2 - 1]}…{words[-(limit - limit // 2) :]}"

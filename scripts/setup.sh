@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Makes .venv from uv.lock with all that it needs from outside: uv, Python 3.11, Java 17 or 21, g++.
+#   scripts/setup.sh demo    what `make demo` runs: no torch, no Airflow, no test tools
+#   scripts/setup.sh all     everything
+# A second call compares one hash and returns. What cannot be installed here ends with the one command to run.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+profile=${1:-all}
+case $profile in
+  demo) extras=(--no-dev --extra spark --extra tensorflow --extra horovod --extra demo) ;;
+  all) extras=(--all-extras) ;;
+  *) echo "usage: scripts/setup.sh demo|all" >&2; exit 2 ;;
+esac
+
+fingerprint=$(cat uv.lock pyproject.toml .python-version "$0" | sha256sum | cut -c1-64)
+for done_profile in all "$profile"; do
+  if [[ -f .venv/setup-$done_profile && $(cat ".venv/setup-$done_profile") == "$fingerprint" ]]; then
+    exit 0
+  fi
+done
+
+say() { echo "setup: $*" >&2; }
+stop() { echo "setup: $1" >&2; echo "run:   $2" >&2; exit 1; }
+
+# Debian package $1, where we are root on a system with apt; else the one command that installs it.
+install_package() {
+  if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+    say "installing $1"
+    apt-get update -qq >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$1" >&2 \
+      || stop "$1 could not be installed" "apt-get install -y $1"
+  elif command -v dnf >/dev/null; then
+    stop "$2 is missing" "sudo dnf install -y $3"
+  else
+    stop "$2 is missing" "sudo apt-get update && sudo apt-get install -y $1"
+  fi
+}
+
+find_uv() {
+  local own=${XDG_CACHE_HOME:-$HOME/.cache}/shardmill/uv
+  # A shim of pyenv may be there and lead nowhere, so each candidate must answer.
+  for candidate in uv "$own/bin/uv" "$HOME/.local/bin/uv"; do
+    if "$candidate" --version >/dev/null 2>&1; then echo "$candidate"; return; fi
+  done
+  say "installing uv from PyPI into $own"
+  if python3 -m venv "$own" >&2 && "$own/bin/pip" install --quiet uv >&2; then echo "$own/bin/uv"; return; fi
+  if python3 -m pip install --quiet --user uv >&2; then echo "$HOME/.local/bin/uv"; return; fi
+  stop "uv is missing and neither venv nor pip could install it" "sudo apt-get install -y python3-venv && make $profile"
+}
+
+java_major() { "$1" -version 2>&1 | sed -n 's/.*version "\([0-9]*\)[."].*/\1/p' | head -1; }
+
+# Prints the home of a Java that Spark 4 runs on.
+find_java() {
+  local on_path
+  on_path=$(command -v java || true)
+  for java in "${JAVA_HOME:-/nowhere}/bin/java" "$on_path" /usr/lib/jvm/*/bin/java; do
+    [[ -n $java && -x $java ]] || continue
+    case $(java_major "$java") in 17 | 21) dirname "$(dirname "$(readlink -f "$java")")"; return ;; esac
+  done
+}
+
+uv=$(find_uv)
+
+java_home=$(find_java)
+if [[ -z $java_home ]]; then
+  install_package openjdk-17-jre-headless "Java 17 or 21" java-17-openjdk-headless
+  java_home=$(find_java)
+  [[ -n $java_home ]] || stop "no Java 17 or 21 after installing it" "java -version"
+fi
+
+command -v g++ >/dev/null || install_package g++ "g++, which builds Horovod," gcc-c++
+
+say "installing the locked packages into .venv (Horovod is built from source the first time: some minutes)"
+"$uv" sync --frozen --inexact "${extras[@]}"
+
+# Spark takes JAVA_HOME before PATH: recipes of the Makefile source this.
+echo "export JAVA_HOME='$java_home'" > .venv/shardmill.env
+echo "$fingerprint" > ".venv/setup-$profile"
+say "done"

@@ -1,0 +1,218 @@
+"""What bad input gets: the exit code, and one last line that says what, what was expected, and what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import app
+from pipeline.cli_options import run_app
+from shardmill.dataset import open_dataset
+from tests.pipeline.command import last_line, shardmill
+from tests.support import make_dataset, write_images
+
+
+def refused(done, code: int, *parts: str) -> str:
+    """The last line, after checking that it is the only error, has the code, and holds every part."""
+    line = last_line(done)
+    assert done.returncode == code, done.stderr
+    assert line.startswith(f"ERROR {code}: "), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    for part in parts:
+        assert part in line
+    return line
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_dataset(tmp_path_factory.mktemp("dataset"), num_images=160, num_classes=3)
+
+
+@pytest.fixture
+def config(tmp_path: Path, dataset: str) -> Path:
+    """A config for training on an own copy of the small dataset."""
+    shutil.copytree(dataset, tmp_path / "dataset")
+    file = tmp_path / "c.toml"
+    file.write_text(f'[dataset]\nuri = "{tmp_path}/dataset"\n[train]\nepochs = 1\nglobal_batch_size = 16\n')
+    return file
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["run"], "Missing argument"),
+        (["run", ".", "--nope"], "No such option: --nope"),
+        (["rum"], "No such command 'rum'"),
+        (["run", "nowhere"], "nowhere does not exist; expected a folder of images or a .toml file"),
+        (["run", "nowhere.toml"], "no config file nowhere.toml; expected a TOML file; `shardmill init` writes one"),
+        (["config", "show", "--set", "train.epoch=3"], "unknown config key train.epoch; did you mean train.epochs?"),
+        (
+            ["config", "show", "--set", "train.epochs=0"],
+            "config key train.epochs = 0; expected greater than or equal to 1",
+        ),
+        (["etl", "only-dataset.toml"], "config key source.uri is not set; expected a local path or s3://bucket/prefix"),
+        (["run", ".", "--run-id", "../x"], "does not stay under its root"),
+        (["inspect", "ftp://host/d"], "no storage for ftp://"),
+    ],
+)
+def test_wrong_words_are_refused(arguments: list[str], part: str, tmp_path: Path):
+    (tmp_path / "only-dataset.toml").write_text('[dataset]\nuri = "d"\n')
+    code = 8 if "../x" in arguments else 2
+    refused(shardmill(*arguments, cwd=tmp_path), code, part)
+
+
+def test_a_missing_and_an_empty_source(tmp_path: Path):
+    (tmp_path / "c.toml").write_text(f'[source]\nuri = "{tmp_path}/gone"\n[dataset]\nuri = "d"\n')
+    refused(shardmill("etl", "c.toml", cwd=tmp_path), 2, f"{tmp_path}/gone")
+    (tmp_path / "empty").mkdir()
+    refused(shardmill("run", "empty", cwd=tmp_path), 2, "empty")
+    assert not (tmp_path / "d").exists()
+
+
+def test_too_many_rejects_publish_nothing(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=20, num_classes=2)
+    for number in range(4):
+        (tmp_path / "images" / "class_0" / f"bad{number}.jpg").write_text("<html>not found</html>")
+    (tmp_path / "images" / "class_0" / "none.png").write_bytes(b"")
+    done = shardmill("etl", "images", "--workdir", "w", "--run-id", "r", "--set", "spark.master=local[1]", cwd=tmp_path)
+    line = refused(done, 7, "5 of 25 inputs were rejected", "not_an_image 4", "empty_file 1", "allows 0.05")
+    ledger = re.search(r"see the ledger (\S+);", line)
+    assert ledger and Path(ledger[1]).is_file()
+    assert not list((tmp_path / "w" / "dataset").glob("manifests/*"))
+    summary = json.loads((tmp_path / "w/runs/r/summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("failed", 7)
+    assert f"ERROR 7: {summary['error']}" == line
+
+
+def test_a_flat_folder_cannot_be_trained_on(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=30, num_classes=1)
+    flat = make_flat(tmp_path)
+    (tmp_path / "c.toml").write_text(f'[dataset]\nuri = "{flat}"\n')
+    refused(shardmill("train", "c.toml", cwd=tmp_path), 2, "has no labels", "one folder per class")
+
+
+def make_flat(folder: Path) -> str:
+    from etl.config import EtlConfig
+    from tests.support import build_here
+
+    return build_here(str(folder / "images" / "class_0"), str(folder / "dataset"), EtlConfig(image_size=16))
+
+
+def test_a_missing_shard_is_named_by_verify_and_by_training(config: Path):
+    shard = Path(open_dataset(f"{config.parent}/dataset").files("train")[0])
+    shard.unlink()
+    done = shardmill("verify", f"{config.parent}/dataset", cwd=config.parent)
+    assert done.returncode == 3 and shard.name in last_line(done)
+    # The table comes all the same: it shows what still holds.
+    assert "listed == accepted + rejected" in done.stdout
+    refused(shardmill("train", config, cwd=config.parent), 3, shard.name)
+
+
+def test_a_flipped_byte_is_named_by_verify_and_on_every_rank(config: Path):
+    shard = Path(open_dataset(f"{config.parent}/dataset").files("train")[0])
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 3] ^= 1
+    shard.write_bytes(data)
+    done = shardmill("verify", f"{config.parent}/dataset", "--deep", cwd=config.parent)
+    assert done.returncode == 3 and shard.name in last_line(done)
+    two_ranks = ("train.strategy=horovod", "train.launcher=local", "train.num_workers=2")
+    options = [word for key in two_ranks for word in ("--set", key)]
+    refused(shardmill("train", config, *options, cwd=config.parent), 3, shard.name)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["train.model=nowhere:build"], ["nowhere"]),
+        (["train.model=user_models:absent"], ["user_models", "absent"]),
+        (["train.model=small_cmm"], ["small_cmm", "small_cnn"]),
+        (["train.model=user_models:too_narrow"], ["2", "3"]),
+        (["train.global_batch_size=20"], ["train.global_batch_size = 20", "train.num_streams = 8", "nearest: 16"]),
+        (["train.num_workers=9"], ["train.num_workers = 9", "train.num_streams = 8"]),
+        (["train.strategy=horovodd"], ["horovodd", "horovod"]),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_the_numbers(overrides: list[str], parts: list[str], config: Path):
+    (config.parent / "user_models.py").write_text(
+        "import keras\n"
+        "def too_narrow(image_shape_HWC, num_classes):\n"
+        "    return keras.Sequential([keras.Input(image_shape_HWC), keras.layers.Flatten(), keras.layers.Dense(2)])\n"
+    )
+    options = [word for override in overrides for word in ("--set", override)]
+    refused(shardmill("train", config, *options, cwd=config.parent), 2, *parts)
+
+
+def test_a_full_disk_is_told_with_path_and_bytes(config: Path):
+    # A limit on the size of files fails a write just as a full disk does, and needs no disk.
+    def limit_file_size() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    done = shardmill(
+        "train", config, "--set", f"models.uri={config.parent}/models", cwd=config.parent, preexec=limit_file_size
+    )
+    line = refused(done, 4, "no room to write", f"{config.parent}/models", "free space")
+    assert re.search(r"\(\d+ bytes\)", line)
+
+
+def test_a_folder_that_was_never_committed_is_not_a_dataset(tmp_path: Path):
+    refused(shardmill("inspect", tmp_path, cwd=tmp_path), 3, f"{tmp_path} is not a committed dataset")
+    refused(shardmill("verify", f"{tmp_path}@4", cwd=tmp_path), 3, f"{tmp_path} is not a committed dataset")
+
+
+def test_inspect_lists_files_for_other_tools(dataset: str, tmp_path: Path):
+    done = shardmill("inspect", dataset, "--files", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    files = json.loads(done.stdout)
+    assert {(each["split"], each["format"]) for each in files} >= {("train", "parquet"), ("train", "tfrecord")}
+    assert all(Path(each["uri"]).is_file() for each in files)
+    plain = shardmill("inspect", dataset, "--files", cwd=tmp_path)
+    assert plain.stdout.splitlines() == [each["uri"] for each in files]
+
+
+def test_json_output_is_all_of_stdout(dataset: str, tmp_path: Path):
+    done = shardmill("verify", f"{dataset}@1", "--json", cwd=tmp_path)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["ok"], report["version"]) == (0, True, 1)
+    assert all(check["rule"] in done.stderr for check in report["checks"])
+
+
+def test_init_writes_a_config_once(tmp_path: Path):
+    assert shardmill("init", cwd=tmp_path).returncode == 0
+    assert "# epochs = 10" in (tmp_path / "shardmill.toml").read_text()
+    refused(shardmill("init", cwd=tmp_path), 2, "shardmill.toml exists already", "expected a new name")
+    shown = shardmill("config", "show", "shardmill.toml", "--set", "train.epochs=4", cwd=tmp_path)
+    assert shown.returncode == 0 and "\nepochs = 4\n" in shown.stdout
+
+
+def test_doctor_finds_what_would_fail(tmp_path: Path):
+    (tmp_path / "c.toml").write_text(f'[source]\nuri = "{tmp_path}/gone"\n[dataset]\nuri = "/proc/d"\n')
+    done = shardmill("doctor", "c.toml", "--json", cwd=tmp_path)
+    found = {each["subject"]: each for each in json.loads(done.stdout)}
+    assert done.returncode == 2
+    assert found["--workdir"]["status"] == "ok" and found["java"]["status"] == "ok"
+    assert found["source.uri"]["status"] == "fail" and found["source.uri"]["fix"]
+    assert found["dataset.uri"]["status"] == "fail"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a\nb"), KeyError("x"), RecursionError("deep")])
+def test_what_nobody_foresaw_is_one_line_too(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pipeline.cli.to_toml", fail)
+    monkeypatch.setattr("pipeline.cli_options.raise_on_sigterm", lambda: None)
+    monkeypatch.setattr("sys.argv", ["shardmill", "config", "show"])
+    with pytest.raises(SystemExit) as ended:
+        run_app(app)
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and len(lines) == 1
+    assert lines[0].startswith(f"ERROR 1: {type(error).__name__}") and "--debug" in lines[0]

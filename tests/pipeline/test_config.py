@@ -1,0 +1,89 @@
+"""The config tree: from a folder or a file, back to TOML, and what a wrong key is answered."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import PipelineTree, commented_toml, load_pipeline, require, to_toml
+from shardmill.errors import UsageError
+
+OVERRIDES = (
+    "train.epochs=3",
+    'spark.etl.conf={"spark.x" = "a\\"b"}',
+    "etl.formats=['tfrecord']",
+    "train.learning_rate=1e-05",
+)
+
+
+def test_shown_config_gives_the_same_tree_again(tmp_path: Path):
+    tree = load_pipeline(str(tmp_path), OVERRIDES, "work")
+    file = tmp_path / "shown.toml"
+    file.write_text(to_toml(tree))
+    assert load_pipeline(str(file), (), "elsewhere") == tree
+    assert tree.train.epochs == 3 and tree.spark.etl.conf == {"spark.x": 'a"b'}
+
+
+def test_init_file_means_all_defaults_and_explains_every_key():
+    text = commented_toml()
+    assert PipelineTree.model_validate(tomllib.loads(text)) == PipelineTree()
+    uncommented = "\n".join(
+        line.removeprefix("# ") if " = " in line.split("`")[0] else line for line in text.splitlines()
+    )
+    assert PipelineTree.model_validate(tomllib.loads(uncommented)) == PipelineTree()
+    lines = text.splitlines()
+    keys = [number for number, line in enumerate(lines) if not line.startswith("[") and " = " in line.split("`")[0]]
+    # The three split fractions say by their names what their section's comment explains.
+    unexplained = [lines[number] for number in keys if not lines[number - 1].startswith("# ") or number - 1 in keys]
+    assert unexplained == ["# train = 0.8", "# validation = 0.1", "# test = 0.1"]
+
+
+def test_a_folder_needs_no_config(tmp_path: Path):
+    tree = load_pipeline(str(tmp_path), (), str(tmp_path / "work"))
+    assert tree.source.uri == str(tmp_path)
+    assert tree.dataset.uri == str(tmp_path / "work" / "dataset")
+    assert tree.models.uri == str(tmp_path / "work" / "models")
+    assert (tree.etl.image_size, tree.train.model) == (64, "small_cnn")
+
+
+def test_local_uris_become_absolute_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text('[source]\nuri = "images"\n[dataset]\nuri = "s3://bucket/d"\n')
+    tree = load_pipeline("c.toml", (), "work")
+    assert (tree.source.uri, tree.dataset.uri) == (str(tmp_path / "images"), "s3://bucket/d")
+    assert tree.models.uri == str(tmp_path / "work" / "models")
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "message"),
+    [
+        (".", ("train.epoch=3",), "unknown config key train.epoch; did you mean train.epochs?"),
+        (".", ("etl.image_sise=3",), "unknown config key etl.image_sise; did you mean etl.image_size?"),
+        (".", ("trian.epochs=3",), "unknown config key trian; did you mean train?"),
+        (".", ("train.epochs=no",), 'config key train.epochs = "no"; expected'),
+        (".", ("train.epochs",), "--set 'train.epochs'; expected section.key=value"),
+        (
+            ".",
+            ("train.global_batch_size=30",),
+            "train.global_batch_size = 30 to be a multiple of train.num_streams = 8",
+        ),
+        ("nowhere", (), "nowhere does not exist; expected a folder of images or a .toml file"),
+        ("nowhere.toml", (), "no config file nowhere.toml"),
+        ("photo.jpg", (), "photo.jpg is neither a folder nor a .toml file"),
+    ],
+)
+def test_wrong_config_is_answered_with_what_was_expected(
+    source: str, overrides: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("photo.jpg").write_bytes(b"")
+    with pytest.raises(UsageError) as caught:
+        load_pipeline(source, overrides, "work")
+    assert message in str(caught.value)
+
+
+def test_a_missing_uri_is_named():
+    with pytest.raises(UsageError, match=r"config key source\.uri is not set; expected"):
+        require(PipelineTree(), "source", "dataset")

@@ -1,0 +1,109 @@
+"""The report page: every part from its figures, and nothing that a label or a path could smuggle in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, line_chart, nice_ticks, share_bar
+from pipeline.report.data import ReportData, gather
+from pipeline.report.page import render
+from shardmill.dataset import open_dataset
+from shardmill.events import StageRecord, write_stage_record
+from tests.support import make_dataset, write_images
+from train.values import ClassFigures, EpochRecord, Evaluation
+
+HOSTILE = "<script>alert('x')</script>\"&"
+
+
+def evaluation_of(names: tuple[str, ...]) -> Evaluation:
+    confusion = tuple(tuple(9 if row == column else 1 for column in range(len(names))) for row in range(len(names)))
+    figures = tuple(ClassFigures(name, 10, 0.9, 0.8) for name in names)
+    return Evaluation("test", 10 * len(names), 0.25, 0.875, 0.99, figures, confusion)
+
+
+def test_a_page_without_anything_still_renders():
+    page = render(ReportData("r", {"status": "failed", "exit_code": 4, "error": f"no room {HOSTILE}"}))
+    assert "ERROR 4" in page and "no room" in page
+    assert "<script" not in page
+
+
+@pytest.mark.parametrize("num_classes", [1, 3, 12, 30, 51, 200])
+def test_labels_are_text_at_every_number_of_classes(num_classes: int):
+    names = tuple(f"{HOSTILE}{number}" for number in range(num_classes))
+    history = tuple(EpochRecord(n, 5, 1 / (n + 1), 0.5, 1e-3, 2.0, evaluation_of(names)) for n in range(3))
+    counts = {"listed": 5, "accepted": 5, "rejected": 0, "by_split": {HOSTILE: 5}}
+    data = ReportData(
+        run_id=HOSTILE,
+        summary={
+            "status": "ok",
+            "dataset": {"uri": HOSTILE, "version": 1, "counts": counts},
+            "train": {"strategy": HOSTILE, "world_size": 2, "steps": 15, "time_shares": {"compute": 0.5, "other": 0.5}},
+            "promotion": {"decision": "kept", "reason": HOSTILE},
+        },
+        config_toml=HOSTILE,
+        class_names=names,
+        class_counts={"train": (5,) * num_classes},
+        notes={HOSTILE: 1},
+        history=history,
+        evaluation=evaluation_of(names),
+    )
+    page = render(data)
+    assert "<script" not in page and "alert(&#x27;x&#x27;)" in page
+    for words in ("Class balance", "Loss", "Confusion matrix", "The gate", "87.50%"):
+        assert words in page
+
+
+def test_what_a_run_left_is_gathered(tmp_path: Path):
+    uri = make_dataset(tmp_path, num_images=60, num_classes=3)
+    dataset = open_dataset(uri)
+    named = {"uri": uri, "version": 1, "counts": dataset.manifest.counts.model_dump()}
+    write_stage_record(tmp_path, "r", "etl", StageRecord(stage="etl", seconds=1.5, sections={"dataset": named}))
+    data = gather(tmp_path, "r", {"dataset": named})
+    assert data.class_names == ("class_0", "class_1", "class_2")
+    assert sum(map(sum, data.class_counts.values())) == 60
+    # All classes are seen first, whatever the order of storage.
+    assert {picture.caption for picture in data.samples[:3]} == set(data.class_names)
+    assert all(picture.png.startswith(b"\x89PNG") for picture in data.samples)
+    assert [record.stage for record in data.stages] == ["etl"]
+
+
+def test_refused_files_are_shown_where_something_can_be_seen(tmp_path: Path):
+    import cv2
+    import numpy as np
+
+    from etl.config import EtlConfig
+    from tests.support import build_here
+
+    write_images(tmp_path / "images", num_images=40, num_classes=2)
+    ok, jpeg = cv2.imencode(".jpg", np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
+    assert ok
+    (tmp_path / "images/class_0/cut.jpg").write_bytes(jpeg.tobytes()[: len(jpeg) // 2])
+    (tmp_path / "images/class_0/empty.jpg").write_bytes(b"")
+    uri = build_here(
+        str(tmp_path / "images"), str(tmp_path / "dataset"), EtlConfig(image_size=16, max_reject_fraction=0.5)
+    )
+    groups = {group.reason: group for group in gather(tmp_path, "r", {"dataset": {"uri": uri, "version": 1}}).rejected}
+    assert set(groups) == {"truncated", "empty_file"}
+    [(picture, rejection)] = groups["truncated"].examples
+    assert picture.png.startswith(b"\x89PNG") and rejection.key == "class_0/cut.jpg"
+    assert groups["empty_file"].examples[0][0].png == b""
+
+
+def test_charts_hold_their_numbers():
+    chart = line_chart(
+        [Line("a", (1.0, 2.0), (0.5, float("nan"))), Line("b", (1.0, 2.0), (1.0, 2.0))], y_label="y", x_label="x"
+    )
+    assert chart.count("<polyline") == 2 and "nan" not in chart
+    assert "nothing was recorded" in line_chart([], y_label="y", x_label="x")
+    bars = bar_chart([Bar(f"c{n}", (float(n),)) for n in range(100)], part_names=["n"], title="t", limit=10)
+    assert "91 more" in bars and f"{sum(range(9, 100)):,}" in bars
+    assert "25%" in share_bar([("a", 1.0), ("b", 3.0)], title="t")
+    assert "true a, predicted b: 2 of 5" in confusion_chart(["a", "b"], [[3, 2], [0, 0]])
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.97, 1.0), (5.0, 5.0), (0.0, 0.0), (-3.0, 2.0), (1e-9, 1e9)])
+def test_ticks_enclose_the_data(low: float, high: float):
+    ticks = nice_ticks(low, high)
+    assert ticks[0] <= low and high <= ticks[-1] * (1 + 1e-12) and 2 <= len(ticks) <= 9

@@ -1,0 +1,228 @@
+"""`shardmill run FOLDER`: interrupted, run again to its end, and once more with nothing left to do; and its record."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from pipeline.record import RunRecord
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.events import LineLog, StageRecord, new_run_id, read_lines, read_stage_record, write_stage_record
+from shardmill.stage_process import Terminated
+from shardmill.storage import open_store
+from tests.pipeline.command import BIN, ENVIRONMENT, ROOT, last_line, shardmill
+from tests.support import write_images
+
+SCHEMA = json.loads((ROOT / "docs" / "summary.schema.json").read_text())
+OPTIONS = (
+    *("--workdir", "work", "--run-id", "mine"),
+    *("--set", "etl.image_size=16", "--set", "train.epochs=2", "--set", "train.record_samples=true"),
+    *("--set", "train.global_batch_size=16", "--set", "spark.master=local[2]"),
+)
+
+
+def summary_of(folder: Path, run_id: str = "mine") -> dict:
+    summary = json.loads((folder / "work" / "runs" / run_id / "summary.json").read_text())
+    jsonschema.validate(summary, SCHEMA)
+    return summary
+
+
+def processes_of_session(session: int) -> list[str]:
+    listed = subprocess.run(["ps", "-eo", "sess,stat,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+    return [row[2] for row in rows if row[0] == str(session) and not row[1].startswith("Z")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    write_images(folder / "photos", num_images=150, num_classes=3, image_size=20)
+    return folder
+
+
+# The three tests below are one story, in this order.
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing_half_visible(number: signal.Signals, folder: Path):
+    started = subprocess.Popen(
+        [str(BIN / "shardmill"), "run", "photos", *OPTIONS],
+        cwd=folder,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert started.stderr is not None
+    # Once the JVM is coming up.
+    next(line for line in started.stderr if line.startswith("etl: 0 of"))
+    time.sleep(2.0)
+    if number == signal.SIGINT:
+        # As a terminal does it: the whole foreground group.
+        os.killpg(started.pid, number)
+    else:
+        started.send_signal(number)
+    _, errors = started.communicate(timeout=30)
+    assert started.returncode == 128 + number
+    assert errors.rstrip().splitlines()[-1].startswith(f"ERROR {128 + number}: ")
+    assert "Traceback" not in errors
+    assert not list((folder / "work" / "dataset").glob("manifests/*"))
+    assert processes_of_session(started.pid) == []
+    summary = summary_of(folder)
+    assert (summary["status"], summary["exit_code"]) == ("failed", 128 + number)
+    assert summary["stages"]["etl"]["status"] == "failed"
+    assert summary["dataset"] is None
+
+
+def test_the_same_command_finishes_the_run(folder: Path):
+    done = shardmill("run", "photos", *OPTIONS, "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(folder)
+    assert json.loads(done.stdout) == summary
+    assert summary["status"] == "ok" and summary["exit_code"] == 0 and summary["error"] is None
+    counts = summary["dataset"]["counts"]
+    assert (counts["listed"], counts["accepted"]) == (150, 150)
+    assert summary["train"]["world_size"] == 1
+    assert summary["evaluation"]["num_samples"] == counts["by_split"]["test"]
+    assert summary["promotion"]["decision"] == "promoted" and summary["promotion"]["current"] == 1
+    assert summary["export"]["parity_max_abs_diff"] <= 1e-5
+    assert abs(sum(summary["train"]["time_shares"].values()) - 1) < 1e-6
+
+    # Each sample of the train split once in each epoch, in steps that count up.
+    record = folder / "work" / "runs" / "mine"
+    steps = [json.loads(line) for line in (record / "steps.jsonl").read_text().splitlines()]
+    assert [(each["epoch"], each["step"]) for each in steps] == sorted((each["epoch"], each["step"]) for each in steps)
+    for epoch in range(2):
+        seen = [sample for each in steps if each["epoch"] == epoch for sample in each["sample_ids"]]
+        assert len(seen) == len(set(seen)) == counts["by_split"]["train"]
+    assert len(steps) == summary["train"]["steps"]
+    assert steps[-1]["loss_hex"] == summary["train"]["final_loss_hex"]
+    events = [json.loads(line) for line in (record / "events.jsonl").read_text().splitlines()]
+    assert {"stage.started", "etl.committed", "train.epoch", "run.ended"} <= {each["event"] for each in events}
+
+    # One file that needs nothing from outside.
+    page = (record / "report.html").read_text()
+    assert 'src="http' not in page and "<script" not in page and "@import" not in page
+    for words in ("Class balance", "Confusion matrix", "Where a step", "promoted", "class_2"):
+        assert words in page
+
+
+def test_another_run_skips_every_stage_and_says_so(folder: Path):
+    done = shardmill("run", "photos", *OPTIONS, "--run-id", "again", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    skipped = [line.partition(":")[0] for line in done.stderr.splitlines() if "skipped, its result is there" in line]
+    assert skipped == ["etl", "train", "export", "evaluate", "promote"]
+    first, second = summary_of(folder), summary_of(folder, "again")
+    assert second["dataset"] == first["dataset"]
+    assert second["train"]["weights_sha256"] == first["train"]["weights_sha256"]
+    assert second["promotion"]["decision"] == "already_current"
+
+
+def test_a_model_predicts_ordinary_files_and_rejects_the_rest(folder: Path):
+    (folder / "page.jpg").write_text("<html>")
+    image = next((folder / "photos" / "class_1").iterdir())
+    done = shardmill("predict", "work/models", image, "page.jpg", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found[0]["label"].startswith("class_") and 0 < found[0]["probability"] <= 1
+    assert found[1]["rejection"].startswith("not_an_image") and found[1]["label"] == ""
+
+
+def test_promote_can_insist_and_roll_back_only_to_something(folder: Path):
+    options = ("--workdir", "work", "--set", "etl.image_size=16")
+    done = shardmill("promote", "photos", *options, "--rollback", cwd=folder)
+    assert done.returncode == 2 and "has nothing to roll back to" in last_line(done)
+    more = (*OPTIONS, "--run-id", "strict", "--set", "train.seed=5", "--set", "gate.min_accuracy=1")
+    kept = shardmill(
+        "train", "photos", *more, "--set", "train.epochs=1", "--set", "train.learning_rate=1e-9", cwd=folder
+    )
+    assert kept.returncode == 0, kept.stderr
+    same = (*more, "--set", "train.epochs=1", "--set", "train.learning_rate=1e-9")
+    insisting = shardmill("promote", "photos", *same, "--require", cwd=folder)
+    assert insisting.returncode == 9 and "is below gate.min_accuracy = 1" in last_line(insisting)
+    assert summary_of(folder, "strict")["exit_code"] == 9
+
+
+def test_run_ids_are_unique_and_plain():
+    assert len({new_run_id() for _ in range(500)}) == 500
+    for hostile in ("a/b", "../x", ".hidden", ""):
+        with pytest.raises(Exception, match="run id|does not stay"):
+            RunRecord("/nowhere", hostile or "/")
+
+
+def test_a_summary_has_every_key_whenever_the_run_ended(tmp_path: Path):
+    record = RunRecord(str(tmp_path), "r", is_single_stage=False)
+    record.open("")
+    running = json.loads((tmp_path / "runs/r/summary.json").read_text())
+    jsonschema.validate(running, SCHEMA)
+    assert (running["status"], running["exit_code"]) == ("running", None)
+
+    record.stage("etl", lambda: StageRecord(stage="etl", sections={"etl": {"engine": "spark"}}))
+    assert json.loads((tmp_path / "runs/r/summary.json").read_text())["status"] == "running"
+
+    def fail() -> StageRecord:
+        raise IntegrityError("a shard is cut", "expected 9 bytes")
+
+    with pytest.raises(IntegrityError):
+        record.stage("verify", fail)
+    summary = record.close(IntegrityError("a shard is cut", "expected 9 bytes"))
+    assert summary == json.loads((tmp_path / "runs/r/summary.json").read_text())
+    assert (summary["exit_code"], summary["error"]) == (3, "a shard is cut; expected 9 bytes")
+    assert summary["stages"]["verify"]["status"] == "failed"
+    assert summary["etl"] == {"engine": "spark"} and summary["train"] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(UsageError("x"), 2), (KeyboardInterrupt(), 130), (Terminated(), 143), (ValueError("x"), 1)]
+)
+def test_each_way_to_end_is_recorded_with_its_code(error: BaseException, code: int, tmp_path: Path):
+    def fail() -> StageRecord:
+        raise error
+
+    with pytest.raises(type(error)):
+        RunRecord(str(tmp_path), "r").stage("etl", fail)
+    record = read_stage_record(tmp_path, "r", "etl")
+    assert record is not None and (record.status, record.exit_code) == ("failed", code)
+
+
+def test_stages_in_processes_of_their_own_make_one_summary(tmp_path: Path):
+    write_stage_record(tmp_path, "r", "train", StageRecord(stage="train", sections={"evaluation": None, "x": {"a": 1}}))
+    write_stage_record(tmp_path, "r", "etl", StageRecord(stage="etl", sections={"x": {"a": 0, "b": 2}}))
+    summary = json.loads((tmp_path / "runs/r/summary.json").read_text())
+    # Later stages of the story win, in whatever order they were written.
+    assert summary["x"] == {"a": 1, "b": 2} and summary["evaluation"] is None
+    (tmp_path / "runs/r/etl.json").write_text("{}")
+    with pytest.raises(IntegrityError, match=r"etl\.json is not a stage record"):
+        read_stage_record(tmp_path, "r", "etl")
+
+
+def test_line_logs_on_a_store_without_append(s3_bucket: str):
+    store = open_store(f"{s3_bucket}/logs")
+    now = [0.0]
+    log = LineLog(store, "runs/r/events.jsonl", clock=lambda: now[0])
+    log.append({"n": 1})
+    assert read_lines(store, "runs/r/events.jsonl") == [b'{"n": 1}\n']
+    log.append({"n": 2})
+    assert len(read_lines(store, "runs/r/events.jsonl")) == 1
+    now[0] = 10.0
+    log.append({"n": 3})
+    assert len(read_lines(store, "runs/r/events.jsonl")) == 3
+    log.append({"n": 4})
+    log.close()
+    again = LineLog(store, "runs/r/events.jsonl")
+    again.append({"n": 5})
+    again.close()
+    assert [json.loads(line)["n"] for line in read_lines(store, "runs/r/events.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path):
+    (tmp_path / "events.jsonl").write_bytes(b'{"n": 1}\n{"n":')
+    assert read_lines(open_store(tmp_path), "events.jsonl") == [b'{"n": 1}\n']

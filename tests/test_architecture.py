@@ -1,0 +1,204 @@
+"""The house rules as tests: who may import whom, no cycles, light imports; and sizes, which may only shrink.
+
+`python tests/test_architecture.py` prints the report; `--update` writes today's sizes into the ratchet.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RATCHET = ROOT / "tests" / "architecture_ratchet.json"
+MAY_IMPORT = {
+    "shardmill": {"shardmill"},
+    "etl": {"etl", "shardmill"},
+    "train": {"train", "shardmill"},
+    "pipeline": {"pipeline", "etl", "train", "shardmill"},
+    "airflow_dags": {"airflow_dags", "shardmill"},
+}
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_DEPTH = 300, 50, 7, 8
+# Slow to import, or absent where only the reader is installed: never at the top of a module.
+HEAVY = {"tensorflow", "keras", "horovod", "pyspark", "torch", "sklearn", "s3fs", "airflow"}
+MAY_BE_HEAVY = {"airflow_dags/shardmill_dag.py": {"airflow"}}
+
+
+@dataclass(frozen=True)
+class Module:
+    """One of our source files."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def relative(self) -> str:
+        return str(self.path.relative_to(ROOT))
+
+
+@cache
+def modules() -> dict[str, Module]:
+    found = {}
+    for package in MAY_IMPORT:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            found[name] = Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
+    assert len(found) > 40
+    return found
+
+
+def imports_of(module: Module, *, only_at_import: bool) -> set[str]:
+    """Names of imported modules; with `only_at_import`, without those inside functions and TYPE_CHECKING blocks."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module.relative}:{node.lineno} imports relatively"
+            assert node.module is not None
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            if only_at_import and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                continue
+            if only_at_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            visit(child)
+
+    visit(module.tree)
+    return found
+
+
+def own_imports(module: Module) -> set[str]:
+    return {name for name in imports_of(module, only_at_import=True) if name in modules() and name != module.name}
+
+
+def test_imports_go_one_way_only():
+    wrong = [
+        f"{module.relative} imports {name}"
+        for module in modules().values()
+        for name in sorted(imports_of(module, only_at_import=False))
+        if name.partition(".")[0] in MAY_IMPORT
+        and name.partition(".")[0] not in MAY_IMPORT[module.name.partition(".")[0]]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_no_import_cycles():
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, f"import cycle: {' -> '.join([*way[way.index(name) :], name])}"
+        if name in done:
+            return
+        for other in sorted(own_imports(modules()[name])):
+            visit(other, (*way, name))
+        done.add(name)
+
+    for name in modules():
+        visit(name, ())
+
+
+def test_heavy_packages_are_imported_lazily():
+    wrong = [
+        f"{module.relative} imports {name} at its top"
+        for module in modules().values()
+        for name in sorted(imports_of(module, only_at_import=True))
+        if name.partition(".")[0] in HEAVY - MAY_BE_HEAVY.get(module.relative, set())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_says_its_place():
+    silent = [
+        module.relative for module in modules().values() if module.tree.body and not ast.get_docstring(module.tree)
+    ]
+    assert not silent, silent
+
+
+def test_only_the_command_line_prints():
+    wrong = [
+        f"{module.relative}:{node.lineno}"
+        for module in modules().values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        if module.relative not in ("pipeline/cli.py", "pipeline/demo.py")
+    ]
+    assert not wrong, wrong
+
+
+def test_nothing_unpickles():
+    wrong = [
+        module.relative
+        for module in modules().values()
+        if {"pickle", "cloudpickle", "joblib", "marshal", "shelve"} & imports_of(module, only_at_import=False)
+    ]
+    assert not wrong, wrong
+
+
+def test_the_library_imports_without_the_extras():
+    code = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {sorted(HEAVY)}: raise ImportError(name + ' is an extra')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "import shardmill, shardmill.dataset.dataset, shardmill.reader, shardmill.dataset.verify\n"
+        "import shardmill.images.process, shardmill.epoch_plan, pipeline.cli, pipeline.run\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def report() -> dict[str, int]:
+    """Everything over a budget, and how much it is."""
+    over: dict[str, int] = {}
+    for module in modules().values():
+        lines = len(module.path.read_text(encoding="utf-8").splitlines())
+        if lines > MAX_FILE_LINES:
+            over[f"lines of {module.relative}"] = lines
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            name = f"{module.relative}:{node.name}"
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                over[f"lines of {name}"] = length
+            arguments = node.args
+            count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+            count -= bool(arguments.args and arguments.args[0].arg in ("self", "cls"))
+            if count > MAX_PARAMETERS:
+                over[f"parameters of {name}"] = count
+    for name in modules():
+        depth = _depth(name)
+        if depth > MAX_DEPTH:
+            over[f"import depth of {name}"] = depth
+    return dict(sorted(over.items()))
+
+
+@cache
+def _depth(name: str) -> int:
+    return 1 + max((_depth(other) for other in own_imports(modules()[name])), default=-1)
+
+
+def test_sizes_only_shrink():
+    allowed = json.loads(RATCHET.read_text(encoding="utf-8"))
+    grown = {name: size for name, size in report().items() if size > allowed.get(name, 0)}
+    assert not grown, (
+        f"over budget (file {MAX_FILE_LINES} lines, function {MAX_FUNCTION_LINES}, parameters {MAX_PARAMETERS}, "
+        f"import depth {MAX_DEPTH}) and larger than in {RATCHET.name}: {grown}; split it, or in the same commit say "
+        f"why not and run `python tests/test_architecture.py --update`"
+    )
+
+
+if __name__ == "__main__":
+    text = json.dumps(report(), indent=1)
+    if "--update" in sys.argv:
+        RATCHET.write_text(text + "\n", encoding="utf-8")
+    sys.stdout.write(text + "\n")

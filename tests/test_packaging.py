@@ -1,0 +1,137 @@
+"""The wheel: complete in an empty environment, light at its base, and not in the way of a user's own files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import make_dataset
+
+ROOT = Path(__file__).resolve().parent.parent
+# What a process must not see of this checkout: else it would test the checkout and not the wheel.
+CLEAN = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("PYTHONPATH", "VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT") and not name.startswith("PYTEST")
+}
+READ_A_DATASET = """
+import sys
+import numpy, pyarrow
+from shardmill.dataset import open_dataset
+from shardmill.reader import ReaderOptions, read_batches
+
+dataset = open_dataset(sys.argv[1])
+spec = dataset.plan_spec("train", seed=1, global_batch_size=16, num_streams=4)
+seen = {}
+for name in dataset.manifest.formats:
+    with read_batches(dataset, dataset.plan_epoch(spec, 0), options=ReaderOptions(format=name)) as batches:
+        seen[name] = [(b.sample_ids_N.tolist(), b.images_NHWC.tobytes()) for b in batches]
+assert seen["parquet"] == seen["tfrecord"]
+ids = [i for batch, _ in seen["parquet"] for i in batch if i]
+assert len(ids) == len(set(ids)) == dataset.manifest.splits["train"].num_rows
+dataset.read_rejections()
+heavy = {"pyspark", "tensorflow", "keras", "horovod", "torch", "airflow"} & set(sys.modules)
+assert not heavy, heavy
+print(sys.version_info[:2], numpy.__version__, pyarrow.__version__)
+"""
+
+
+def run(*command: str | Path, cwd: Path, timeout: float = 240) -> str:
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def find_uv() -> str:
+    own = Path.home() / ".cache/shardmill/uv/bin/uv"
+    found = shutil.which("uv") or (str(own) if own.exists() else None) or str(Path.home() / ".local/bin/uv")
+    return found
+
+
+def pythons() -> list[str]:
+    """An interpreter of the running version, and of each newer one that this machine has."""
+    found = [sys.executable]
+    for version in ("3.12", "3.13"):
+        candidates = [*Path.home().glob(f".pyenv/versions/{version}*/bin/python"), shutil.which(f"python{version}")]
+        for candidate in filter(None, candidates):
+            # A shim of pyenv may be there and lead nowhere, so each candidate must answer.
+            look = [str(candidate), "-c", "import sys; print(sys.version_info[:2])"]
+            answer = subprocess.run(look, capture_output=True, text=True, cwd="/", env=CLEAN)
+            if answer.stdout.strip() == str(tuple(map(int, version.split(".")))):
+                found.append(str(candidate))
+                break
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    run(find_uv(), "build", "--out-dir", folder, cwd=ROOT)
+    assert list(folder.glob("*.tar.gz"))
+    [wheel] = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_dataset(tmp_path_factory.mktemp("dataset"), num_images=100, num_classes=3)
+
+
+@pytest.mark.parametrize("python", pythons())
+def test_the_base_wheel_alone_reads_a_dataset(python: str, wheel: Path, dataset: str, tmp_path: Path):
+    run(find_uv(), "venv", "--no-python-downloads", "--python", python, tmp_path / "venv", cwd=tmp_path)
+    run(find_uv(), "pip", "install", "--python", tmp_path / "venv/bin/python", wheel, cwd=tmp_path)
+    installed = run(find_uv(), "pip", "list", "--python", tmp_path / "venv/bin/python", cwd=tmp_path).lower()
+    assert not any(name in installed for name in ("pyspark", "tensorflow", "horovod", "torch", "airflow"))
+
+    # The command line is there, whole, without any of the stages' packages.
+    shown = run(tmp_path / "venv/bin/shardmill", "--help", cwd=tmp_path)
+    assert all(command in shown for command in ("run", "etl", "verify", "train", "promote", "predict", "doctor"))
+    run(tmp_path / "venv/bin/shardmill", "init", cwd=tmp_path)
+    assert "image_size" in run(tmp_path / "venv/bin/shardmill", "config", "show", "shardmill.toml", cwd=tmp_path)
+    run(tmp_path / "venv/bin/shardmill", "verify", dataset, "--deep", cwd=tmp_path)
+
+    # A user's own script of the name of one of our packages does not get into the library's way.
+    (tmp_path / "train.py").write_text(READ_A_DATASET)
+    (tmp_path / "etl.py").write_text("raise RuntimeError('the library imported a user file')\n")
+    told = run(tmp_path / "venv/bin/python", "train.py", dataset, cwd=tmp_path)
+    numpy_version, pyarrow_version = told.split()[-2:]
+    # Nothing holds the base back: the newest of both were resolved.
+    assert int(numpy_version.split(".")[0]) >= 2 and int(pyarrow_version.split(".")[0]) > 14
+
+
+def test_a_wheel_without_extras_names_what_is_missing(wheel: Path, tmp_path: Path):
+    run(find_uv(), "venv", "--no-python-downloads", "--python", sys.executable, tmp_path / "venv", cwd=tmp_path)
+    run(find_uv(), "pip", "install", "--python", tmp_path / "venv/bin/python", wheel, cwd=tmp_path)
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "x.png").write_bytes(b"x")
+    done = subprocess.run(
+        [tmp_path / "venv/bin/shardmill", "etl", "images"], cwd=tmp_path, env=CLEAN, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("ERROR 2: ") and "shardmill[spark]" in done.stderr
+
+
+def seconds_of(*command: str) -> float:
+    """Best of five: what the machine does beside it is not ours."""
+    code = (
+        "import subprocess, sys, time\n"
+        "best = 99.0\n"
+        "for _ in range(5):\n"
+        "    start = time.perf_counter()\n"
+        "    subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)\n"
+        "    best = min(best, time.perf_counter() - start)\n"
+        "print(best)\n"
+    )
+    return float(run(sys.executable, "-c", code, *command, cwd=ROOT))
+
+
+def test_starting_is_quick():
+    bare = seconds_of(sys.executable, "-c", "pass")
+    assert seconds_of(sys.executable, "-c", "import shardmill") - bare < 0.3
+    assert seconds_of(str(Path(sys.executable).parent / "shardmill"), "--help") < 1.0

@@ -1,0 +1,103 @@
+"""The documents: README commands run, the tour names what exists, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardmill.errors import ERROR_BY_EXIT_CODE
+from tests.demo import Demo
+from tests.pipeline.command import ENVIRONMENT
+from tests.support import write_images
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TOUR = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands() -> list[str]:
+    return [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+
+
+@pytest.mark.timeout(400)
+def test_every_command_of_the_readme_runs(demo: Demo):
+    # `make demo` is what the fixture ran; `make test` is what runs this.
+    told = {"make demo", "make test", "source .venv/bin/activate"}
+    assert told <= set(commands()) and len(commands()) >= 12
+    write_images(demo.folder / "my_photos", num_images=100, num_classes=3)
+    for command in commands():
+        if command in told:
+            continue
+        if command == "shardmill run my_photos":
+            # The same command with less to train: ten epochs at 64 pixels are for people.
+            command += " --set train.epochs=1 --set etl.image_size=16"
+        done = subprocess.run(
+            shlex.split(command), cwd=demo.folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+
+
+def test_the_python_of_the_readme_runs(demo: Demo):
+    [code] = blocks("python")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=demo.folder, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_the_readme_shows_is_what_the_demo_says(demo: Demo):
+    shown = next(block for block in blocks("text") if "accepted" in block)
+    counts = demo.summary["dataset"]["counts"]
+    images = f"{counts['accepted']:,} accepted, {counts['rejected']:,} rejected of {counts['listed']:,} listed"
+    assert images in shown and images in demo.stdout
+    train = demo.summary["train"]
+    training = f"{train['strategy']}, {train['world_size']} rank(s), {train['epochs']} epochs, {train['steps']} steps"
+    assert training in shown and training in demo.stdout
+    assert "23 odd files" in README and "23 odd files" in demo.stderr
+
+
+def test_the_tree_of_the_readme_exists():
+    tree = next(block for block in blocks("text") if "THE LIBRARY" in block)
+    folder = ROOT
+    seen = 0
+    for line in tree.splitlines():
+        for name in re.findall(r"[\w/]+(?:\.py|/)", line if line.startswith("tests/") else line[:45]):
+            if not line.startswith(" "):
+                folder = ROOT / name
+                assert folder.is_dir(), name
+            else:
+                assert (folder / name).exists(), f"{folder.name}/{name}"
+            seen += 1
+    assert seen >= 25
+
+
+def test_the_tour_names_what_exists():
+    named = re.findall(r"\[`([\w/]+\.py)`\]\(\.\./([\w/]+\.py)\) `(\w+)`", TOUR)
+    assert len(named) >= 33
+    for shown, target, name in named:
+        assert shown == target
+        tree = ast.parse((ROOT / target).read_text(encoding="utf-8"))
+        assert any(getattr(node, "name", None) == name for node in tree.body), f"{target} has no {name}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text(encoding="utf-8")):
+        assert (document.parent / target).exists(), target
+
+
+def test_every_exit_code_is_explained():
+    text = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    for code, kind in ERROR_BY_EXIT_CODE.items():
+        assert re.search(rf"^\| {code} \|.*`{kind.__name__}`", text, re.MULTILINE)
