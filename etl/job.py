@@ -24,13 +24,14 @@ from etl.sources import SOURCES
 from etl.units import WorkUnit, plan_units, unit_contract
 from etl.write_unit import UnitTask, finished_result, pending_path
 from shardmill.config import load_tree
-from shardmill.dataset.commit import Build, all_rejections, commit_version, write_ledger
+from shardmill.dataset.commit import Build, all_rejections, commit_version, is_whole, write_ledger
+from shardmill.dataset.dataset import split_version
 from shardmill.dataset.manifest import (
     Manifest,
     SourceRef,
     latest_version,
-    parse_manifest,
     pin_of,
+    read_manifest,
     read_manifest_bytes,
 )
 from shardmill.dataset.pin import DatasetPin
@@ -43,7 +44,7 @@ from shardmill.images.decode import DECODER_ID
 from shardmill.images.normalize import normalization_fingerprint
 from shardmill.stage_process import run_stage_process
 from shardmill.storage import Store, join_uri, open_store
-from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION
+from shardmill.values import PASSING_REASONS, REASONS_OUTSIDE_REJECT_FRACTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ class BuildOutcome:
     manifest: Manifest
     skipped: bool
     """True where the latest version was made from the same inputs and config already."""
+    published: bool
+    """True where this run made the version, in this try or an earlier one."""
     num_units: int
     num_units_kept: int
     """Units that an earlier, interrupted run had finished."""
@@ -88,11 +91,19 @@ def build_dataset(tree: EtlTree, *, run_id: str, observer: Observer | None = Non
     observer.event("etl.listed", {"listed": plan.build.num_listed, "images": num_images, "units": len(plan.units)})
 
     # Skip all of it where the latest version was made from the same listing and config.
-    parent = _read_parent(plan.store, plan.parent_version)
-    if parent is not None and _is_up_to_date(parent, plan.build):
+    parent = read_manifest(plan.store, plan.parent_version) if plan.parent_version else None
+    if parent is not None and _is_up_to_date(parent, plan.build) and is_whole(plan.store, parent):
         check_reject_fraction(plan, parent.counts.by_reason, parent.counts.listed, "")
         observer.event("etl.unchanged", {"version": parent.version})
-        return BuildOutcome(_pin(plan.store, parent), parent, True, len(plan.units), 0, time.monotonic() - started)
+        return BuildOutcome(
+            pin=_pin(plan.store, parent),
+            manifest=parent,
+            skipped=True,
+            published=parent.run_id == run_id,
+            num_units=len(plan.units),
+            num_units_kept=0,
+            seconds=time.monotonic() - started,
+        )
 
     # Keep what an interrupted run has finished, and run the rest.
     kept = [result for unit in plan.units if (result := finished_result(plan.store, unit)) is not None]
@@ -119,6 +130,7 @@ def build_dataset(tree: EtlTree, *, run_id: str, observer: Observer | None = Non
         pin=_pin(plan.store, manifest),
         manifest=manifest,
         skipped=False,
+        published=manifest.run_id == run_id,
         num_units=len(plan.units),
         num_units_kept=len(kept),
         seconds=time.monotonic() - started,
@@ -130,6 +142,11 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
     for name, uri in (("source.uri", tree.source.uri), ("dataset.uri", tree.dataset.uri)):
         if not uri:
             raise UsageError(f"{name} is not set", "expected a local path or s3://bucket/prefix", f"set {name}")
+    if split_version(tree.dataset.uri)[1] is not None:
+        raise UsageError(
+            f"dataset.uri = {tree.dataset.uri} names one version", "expected the dataset: a build makes a version",
+            f"set dataset.uri to {split_version(tree.dataset.uri)[0]}",
+        )  # fmt: skip
     _check_apart(tree.source.uri, tree.dataset.uri)
     config = tree.etl
     normalize = config.normalize_options()
@@ -138,11 +155,12 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
     class_names = listing.class_names
     contract = unit_contract(config, class_names, fingerprint)
     columns = parquet_schema(RowSchema(config.encoding, config.image_shape_HWC, bool(class_names)))
-    store = open_store(tree.dataset.uri)
+    # Absolute from here on: an executor has a working directory of its own.
+    source_uri, store = open_store(tree.source.uri).uri, open_store(tree.dataset.uri)
     build = Build(
         run_id=run_id,
         source=SourceRef(
-            uri=tree.source.uri,
+            uri=source_uri,
             kind=tree.source.kind,
             listing_fingerprint=listing.fingerprint,
             key_sum=listing.key_sum,
@@ -161,7 +179,7 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
     return BuildPlan(
         build=build,
         units=tuple(plan_units(listing, config, contract)),
-        task=UnitTask(tree.source.uri, tree.dataset.uri, config, class_names, DECODER_ID),
+        task=UnitTask(source_uri, store.uri, config, class_names, DECODER_ID),
         store=store,
         parent_version=latest_version(store),
         max_reject_fraction=config.max_reject_fraction,
@@ -169,15 +187,19 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
 
 
 def commit_results(plan: BuildPlan, results: Sequence[UnitResult]) -> Manifest:
-    """Commit what all units produced, then clear their pending records."""
+    """Commit what all units produced, then clear their pending records.
+
+    Where nothing new came of it, the records stay: the same listing (of touched files, say) is not processed again.
+    """
     rejections = all_rejections(plan.build, results)
     by_reason = Counter(str(rejection.reason) for rejection in rejections)
     if _is_over_limit(by_reason, plan.build.num_listed, plan.max_reject_fraction):
         [ledger] = write_ledger(plan.store, rejections)
         check_reject_fraction(plan, by_reason, plan.build.num_listed, join_uri(plan.store.uri, ledger.path))
     manifest = commit_version(plan.store, plan.build, results, plan.parent_version)
-    for unit in plan.units:
-        plan.store.delete(pending_path(unit))
+    if manifest.version > plan.parent_version:
+        for unit in plan.units:
+            plan.store.delete(pending_path(unit))
     return manifest
 
 
@@ -211,11 +233,9 @@ def _is_over_limit(by_reason: dict[str, int], num_listed: int, max_fraction: flo
     return counted > max_fraction * (num_listed - outside)
 
 
-def _read_parent(store: Store, version: int) -> Manifest | None:
-    return parse_manifest(read_manifest_bytes(store, version), version, store.uri) if version else None
-
-
 def _is_up_to_date(parent: Manifest, build: Build) -> bool:
+    if any(reason in PASSING_REASONS for reason in parent.counts.by_reason):
+        return False
     return (parent.config_fingerprint, parent.source.listing_fingerprint, parent.source.kind) == (
         build.config_fingerprint,
         build.source.listing_fingerprint,
@@ -249,6 +269,7 @@ def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:
                 "images_per_second": outcome.images_per_second,
                 "num_units": outcome.num_units,
                 "num_units_kept": outcome.num_units_kept,
+                "published": outcome.published,
             },
         },
     )

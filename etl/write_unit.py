@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,13 +15,13 @@ from etl.units import WorkUnit
 from shardmill.dataset.ids import add_digests, format_digest, key_hash
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, decode_unit_result, encode_unit_result
-from shardmill.errors import IntegrityError, StorageError, UsageError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.images.decode import DECODER_ID
 from shardmill.images.process import process_image
 from shardmill.options import NormalizeOptions
-from shardmill.storage import Store, open_store
-from shardmill.values import ImageSample, Rejection, RejectReason, ShardInfo, SourceImage
+from shardmill.storage import AccessDenied, Store, open_store
+from shardmill.values import PASSING_REASONS, ImageSample, Rejection, RejectReason, ShardInfo, SourceImage
 
 PENDING = "pending"
 
@@ -49,7 +48,6 @@ def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
             f"the driver with {task.decoder_id}",
             "install the same simplejpeg and opencv-python-headless everywhere; pixels are part of the contract",
         )
-    started = time.monotonic()
     source, dataset = open_store(task.source_uri), open_store(task.dataset_uri)
     normalize = task.config.normalize_options()
     rejections: list[Rejection] = []
@@ -80,12 +78,9 @@ def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
         shards=tuple(shards),
         splits=tuple(_split_sums(split, rows, len(task.class_names)) for split, rows in sorted(rows_by_split.items())),
         rejections=tuple(rejections),
-        num_sources=len(unit.sources),
         accepted_key_sum=_key_sum(row.source.key for rows in rows_by_split.values() for row in rows),
         rejected_key_sum=_key_sum(rejection.key for rejection in rejections),
         note_counts=tuple(sorted(_count_notes(rows_by_split).items())),
-        seconds=time.monotonic() - started,
-        source_bytes=sum(image.size_bytes for image in unit.sources),
     )
     dataset.put(pending_path(unit), encode_unit_result(result))
     return result
@@ -97,10 +92,12 @@ def pending_path(unit: WorkUnit) -> str:
 
 
 def finished_result(store: Store, unit: WorkUnit) -> UnitResult | None:
-    """What an earlier run left of this very unit, if all of its files are still there."""
+    """What an earlier run left of this very unit, if all of its files are still there and its refusals still hold."""
     try:
         result = decode_unit_result(store.read(pending_path(unit)))
     except (FileNotFoundError, IntegrityError):
+        return None
+    if any(rejection.reason in PASSING_REASONS for rejection in result.rejections):
         return None
     for shard in result.shards:
         for path, num_bytes in ((shard.path, shard.num_bytes), (shard.rows_path, shard.rows_bytes)):
@@ -119,8 +116,8 @@ def _process(store: Store, image: SourceImage, normalize: NormalizeOptions) -> I
         data = store.read(image.key)
     except FileNotFoundError:
         return rejection(RejectReason.MISSING, "listed, but gone when it was read")
-    except StorageError as error:
-        # One unreadable file is that file's matter; a store that is down shows in the reject limit.
+    except AccessDenied as error:
+        # One file's matter. Any other fault is the store's: the task fails and is tried again.
         return rejection(RejectReason.UNREADABLE, error.what)
     if len(data) != image.size_bytes:
         return rejection(RejectReason.SOURCE_CHANGED, f"listed with {image.size_bytes} bytes, read {len(data)}")

@@ -14,6 +14,8 @@ from pipeline.config import PipelineTree, commented_toml, load_pipeline, require
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from shardmill.events import StageRecord
+
 app = typer.Typer(
     help="Images to committed training shards with Spark; exact, resumable training on them.",
     no_args_is_help=True,
@@ -94,7 +96,7 @@ def evaluate(common: Common, source_or_config: Source) -> None:
 @app.command()
 @with_common
 def gate(common: Common, source_or_config: Source) -> None:
-    """What `promote` would decide; changes nothing."""
+    """What `promote` would decide; promotes nothing (and exports first, where that was not done yet)."""
     _stage(common, "gate", source_or_config)
 
 
@@ -114,7 +116,10 @@ def promote(
 @with_common
 def report(common: Common, source_or_config: Source) -> None:
     """Write report.html of a run (--run-id) again."""
-    _stage(common, "report", source_or_config)
+    from pipeline.run import report_again
+
+    load_pipeline(source_or_config, common.overrides, common.workdir)
+    _print_stage(common, report_again(common))
 
 
 @app.command()
@@ -212,10 +217,13 @@ def main() -> None:
 def _stage(common: Common, name: str, source_or_config: str, **choices: bool) -> None:
     from pipeline.run import run_one_stage
 
-    record = run_one_stage(name, source_or_config, common, **choices)
+    _print_stage(common, run_one_stage(name, source_or_config, common, **choices))
+
+
+def _print_stage(common: Common, record: StageRecord) -> None:
     rows = [("status", record.status), *_flat_rows(record.sections)]
     machine = {"run_id": common.run_id, **record.model_dump(mode="json", exclude={"detail"})}
-    _print_result(common, machine, rows, title=name)
+    _print_result(common, machine, rows, title=record.stage)
 
 
 def _dataset_uri(common: Common, dataset: str) -> str:

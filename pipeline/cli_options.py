@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,11 +17,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 import typer
 
 from pipeline.config import DEFAULT_WORKDIR
-from shardmill.errors import ShardmillError, TrainingError
-from shardmill.events import exit_code_of
-from shardmill.stage_process import Terminated, raise_on_sigterm
-
-CONTINUE = "run the same command again: it continues where it stopped"
+from shardmill.stage_process import Terminated, raise_on_sigterm, tell_error, tell_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,33 +118,12 @@ def _end(error: BaseException) -> int:
     # The ClickException of the click that this typer brings along, or of click itself.
     usage_error = typer.BadParameter.__mro__[2]
     if isinstance(error, SystemExit):
-        return int(error.code or 0)
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, typer.Exit):
         return error.exit_code
     if isinstance(error, typer.Abort):
         error = KeyboardInterrupt()
     if isinstance(error, usage_error):
         message = error.format_message().rstrip(".")  # pyright: ignore[reportAttributeAccessIssue]
-        return _say(2, f"{' '.join(message.split())}; see `shardmill --help`")
-    if "--debug" in sys.argv:
-        traceback.print_exception(error)
-    # What a failed rank said last is part of the story; a refusal says all in its line.
-    elif isinstance(error, TrainingError):
-        for note in getattr(error, "__notes__", ()):
-            sys.stderr.write(f"{note}\n")
-    if isinstance(error, KeyboardInterrupt):
-        return _say(130, f"interrupted; nothing half-done is visible; {CONTINUE}")
-    if isinstance(error, Terminated):
-        return _say(error.exit_code, f"terminated by SIGTERM; nothing half-done is visible; {CONTINUE}")
-    if isinstance(error, ShardmillError):
-        return _say(error.exit_code, str(error))
-    if isinstance(error, ImportError):
-        return _say(1, f"{error}; a package of an extra may be missing; pip install 'shardmill[all]'")
-    return _say(exit_code_of(error), f"{type(error).__name__}: {error}; nobody foresaw this; --debug shows where")
-
-
-def _say(code: int, line: str) -> int:
-    # Written plainly: rich would wrap the line, and scripts read it.
-    text = " ".join(line.split()).encode("utf-8", "backslashreplace").decode()
-    sys.stderr.write(f"ERROR {code}: {text}\n")
-    return code
+        return tell_line(2, f"{' '.join(message.split())}; see `shardmill --help`")
+    return tell_error(error, debug="--debug" in sys.argv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ DEFAULT_WORKDIR = "./shardmill-work"
 
 # Without a default; `models.uri` falls back to `<workdir>/models`.
 REQUIRED_KEYS = (("source", "uri"), ("dataset", "uri"))
+# Secrets belong into the environment; one that came with a Spark setting all the same goes into no record.
+SECRET = re.compile(r"secret|password|token|credential|access[._-]?key", re.IGNORECASE)
+HIDDEN = "(hidden)"
 
 
 class PipelineTree(Section):
@@ -93,6 +97,18 @@ def require(tree: PipelineTree, *sections: str) -> None:
 def to_toml(tree: Section) -> str:
     """The tree with every default, as a TOML file that gives the same tree again."""
     return "\n".join(_toml_lines(tree, (), commented=False)).strip() + "\n"
+
+
+def without_secrets(tree: PipelineTree) -> PipelineTree:
+    """The tree as it may be written down: Spark settings that are named like secrets lose their values."""
+    spark = tree.spark
+    hidden = {
+        name: section.model_copy(
+            update={"conf": {key: HIDDEN if SECRET.search(key) else value for key, value in section.conf.items()}}
+        )
+        for name, section in (("etl", spark.etl), ("train", spark.train))
+    }
+    return tree.model_copy(update={"spark": spark.model_copy(update=hidden)})
 
 
 def commented_toml() -> str:

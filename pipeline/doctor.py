@@ -22,6 +22,7 @@ Status = Literal["ok", "warn", "fail"]
 # Package, extra that brings it, and what it is for.
 PACKAGES = (
     ("pyspark", "spark", "etl.engine = spark, launcher horovod_spark"),
+    ("pandas", "spark", "Spark, which asks for it wherever Arrow carries rows into Python"),
     ("tensorflow-cpu", "tensorflow", "training"),
     ("keras", "tensorflow", "training"),
     ("horovod", "horovod", "strategy horovod"),
@@ -55,7 +56,7 @@ def examine(tree: PipelineTree, workdir: str) -> list[Finding]:
 
 def _packages(tree: PipelineTree) -> Iterator[Finding]:
     uses_s3 = any(uri.startswith("s3://") for uri in (tree.source.uri, tree.dataset.uri, tree.models.uri))
-    needed = {"pyspark", "tensorflow-cpu", "keras"}
+    needed = {"pyspark", "pandas", "tensorflow-cpu", "keras"}
     needed |= {"horovod"} if tree.train.strategy == "horovod" else set()
     needed |= {"s3fs"} if uses_s3 else set()
     for package, extra, purpose in PACKAGES:

@@ -51,6 +51,14 @@ class RunProgress:
         else:
             sys.stderr.write(f"{line}\n")
 
+    def finish(self, line: str) -> None:
+        """What the bars counted has ended; one line says how."""
+        if self._bars is not None:
+            for task in self._tasks.values():
+                self._bars.remove_task(task)
+            self._tasks.clear()
+        self.say(line)
+
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         """What a stage tells; frequent progress moves the bars, the rest is kept."""
         numbers = {key: value for key, value in fields.items() if isinstance(value, int | float)}
@@ -66,7 +74,7 @@ class RunProgress:
             case _:
                 self._record.event(name, **fields)
                 if name == "train.epoch" and fields.get("rank", 0) == 0:
-                    self.say(_epoch_line(numbers))
+                    self.finish(_epoch_line(numbers))
                 elif name in SENTENCES and fields.get("rank", 0) == 0:
                     self.say(SENTENCES[name].format(**fields))
 
@@ -101,13 +109,28 @@ def _epoch_line(numbers: Mapping[str, int | float]) -> str:
 
 def _make_bars() -> Progress:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class RateColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text("" if speed is None else f"{speed:,.0f}/s", style="progress.data.speed")
 
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TextColumn("{task.fields[unit]}"),
+        RateColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
         console=Console(stderr=True),
     )

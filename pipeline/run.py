@@ -12,15 +12,26 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import PipelineTree, load_pipeline, require, to_toml
+from pipeline.config import PipelineTree, load_pipeline, require, to_toml, without_secrets
 from pipeline.progress import RunProgress
 from pipeline.record import RunRecord
-from shardmill.events import StageRecord, failed_stage, read_stage_record, write_summary
+from shardmill.events import (
+    StageRecord,
+    failed_stage,
+    how_run_ended,
+    read_stage_record,
+    write_stage_record,
+    write_summary,
+)
 
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
+    from shardmill.dataset.pin import DatasetPin
     from shardmill.dataset.verify import VerifyReport
     from train.job import ExportOutcome, TrainOutcome
+
+
+OUTCOMES = {"done": "done", "skipped": "skipped, its result is there already", "failed": "failed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +50,7 @@ class Run:
         """Do a stage, record it, and say how it went."""
         started = time.monotonic()
         done = self.record.stage(name, work)
-        outcome = "skipped, its result is there already" if done.status == "skipped" else "done"
-        self.progress.say(f"{name}: {outcome} ({time.monotonic() - started:.1f} s)")
+        self.progress.finish(f"{name}: {OUTCOMES[done.status]} ({time.monotonic() - started:.1f} s)")
         return done
 
 
@@ -55,11 +65,11 @@ def run_pipeline(source_or_config: str, common: Common) -> dict[str, Any]:
 
         # Images to a committed dataset version, and a look at whether it keeps every rule.
         pin = build(run)
-        report = verify(run, pin, deep=False)
+        report = verify(run, f"{pin.uri}@{pin.version}", deep=False)
         report.raise_if_failed()
 
         # Train on it, and turn the final weights into a model that others can load.
-        trained = train(run)
+        trained = train(run, pin)
         exported = run_export(run, lambda: export_model(train_tree, trained, run.id))
 
         # How good is it, and is it good enough to become the current model?
@@ -94,7 +104,7 @@ def open_run(source_or_config: str, common: Common, *, is_single_stage: bool = T
     record = RunRecord(common.workdir, common.run_id, is_single_stage=is_single_stage)
     try:
         tree = load_pipeline(source_or_config, common.overrides, common.workdir)
-        record.open(to_toml(tree))
+        record.open(to_toml(without_secrets(tree)))
         with RunProgress(record) as progress:
             yield Run(tree, record, progress)
     except BaseException as error:  # recorded and raised on: also Ctrl-C and SIGTERM belong into the summary
@@ -103,13 +113,19 @@ def open_run(source_or_config: str, common: Common, *, is_single_stage: bool = T
     record.close()
 
 
-def build(run: Run) -> str:
-    """The ETL; returns DATASET@N."""
-    from etl.job import build_dataset, stage_record
+def build(run: Run) -> DatasetPin:
+    """The ETL; returns the version that the rest of this run works on, whoever commits another one meanwhile."""
+    from etl.job import BuildOutcome, build_dataset, stage_record
 
     tree = run.tree.etl_tree()
-    run.stage("etl", lambda: stage_record(build_dataset(tree, run_id=run.id, observer=run.progress), tree))
-    return _dataset_of_run(run)
+    outcomes: list[BuildOutcome] = []
+
+    def work() -> StageRecord:
+        outcomes.append(build_dataset(tree, run_id=run.id, observer=run.progress))
+        return stage_record(outcomes[0], tree)
+
+    run.stage("etl", work)
+    return outcomes[0].pin
 
 
 def verify(run: Run, dataset: str, *, deep: bool) -> VerifyReport:
@@ -133,8 +149,8 @@ def verify(run: Run, dataset: str, *, deep: bool) -> VerifyReport:
     return found[0]
 
 
-def train(run: Run) -> TrainOutcome:
-    """Train, or go on training, or find that it was done."""
+def train(run: Run, latest: DatasetPin) -> TrainOutcome:
+    """Train on `latest`, or go on with a training that was cut off, or find that it was done."""
     from train.job import train_model, train_record
     from train.steps_log import RunLog, StepsLog
 
@@ -144,7 +160,7 @@ def train(run: Run) -> TrainOutcome:
 
     def work() -> StageRecord:
         with closing(RunLog(run.progress, steps)) as log:
-            outcomes.append(train_model(tree, log))
+            outcomes.append(train_model(tree, log, latest))
         return train_record(outcomes[0], tree)
 
     run.stage("train", work)
@@ -171,15 +187,19 @@ def evaluation_record(run: Run, exported: ExportOutcome) -> StageRecord:
 
     from shardmill.dataset import open_dataset
     from shardmill.dataset.dataset import split_version
+    from shardmill.storage import open_store
     from train.job import evaluation_section
     from train.promote import evaluate_export
+    from train.trainings import read_result
     from train.values import Evaluation
 
     record = exported.export.record
-    evaluation, status = record.evaluation, "skipped"
-    _, version = split_version(run.tree.dataset.uri)
-    if version is not None and version != record.dataset.version:
-        dataset = open_dataset(run.tree.dataset.uri)
+    version = split_version(run.tree.dataset.uri)[1] or record.dataset.version
+    result = read_result(open_store(exported.models_uri), record.training_dir)
+    if result is not None and version == result.dataset.version:
+        evaluation, status = result.evaluation, "skipped"
+    else:
+        dataset = open_dataset(f"{split_version(run.tree.dataset.uri)[0]}@{version}")
         split = "test" if "test" in dataset.manifest.splits else "validation"
         evaluation, status = evaluate_export(exported.models_uri, exported.export.number, dataset, split), "done"
     plain = TypeAdapter(Evaluation | None).dump_python(evaluation, mode="json")
@@ -206,6 +226,18 @@ def report_record(run: Run, write: Callable[[str, str, dict[str, Any]], str]) ->
     summary = write_summary(run.record.workdir, run.id, 0)
     path = write(run.record.workdir, run.id, summary)
     return StageRecord(stage="report", sections={"report": {"path": path}})
+
+
+def report_again(common: Common) -> StageRecord:
+    """Write report.html of an earlier run; how that run ended is not touched."""
+    from pipeline.report import write_report
+
+    ended = how_run_ended(common.workdir, common.run_id)
+    path = write_report(common.workdir, common.run_id, write_summary(common.workdir, common.run_id, *ended))
+    record = StageRecord(stage="report", sections={"report": {"path": path}})
+    write_stage_record(common.workdir, common.run_id, "report", record, is_last=False)
+    write_summary(common.workdir, common.run_id, *ended)
+    return record
 
 
 def _export_of_run(run: Run) -> ExportOutcome:
@@ -238,8 +270,10 @@ def _etl_command(run: Run) -> StageRecord:
 
 
 def _train_command(run: Run) -> StageRecord:
+    from shardmill.dataset import open_dataset
+
     require(run.tree, "dataset")
-    train(run)
+    train(run, open_dataset(_dataset_of_run(run)).pin)
     return _recorded(run, "train")
 
 
@@ -273,12 +307,6 @@ def _promote_command(run: Run, *, rollback: bool, require: bool) -> StageRecord:
     return run.stage("promote", work)
 
 
-def _report_command(run: Run) -> StageRecord:
-    from pipeline.report import write_report
-
-    return run.stage("report", lambda: report_record(run, write_report))
-
-
 def _recorded(run: Run, stage: str) -> StageRecord:
     record = read_stage_record(run.record.workdir, run.id, stage)
     assert record is not None
@@ -292,5 +320,4 @@ STAGE_COMMANDS: dict[str, Callable[..., StageRecord]] = {
     "evaluate": _evaluate_command,
     "gate": _gate_command,
     "promote": _promote_command,
-    "report": _report_command,
 }

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from shardmill.errors import UsageError
 from shardmill.options import Section
@@ -37,7 +38,13 @@ class SparkApplicationConfig(Section):
     """Settings of one Spark application."""
 
     conf: dict[str, str] = Field(default_factory=dict)
-    """Any Spark settings, passed through as they are."""
+    """Any Spark settings, passed through as they are; `spark.executor.memory = "2g"` needs no quotes around the key."""
+
+    @field_validator("conf", mode="before")
+    @classmethod
+    def _flatten(cls, conf: Any) -> Any:
+        # TOML reads a dotted key as nested tables, and Spark takes every value as text.
+        return dict(_flat("", conf)) if isinstance(conf, dict) else conf
 
 
 class SparkConfig(Section):
@@ -49,6 +56,14 @@ class SparkConfig(Section):
     """Settings for the ETL's application."""
     train: SparkApplicationConfig = SparkApplicationConfig()
     """Settings for the training launcher's application."""
+
+
+def _flat(prefix: str, table: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def load_tree(

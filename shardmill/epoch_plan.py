@@ -65,7 +65,7 @@ class PlanSpec:
 
 
 class StepRows(NamedTuple):
-    """The rows of one step for some streams, in batch order. Padding has chunk 0, row 0 and weight 0."""
+    """The rows of one step for some streams, in batch order. Padding repeats rows of its stream with weight 0."""
 
     chunks_N: np.ndarray
     rows_N: np.ndarray
@@ -194,7 +194,10 @@ class StepPlanner:
         self._windows: dict[int, Window] = {}
 
     def rows_of_step(self, step: int) -> StepRows:
-        """The rows of `step`, stream by stream; each stream's part is padded to `rows_per_stream`."""
+        """The rows of `step`, stream by stream; each stream's part is padded to `rows_per_stream`.
+
+        Padding repeats real rows, so that layers which look across a batch see pixels of the kind they know.
+        """
         per_stream = self._plan.spec.rows_per_stream
         shape = (len(self._streams), per_stream)
         chunks, rows = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -212,6 +215,13 @@ class StepPlanner:
                 chunks[place, here], rows[place, here] = window.chunks_N[there], window.rows_N[there]
                 weights[place, here] = 1.0
                 position = until
+            num_real = max(0, stop - first)
+            if 0 < num_real < per_stream:
+                repeated = np.arange(per_stream - num_real) % num_real
+                chunks[place, num_real:], rows[place, num_real:] = chunks[place, repeated], rows[place, repeated]
+            elif num_real == 0 and stop > 0:
+                window = self._window_at(stream, stop - 1)
+                chunks[place], rows[place] = window.chunks_N[-1], window.rows_N[-1]
         return StepRows(chunks.reshape(-1), rows.reshape(-1), weights.reshape(-1))
 
     def live_chunks(self) -> set[int]:

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
-from shardmill.storage import LocalStore, Store, check_relative_path, open_store
+from shardmill.storage import LocalStore, Store, as_storage_error, check_relative_path, open_store
 
 FieldValue = str | int | float | bool | None
 STAGES = ("etl", "verify", "train", "export", "evaluate", "gate", "promote", "report")
@@ -111,6 +111,24 @@ def write_summary(workdir: str | Path, run_id: str, exit_code: int | None, error
     return summary
 
 
+def how_run_ended(workdir: str | Path, run_id: str) -> tuple[int | None, str]:
+    """A run's exit code (None while it goes on) and line of error, as its summary says, or else its stages.
+
+    Raises UsageError where there is no such run.
+    """
+    records = read_stage_records(workdir, run_id)
+    try:
+        summary = json.loads(open_store(workdir).read(f"{run_folder(run_id)}/summary.json"))
+        return summary["exit_code"], summary["error"] or ""
+    except FileNotFoundError:
+        if not records:
+            raise UsageError(
+                f"no run {run_id!r} below {workdir}", "expected one that left its record there", "check --run-id"
+            ) from None
+    failed = next((record for record in records if record.status == "failed"), None)
+    return (failed.exit_code, failed.error) if failed else (0, "")
+
+
 def read_stage_records(workdir: str | Path, run_id: str) -> tuple[StageRecord, ...]:
     """The records that a run has so far, in the order of the story."""
     return tuple(record for stage in STAGES if (record := read_stage_record(workdir, run_id, stage)) is not None)
@@ -157,13 +175,12 @@ class LineLog:
         self._path = check_relative_path(path)
         self._clock = clock
         self._next_rewrite = 0.0
-        self._file = None
+        self._file: IO[bytes] | None = None
         self._lines: list[bytes] = []
         if isinstance(store, LocalStore):
             target = Path(store.uri, path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered and in append mode: a line is whole for every reader, whatever then happens to this process.
-            self._file = open(target, "ab", buffering=0)  # noqa: SIM115  (closed by `close`)
+            with as_storage_error(target):
+                self._file = _open_to_append(target)
         else:
             self._lines = read_lines(store, path)
 
@@ -171,7 +188,8 @@ class LineLog:
         """Add one line."""
         line = json.dumps(value).encode() + b"\n"
         if self._file is not None:
-            self._file.write(line)
+            with as_storage_error(self._path, len(line)):
+                self._file.write(line)
             return
         self._lines.append(line)
         if self._clock() >= self._next_rewrite:
@@ -189,6 +207,12 @@ class LineLog:
         self._store.put(self._path, b"".join(self._lines))
         ended = self._clock()
         self._next_rewrite = ended + max(1.0, (ended - started) / self.REWRITE_SHARE)
+
+
+def _open_to_append(target: Path) -> IO[bytes]:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Unbuffered and in append mode: a line is whole for every reader, whatever then happens to this process.
+    return open(target, "ab", buffering=0)
 
 
 def read_lines(store: Store, path: str) -> list[bytes]:

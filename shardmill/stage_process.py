@@ -9,9 +9,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from types import FrameType
 
-from shardmill.errors import ShardmillError
+from shardmill.errors import ShardmillError, TrainingError
 from shardmill.events import (
     FieldValue,
     LineLog,
@@ -26,6 +27,7 @@ from shardmill.events import (
 from shardmill.storage import open_store
 
 _LINE_EVERY_SECONDS = 5.0
+_CONTINUE = "run the same command again: it continues where it stopped"
 
 
 class Terminated(BaseException):
@@ -48,29 +50,59 @@ def raise_on_sigterm() -> None:
 
 
 def run_stage_process(
-    stage: str, work: Callable[[str, Observer], StageRecord], workdir: str, run_id: str = "", *, debug: bool = False
+    stage: str,
+    work: Callable[[str, Observer], StageRecord],
+    workdir: str,
+    run_id: str = "",
+    *,
+    is_last: bool = True,
+    debug: bool = False,
 ) -> int:
-    """Run `work(run_id, observer)`, write its record (also of a failure), print it as JSON; returns the exit code."""
+    """Run `work(run_id, observer)`, write its record (also of a failure), print it as JSON; returns the exit code.
+
+    `is_last` says that this process has no further stage, so that the run may be called `ok`.
+    """
     raise_on_sigterm()
     run_id = run_id or new_run_id()
     started = time.monotonic()
     try:
-        with_events = _FileObserver(workdir, run_id)
-        record = work(run_id, with_events)
+        with closing(_FileObserver(workdir, run_id)) as observer:
+            record = work(run_id, observer)
     except (Exception, KeyboardInterrupt, Terminated) as error:  # the outermost frame: every end gets its line and code
         record = failed_stage(stage, error, time.monotonic() - started)
-        if debug:
-            traceback.print_exc()
-        elif not isinstance(error, ShardmillError):
-            record = record.model_copy(update={"error": f"{record.error} (--debug shows where)"})
-        sys.stderr.write(f"ERROR {exit_code_of(error)}: {record.error}\n")
+        tell_error(error, debug=debug)
     try:
-        write_stage_record(workdir, run_id, stage, record)
+        write_stage_record(workdir, run_id, stage, record, is_last=is_last)
     except ShardmillError as error:
-        sys.stderr.write(f"ERROR {error.exit_code}: the run record was not written: {error}\n")
-        return record.exit_code or error.exit_code
+        return record.exit_code or tell_error(error, debug=debug)
     sys.stdout.write(json.dumps({"run_id": run_id, **record.model_dump(mode="json", exclude={"detail"})}) + "\n")
     return record.exit_code
+
+
+def tell_error(error: BaseException, *, debug: bool) -> int:
+    """Say on stderr why this process ends, `ERROR <code>: ...` as the last line; returns the exit code."""
+    if debug:
+        traceback.print_exception(error)
+    # What a failed rank said last is part of the story; a refusal says all in its line.
+    elif isinstance(error, TrainingError):
+        for note in getattr(error, "__notes__", ()):
+            sys.stderr.write(f"{note}\n")
+    if isinstance(error, KeyboardInterrupt):
+        return tell_line(130, f"interrupted; nothing half-done is visible; {_CONTINUE}")
+    if isinstance(error, Terminated):
+        return tell_line(error.exit_code, f"terminated by SIGTERM; nothing half-done is visible; {_CONTINUE}")
+    if isinstance(error, ShardmillError):
+        return tell_line(error.exit_code, str(error))
+    if isinstance(error, ImportError):
+        return tell_line(1, f"{error}; a package of an extra may be missing; pip install 'shardmill[all]'")
+    return tell_line(exit_code_of(error), f"{type(error).__name__}: {error}; nobody foresaw this; --debug shows where")
+
+
+def tell_line(code: int, line: str) -> int:
+    """Write one `ERROR` line, plainly: a console library would wrap it, and scripts read it. Returns the code."""
+    text = " ".join(line.split()).encode("utf-8", "backslashreplace").decode()
+    sys.stderr.write(f"ERROR {code}: {text}\n")
+    return code
 
 
 class _FileObserver:
@@ -85,3 +117,6 @@ class _FileObserver:
         if not name.endswith(("progress", "step")) or time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_EVERY_SECONDS
             sys.stderr.write(" ".join([name, *(f"{key}={value}" for key, value in fields.items())]) + "\n")
+
+    def close(self) -> None:
+        self._log.close()

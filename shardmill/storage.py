@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import urllib.parse
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,14 @@ from typing import IO, Any, Protocol
 from shardmill.errors import SecurityRefusal, StorageError, UsageError
 
 TEMPORARY_PREFIX = ".tmp-"
+
+
+class AccessDenied(StorageError):
+    """One file may not be read; others of its store may."""
+
+
+class NoSuchRoot(StorageError):
+    """The bucket itself is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +128,11 @@ class LocalStore:
         self.uri = str(self._root)
 
     def read(self, path: str) -> bytes:
-        with _as_storage_error(self._root / path), open(self._root / path, "rb") as file:
+        with as_storage_error(self._root / path, denied=AccessDenied), open(self._root / path, "rb") as file:
             return file.read()
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
-        with _as_storage_error(self._root / path), open(self._root / path, "rb") as file:
+        with as_storage_error(self._root / path), open(self._root / path, "rb") as file:
             return os.pread(file.fileno(), num_bytes, start)
 
     def put(self, path: str, data: bytes) -> None:
@@ -168,19 +177,19 @@ class LocalStore:
 
     def stat(self, path: str) -> StoredFile | None:
         try:
-            with _as_storage_error(self._root / path):
+            with as_storage_error(self._root / path):
                 status = os.stat(self._root / path)
         except FileNotFoundError:
             return None
         return StoredFile(path, status.st_size, status.st_mtime_ns)
 
     def delete(self, path: str) -> None:
-        with _as_storage_error(self._root / path):
+        with as_storage_error(self._root / path):
             (self._root / path).unlink(missing_ok=True)
 
     @contextmanager
     def _temporary_beside(self, target: Path, num_bytes: int) -> Iterator[tuple[IO[bytes], str]]:
-        with _as_storage_error(target, num_bytes):
+        with as_storage_error(target, num_bytes):
             target.parent.mkdir(parents=True, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=TEMPORARY_PREFIX)
             try:
@@ -198,53 +207,85 @@ class S3Store:
     def __init__(self, uri: str) -> None:
         self.uri = uri.rstrip("/")
         self._root = self.uri[len("s3://") :]
+        self._is_conditional = False
 
     def read(self, path: str) -> bytes:
-        with _as_storage_error(f"{self.uri}/{path}"):
+        with as_storage_error(f"{self.uri}/{path}"):
             return _s3_filesystem().cat_file(f"{self._root}/{path}")
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
         if num_bytes == 0:
             return b""
-        with _as_storage_error(f"{self.uri}/{path}"):
+        with as_storage_error(f"{self.uri}/{path}"):
             return _s3_filesystem().cat_file(f"{self._root}/{path}", start=start, end=start + num_bytes)
 
     def put(self, path: str, data: bytes) -> None:
-        with _as_storage_error(f"{self.uri}/{path}", len(data)):
+        with as_storage_error(f"{self.uri}/{path}", len(data)), self._needs_bucket():
             _s3_filesystem().pipe_file(f"{self._root}/{path}", data)
 
     def put_file(self, path: str, local_file: Path) -> None:
-        with _as_storage_error(f"{self.uri}/{path}", local_file.stat().st_size):
+        with as_storage_error(f"{self.uri}/{path}", local_file.stat().st_size), self._needs_bucket():
             _s3_filesystem().put_file(str(local_file), f"{self._root}/{path}")
 
     def put_if_absent(self, path: str, data: bytes) -> bool:
-        with _as_storage_error(f"{self.uri}/{path}", len(data)):
-            try:
-                _s3_filesystem().pipe_file(f"{self._root}/{path}", data, mode="create")
-            except FileExistsError:
-                return False
-            return True
+        with as_storage_error(f"{self.uri}/{path}", len(data)), self._needs_bucket():
+            self._check_conditional()
+            return self._create(path, data)
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
-        with _as_storage_error(f"{self.uri}/{prefix}"):
+        with as_storage_error(f"{self.uri}/{prefix}"), self._needs_bucket():
             folder = f"{self._root}/{prefix}".rstrip("/")
             found = _s3_filesystem().find(folder, detail=True, refresh=True)
         for name, info in found.items():
-            yield _stored_file(name[len(self._root) + 1 :], info)
+            # Consoles make empty objects with a slash at the end, to show as folders.
+            if not name.endswith("/"):
+                yield _stored_file(name[len(self._root) + 1 :], info)
 
     def stat(self, path: str) -> StoredFile | None:
         try:
-            with _as_storage_error(f"{self.uri}/{path}"):
+            with as_storage_error(f"{self.uri}/{path}"):
                 return _stored_file(path, _s3_filesystem().info(f"{self._root}/{path}", refresh=True))
         except FileNotFoundError:
             return None
 
     def delete(self, path: str) -> None:
         try:
-            with _as_storage_error(f"{self.uri}/{path}"):
+            with as_storage_error(f"{self.uri}/{path}"):
                 _s3_filesystem().rm_file(f"{self._root}/{path}")
         except FileNotFoundError:
             return
+
+    def _create(self, path: str, data: bytes) -> bool:
+        try:
+            _s3_filesystem().pipe_file(f"{self._root}/{path}", data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def _check_conditional(self) -> None:
+        """Raise StorageError for a server that ignores `If-None-Match`: there, two writers would both be told True."""
+        if self._is_conditional:
+            return
+        probe = f"{TEMPORARY_PREFIX}conditional-put-{uuid.uuid4().hex}"
+        try:
+            answers = [self._create(probe, b"1"), self._create(probe, b"2")]
+        finally:
+            self.delete(probe)
+        if answers != [True, False]:
+            raise StorageError(
+                f"{self.uri} ignores `If-None-Match: *`",
+                "expected a store with conditional PUT; without it nothing can be committed safely",
+                "upgrade the server, or choose another place; reading from this one works",
+            )
+        self._is_conditional = True
+
+    @contextmanager
+    def _needs_bucket(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            bucket = self._root.split("/")[0]
+            raise NoSuchRoot(f"no bucket {bucket!r} for {self.uri}", "expected an existing one", "create it") from None
 
 
 # hdfs:// is the next entry (docs/decisions/0004).
@@ -270,8 +311,13 @@ def _stored_file(path: str, info: dict[str, Any]) -> StoredFile:
 
 
 @contextmanager
-def _as_storage_error(path: Path | str, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn what a file system or S3 client raises into one StorageError line; only absence passes through."""
+def as_storage_error(
+    path: Path | str, num_bytes: int | None = None, *, denied: type[StorageError] = StorageError
+) -> Iterator[None]:
+    """Turn what a file system or S3 client raises into one StorageError line; only absence passes through.
+
+    `denied` is raised where permission is lacking.
+    """
     try:
         yield
     except FileNotFoundError:
@@ -283,7 +329,8 @@ def _as_storage_error(path: Path | str, num_bytes: int | None = None) -> Iterato
             raise StorageError(
                 f"no room to write {path}{size}: {reason}", "nothing was published", "free space, then run it again"
             ) from error
-        raise StorageError(f"cannot access {path}{size}: {reason}") from error
+        kind = denied if isinstance(error, PermissionError) else StorageError
+        raise kind(f"cannot access {path}{size}: {reason}") from error
     except Exception as error:
         # botocore and aiohttp raise their own families of exceptions; each means that the store did not answer well.
         if type(error).__module__.split(".")[0] in ("botocore", "aiobotocore", "aiohttp"):

@@ -45,6 +45,9 @@ class RejectReason(StrEnum):
     DECODER_ERROR = "decoder_error"
 
 
+# These say something about a moment, not about the input: whoever asks again may get another answer.
+PASSING_REASONS = frozenset({RejectReason.MISSING, RejectReason.UNREADABLE, RejectReason.SOURCE_CHANGED})
+
 # Files that nobody meant to be images do not count against `etl.max_reject_fraction`.
 REASONS_OUTSIDE_REJECT_FRACTION = frozenset({RejectReason.NOT_AN_IMAGE_NAME})
 
@@ -134,7 +137,10 @@ class ShardInfo:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a training step takes, in planned order. Padding rows have weight 0, label 0 and sample id 0."""
+    """What a training step takes, in planned order.
+
+    Padding rows have weight 0, label 0 and sample id 0; their pixels repeat another row's.
+    """
 
     images_NHWC: np.ndarray
     labels_N: np.ndarray

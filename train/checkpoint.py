@@ -140,23 +140,31 @@ def find_checkpoint(
 ) -> FoundCheckpoint | None:
     """The newest complete checkpoint of which every byte is as it was written; None where there is none.
 
-    With `on_discarded` (path, reason), incomplete and damaged ones that are newer are reported and deleted, so that
-    they do not count among those to keep; without it nothing is changed.
+    With `on_discarded` (path, reason), incomplete and damaged ones that are newer are reported, and the damaged ones
+    deleted, so that they do not count among those to keep. Incomplete ones stay, because another attempt that is still
+    alive may be writing them; they go when the training has come past them. Without it nothing is changed.
     """
     for folder, names in sorted(_list_checkpoints(store, training_dir).items(), reverse=True):
         try:
-            if MARKER not in names:
-                raise IntegrityError(f"{folder} has no {MARKER}", "it was never completed")
-            found = FoundCheckpoint(folder, _parse_marker(store.read(f"{folder}/{MARKER}"), folder))
-            for file in found.marker.files:
-                found.read(store, file.name)
+            return read_checkpoint(store, folder)
         except IntegrityError as error:
             if on_discarded is not None:
                 on_discarded(folder, str(error))
-                _delete_checkpoint(store, folder, names)
-            continue
-        return found
+                if MARKER in names:
+                    _delete_checkpoint(store, folder, names)
     return None
+
+
+def read_checkpoint(store: Store, path: str) -> FoundCheckpoint:
+    """The checkpoint at `path`. Raises IntegrityError where it is not complete, or a byte is not as it was written."""
+    try:
+        data = store.read(f"{path}/{MARKER}")
+    except FileNotFoundError:
+        raise IntegrityError(f"{path} has no {MARKER}", "it was never completed") from None
+    found = FoundCheckpoint(path, _parse_marker(data, path))
+    for file in found.marker.files:
+        found.read(store, file.name)
+    return found
 
 
 def check_resumable(found: FoundCheckpoint, now: TrainingIdentity) -> None:
@@ -180,7 +188,8 @@ def save_checkpoint(
 ) -> str:
     """Every rank calls it with its own `files`; rank 0 publishes the marker when all files are there. -> its path.
 
-    Afterwards the newest `keep_checkpoints` stay and older ones are deleted, marker first.
+    Afterwards the complete ones of the newest `keep_checkpoints` steps stay, and whatever is older than those is
+    deleted, marker first.
     """
     path = folder.path_of(global_step)
     written = []
@@ -232,10 +241,19 @@ def _list_checkpoints(store: Store, training_dir: str) -> dict[str, set[str]]:
 
 
 def _delete_older(folder: CheckpointFolder) -> None:
+    # By steps, not by folders: one without a marker, or of the same step, may belong to another attempt that is alive
+    # (a scheduler's retry beside a driver that it lost sight of).
     names_of = _list_checkpoints(folder.store, folder.training_dir)
-    complete = sorted(path for path, names in names_of.items() if MARKER in names)
-    for path in names_of.keys() - set(complete[-folder.keep_checkpoints :]):
-        _delete_checkpoint(folder.store, path, names_of[path])
+    complete_steps = sorted({_step_of(path) for path, names in names_of.items() if MARKER in names})
+    oldest_kept = complete_steps[-folder.keep_checkpoints :][0]
+    for path, names in names_of.items():
+        if _step_of(path) < oldest_kept:
+            _delete_checkpoint(folder.store, path, names)
+
+
+def _step_of(path: str) -> int:
+    """The global step in a checkpoint's path."""
+    return int(path.rpartition("/step-")[2].partition("-")[0])
 
 
 def _delete_checkpoint(store: Store, path: str, names: set[str]) -> None:

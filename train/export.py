@@ -22,7 +22,7 @@ from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.options import NormalizeOptions, Section
 from shardmill.storage import Store, check_relative_path, open_store
-from train.checkpoint import WEIGHTS, FoundCheckpoint, find_checkpoint, rank_file
+from train.checkpoint import WEIGHTS, FoundCheckpoint, rank_file, read_checkpoint
 from train.config import TrainConfig
 from train.models import build_model
 from train.records import put_record, read_record, record_numbers
@@ -75,7 +75,7 @@ class ExportRecord(Section):
     checkpoint: str
     weights_sha256: str
     evaluation: Evaluation | None
-    """Of the training model, on the dataset version that it was trained on."""
+    """Of the training model, on the dataset version that it was trained on; without its per-class figures."""
     parity_max_abs_diff: float
     """Largest difference between probabilities of the reloaded SavedModel and of the training model."""
     parity_num_images: int
@@ -132,7 +132,7 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
         training_dir=result.training_dir,
         checkpoint=result.checkpoint,
         weights_sha256=result.weights_sha256,
-        evaluation=result.evaluation,
+        evaluation=result.evaluation.without_classes() if result.evaluation else None,
     )
     number = max(record_numbers(store, EXPORTS), default=0) + 1
     while not put_record(store, EXPORTS, number, record):
@@ -207,14 +207,14 @@ def _restore(store: Store, config: TrainConfig, result: TrainResult, dataset: Da
 
 def find_final_checkpoint(store: Store, result: TrainResult) -> FoundCheckpoint:
     """The checkpoint with which a training ended. Raises IntegrityError where it is no longer whole."""
-    found = find_checkpoint(store, result.training_dir)
-    if found is None or found.path != result.checkpoint:
+    try:
+        return read_checkpoint(store, result.checkpoint)
+    except IntegrityError as error:
         raise IntegrityError(
             f"the final checkpoint {store.uri}/{result.checkpoint} is missing or damaged",
             "the training says that it ended with it",
             f"delete {store.uri}/{result.training_dir}/result.json and train again: it goes on from what is whole",
-        )
-    return found
+        ) from error
 
 
 def _write_artifacts(

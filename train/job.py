@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 from shardmill.config import load_tree
 from shardmill.dataset import open_dataset, open_pinned
 from shardmill.dataset.dataset import split_version
+from shardmill.dataset.pin import DatasetPin
 from shardmill.dataset.verify import verify_present
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.events import Observer, StageRecord, new_run_id, run_folder
@@ -66,8 +67,10 @@ class ExportOutcome:
     seconds: float
 
 
-def train_model(tree: TrainTree, observer: TrainObserver) -> TrainOutcome:
+def train_model(tree: TrainTree, observer: TrainObserver, latest: DatasetPin | None = None) -> TrainOutcome:
     """Resolve the dataset version once, and train on it; or go on with, or skip, what is there already.
+
+    `latest` is the version that the caller has resolved for the whole run.
 
     Raises UsageError (2), IntegrityError (3), StorageError (4), or TrainingError (5) in the first failing rank's words.
     """
@@ -79,7 +82,7 @@ def train_model(tree: TrainTree, observer: TrainObserver) -> TrainOutcome:
     models = open_store(_require("models.uri", tree.models.uri))
 
     # The version: the latest, or the one that `dataset.uri` names; an unfinished training keeps its own.
-    choice = _choose(tree)
+    choice = _choose(tree, latest)
     if choice.result is not None:
         return TrainOutcome(choice.result, models.uri, True, time.monotonic() - started)
 
@@ -205,6 +208,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train on a dataset version, export the model, promote it.")
     parser.add_argument("--config", required=True, help="TOML file")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the file")
+    parser.add_argument("--dataset-version", type=int, help="the latest version, as an earlier stage resolved it")
     parser.add_argument("--until", choices=STAGES, default="promote", help="the last stage to run")
     parser.add_argument("--require", action="store_true", help="exit 9 where the gate is not passed")
     parser.add_argument("--workdir", default="./shardmill-work", help="where the run record goes")
@@ -219,6 +223,10 @@ def main() -> int:
         below = {"models": {"uri": f"{arguments.workdir}/models"}}
         return load_tree(TrainTree, arguments.config, tuple(arguments.set), below)
 
+    def latest(tree: TrainTree) -> DatasetPin | None:
+        version = arguments.dataset_version
+        return open_dataset(f"{split_version(tree.dataset.uri)[0]}@{version}").pin if version else None
+
     def train(run_id: str, observer: Observer) -> StageRecord:
         nonlocal trained
         tree = load()
@@ -226,7 +234,7 @@ def main() -> int:
         if tree.train.record_samples:
             steps = StepsLog(open_store(arguments.workdir), f"{run_folder(run_id)}/steps.jsonl")
         with closing(RunLog(observer, steps)) as log:
-            trained = train_model(tree, log)
+            trained = train_model(tree, log, latest(tree))
         return train_record(trained, tree)
 
     def export(run_id: str, observer: Observer) -> StageRecord:
@@ -241,15 +249,22 @@ def main() -> int:
 
     works: dict[str, Callable[[str, Observer], StageRecord]] = {"train": train, "export": export, "promote": promote}
     for stage in STAGES[: STAGES.index(arguments.until) + 1]:
-        code = run_stage_process(stage, works[stage], arguments.workdir, run_id, debug=arguments.debug)
+        code = run_stage_process(
+            stage,
+            works[stage],
+            arguments.workdir,
+            run_id,
+            is_last=stage == arguments.until,
+            debug=arguments.debug,
+        )
         if code:
             return code
     return 0
 
 
-def _choose(tree: TrainTree) -> TrainingChoice:
+def _choose(tree: TrainTree, latest: DatasetPin | None = None) -> TrainingChoice:
     uri = _require("dataset.uri", tree.dataset.uri)
-    latest = open_dataset(uri).pin
+    latest = latest or open_dataset(uri).pin
     is_pinned = split_version(uri)[1] is not None
     return choose_training(open_store(_require("models.uri", tree.models.uri)), tree.train, latest, is_pinned)
 

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from shardmill.dataset import Dataset, open_pinned
-from shardmill.errors import GateNotPassed, UsageError
+from shardmill.errors import CommitConflict, GateNotPassed, UsageError
 from shardmill.options import Section
 from shardmill.storage import Store, open_store
 from train.config import GateConfig
@@ -160,31 +160,41 @@ def promote_export(
 
 
 def roll_back(models_uri: str, run_id: str) -> Promotion:
-    """Make current again what was so before the current export was promoted. Raises UsageError where nothing was."""
+    """Make current again what was so before the current export was promoted.
+
+    Raises UsageError where nothing was, and CommitConflict where another run changed the current export meanwhile: what
+    somebody wanted to undo is no longer what is current, so a rollback is never made again against the winner.
+    """
     store = open_store(models_uri)
-    while True:
-        number = max(record_numbers(store, CURRENT), default=0) + 1
-        history = read_history(store)
-        if not history or history[-1].previous is None:
-            raise UsageError(
-                f"{models_uri} has nothing to roll back to",
-                "expected an export that was current before",
-                "`shardmill promote` makes an export current",
-            )
-        now, target = history[-1], history[-1].previous
-        # What was current before the target: so a second rollback goes further back, not forth again.
-        promoted = next(each for each in reversed(history[:-1]) if each.export == target)
-        new = Pointer(
-            export=target,
-            previous=promoted.previous,
-            decision="rolled_back",
-            reason=f"export {now.export} was rolled back",
-            accuracy=promoted.accuracy,
-            run_id=run_id,
-            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    number = max(record_numbers(store, CURRENT), default=0) + 1
+    history = read_history(store)
+    if not history or history[-1].previous is None:
+        raise UsageError(
+            f"{models_uri} has nothing to roll back to",
+            "expected an export that was current before",
+            "`shardmill promote` makes an export current",
         )
-        if put_record(store, CURRENT, number, new):
-            return Promotion(GateDecision("rolled_back", new.reason, new.accuracy, now.accuracy), now.export, target)
+    now, target = history[-1], history[-1].previous
+    # What was current before the target: so a second rollback goes further back, not forth again.
+    promoted = next(each for each in reversed(history[:-1]) if each.export == target)
+    new = Pointer(
+        export=target,
+        previous=promoted.previous,
+        decision="rolled_back",
+        reason=f"export {now.export} was rolled back",
+        accuracy=promoted.accuracy,
+        run_id=run_id,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    if not put_record(store, CURRENT, number, new):
+        winner = read_record(store, CURRENT, number, Pointer)
+        raise CommitConflict(
+            f"run {winner.run_id} made export {winner.export} current ({winner.decision}) while run {run_id} "
+            f"rolled back in {models_uri}",
+            "expected no other writer; this run changed nothing",
+            "look at what is current now; roll back again if that is still wanted",
+        )
+    return Promotion(GateDecision("rolled_back", new.reason, new.accuracy, now.accuracy), now.export, target)
 
 
 def read_pointer(store: Store) -> Pointer | None:

@@ -82,7 +82,6 @@ def world_from_environment() -> World:
     return World(
         rank=int(os.environ["HOROVOD_RANK"]),
         num_ranks=int(os.environ["HOROVOD_SIZE"]),
-        rank_of_node=int(os.environ["HOROVOD_LOCAL_RANK"]),
         ranks_per_node=int(os.environ["HOROVOD_LOCAL_SIZE"]),
     )
 

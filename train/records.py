@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -27,10 +28,16 @@ def record_numbers(store: Store, folder: str) -> list[int]:
 
 
 def put_record(store: Store, folder: str, number: int, record: BaseModel) -> bool:
-    """Publish a record under a number that is still free; False if another writer took it first."""
+    """Publish a record under a number that is still free; False if another writer took it first.
+
+    Each call is an attempt with an id of its own, so that one whose first PUT succeeded, but whose reply was lost
+    before the store's client sent it again, finds itself there.
+    """
     body = record.model_dump(mode="json")
-    data = json.dumps({"sha256": _digest(body), "record": body}, indent=1, ensure_ascii=False)
-    return store.put_if_absent(record_path(folder, number), data.encode() + b"\n")
+    envelope = {"sha256": _digest(body), "attempt": secrets.token_hex(16), "record": body}
+    data = json.dumps(envelope, indent=1, ensure_ascii=False).encode() + b"\n"
+    path = record_path(folder, number)
+    return store.put_if_absent(path, data) or store.read(path) == data
 
 
 def read_record(store: Store, folder: str, number: int, kind: type[Record]) -> Record:

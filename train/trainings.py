@@ -33,8 +33,6 @@ class TrainingChoice:
     """Relative to the models' root."""
     result: TrainResult | None
     """Of a training that has finished: nothing is left to do."""
-    resumes: bool
-    """True where a complete checkpoint of an unfinished training is there."""
 
 
 def training_id(config: TrainConfig, dataset_uri: str) -> str:
@@ -57,16 +55,12 @@ def choose_training(store: Store, config: TrainConfig, latest: DatasetPin, is_pi
     """
     folder = training_dir(config, latest)
     result = read_result(store, folder)
-    if result is not None:
-        return TrainingChoice(latest, folder, result, resumes=False)
-    if find_checkpoint(store, folder) is not None:
-        return TrainingChoice(latest, folder, None, resumes=True)
-    if not is_pinned:
+    if result is None and not is_pinned and find_checkpoint(store, folder) is None:
         for older in _unfinished(store, folder, latest.version):
             found = find_checkpoint(store, older)
             if found is not None:
-                return TrainingChoice(found.marker.identity.dataset, older, None, resumes=True)
-    return TrainingChoice(latest, folder, None, resumes=False)
+                return TrainingChoice(found.marker.identity.dataset, older, None)
+    return TrainingChoice(latest, folder, result)
 
 
 def read_result(store: Store, folder: str) -> TrainResult | None:

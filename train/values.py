@@ -20,7 +20,6 @@ class World:
 
     rank: int = 0
     num_ranks: int = 1
-    rank_of_node: int = 0
     ranks_per_node: int = 1
 
 

@@ -25,6 +25,7 @@ from train.schedule import lr_at
 from train.session import Session, evaluate, resume, save
 from train.step import TrainStep
 from train.strategies import find_strategy
+from train.trainings import RESULT
 from train.values import (
     EpochRecord,
     Reporter,
@@ -36,8 +37,6 @@ from train.values import (
     to_json,
 )
 from train.weights import weights_sha256
-
-RESULT = "result.json"
 
 
 def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

@@ -15,7 +15,7 @@ from pathlib import Path
 from etl.sources.listing import Listing
 from shardmill.dataset.ids import assign_sample_ids, key_bytes
 from shardmill.errors import StorageError, UsageError
-from shardmill.storage import open_store
+from shardmill.storage import NoSuchRoot, open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 SPLIT_OF_FOLDER = {
@@ -98,15 +98,24 @@ def _entry(path: str, key: str, real_root: str) -> SourceImage | Rejection:
             return rejection(RejectReason.SYMLINK_OUTSIDE_ROOT, f"links to {target}")
         if os.path.isdir(path):
             return rejection(RejectReason.SYMLINK_DIRECTORY, "its files are listed where they are")
-    status = os.stat(path)
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        gone = isinstance(error, FileNotFoundError)
+        return rejection(RejectReason.MISSING if gone else RejectReason.UNREADABLE, error.strerror or "")
     if not stat.S_ISREG(status.st_mode):
         return rejection(RejectReason.NOT_REGULAR_FILE, stat.filemode(status.st_mode))
+    if not os.access(path, os.R_OK):
+        return rejection(RejectReason.UNREADABLE, "no permission to read it")
     return SourceImage(key, status.st_size, status.st_mtime_ns)
 
 
 def _walk_store(uri: str) -> Iterator[SourceImage | Rejection]:
-    for file in open_store(uri).list(""):
-        yield SourceImage(file.path, file.size_bytes, 0, file.etag)
+    try:
+        for file in open_store(uri).list(""):
+            yield SourceImage(file.path, file.size_bytes, 0, file.etag)
+    except NoSuchRoot as error:
+        raise UsageError(f"source {uri} does not exist: {error.what}", "", "check source.uri") from None
 
 
 def _with_labels(entries: list[SourceImage | Rejection]) -> Iterator[SourceImage | Rejection]:

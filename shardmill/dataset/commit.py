@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ids import add_digests, format_digest, key_hash
 from shardmill.dataset.index import (
     ROWS_SCHEMA,
@@ -34,8 +35,7 @@ from shardmill.dataset.manifest import (
     SplitInfo,
     encode_manifest,
     manifest_path,
-    parse_manifest,
-    read_manifest_bytes,
+    read_manifest,
 )
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.errors import CommitConflict, IntegrityError
@@ -102,16 +102,17 @@ def write_ledger(store: Store, rejections: Sequence[Rejection]) -> tuple[FileRef
 def commit_version(store: Store, build: Build, results: Sequence[UnitResult], parent_version: int) -> Manifest:
     """Make version `parent_version + 1` visible, and return it; or the winner, where another committed the same.
 
-    A build that equals its parent makes no version: the parent is returned. Raises IntegrityError where the accounting
-    does not add up, CommitConflict (naming the winner) where another writer published something else first.
+    A build that equals its parent makes no version: the parent is returned, if its files are all there.
+    Raises IntegrityError where the accounting does not add up, CommitConflict (naming the winner) where another writer
+    published something else first.
     """
     check_accounting(build, results)
     results = sorted(results, key=lambda result: result.unit_index)
     rejections = all_rejections(build, results)
     draft = _draft(store, build, results, rejections, parent_version)
     if parent_version:
-        parent = parse_manifest(read_manifest_bytes(store, parent_version), parent_version, store.uri)
-        if draft.says_the_same(parent):
+        parent = read_manifest(store, parent_version)
+        if draft.says_the_same(parent) and is_whole(store, parent):
             return parent
     return publish(store, draft)
 
@@ -120,7 +121,7 @@ def publish(store: Store, draft: Manifest) -> Manifest:
     """Put the manifest if its number is free. One winner among any number of writers, lost replies included."""
     if store.put_if_absent(manifest_path(draft.version), encode_manifest(draft)):
         return draft
-    winner = parse_manifest(read_manifest_bytes(store, draft.version), draft.version, store.uri)
+    winner = read_manifest(store, draft.version)
     # An attempt whose first PUT succeeded but whose reply was lost finds itself here.
     if winner.commit_id == draft.commit_id or draft.says_the_same(winner):
         return winner
@@ -129,6 +130,15 @@ def publish(store: Store, draft: Manifest) -> Manifest:
         "expected no other writer; nothing of this run was published",
         f"look at the winner with `shardmill inspect {store.uri}@{draft.version}`, then run again",
     )
+
+
+def is_whole(store: Store, manifest: Manifest) -> bool:
+    """Whether every file of a version is there with its size: a version that lost one is no reason to skip a build."""
+    try:
+        open_dataset(f"{store.uri}@{manifest.version}").check_files()
+    except IntegrityError:
+        return False
+    return True
 
 
 def layout_digest(content_digest: str, shards: Sequence[ShardInfo]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from shardmill.dataset.index import (
     INDEX_SCHEMA,
     LEDGER_SCHEMA,
+    RESTORE,
     SplitIndex,
     read_segment,
     rejections_of_table,
@@ -106,6 +107,20 @@ class Dataset:
         """The order of one epoch."""
         return plan_epoch(spec, self.index(spec.split).chunk_rows, epoch)
 
+    def check_files(self) -> int:
+        """The bytes of all shards and row segments. Raises IntegrityError for one that is missing or cut."""
+        num_bytes = 0
+        for shard in self.shards:
+            for path, size in ((shard.path, shard.num_bytes), (shard.rows_path, shard.rows_bytes)):
+                found = self.store.stat(path)
+                where = join_uri(self.store.uri, path)
+                if found is None:
+                    raise IntegrityError(f"shard {where} is missing", f"expected {size} bytes", RESTORE)
+                if found.size_bytes != size:
+                    raise IntegrityError(f"{where} has {found.size_bytes} bytes", f"expected {size}", RESTORE)
+                num_bytes += size
+        return num_bytes
+
     def read_rejections(self) -> list[Rejection]:
         """The rejects ledger."""
         return [
@@ -144,7 +159,8 @@ def open_dataset(uri: str) -> Dataset:
     """Open `URI` at its latest version, or `URI@N` at version N; refuses (IntegrityError) what was not committed."""
     root, version = split_version(uri)
     store = open_store(root)
-    version = version or latest_version(store) or 1
+    if version is None:
+        version = latest_version(store) or 1
     data = read_manifest_bytes(store, version)
     return Dataset(store, pin_of(store, version, data), parse_manifest(data, version, store.uri))
 

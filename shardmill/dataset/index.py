@@ -264,17 +264,17 @@ def read_verified(store: Store, file: FileRef) -> bytes:
     where = join_uri(store.uri, check_relative_path(file.path))
     found = store.stat(file.path)
     if found is None:
-        raise IntegrityError(f"{where} is missing", f"expected {file.num_bytes} bytes", _RESTORE)
+        raise IntegrityError(f"{where} is missing", f"expected {file.num_bytes} bytes", RESTORE)
     if found.size_bytes != file.num_bytes:
-        raise IntegrityError(f"{where} has {found.size_bytes} bytes", f"expected {file.num_bytes}", _RESTORE)
+        raise IntegrityError(f"{where} has {found.size_bytes} bytes", f"expected {file.num_bytes}", RESTORE)
     data = store.read(file.path)
     digest = hashlib.sha256(data).hexdigest()
     if digest != file.sha256:
-        raise IntegrityError(f"{where} was altered: SHA-256 {digest}", f"expected {file.sha256}", _RESTORE)
+        raise IntegrityError(f"{where} was altered: SHA-256 {digest}", f"expected {file.sha256}", RESTORE)
     return data
 
 
-_RESTORE = "restore it from a copy, or rebuild the dataset with `shardmill etl`"
+RESTORE = "restore it from a copy, or delete it and run `shardmill etl`, which rebuilds what is missing"
 
 
 def _ledger_key(key: str) -> tuple[str | None, str | None]:

@@ -11,7 +11,7 @@ import google_crc32c
 from shardmill.dataset.index import rows_table, table_bytes
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, RowSchema, StoredRow
-from shardmill.storage import Store
+from shardmill.storage import Store, as_storage_error
 from shardmill.values import ChunkInfo, ShardInfo
 
 SHARDS = "shards"
@@ -25,7 +25,8 @@ def publish_shard(
     shard_format = SHARD_FORMATS[format_name]
     file = scratch / f"{name}.{shard_format.suffix}"
     try:
-        written = shard_format.write_shard(file, chunks, schema)
+        with as_storage_error(file, sum(row.image_bytes for chunk in chunks for row in chunk)):
+            written = shard_format.write_shard(file, chunks, schema)
         data = file.read_bytes()
         path = f"{SHARDS}/{split}/{name}.{shard_format.suffix}"
         store.put_file(path, file)

@@ -33,12 +33,9 @@ class UnitResult:
     shards: tuple[ShardInfo, ...]
     splits: tuple[SplitSums, ...]
     rejections: tuple[Rejection, ...]
-    num_sources: int
     accepted_key_sum: str
     rejected_key_sum: str
     note_counts: tuple[tuple[str, int], ...]
-    seconds: float
-    source_bytes: int
 
 
 def encode_unit_result(result: UnitResult) -> bytes:

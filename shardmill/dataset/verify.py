@@ -14,7 +14,7 @@ import pyarrow as pa
 from shardmill.dataset.commit import content_digest, layout_digest, ledger_digest
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.ids import add_digests, format_digest, key_hash, row_digest, sample_id_of
-from shardmill.dataset.index import ROWS_SCHEMA, read_segment
+from shardmill.dataset.index import RESTORE, ROWS_SCHEMA, read_segment
 from shardmill.dataset.manifest import FileRef
 from shardmill.dataset.shard import chunk_digest
 from shardmill.errors import IntegrityError, UsageError
@@ -54,7 +54,7 @@ class VerifyReport:
             raise IntegrityError(
                 f"{self.uri}@{self.version}: {first.problem}",
                 f"the rule: {first.rule}" + (f" ({others} more rules are broken)" if others else ""),
-                "restore the named file from a copy, or rebuild with `shardmill etl`",
+                RESTORE.replace("it ", "the named file ", 1),
             )
 
 
@@ -100,7 +100,7 @@ def _checked(rule: str, check: Callable[[], str]) -> Check:
     try:
         return Check(rule, check())
     except (IntegrityError, UsageError) as error:
-        return Check(rule, "", str(error))
+        return Check(rule, "", "; ".join(part for part in (error.what, error.expected) if part))
 
 
 def _require(holds: bool, problem: str) -> None:
@@ -130,15 +130,7 @@ class _Facts:
         return f"{len(self.dataset.shards)} shards, {len(rejections)} rejections"
 
     def files_exist(self) -> str:
-        num_bytes = 0
-        for shard in self.dataset.shards:
-            for path, size in ((shard.path, shard.num_bytes), (shard.rows_path, shard.rows_bytes)):
-                found = self.dataset.store.stat(path)
-                where = join_uri(self.dataset.store.uri, path)
-                _require(found is not None, f"shard {where} is missing, expected {size} bytes")
-                assert found is not None
-                _require(found.size_bytes == size, f"{where} has {found.size_bytes} bytes, expected {size}")
-                num_bytes += size
+        num_bytes = self.dataset.check_files()
         return f"{2 * len(self.dataset.shards)} files, {num_bytes} bytes"
 
     def chunks(self) -> str:

@@ -87,7 +87,7 @@ class BatchReader:
         live = self._planner.live_chunks()
         self._chunks = {chunk: future for chunk, future in self._chunks.items() if chunk in live}
         needed: dict[int, Future[ChunkRows]] = {}
-        for chunk in np.unique(rows.chunks_N[rows.weights_N > 0]).tolist():
+        for chunk in np.unique(rows.chunks_N).tolist():
             future = self._chunks.get(chunk)
             if future is None:
                 future = self._chunks[chunk] = self._fetch_pool.submit(self._fetcher.read_chunk, chunk)
@@ -99,7 +99,7 @@ class BatchReader:
         images_NHWC = np.zeros((self._local_batch_size, *shape_HWC), dtype=np.uint8)
         labels_N = np.zeros(self._local_batch_size, dtype=np.int64)
         sample_ids_N = np.zeros(self._local_batch_size, dtype=np.int64)
-        for place in np.flatnonzero(rows.weights_N > 0).tolist():
+        for place, is_real in enumerate((rows.weights_N > 0).tolist()):
             chunk, row = chunks[int(rows.chunks_N[place])].result(), int(rows.rows_N[place])
             sample_id = int(chunk.sample_ids_N[row])
             image_HWC = decode_stored(chunk.images[row], self._normalize.encoding, shape_HWC)
@@ -107,8 +107,9 @@ class BatchReader:
                 seed, epoch = self._plan.spec.seed, self._plan.epoch
                 image_HWC = augment_image(image_HWC, self._augment, seed=seed, epoch=epoch, sample_id=sample_id)
             images_NHWC[place] = image_HWC
-            labels_N[place] = chunk.labels_N[row]
-            sample_ids_N[place] = sample_id
+            if is_real:
+                labels_N[place] = chunk.labels_N[row]
+                sample_ids_N[place] = sample_id
         return Batch(images_NHWC, labels_N, rows.weights_N, sample_ids_N, self._plan.epoch, step)
 
 

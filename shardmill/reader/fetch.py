@@ -6,7 +6,7 @@ import threading
 
 import google_crc32c
 
-from shardmill.dataset.index import SplitIndex
+from shardmill.dataset.index import RESTORE, SplitIndex
 from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, ChunkRows
@@ -55,18 +55,17 @@ class ChunkFetcher:
 
     def _verified_range(self, shard: ShardInfo, where: ByteRange, crc32c: int, what: str) -> bytes:
         uri = join_uri(self._store.uri, shard.path)
-        restore = "restore the shard from a copy, or rebuild the dataset; `shardmill verify --deep` lists all damage"
         try:
             data = self._store.read_range(shard.path, where.start, where.num_bytes)
         except FileNotFoundError:
-            raise IntegrityError(f"shard {uri} is missing", f"expected {shard.num_bytes} bytes", restore) from None
+            raise IntegrityError(f"shard {uri} is missing", f"expected {shard.num_bytes} bytes", RESTORE) from None
         if len(data) != where.num_bytes:
             raise IntegrityError(
-                f"{what} of shard {uri} is cut: {len(data)} bytes", f"expected {where.num_bytes} bytes", restore
+                f"{what} of shard {uri} is cut: {len(data)} bytes", f"expected {where.num_bytes} bytes", RESTORE
             )
         actual = google_crc32c.value(data)
         if actual != crc32c:
             raise IntegrityError(
-                f"{what} of shard {uri} was altered: CRC-32C {actual:08x}", f"expected {crc32c:08x}", restore
+                f"{what} of shard {uri} was altered: CRC-32C {actual:08x}", f"expected {crc32c:08x}", RESTORE
             )
         return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import BuildOutcome, build_dataset, plan_build
-from etl.write_unit import PENDING, write_unit
+from etl.job import BuildOutcome, build_dataset, commit_results, plan_build
+from etl.write_unit import PENDING, finished_result, write_unit
 from shardmill.config import DatasetConfig, SparkApplicationConfig, SparkConfig
 from shardmill.dataset import open_dataset, verify_dataset
 from shardmill.dataset.manifest import latest_version
 from shardmill.errors import RejectLimitExceeded, StorageError, UsageError
 from shardmill.events import FieldValue
-from shardmill.storage import open_store
+from shardmill.storage import LocalStore, open_store
 from tests.support import build_here, write_images
 
 ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000, formats=("parquet", "tfrecord"))
@@ -249,3 +250,104 @@ def test_an_unset_uri_is_named(missing: str, tmp_path: Path):
     section = SourceConfig() if missing == "source" else DatasetConfig()
     with pytest.raises(UsageError, match=f"{missing}.uri is not set"):
         build_dataset(tree.model_copy(update={missing: section}), run_id="a")
+
+
+def test_a_passing_fault_of_the_store_fails_the_run_and_is_forgotten(images: Path, monkeypatch: pytest.MonkeyPatch):
+    plan = plan_build(tree_for(images, "faulty"), run_id="a")
+    read, calls = LocalStore.read, []
+
+    def sometimes(self: LocalStore, path: str) -> bytes:
+        calls.append(path)
+        if path.endswith(".png") and len(calls) == 5:
+            raise StorageError("cannot access it: Input/output error")
+        return read(self, path)
+
+    monkeypatch.setattr(LocalStore, "read", sometimes)
+    with pytest.raises(StorageError, match="Input/output"):
+        write_unit(plan.units[0], plan.task)
+    assert finished_result(plan.store, plan.units[0]) is None
+    assert write_unit(plan.units[0], plan.task).rejections == ()
+
+
+def test_what_passed_once_is_asked_again(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    tree = tree_for(tmp_path, "dataset", etl=ETL.model_copy(update={"max_reject_fraction": 0.5}))
+    plan = plan_build(tree, run_id="a")
+    gone = tmp_path / "images" / "class_1" / "00001.png"
+    data = gone.read_bytes()
+    gone.rename(tmp_path / "elsewhere.png")
+    results = [write_unit(unit, plan.task) for unit in plan.units]
+    (tmp_path / "elsewhere.png").rename(gone)
+    assert gone.read_bytes() == data
+    kept = [finished_result(plan.store, unit) for unit in plan.units]
+    assert kept.count(None) == 1
+    commit_results(plan, results)
+    assert open_dataset(str(tmp_path / "dataset")).manifest.counts.by_reason == {"missing": 1}
+    again = build_dataset(tree, run_id="b")
+    assert not again.skipped and again.published
+    assert again.manifest.version == 2 and again.manifest.counts.rejected == 0
+
+
+def test_a_lost_shard_is_rebuilt_by_the_next_run(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    tree = tree_for(tmp_path, "dataset")
+    build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), ETL)
+    before = open_dataset(str(tmp_path / "dataset"))
+    (tmp_path / "dataset" / before.shards[0].path).unlink()
+    outcome = build_dataset(tree, run_id="again")
+    assert (outcome.skipped, outcome.published, outcome.manifest.version) == (False, True, 2)
+    assert outcome.manifest.content_digest == before.manifest.content_digest
+    verify_dataset(open_dataset(str(tmp_path / "dataset")), deep=True).raise_if_failed()
+
+
+def test_touched_files_make_no_version_and_are_processed_once(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), ETL)
+    for file in (tmp_path / "images").rglob("*.png"):
+        os.utime(file, ns=(1, 1))
+    first = build_dataset(tree_for(tmp_path, "dataset"), run_id="touched")
+    assert (first.manifest.version, first.published, first.num_units_kept) == (1, False, 0)
+    num_files = sum(1 for _ in (tmp_path / "dataset").rglob("*"))
+    second = build_dataset(tree_for(tmp_path, "dataset"), run_id="again")
+    assert (second.manifest.version, second.num_units_kept) == (1, second.num_units)
+    assert sum(1 for _ in (tmp_path / "dataset").rglob("*")) == num_files
+
+
+def test_a_pinned_dataset_cannot_be_built(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=4)
+    with pytest.raises(UsageError, match="names one version.*set dataset.uri to .*/dataset$"):
+        build_dataset(tree_for(tmp_path, "dataset@2"), run_id="a")
+
+
+def test_a_full_scratch_disk_names_the_path_and_the_bytes(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=40)
+    code = (
+        "import resource, sys; from pathlib import Path; from tests.etl.test_job import *\n"
+        "plan = plan_build(tree_for(Path(sys.argv[1]), 'dataset'), run_id='a')\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "try: write_unit(plan.units[0], plan.task)\n"
+        "except StorageError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert re.search(r"no room to write /.*\.parquet \(\d+ bytes\)", done.stdout), done.stderr
+
+
+def test_executors_with_another_working_directory_read_and_write_the_same_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Real executors: JVMs of their own, each in a folder of its own.
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "images", num_images=60)
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    tree = EtlTree(
+        source=SourceConfig(uri="images"),
+        dataset=DatasetConfig(uri="dataset"),
+        etl=ETL,
+        spark=SparkConfig(
+            master="local-cluster[2,1,512]",
+            etl=SparkApplicationConfig(conf={"spark.executor.memory": "512m", "spark.ui.enabled": "false"}),
+        ),
+    )
+    outcome = build_dataset(tree, run_id="a")
+    assert outcome.manifest.counts.accepted == 60
+    verify_dataset(open_dataset("dataset"), deep=True).raise_if_failed()

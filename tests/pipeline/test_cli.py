@@ -129,10 +129,10 @@ def test_a_flipped_byte_is_named_by_verify_and_on_every_rank(config: Path):
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["train.model=nowhere:build"], ["nowhere"]),
+        (["train.model=nowhere:build"], ["nowhere:build", "No module named"]),
         (["train.model=user_models:absent"], ["user_models", "absent"]),
         (["train.model=small_cmm"], ["small_cmm", "small_cnn"]),
-        (["train.model=user_models:too_narrow"], ["2", "3"]),
+        (["train.model=user_models:too_narrow"], ["gives 2 outputs", "expected 3 outputs", "3 classes"]),
         (["train.global_batch_size=20"], ["train.global_batch_size = 20", "train.num_streams = 8", "nearest: 16"]),
         (["train.num_workers=9"], ["train.num_workers = 9", "train.num_streams = 8"]),
         (["train.strategy=horovodd"], ["horovodd", "horovod"]),
@@ -141,8 +141,8 @@ def test_a_flipped_byte_is_named_by_verify_and_on_every_rank(config: Path):
 def test_what_cannot_be_trained_is_refused_with_the_numbers(overrides: list[str], parts: list[str], config: Path):
     (config.parent / "user_models.py").write_text(
         "import keras\n"
-        "def too_narrow(image_shape_HWC, num_classes):\n"
-        "    return keras.Sequential([keras.Input(image_shape_HWC), keras.layers.Flatten(), keras.layers.Dense(2)])\n"
+        "def too_narrow(image_shape, num_classes):\n"
+        "    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(2)])\n"
     )
     options = [word for override in overrides for word in ("--set", override)]
     refused(shardmill("train", config, *options, cwd=config.parent), 2, *parts)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from pipeline.config import PipelineTree, commented_toml, load_pipeline, require, to_toml
+from pipeline.config import PipelineTree, commented_toml, load_pipeline, require, to_toml, without_secrets
 from shardmill.errors import UsageError
 
 OVERRIDES = (
@@ -82,6 +83,20 @@ def test_wrong_config_is_answered_with_what_was_expected(
     with pytest.raises(UsageError) as caught:
         load_pipeline(source, overrides, "work")
     assert message in str(caught.value)
+
+
+def test_secrets_are_in_no_record():
+    settings = {
+        "spark.hadoop.fs.s3a.secret.key": "canary1",
+        "spark.hadoop.fs.s3a.access.key": "canary2",
+        "spark.x": "y",
+    }
+    given = json.dumps(settings).replace('": ', '" = ')
+    tree = load_pipeline(None, (f"spark.etl.conf={given}", f"spark.train.conf={given}"))
+    written = to_toml(without_secrets(tree))
+    assert "canary" not in written and '"spark.x" = "y"' in written
+    # The stages still get them.
+    assert tree.etl_tree().spark.etl.conf == settings
 
 
 def test_a_missing_uri_is_named():

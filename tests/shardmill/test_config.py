@@ -67,3 +67,17 @@ def test_trees_are_frozen():
     tree = load_tree(EtlTree, None)
     with pytest.raises(ValueError, match="frozen"):
         tree.etl.image_size = 3
+
+
+def test_spark_settings_pass_through_however_they_are_written(tmp_path: Path):
+    file = tmp_path / "c.toml"
+    file.write_text(
+        '[spark.etl.conf]\nspark.executor.memory = "2g"\n"spark.executor.instances" = 2\nspark.speculation = true\n'
+    )
+    tree = load_tree(EtlTree, file, ("spark.etl.conf.spark.executor.cores=4",))
+    assert tree.spark.etl.conf == {
+        "spark.executor.memory": "2g",
+        "spark.executor.instances": "2",
+        "spark.speculation": "true",
+        "spark.executor.cores": "4",
+    }

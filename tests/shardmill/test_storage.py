@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from etl.sources import SOURCES
 from shardmill.errors import SecurityRefusal, StorageError, UsageError
-from shardmill.storage import Store, check_relative_path, open_store
+from shardmill.storage import S3Store, Store, check_relative_path, open_store
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -96,3 +97,33 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match="cannot access"):
         open_store(tmp_path / "file").put("x", b"1")
+
+
+def test_a_missing_bucket_is_a_storage_error_and_as_a_source_a_usage_error(s3_server: str):
+    store = open_store("s3://nobody-made-this/x")
+    for attempt in (lambda: list(store.list("")), lambda: store.put("a", b"1"), lambda: store.put_if_absent("a", b"1")):
+        with pytest.raises(StorageError, match="no bucket 'nobody-made-this'"):
+            attempt()
+    with pytest.raises(UsageError, match="source s3://nobody-made-this/x does not exist"):
+        SOURCES["folders"]("s3://nobody-made-this/x", 10**6)
+
+
+def test_folder_markers_of_s3_consoles_are_not_files(s3_bucket: str):
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+    for key, body in (("cats/", b""), ("cats/1.jpg", b"x")):
+        client.put_object(Bucket=s3_bucket.removeprefix("s3://"), Key=key, Body=body)
+    listing = SOURCES["folders"](s3_bucket, 10**6)
+    assert [image.key for image in listing.images] == ["cats/1.jpg"] and listing.num_listed == 1
+
+
+def test_a_server_that_ignores_conditional_puts_can_be_read_but_not_committed_to(
+    s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+):
+    store = open_store(s3_bucket)
+    store.put("a", b"1")
+    monkeypatch.setattr(S3Store, "_create", lambda self, path, data: self.put(path, data) or True)
+    with pytest.raises(StorageError, match="ignores `If-None-Match"):
+        store.put_if_absent("manifest", b"1")
+    assert store.read("a") == b"1" and [file.path for file in store.list("")] == ["a"]

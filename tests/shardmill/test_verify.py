@@ -79,7 +79,7 @@ def test_a_cut_shard_is_never_just_shorter(dataset_root: Path, format_name: str)
         file.write_bytes(data[:length])
         with pytest.raises(IntegrityError, match="expected"):
             read_all(dataset_root, format_name)
-        with pytest.raises(IntegrityError, match=f"has {length} bytes, expected {len(data)}"):
+        with pytest.raises(IntegrityError, match=f"has {length} bytes; expected {len(data)}"):
             verify_dataset(dataset).raise_if_failed()
 
 

@@ -15,6 +15,7 @@ from tests.support import make_dataset
 from tests.train.training import MODELS, Killed, Recorder, train_here
 from train.checkpoint import FREE_SETTINGS, MARKER, OPTIMIZER, WEIGHTS, find_checkpoint, settings_that_matter
 from train.config import TrainConfig
+from train.export import find_final_checkpoint
 from train.values import to_json
 
 CONFIG = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 1, "keep_checkpoints": 3}
@@ -113,13 +114,35 @@ def test_looking_for_a_checkpoint_changes_nothing(models):
     assert find_checkpoint(open_store(models), "no/such/training") is None
 
 
-def test_the_newest_are_kept_and_half_written_ones_go(tiny_uri, models):
-    litter = models / "t" / "checkpoints" / "step-00000001-deadbeef" / WEIGHTS
-    litter.parent.mkdir()
-    litter.write_bytes(b"half")
+def test_the_newest_are_kept_and_half_written_ones_go_when_they_are_old(tiny_uri, models):
+    """A half-written one may be that of another driver of the same training, which lives and completes it later."""
+    old, new = (models / "t" / "checkpoints" / f"step-0000000{step}-deadbeef" / WEIGHTS for step in (1, 5))
+    for half in (old, new):
+        half.parent.mkdir()
+        half.write_bytes(b"half")
     train_here(tiny_uri, models, **CONFIG)
     assert [name[:13] for name in checkpoints(models)] == ["step-00000004", "step-00000005", "step-00000006"]
-    assert not litter.exists()
+    assert not old.exists() and new.exists()
+
+
+def test_two_live_drivers_of_one_training_leave_each_other_their_checkpoints(tiny_uri, tmp_path, whole):
+    """One driver runs the whole training while another, which a scheduler has lost sight of, stands at each step."""
+    second = Recorder()
+    results = []
+
+    class Overtaken(Recorder):
+        def step(self, report) -> None:
+            super().step(report)
+            if report.epoch == 1 and report.step == 0:
+                results.append(train_here(tiny_uri, tmp_path, second, **CONFIG))
+
+    results.append(train_here(tiny_uri, tmp_path, Overtaken(), **CONFIG))
+    assert second.named("resumed") and not second.named("checkpoint_discarded")
+    assert len({result.checkpoint for result in results}) == 2
+    for result in results:
+        assert result.weights_sha256 == whole.weights_sha256
+        # Both ended at the same step, and each finds what it ended with.
+        assert find_final_checkpoint(open_store(tmp_path), result).marker.global_step == whole.num_steps
 
 
 @pytest.mark.parametrize(

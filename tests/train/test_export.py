@@ -15,7 +15,7 @@ from shardmill.config import SparkConfig
 from shardmill.dataset import Dataset, open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.options import Section
-from shardmill.storage import open_store
+from shardmill.storage import LocalStore, open_store
 from tests.support import make_dataset
 from train.config import TrainConfig
 from train.export import EXPORTS, KERAS_FILE, export_training, load_exported, read_export
@@ -79,7 +79,7 @@ def test_the_record_tells_all_that_there_is_to_know(models, dataset):
         dataset.manifest.class_names,
     )
     assert record.normalize == dataset.manifest.normalize
-    assert record.evaluation.split == "test"
+    assert record.evaluation.split == "test" and record.evaluation.confusion == ()
     assert record.parity_max_abs_diff <= 1e-5
     assert record.keras_note == ""
     stored = {file.path for file in open_store(models).list(record.artifact_dir)}
@@ -193,10 +193,24 @@ def test_a_damaged_checkpoint_is_not_exported(dataset, tmp_path):
         export_training(str(tmp_path), config, result, "run-1")
 
 
-def test_every_number_has_one_writer(tmp_path):
-    class Note(Section):
-        writer: int
+class Note(Section):
+    writer: int
 
+
+def test_a_record_whose_reply_was_lost_finds_itself(tmp_path, monkeypatch):
+    put_if_absent = LocalStore.put_if_absent
+
+    def sent_again(store: LocalStore, path: str, data: bytes) -> bool:
+        put_if_absent(store, path, data)
+        return put_if_absent(store, path, data)
+
+    monkeypatch.setattr(LocalStore, "put_if_absent", sent_again)
+    assert put_record(open_store(tmp_path), "notes", 1, Note(writer=1))
+    # Another writer's record is another attempt, even where it says the same.
+    assert not put_record(open_store(tmp_path), "notes", 1, Note(writer=1))
+
+
+def test_every_number_has_one_writer(tmp_path):
     store = open_store(tmp_path)
     won: list[tuple[int, int]] = []
 

@@ -106,11 +106,11 @@ def test_a_stopped_training_is_finished_on_its_own_version_and_then_done_on_the_
     latest = open_dataset(dataset_uri).pin
     assert latest.version == 2
     choice = choose_training(open_store(tmp_path / "models"), tree.train, latest)
-    assert (choice.dataset.version, choice.resumes, choice.result) == (1, True, None)
+    assert (choice.dataset.version, choice.result) == (1, None)
 
     # Somebody who names a version gets that one.
     pinned = choose_training(open_store(tmp_path / "models"), tree.train, latest, is_pinned=True)
-    assert (pinned.dataset, pinned.resumes) == (latest, False)
+    assert (pinned.dataset, pinned.result) == (latest, None)
 
     # The same command again goes on where the last checkpoint is, and ends as if nothing had been.
     rest = Recorder()

@@ -176,6 +176,13 @@ def test_real_training_tells_the_cause_and_not_the_survivors_echo(start, dataset
     driver.assert_nothing_left(within_seconds=2)
 
 
+@pytest.mark.parametrize("launcher", ["inline", "local"])
+def test_a_worker_that_leaves_with_0_has_failed(start, launcher):
+    outcome = start(launcher, 1, f"{WORKERS}:leaves").outcome()
+    assert outcome["error"] == "TrainingError", outcome
+    assert "rank 0" in outcome["message"] and "SystemExit: 0" in outcome["message"]
+
+
 def test_straggler_is_not_killed(start):
     driver = start("local", 2, f"{WORKERS}:is_slow", silent_seconds=2)
     assert driver.outcome()["world_size"] == 2
@@ -201,12 +208,67 @@ def test_interrupted_driver_ends_its_ranks(start, number, error):
     driver.assert_nothing_left(within_seconds=3)
 
 
-@pytest.mark.drill
-def test_interrupted_driver_ends_its_ranks_on_spark(start):
-    driver = start("horovod_spark", 2, f"{WORKERS}:sleeps")
-    driver.wait_for_step()
-    driver.process.send_signal(signal.SIGINT)
-    assert driver.outcome()["error"] == "KeyboardInterrupt"
+COMMANDS = {
+    "job.py": (sys.executable, str(ROOT / "train/job.py"), "--config"),
+    "shardmill": (str(Path(sys.executable).with_name("shardmill")), "train"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "launcher", "number"),
+    [
+        ("job.py", "local", signal.SIGTERM),
+        ("shardmill", "local", signal.SIGINT),
+        *(
+            pytest.param(command, "horovod_spark", number, marks=pytest.mark.drill)
+            for command in COMMANDS
+            for number in (signal.SIGINT, signal.SIGTERM)
+        ),
+    ],
+)
+def test_interrupted_command_ends_its_ranks_and_says_so(tmp_path, dataset, command, launcher, number):
+    file, mark = tmp_path / "config.toml", f"mark-{uuid.uuid4()}"
+    file.write_text(
+        f"""
+        dataset.uri = "{dataset.uri}"
+        models.uri = "{tmp_path / "models"}"
+        spark.master = "local[2]"
+        [train]
+        launcher = "{launcher}"
+        strategy = "horovod"
+        num_workers = 2
+        epochs = 100_000
+        global_batch_size = 24
+        num_streams = 6
+        record_samples = true
+        """
+    )
+    process = subprocess.Popen(
+        [*COMMANDS[command], str(file), "--workdir", str(tmp_path / "work"), "--run-id", "run"],
+        cwd=tmp_path,
+        env={**os.environ, MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    driver, steps = Driver(process, mark), tmp_path / "work/runs/run/steps.jsonl"
+    try:
+        while not (steps.exists() and steps.stat().st_size):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        assert len(driver.processes_left()) >= 2
+        if number == signal.SIGINT:
+            # As a terminal does it: to the whole foreground group.
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, errors
+    assert errors.rstrip().splitlines()[-1].startswith(f"ERROR {128 + number}: "), errors
+    assert "Traceback" not in errors
     driver.assert_nothing_left(within_seconds=3)
 
 

@@ -1,4 +1,7 @@
-"""The promises that only real ranks can break: equal bits in every run, exact resume, one loss at any world size."""
+"""The promises that only real ranks can break: equal bits in every run, exact resume, one loss at any world size.
+
+Which strategy is held to which promise follows from what it declares.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from shardmill.config import SparkConfig
 from shardmill.errors import TrainingError
 from tests.train.multi_rank_workers import KILL_AT
 from tests.train.training import MODELS, Recorder, task_of, train_here
+from train.checkpoint import MARKER, OPTIMIZER, WEIGHTS, rank_file
 from train.launchers import LAUNCHERS
 from train.observer import GlobalStep
+from train.strategies import STRATEGIES
 from train.values import TrainResult
 
 WORKERS = "tests.train.multi_rank_workers"
@@ -21,6 +26,18 @@ STATEFUL = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 2, "num_str
 # 100 steps and more of the demo's model. Smoothed labels keep the loss from 0, where a relative bound means nothing.
 SMALL_CNN = {"num_streams": 12, "global_batch_size": 24, "epochs": 27, "label_smoothing": 0.1, "record_samples": True,
              "checkpoint_every_steps": 5}  # fmt: skip
+
+EXACT = [name for name, strategy in STRATEGIES.items() if strategy.exact_resume]
+EXACT_WORLDS = [(name, ranks) for name in EXACT for ranks in (2, 3) if STRATEGIES[name].allows_world_size(ranks)]
+SYNCHRONOUS_WORLDS = [
+    (name, ranks)
+    for name, strategy in STRATEGIES.items()
+    for ranks in (2, 3)
+    if strategy.synchronous and strategy.allows_world_size(ranks)
+]
+FILES_OF_LAYOUT = {
+    "replicated": lambda num_ranks: {MARKER, WEIGHTS, OPTIMIZER, *(rank_file(rank) for rank in range(num_ranks))}
+}
 
 
 @dataclass
@@ -43,7 +60,7 @@ class Watcher:
 def train_on_ranks(
     uri, models, num_ranks, config, worker="every_rank_tells_its_weights"
 ) -> tuple[TrainResult, Watcher]:
-    task = task_of(uri, models, num_workers=num_ranks, strategy="horovod", launcher="local", **config)
+    task = task_of(uri, models, num_workers=num_ranks, launcher="local", **config)
     watcher = Watcher()
     result = LAUNCHERS["local"](task, SparkConfig(), watcher, worker=f"{WORKERS}:{worker}")
     told = {(models / "told" / f"rank-{rank}").read_text() for rank in range(num_ranks)}
@@ -54,29 +71,31 @@ def train_on_ranks(
 def kill_on_ranks(uri, models, num_ranks, config, monkeypatch, killed_at) -> Watcher:
     """The same training, but the last rank is killed in the middle of global step `killed_at`."""
     monkeypatch.setenv(KILL_AT, str(killed_at))
-    task = task_of(uri, models, num_workers=num_ranks, strategy="horovod", launcher="local", **config)
+    task = task_of(uri, models, num_workers=num_ranks, launcher="local", **config)
     watcher = Watcher()
     with pytest.raises(TrainingError):
         LAUNCHERS["local"](task, SparkConfig(), watcher, worker=f"{WORKERS}:last_rank_dies")
     return watcher
 
 
-def test_a_killed_process_resumes_exactly(tiny_uri, tmp_path, monkeypatch):
+@pytest.mark.parametrize("strategy", EXACT)
+def test_a_killed_process_resumes_exactly(tiny_uri, tmp_path, monkeypatch, strategy):
     recorder, resumed = Recorder(), Recorder()
-    config = {**STATEFUL, "strategy": "horovod"}
+    config = {**STATEFUL, "strategy": strategy}
     fresh = train_here(tiny_uri, tmp_path / "fresh", recorder, **config)
-    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 1, STATEFUL, monkeypatch, killed_at=7)
+    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 1, config, monkeypatch, killed_at=7)
     result = train_here(tiny_uri, tmp_path / "killed", resumed, **config)
     assert result.weights_sha256 == fresh.weights_sha256
     assert result.resumed_from is not None
     assert killed.losses | resumed.losses == recorder.losses
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkeypatch, num_ranks):
-    fresh, undisturbed = train_on_ranks(tiny_uri, tmp_path / "fresh", num_ranks, STATEFUL)
-    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", num_ranks, STATEFUL, monkeypatch, killed_at=7)
-    resumed_result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", num_ranks, STATEFUL)
+@pytest.mark.parametrize(("strategy", "num_ranks"), EXACT_WORLDS)
+def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkeypatch, strategy, num_ranks):
+    config = {**STATEFUL, "strategy": strategy}
+    fresh, undisturbed = train_on_ranks(tiny_uri, tmp_path / "fresh", num_ranks, config)
+    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", num_ranks, config, monkeypatch, killed_at=7)
+    resumed_result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", num_ranks, config)
 
     assert "resumed" in resumed.events
     assert (resumed_result.resumed_from.epoch, resumed_result.resumed_from.step) == (1, 2)
@@ -84,6 +103,8 @@ def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkey
     assert killed.sample_ids | resumed.sample_ids == undisturbed.sample_ids
     assert resumed_result.weights_sha256 == fresh.weights_sha256
     assert resumed_result.evaluation == fresh.evaluation
+    files = {file.name for file in (tmp_path / "killed" / resumed_result.checkpoint).iterdir()}
+    assert files == FILES_OF_LAYOUT[STRATEGIES[strategy].checkpoint_layout](num_ranks)
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +113,12 @@ def at_one_rank(tiny_uri, tmp_path_factory):
     return train_here(tiny_uri, tmp_path_factory.mktemp("one"), recorder, **SMALL_CNN), recorder
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypatch, at_one_rank, num_ranks):
+@pytest.mark.parametrize(("strategy", "num_ranks"), SYNCHRONOUS_WORLDS)
+def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypatch, at_one_rank, strategy, num_ranks):
     """Most of a training on several ranks, the rest of it resumed at one: all the way the losses of one rank alone."""
     one_result, one = at_one_rank
-    several = kill_on_ranks(tiny_uri, tmp_path / "killed", num_ranks, SMALL_CNN, monkeypatch, killed_at=88)
+    config = {**SMALL_CNN, "strategy": strategy}
+    several = kill_on_ranks(tiny_uri, tmp_path / "killed", num_ranks, config, monkeypatch, killed_at=88)
     rest = Recorder()
     shutil.copytree(tmp_path / "killed", tmp_path / "resumed")
     result = train_here(tiny_uri, tmp_path / "resumed", rest, **SMALL_CNN)
@@ -113,9 +135,10 @@ def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypa
     assert result.evaluation.loss == pytest.approx(one_result.evaluation.loss, rel=1e-4)
 
 
-def test_evaluation_on_ranks_is_that_of_one(tiny_uri, tmp_path, at_one_rank):
+@pytest.mark.parametrize("strategy", [name for name, each in STRATEGIES.items() if each.allows_world_size(2)])
+def test_evaluation_on_ranks_is_that_of_one(tiny_uri, tmp_path, strategy):
     """Nothing to train is left, so the ranks only load the same weights and evaluate."""
-    config = {**SMALL_CNN, "epochs": 1}
+    config = {**SMALL_CNN, "epochs": 1, "strategy": strategy}
     one = train_here(tiny_uri, tmp_path, **config)
     (tmp_path / "t" / "result.json").unlink()
     result, watcher = train_on_ranks(tiny_uri, tmp_path, 2, config)

@@ -9,14 +9,16 @@ import pytest
 
 from shardmill.config import DatasetConfig, ModelsConfig
 from shardmill.dataset import open_dataset
-from shardmill.errors import GateNotPassed, UsageError
-from shardmill.storage import open_store
+from shardmill.errors import CommitConflict, GateNotPassed, UsageError
+from shardmill.storage import LocalStore, open_store
 from tests.support import make_dataset
 from train.config import GateConfig, TrainConfig, TrainTree
 from train.export import Export
 from train.job import export_model, train_model
 from train.observer import SilentObserver
 from train.promote import (
+    CURRENT,
+    Pointer,
     _by_name,
     current_export,
     decide,
@@ -26,6 +28,7 @@ from train.promote import (
     read_pointer,
     roll_back,
 )
+from train.records import put_record
 from train.values import Evaluation
 
 
@@ -117,7 +120,54 @@ def test_exports_come_and_go_through_the_gate(exports, dataset_uri):
 
     # An export says of the dataset what the training model said of it.
     test_split = evaluate_export(root, good.number, open_dataset(dataset_uri), "test")
-    assert test_split.confusion == good.record.evaluation.confusion
+    assert test_split.accuracy == good.record.evaluation.accuracy
+    assert test_split.loss == pytest.approx(good.record.evaluation.loss, abs=1e-6)
+
+
+@pytest.fixture
+def promoted(tmp_path) -> str:
+    """A models' root where exports 1, 2 and 3 became current, one after the other."""
+    for number in (1, 2, 3):
+        previous = number - 1 or None
+        put_record(open_store(tmp_path), CURRENT, number, pointer(number, previous, "promoted", f"run-{number}"))
+    return str(tmp_path)
+
+
+def pointer(export: int, previous: int | None, decision: str, run_id: str) -> Pointer:
+    return Pointer(
+        export=export, previous=previous, decision=decision, reason="", accuracy=0.9, run_id=run_id, created_at=""
+    )
+
+
+def test_a_rollback_whose_reply_was_lost_goes_back_once(promoted, monkeypatch):
+    put_if_absent = LocalStore.put_if_absent
+
+    def sent_again(store: LocalStore, path: str, data: bytes) -> bool:
+        put_if_absent(store, path, data)
+        return put_if_absent(store, path, data)
+
+    monkeypatch.setattr(LocalStore, "put_if_absent", sent_again)
+    back = roll_back(promoted, "run-4")
+    assert (back.previous, back.current) == (3, 2)
+    assert [each.export for each in read_history(open_store(promoted))] == [1, 2, 3, 2]
+
+
+@pytest.mark.parametrize("winner", [pointer(2, 1, "rolled_back", "run-5"), pointer(4, 3, "promoted", "run-5")])
+def test_a_rollback_that_comes_second_changes_nothing(promoted, monkeypatch, winner):
+    """Another operator has rolled back, or a run has promoted, between this one's look at the history and its write."""
+    store = open_store(promoted)
+    put_if_absent = LocalStore.put_if_absent
+
+    def come_second(late: LocalStore, path: str, data: bytes) -> bool:
+        monkeypatch.undo()
+        assert put_record(store, CURRENT, 4, winner)
+        return put_if_absent(late, path, data)
+
+    monkeypatch.setattr(LocalStore, "put_if_absent", come_second)
+    said = rf"run run-5 made export {winner.export} current \({winner.decision}\) while run run-4 .*changed nothing"
+    with pytest.raises(CommitConflict, match=said):
+        roll_back(promoted, "run-4")
+    assert read_pointer(store) == winner and len(read_history(store)) == 4
 
 
 def test_runs_that_promote_at_the_same_time_are_judged_one_after_the_other(exports):

@@ -111,6 +111,7 @@ def test_the_result_tells_what_happened(tiny_uri, tmp_path):
     assert result.evaluation.accuracy == 1.0, "the classes are bars at different places"
     assert [record.epoch for record in result.history] == list(range(8))
     assert all(record.validation.num_samples == manifest.splits["validation"].num_rows for record in result.history)
+    assert all(record.validation.confusion == () for record in result.history), "a history must not grow with classes"
     shares = result.time_shares
     total = shares.input_wait + shares.compute + shares.allreduce + shares.checkpoint + shares.other
     assert total == pytest.approx(1.0)
@@ -196,7 +197,7 @@ def test_data_that_cannot_be_trained_on_is_refused(tiny_uri, tmp_path):
         train_here(no_validation, tmp_path, early_stop_epochs=1)
 
     with pytest.raises(UsageError, match=r"9 ranks for 8 streams; expected 1 to 8"):
-        run_worker(task_of(tiny_uri, tmp_path, strategy="horovod"), World(0, 9, 0, 9), Recorder())
+        run_worker(task_of(tiny_uri, tmp_path, strategy="horovod"), World(0, 9, 9), Recorder())
 
 
 @pytest.mark.parametrize("format_name", ["parquet", "tfrecord"])

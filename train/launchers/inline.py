@@ -44,8 +44,9 @@ def launch_inline(
         return load_worker(worker)(task, World(), reporter)
     except ShardmillError:
         raise
-    except Exception as error:
-        # Models and factories are the user's: anything may come, and all of it means that the rank failed.
+    except (Exception, SystemExit) as error:
+        # Models and factories are the user's: anything may come, and all of it means that the rank failed; their
+        # sys.exit(0), too, which would else end the whole command as a success.
         fault = RankFault(
             FaultKind.FAILED, 0, "this process", 0.0, last_step=reporter.last_step, failure=failure_of(error)
         )

@@ -89,7 +89,7 @@ def _check_outputs(
     images_NHWC = tf.zeros((2, *image_shape_HWC), tf.float32)
     try:
         outputs = model(images_NHWC, training=False)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # A user's own layers may raise anything.
         raise UsageError(
             f"train.model = {name!r}: calling the model failed: {type(error).__name__}: {error}",

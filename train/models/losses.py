@@ -14,7 +14,8 @@ from train.config import TrainConfig
 PerSampleLoss = Callable[[Any, Any], Any]
 """(labels_N int64, outputs_NK float32) -> losses_N float32."""
 
-# As in Keras: keeps the logarithm of a probability of 0 finite.
+# As in Keras: keeps the logarithm of a probability of 0 finite, and bounds its gradient in float32. Figures that are
+# told, not minimised, go further down (train/evaluate.py).
 SMALLEST_PROBABILITY = 1e-7
 
 

@@ -20,8 +20,8 @@ def load_factory(name: str) -> Callable[..., Any]:
         sys.path.append(folder)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
-        # A user's module may raise anything while it is imported.
+    except (Exception, SystemExit) as error:
+        # A user's module may raise anything while it is imported; its sys.exit() must not end our command.
         raise UsageError(
             f"train.model = {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}",
             f"looked in {', '.join(path for path in sys.path if path)}",
@@ -43,7 +43,7 @@ def call_factory(name: str, image_shape_HWC: tuple[int, int, int], num_classes: 
     factory = load_factory(name)
     try:
         model = factory(image_shape=image_shape_HWC, num_classes=num_classes)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Likewise a user's function.
         raise UsageError(
             f"train.model = {name!r}: the factory failed: {type(error).__name__}: {error}",
