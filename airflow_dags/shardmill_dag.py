@@ -170,7 +170,7 @@ def asset_uri(uri: str) -> str:
 
 def build_dag(config_file: Path) -> DAG:
     """The DAG of one config file."""
-    from shardmill.config import SparkApplicationConfig
+    from shardmill.spark_settings import flat_settings
 
     config = tomllib.loads(config_file.read_text(encoding="utf-8"))
     name = f"shardmill_{config_file.stem}"
@@ -190,7 +190,7 @@ def build_dag(config_file: Path) -> DAG:
             workdir=workdir,
             application=str(PROJECT / stage / "job.py"),
             application_args=["--config", str(config_file), *common, *more_arguments],
-            conf=SparkApplicationConfig(**config.get("spark", {}).get(stage, {})).conf,
+            conf=flat_settings(config.get("spark", {}).get(stage, {}).get("conf", {})),
             conn_id="spark_default",
             name=f"{name}_{stage}",
             **kwargs,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -13,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from shardmill.errors import UsageError
 from shardmill.options import Section
+from shardmill.spark_settings import flat_settings
 
 # Every application reads the same file and takes its own sections of it.
 SECTION_NAMES = ("source", "dataset", "models", "etl", "spark", "train", "gate")
@@ -43,8 +43,7 @@ class SparkApplicationConfig(Section):
     @field_validator("conf", mode="before")
     @classmethod
     def _flatten(cls, conf: Any) -> Any:
-        # TOML reads a dotted key as nested tables, and Spark takes every value as text.
-        return dict(_flat("", conf)) if isinstance(conf, dict) else conf
+        return flat_settings(conf) if isinstance(conf, dict) else conf
 
 
 class SparkConfig(Section):
@@ -56,14 +55,6 @@ class SparkConfig(Section):
     """Settings for the ETL's application."""
     train: SparkApplicationConfig = SparkApplicationConfig()
     """Settings for the training launcher's application."""
-
-
-def _flat(prefix: str, table: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(f"{prefix}{key}.", value)
-        else:
-            yield f"{prefix}{key}", str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def load_tree(

@@ -129,8 +129,10 @@ def share_bar(shares: Sequence[tuple[str, float]], *, title: str) -> str:
 
 def confusion_chart(names: Sequence[str], counts_true_predicted: Sequence[Sequence[int]]) -> str:
     """Rows are the true class, columns the predicted one. The diagonal is blue, mistakes are orange."""
+    if not names:
+        return empty("no classes")
     num_classes = len(names)
-    cell = max(9, min(40, 460 // max(1, num_classes)))
+    cell = max(9, min(40, 460 // num_classes))
     left = min(150, 22 + int(CHARACTER_WIDTH * max(len(shorten(name, 18)) for name in names)))
     longest = max(len(shorten(name, 18)) for name in names)
     is_tilted = longest * CHARACTER_WIDTH > cell

@@ -71,8 +71,9 @@ def sniff_format(data: bytes) -> str:
             return name
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "webp"
-    if data[:2] == b"BM" and int.from_bytes(data[14:18], "little") in BMP_HEADER_SIZES_BYTES:
-        return "bmp"  # two letters alone could begin any text
+    # Two letters alone could begin any text; a header cut inside its size says nothing either.
+    if data[:2] == b"BM" and len(data) >= 18 and int.from_bytes(data[14:18], "little") in BMP_HEADER_SIZES_BYTES:
+        return "bmp"
     for signature, name in UNSAFE_SIGNATURES:
         if data.startswith(signature):
             raise Refused(RejectReason.UNSAFE_FORMAT, f"format={name}; such files are programs and are never opened")

@@ -60,8 +60,6 @@ def test_an_interrupted_run_leaves_nothing_half_visible(number: signal.Signals, 
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Whoever starts tests in the background passes on that Ctrl-C is ignored; a terminal does not.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert started.stderr is not None
     # Once the JVM is coming up.
