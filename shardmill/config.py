@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import tomllib
@@ -64,7 +65,7 @@ def load_tree(
 
     Sections that belong to other applications are passed over; any other unknown key raises UsageError.
     """
-    values = _merged(defaults or {}, _read_toml(Path(file)) if file is not None else {})
+    values = _merged(copy.deepcopy(defaults or {}), _read_toml(Path(file)) if file is not None else {})
     for override in overrides:
         _apply_override(values, override)
     mine = {name: value for name, value in values.items() if name in tree.model_fields or name not in SECTION_NAMES}
