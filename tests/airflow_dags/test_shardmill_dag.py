@@ -155,9 +155,9 @@ def test_parsing_is_quick_beside_airflow_itself(tmp_path: Path):
     code = (
         "import time\n"
         "from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator\n"
-        "start = time.perf_counter()\n"
+        "start = time.process_time()\n"
         "import airflow_dags.shardmill_dag as module\n"
-        "print(time.perf_counter() - start)\n"
+        "print(time.process_time() - start)\n"
         "import sys\n"
         "print([name for name in ('pyspark', 'tensorflow', 'pyarrow', 'cv2') if name in sys.modules])\n"
     )
@@ -166,4 +166,5 @@ def test_parsing_is_quick_beside_airflow_itself(tmp_path: Path):
         seconds, heavy = python(code, tmp_path).splitlines()
         assert heavy == "[]"
         best = min(best, float(seconds))
-    assert best < 0.3
+    # CPU time: what other tests do to this machine is not the DAG file's.
+    assert best < 0.3, best
