@@ -126,6 +126,8 @@ def _explain(tree: type[BaseModel], error: ValidationError) -> str:
         near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
         hint = f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else f"known here: {', '.join(known)}"
         return f"unknown config key {name}; {hint}"
+    if isinstance(first["input"], dict) and first["type"] == "value_error":
+        return f"config section {name}: expected {first['msg'].removeprefix('Value error, ')}"
     given = json.dumps(first["input"], default=str)
     expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return f"config key {name or 'config'} = {given}; expected {expected}"
