@@ -41,22 +41,17 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
         from pyspark.sql import SparkSession
     except ImportError:
         raise UsageError("Spark needs the package pyspark", "", "pip install 'shardmill[spark]'") from None
-    builder = SparkSession.builder.appName(app_name)
     # Nobody reads Spark's progress bar between ours.
     settings = {"spark.ui.showConsoleProgress": "false"}
     submitted = is_under_spark_submit()
-    if not submitted:
-        builder = builder.master(spark.master)
     if not submitted and spark.master.startswith("local"):
         settings |= _LOCAL_CONF
         # Spark's own default is whatever `python3` is on the PATH.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    for key, value in {**settings, **conf}.items():
-        builder = builder.config(key, value)
     try:
         _start_context(app_name, None if submitted else spark.master, {**settings, **conf})
-        session = builder.getOrCreate()
+        session = SparkSession.builder.getOrCreate()
     except PySparkRuntimeError as error:
         raise UsageError(
             f"Spark does not start: {str(error).splitlines()[0]}",

@@ -50,6 +50,7 @@ class Dataset:
         self.store = store
         self.pin = pin
         self.manifest = manifest
+        self._indexes: dict[tuple[str, str], SplitIndex] = {}
 
     @cached_property
     def shards(self) -> tuple[ShardInfo, ...]:
@@ -68,7 +69,11 @@ class Dataset:
                 f"expected one of {', '.join(self.manifest.splits)}",
             )
         name = self.format_name(format_name)
-        return SplitIndex(split, name, tuple(s for s in self.shards if s.split == split and s.format == name))
+        # Every epoch asks again; the chunks of a split do not change.
+        if (split, name) not in self._indexes:
+            shards = tuple(shard for shard in self.shards if (shard.split, shard.format) == (split, name))
+            self._indexes[split, name] = SplitIndex(split, name, shards)
+        return self._indexes[split, name]
 
     def format_name(self, wanted: str = "auto") -> str:
         """`wanted`, or for `auto` Parquet where the dataset has it. Raises UsageError where it has not `wanted`."""

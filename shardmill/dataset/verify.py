@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
-import google_crc32c
 import numpy as np
 import pyarrow as pa
 
 from shardmill.dataset.commit import content_digest, layout_digest, ledger_digest
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.ids import add_digests, format_digest, key_hash, row_digest, sample_id_of
-from shardmill.dataset.index import RESTORE, ROWS_SCHEMA, read_segment
+from shardmill.dataset.index import RESTORE, ROWS_SCHEMA, read_segment, read_verified
 from shardmill.dataset.manifest import FileRef
 from shardmill.dataset.shard import chunk_digest
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.reader.fetch import ChunkFetcher
 from shardmill.storage import join_uri
-from shardmill.values import ShardInfo
+from shardmill.values import Rejection, ShardInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +114,11 @@ class _Facts:
     dataset: Dataset
     _rows: dict[str, pa.Table] = field(default_factory=dict)
 
+    @cached_property
+    def rejections(self) -> list[Rejection]:
+        """The rejects ledger."""
+        return self.dataset.read_rejections()
+
     def manifest(self) -> str:
         manifest = self.dataset.manifest
         parent = manifest.parent_version
@@ -124,10 +128,9 @@ class _Facts:
         return f"version {manifest.version}, schema {manifest.schema_version}, by run {manifest.run_id}"
 
     def segments(self) -> str:
-        rejections = self.dataset.read_rejections()
         manifest = self.dataset.manifest
-        _require(ledger_digest(rejections) == manifest.ledger_digest, "the ledger's digest is not the manifest's")
-        return f"{len(self.dataset.shards)} shards, {len(rejections)} rejections"
+        _require(ledger_digest(self.rejections) == manifest.ledger_digest, "the ledger's digest is not the manifest's")
+        return f"{len(self.dataset.shards)} shards, {len(self.rejections)} rejections"
 
     def files_exist(self) -> str:
         num_bytes = self.dataset.check_files()
@@ -184,7 +187,7 @@ class _Facts:
     def accounting(self) -> str:
         counts, source = self.dataset.manifest.counts, self.dataset.manifest.source
         accepted = Counter(self.column("source"))
-        rejected = Counter(rejection.key for rejection in self.dataset.read_rejections())
+        rejected = Counter(rejection.key for rejection in self.rejections)
         both = accepted + rejected
         twice = [key for key, times in both.items() if times > 1]
         _require(not twice, f"{len(twice)} inputs are counted more than once, {twice[:1]} first")
@@ -200,7 +203,7 @@ class _Facts:
 
     def counts(self) -> str:
         manifest = self.dataset.manifest
-        by_reason = Counter(str(rejection.reason) for rejection in self.dataset.read_rejections())
+        by_reason = Counter(str(rejection.reason) for rejection in self.rejections)
         _require(dict(by_reason) == manifest.counts.by_reason, "rejections by reason are not as counted")
         for split, info in manifest.splits.items():
             labels = self.column("label", split)
@@ -255,11 +258,7 @@ def _read_everything(dataset: Dataset, on_shard: Callable[[int, int], None] | No
     num_bytes = num_rows = 0
     for number, (shard, fetcher, first_chunk) in enumerate(_with_fetchers(dataset)):
         where = join_uri(dataset.store.uri, shard.path)
-        try:
-            data = dataset.store.read(shard.path)
-        except FileNotFoundError:
-            raise IntegrityError(f"shard {where} is missing", f"expected {shard.num_bytes} bytes") from None
-        _check_bytes(where, shard, data)
+        # First chunk by chunk, so that damage is named where it lies; then the file whole, for what no chunk covers.
         for chunk in range(len(shard.chunks)):
             rows = fetcher.read_chunk(first_chunk + chunk)
             labels = [dataset.manifest.class_names[label] if label >= 0 else None for label in rows.labels_N.tolist()]
@@ -270,24 +269,11 @@ def _read_everything(dataset: Dataset, on_shard: Callable[[int, int], None] | No
             same = chunk_digest(digests) == shard.chunks[chunk].content_sha256
             _require(same, f"chunk {chunk} of shard {where} holds other rows than were committed")
             num_rows += len(digests)
-        num_bytes += len(data)
+        file = FileRef(path=shard.path, num_bytes=shard.num_bytes, sha256=shard.sha256)
+        num_bytes += len(read_verified(dataset.store, file))
         if on_shard is not None:
             on_shard(number + 1, len(dataset.shards))
     return f"{num_bytes} bytes, {num_rows} rows"
-
-
-def _check_bytes(where: str, shard: ShardInfo, data: bytes) -> None:
-    _require(len(data) == shard.num_bytes, f"shard {where} has {len(data)} bytes, expected {shard.num_bytes}")
-    for number, chunk in enumerate(shard.chunks):
-        actual = google_crc32c.value(data[chunk.start : chunk.start + chunk.num_bytes])
-        _require(
-            actual == chunk.crc32c,
-            f"chunk {number} of shard {where} was altered: CRC-32C {actual:08x}, expected {chunk.crc32c:08x}",
-        )
-    actual_sha256 = hashlib.sha256(data).hexdigest()
-    _require(
-        actual_sha256 == shard.sha256, f"shard {where} was altered: SHA-256 {actual_sha256}, expected {shard.sha256}"
-    )
 
 
 def _with_fetchers(dataset: Dataset) -> Iterator[tuple[ShardInfo, ChunkFetcher, int]]:
