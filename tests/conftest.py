@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `pytest -n`: the tests of a file share its fixtures, those of the demo its one run; long files start first."""
+    """For `pytest -n`: tests of a file share its fixtures, those of the demo its one run; long files start first."""
     groups = {item: "demo" if "demo" in getattr(item, "fixturenames", ()) else item.path.name for item in items}
     for item, group in groups.items():
         item.add_marker(pytest.mark.xdist_group(group))
