@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
-from etl.job import commit_results, plan_build
+from etl.job import commit_results
+from etl.plan import plan_build
 from etl.write_unit import write_unit
 from shardmill.config import DatasetConfig
 from shardmill.dataset import open_dataset

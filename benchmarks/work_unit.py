@@ -13,7 +13,7 @@ import cv2
 import simplejpeg
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import plan_build
+from etl.plan import plan_build
 from etl.write_unit import write_unit
 from shardmill.config import DatasetConfig
 

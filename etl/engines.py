@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
@@ -14,7 +15,9 @@ from etl.write_unit import UnitTask, write_unit
 from shardmill import errors
 from shardmill.config import SparkConfig
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
+from shardmill.reach import planted
 from shardmill.spark import spark_session
+from shardmill.storage import open_store
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,9 +33,13 @@ def run_on_spark(
 
     `on_units_done` is told how many units have finished. Raises the tasks' own error after Spark's retries.
     """
-    with spark_session("shardmill-etl", spark, spark.etl.conf) as session:
+    # Every task reads the nonce back before it works: a folder of its executor's own would swallow its shards.
+    with (
+        planted(open_store(task.dataset_uri)) as nonce,
+        spark_session("shardmill-etl", spark, spark.etl.conf) as session,
+    ):
         frame = _unit_frame(session, units)
-        results = frame.mapInArrow(_write_units(task), "unit_result string")
+        results = frame.mapInArrow(_write_units(replace(task, reach=nonce)), "unit_result string")
         rows = _collect(session, results, on_units_done)
     return [decode_unit_result(row) for row in rows]
 

@@ -20,43 +20,23 @@ from dataclasses import dataclass
 
 from etl.config import EtlTree
 from etl.engines import ENGINES
-from etl.sources import SOURCES
-from etl.units import WorkUnit, plan_units, unit_contract
-from etl.write_unit import UnitTask, finished_result, pending_path
+from etl.plan import BuildPlan, plan_build
+from etl.write_unit import finished_result, pending_path
 from shardmill.config import load_tree
 from shardmill.dataset.commit import Build, all_rejections, commit_version, is_whole, write_ledger
-from shardmill.dataset.dataset import split_version
 from shardmill.dataset.manifest import (
     Manifest,
-    SourceRef,
-    latest_version,
     pin_of,
     read_manifest,
     read_manifest_bytes,
 )
 from shardmill.dataset.pin import DatasetPin
 from shardmill.dataset.unit_result import UnitResult
-from shardmill.errors import RejectLimitExceeded, UsageError
+from shardmill.errors import RejectLimitExceeded
 from shardmill.events import Observer, SilentObserver, StageRecord
-from shardmill.formats.parquet import parquet_schema
-from shardmill.formats.rows import RowSchema
-from shardmill.images.decode import DECODER_ID
-from shardmill.images.normalize import normalization_fingerprint
 from shardmill.stage_process import run_stage_process
-from shardmill.storage import Store, join_uri, open_store
-from shardmill.values import PASSING_REASONS, REASONS_OUTSIDE_REJECT_FRACTION
-
-
-@dataclass(frozen=True, slots=True)
-class BuildPlan:
-    """All that is known before a unit runs."""
-
-    build: Build
-    units: tuple[WorkUnit, ...]
-    task: UnitTask
-    store: Store
-    parent_version: int
-    max_reject_fraction: float
+from shardmill.storage import Store, join_uri
+from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION, TRANSIENT_REASONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,55 +117,6 @@ def build_dataset(tree: EtlTree, *, run_id: str, observer: Observer | None = Non
     )
 
 
-def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
-    """List the source and do all planning; reads no image."""
-    for name, uri in (("source.uri", tree.source.uri), ("dataset.uri", tree.dataset.uri)):
-        if not uri:
-            raise UsageError(f"{name} is not set", "expected a local path or s3://bucket/prefix", f"set {name}")
-    if split_version(tree.dataset.uri)[1] is not None:
-        raise UsageError(
-            f"dataset.uri = {tree.dataset.uri} names one version", "expected the dataset: a build makes a version",
-            f"set dataset.uri to {split_version(tree.dataset.uri)[0]}",
-        )  # fmt: skip
-    _check_apart(tree.source.uri, tree.dataset.uri)
-    config = tree.etl
-    normalize = config.normalize_options()
-    fingerprint = normalization_fingerprint(normalize)
-    listing = SOURCES[tree.source.kind](tree.source.uri, config.max_source_bytes)
-    class_names = listing.class_names
-    contract = unit_contract(config, class_names, fingerprint)
-    columns = parquet_schema(RowSchema(config.encoding, config.image_shape_HWC, bool(class_names)))
-    # Absolute from here on: an executor has a working directory of its own.
-    source_uri, store = open_store(tree.source.uri).uri, open_store(tree.dataset.uri)
-    build = Build(
-        run_id=run_id,
-        source=SourceRef(
-            uri=source_uri,
-            kind=tree.source.kind,
-            listing_fingerprint=listing.fingerprint,
-            key_sum=listing.key_sum,
-        ),
-        num_listed=listing.num_listed,
-        list_rejections=listing.rejections,
-        class_names=class_names,
-        columns={field.name: str(field.type) for field in columns},
-        formats=config.formats,
-        normalize=normalize,
-        normalization_fingerprint=fingerprint,
-        decoder_id=DECODER_ID,
-        config=config.model_dump(mode="json"),
-        config_fingerprint=contract,
-    )
-    return BuildPlan(
-        build=build,
-        units=tuple(plan_units(listing, config, contract)),
-        task=UnitTask(source_uri, store.uri, config, class_names, DECODER_ID),
-        store=store,
-        parent_version=latest_version(store),
-        max_reject_fraction=config.max_reject_fraction,
-    )
-
-
 def commit_results(plan: BuildPlan, results: Sequence[UnitResult]) -> Manifest:
     """Commit what all units produced, then clear their pending records.
 
@@ -216,17 +147,6 @@ def check_reject_fraction(plan: BuildPlan, by_reason: dict[str, int], num_listed
     )
 
 
-def _check_apart(source_uri: str, dataset_uri: str) -> None:
-    """A dataset inside its own source would be listed by the next run."""
-    source, dataset = open_store(source_uri).uri, open_store(dataset_uri).uri
-    if f"{dataset}/".startswith(f"{source}/"):
-        raise UsageError(
-            f"dataset.uri {dataset} lies inside source.uri {source}",
-            "expected them apart, or the next run would list the shards as inputs",
-            "set dataset.uri, or --workdir, to a place outside the source",
-        )
-
-
 def _is_over_limit(by_reason: dict[str, int], num_listed: int, max_fraction: float) -> bool:
     outside = sum(by_reason.get(reason, 0) for reason in REASONS_OUTSIDE_REJECT_FRACTION)
     counted = sum(by_reason.values()) - outside
@@ -234,7 +154,7 @@ def _is_over_limit(by_reason: dict[str, int], num_listed: int, max_fraction: flo
 
 
 def _is_up_to_date(parent: Manifest, build: Build) -> bool:
-    if any(reason in PASSING_REASONS for reason in parent.counts.by_reason):
+    if any(reason in TRANSIENT_REASONS for reason in parent.counts.by_reason):
         return False
     return (parent.config_fingerprint, parent.source.listing_fingerprint, parent.source.kind) == (
         build.config_fingerprint,

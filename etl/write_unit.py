@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from etl.config import EtlConfig
+from etl.read_source import check_source, read_source
 from etl.split import split_of
 from etl.units import WorkUnit
 from shardmill.dataset.ids import add_digests, format_digest, key_hash
@@ -20,8 +21,9 @@ from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.images.decode import DECODER_ID
 from shardmill.images.process import process_image
 from shardmill.options import NormalizeOptions
-from shardmill.storage import AccessDenied, Store, open_store
-from shardmill.values import PASSING_REASONS, ImageSample, Rejection, RejectReason, ShardInfo, SourceImage
+from shardmill.reach import Nonce, check_nonce
+from shardmill.storage import Store, open_store
+from shardmill.values import TRANSIENT_REASONS, ImageSample, Rejection, ShardInfo, SourceImage
 
 PENDING = "pending"
 
@@ -35,12 +37,17 @@ class UnitTask:
     config: EtlConfig
     class_names: tuple[str, ...]
     decoder_id: str
+    witnesses: tuple[str, ...] = ()
+    """Keys of listed images by which a task tells an absent source from an absent file."""
+    reach: Nonce | None = None
+    """Read back by every task; None for units that run in the driver's own process."""
 
 
 def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
     """Read, normalize and store every source of a unit. Safe to run twice, also at once: each attempt has own names.
 
-    Raises UsageError where this executor would make other pixels than the driver, StorageError where storage fails.
+    Raises UsageError if this executor would make other pixels than the driver or does not share its dataset folder,
+    StorageError if storage fails.
     """
     if task.decoder_id != DECODER_ID:
         raise UsageError(
@@ -49,6 +56,9 @@ def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
             "install the same simplejpeg and opencv-python-headless everywhere; pixels are part of the contract",
         )
     source, dataset = open_store(task.source_uri), open_store(task.dataset_uri)
+    if task.reach is not None:
+        check_nonce(task.reach)
+    check_source(source, task.witnesses)
     normalize = task.config.normalize_options()
     rejections: list[Rejection] = []
     rows_by_split: dict[str, list[StoredRow]] = defaultdict(list)
@@ -56,7 +66,7 @@ def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
 
     # Read and normalize: each source ends as one row or one rejection.
     for image in unit.sources:
-        outcome = _process(source, image, normalize)
+        outcome = _process(source, image, task.witnesses, normalize)
         if isinstance(outcome, Rejection):
             rejections.append(outcome)
         else:
@@ -97,7 +107,7 @@ def finished_result(store: Store, unit: WorkUnit) -> UnitResult | None:
         result = decode_unit_result(store.read(pending_path(unit)))
     except (FileNotFoundError, IntegrityError):
         return None
-    if any(rejection.reason in PASSING_REASONS for rejection in result.rejections):
+    if any(rejection.reason in TRANSIENT_REASONS for rejection in result.rejections):
         return None
     for shard in result.shards:
         for path, num_bytes in ((shard.path, shard.num_bytes), (shard.rows_path, shard.rows_bytes)):
@@ -108,20 +118,11 @@ def finished_result(store: Store, unit: WorkUnit) -> UnitResult | None:
     return result if result.unit_index == unit.index else None
 
 
-def _process(store: Store, image: SourceImage, normalize: NormalizeOptions) -> ImageSample | Rejection:
-    def rejection(reason: RejectReason, detail: str) -> Rejection:
-        return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage="read")
-
-    try:
-        data = store.read(image.key)
-    except FileNotFoundError:
-        return rejection(RejectReason.MISSING, "listed, but gone when it was read")
-    except AccessDenied as error:
-        # One file's matter. Any other fault is the store's: the task fails and is tried again.
-        return rejection(RejectReason.UNREADABLE, error.what)
-    if len(data) != image.size_bytes:
-        return rejection(RejectReason.SOURCE_CHANGED, f"listed with {image.size_bytes} bytes, read {len(data)}")
-    return process_image(image, data, normalize)
+def _process(
+    store: Store, image: SourceImage, witnesses: tuple[str, ...], normalize: NormalizeOptions
+) -> ImageSample | Rejection:
+    data = read_source(store, image, witnesses)
+    return data if isinstance(data, Rejection) else process_image(image, data, normalize)
 
 
 def _publish(

@@ -46,7 +46,7 @@ class RejectReason(StrEnum):
 
 
 # These say something about a moment, not about the input: whoever asks again may get another answer.
-PASSING_REASONS = frozenset({RejectReason.MISSING, RejectReason.UNREADABLE, RejectReason.SOURCE_CHANGED})
+TRANSIENT_REASONS = frozenset({RejectReason.MISSING, RejectReason.UNREADABLE, RejectReason.SOURCE_CHANGED})
 
 # Files that nobody meant to be images do not count against `etl.max_reject_fraction`.
 REASONS_OUTSIDE_REJECT_FRACTION = frozenset({RejectReason.NOT_AN_IMAGE_NAME})

@@ -9,7 +9,8 @@ import cv2
 import numpy as np
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import commit_results, plan_build
+from etl.job import commit_results
+from etl.plan import plan_build
 from etl.write_unit import write_unit
 from shardmill.config import DatasetConfig
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import BuildOutcome, build_dataset, commit_results, plan_build
+from etl.job import BuildOutcome, build_dataset, commit_results
+from etl.plan import plan_build
 from etl.write_unit import PENDING, finished_result, write_unit
 from shardmill.config import DatasetConfig, SparkApplicationConfig, SparkConfig
 from shardmill.dataset import open_dataset, verify_dataset

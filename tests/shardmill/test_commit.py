@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import BuildPlan, commit_results, plan_build
+from etl.job import commit_results
+from etl.plan import BuildPlan, plan_build
 from etl.write_unit import write_unit
 from shardmill.config import DatasetConfig
 from shardmill.dataset import open_dataset, open_pinned, verify_dataset

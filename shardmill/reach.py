@@ -1,0 +1,69 @@
+"""Does every host see the driver's storage: a nonce that the driver writes and every rank or task reads back.
+
+A local path is the same text everywhere and another folder on each machine. Without this check, that is noticed only
+when a task's shards are missing, or after the last epoch.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from shardmill.errors import UsageError
+from shardmill.storage import AccessDenied, Store, open_store
+
+REACH_PREFIX = ".reach-"
+
+
+@dataclass(frozen=True, slots=True)
+class Nonce:
+    """A file that only its driver knows of; plain text, so that it travels to ranks and tasks as JSON."""
+
+    uri: str
+    """The root that hosts must share with the driver."""
+    path: str
+    value: str
+
+
+def plant_nonce(store: Store) -> Nonce:
+    """Write a nonce into the root of `store`, under a name of its own."""
+    nonce = Nonce(store.uri, f"{REACH_PREFIX}{secrets.token_hex(8)}", secrets.token_hex(16))
+    store.put(nonce.path, nonce.value.encode())
+    return nonce
+
+
+def check_nonce(nonce: Nonce) -> None:
+    """Raise UsageError (exit 2), naming the place and this host, unless the nonce can be read back here."""
+    try:
+        found = open_store(nonce.uri).read(nonce.path)
+    except FileNotFoundError:
+        problem = "the driver's file is not there"
+    except AccessDenied as error:
+        problem = error.what
+    else:
+        if found == nonce.value.encode():
+            return
+        problem = "it holds another file of that name"
+    raise UsageError(
+        f"host {socket.gethostname()} does not share {nonce.uri} with the driver: {problem}",
+        "expected a place that the driver and every host of the job can read and write",
+        "use s3://bucket/prefix, or a path on a file system that is mounted at the same place on every host",
+    )
+
+
+def remove_nonce(nonce: Nonce) -> None:
+    """Take the nonce away again; it may be gone already."""
+    open_store(nonce.uri).delete(nonce.path)
+
+
+@contextmanager
+def planted(store: Store) -> Iterator[Nonce]:
+    """A nonce for as long as the work inside lasts."""
+    nonce = plant_nonce(store)
+    try:
+        yield nonce
+    finally:
+        remove_nonce(nonce)

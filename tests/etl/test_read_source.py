@@ -1,0 +1,110 @@
+"""What a task meets when its host does not see what the driver saw: an absent root is no absent image."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.plan import BuildPlan, plan_build
+from etl.write_unit import write_unit
+from shardmill.config import DatasetConfig
+from shardmill.errors import StorageError, UsageError
+from shardmill.reach import plant_nonce, remove_nonce
+from shardmill.values import Rejection
+from tests.support import write_images
+
+ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20)
+
+
+def planned(folder: Path, num_images: int = 40) -> BuildPlan:
+    write_images(folder / "images", num_images=num_images)
+    source, dataset = SourceConfig(uri=str(folder / "images")), DatasetConfig(uri=str(folder / "dataset"))
+    return plan_build(EtlTree(source=source, dataset=dataset, etl=ETL), run_id="a")
+
+
+def rejections_of(plan: BuildPlan) -> list[Rejection]:
+    return [rejection for unit in plan.units for rejection in write_unit(unit, plan.task).rejections]
+
+
+@pytest.mark.parametrize("leaves_mount_point", [False, True])
+def test_a_source_that_this_host_does_not_see_ends_the_task(leaves_mount_point: bool, tmp_path: Path):
+    plan = planned(tmp_path)
+    (tmp_path / "images").rename(tmp_path / "elsewhere")
+    if leaves_mount_point:
+        (tmp_path / "images").mkdir()
+    with pytest.raises(StorageError, match=f"{socket.gethostname()} does not see the source {tmp_path}/images"):
+        write_unit(plan.units[0], plan.task)
+
+
+def test_a_source_that_vanishes_half_way_ends_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plan = planned(tmp_path)
+    num_read = 0
+
+    def process(*arguments: object):
+        nonlocal num_read
+        num_read += 1
+        if num_read == 5:
+            (tmp_path / "images").rename(tmp_path / "elsewhere")
+        return original(*arguments)
+
+    import etl.write_unit
+
+    original = etl.write_unit.process_image
+    monkeypatch.setattr(etl.write_unit, "process_image", process)
+    with pytest.raises(StorageError, match="does not see the source"):
+        write_unit(plan.units[0], plan.task)
+    assert num_read == 5
+
+
+def test_a_single_file_that_vanished_is_one_rejection(tmp_path: Path):
+    plan = planned(tmp_path)
+    gone = plan.task.witnesses[0]
+    (tmp_path / "images" / gone).unlink()
+    assert [(each.key, str(each.reason)) for each in rejections_of(plan)] == [(gone, "missing")]
+
+
+def test_a_file_that_this_user_may_not_read_is_one_rejection(tmp_path: Path):
+    # A child that gives up root's rights: for root every file is readable.
+    plan = planned(tmp_path)
+    secret = tmp_path / "images" / plan.units[0].sources[0].key
+    secret.chmod(0)
+    for folder in (tmp_path, *tmp_path.parents):
+        if os.stat(folder).st_uid == os.getuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o755)
+    (tmp_path / "dataset").mkdir(mode=0o777)
+    (tmp_path / "dataset").chmod(0o777)
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answer = "nothing"
+        try:
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            answer = ",".join(f"{each.key}:{each.reason}" for each in write_unit(plan.units[0], plan.task).rejections)
+        except BaseException as error:  # the parent compares
+            answer = repr(error)
+        finally:
+            os.write(write_end, answer.encode())
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read_end, 10_000).decode() == f"{plan.units[0].sources[0].key}:unreadable"
+
+
+def test_an_executor_with_a_dataset_folder_of_its_own_is_refused_before_it_works(tmp_path: Path):
+    plan = planned(tmp_path)
+    nonce = plant_nonce(plan.store)
+    task = dataclasses.replace(plan.task, reach=nonce)
+    write_unit(plan.units[0], task)
+    shutil.rmtree(tmp_path / "dataset")
+    with pytest.raises(UsageError, match=f"{socket.gethostname()} does not share {tmp_path}/dataset"):
+        write_unit(plan.units[0], task)
+    assert not (tmp_path / "dataset").exists()
+    remove_nonce(nonce)

@@ -1,0 +1,38 @@
+"""A nonce is read back where storage is shared, and names the place and the host where it is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from shardmill.errors import UsageError
+from shardmill.reach import Nonce, check_nonce, plant_nonce, planted, remove_nonce
+from shardmill.storage import open_store
+
+
+def test_a_nonce_is_read_back_and_leaves_nothing(tmp_path: Path):
+    store = open_store(tmp_path / "dataset")
+    with planted(store) as nonce:
+        check_nonce(Nonce(**json.loads(json.dumps(asdict(nonce)))))
+        assert plant_nonce(store).path != nonce.path
+        assert list(store.list("manifests")) == []
+    assert [file.path for file in store.list("")] != [nonce.path]
+    remove_nonce(nonce)
+
+
+def test_a_host_with_another_folder_of_that_name_is_told_which_place_and_host(tmp_path: Path):
+    root = tmp_path / "models"
+    nonce = plant_nonce(open_store(root))
+    shutil.rmtree(root)
+    with pytest.raises(UsageError, match=f"{socket.gethostname()} does not share {root}") as caught:
+        check_nonce(nonce)
+    assert "s3://" in str(caught.value)
+    root.mkdir()
+    (root / nonce.path).write_text("of another run")
+    with pytest.raises(UsageError, match="does not share"):
+        check_nonce(nonce)
