@@ -49,16 +49,8 @@ def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
     Raises UsageError if this executor would make other pixels than the driver or does not share its dataset folder,
     StorageError if storage fails.
     """
-    if task.decoder_id != DECODER_ID:
-        raise UsageError(
-            f"an executor decodes with {DECODER_ID}",
-            f"the driver with {task.decoder_id}",
-            "install the same simplejpeg and opencv-python-headless everywhere; pixels are part of the contract",
-        )
     source, dataset = open_store(task.source_uri), open_store(task.dataset_uri)
-    if task.reach is not None:
-        check_nonce(task.reach)
-    check_source(source, task.witnesses)
+    _check_host(task, source)
     normalize = task.config.normalize_options()
     rejections: list[Rejection] = []
     rows_by_split: dict[str, list[StoredRow]] = defaultdict(list)
@@ -94,6 +86,19 @@ def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
     )
     dataset.put(pending_path(unit), encode_unit_result(result))
     return result
+
+
+def _check_host(task: UnitTask, source: Store) -> None:
+    """This executor makes the driver's pixels, and sees the driver's source and dataset."""
+    if task.decoder_id != DECODER_ID:
+        raise UsageError(
+            f"an executor decodes with {DECODER_ID}",
+            f"the driver with {task.decoder_id}",
+            "install the same simplejpeg and opencv-python-headless everywhere; pixels are part of the contract",
+        )
+    if task.reach is not None:
+        check_nonce(task.reach)
+    check_source(source, task.witnesses)
 
 
 def pending_path(unit: WorkUnit) -> str:
