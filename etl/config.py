@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
+from etl.engines import ENGINES
+from etl.sources import SOURCES
 from shardmill.config import DatasetConfig, SparkConfig
+from shardmill.formats import SHARD_FORMATS
 from shardmill.options import NormalizeOptions, Section
+from shardmill.registry import OneOf
 
 SPLITS = ("train", "validation", "test")
 
@@ -17,7 +21,7 @@ class SourceConfig(Section):
 
     uri: str = ""
     """Root of the source images: a local folder or `s3://bucket/prefix`."""
-    kind: Literal["folders"] = "folders"
+    kind: Annotated[str, OneOf(SOURCES)] = "folders"
     """`folders`: one folder per class, optionally inside `train/`, `val/`, `test/`."""
 
 
@@ -32,9 +36,9 @@ class SplitFractions(Section):
 class EtlConfig(NormalizeOptions):
     """How images become shards."""
 
-    engine: Literal["spark"] = "spark"
+    engine: Annotated[str, OneOf(ENGINES)] = "spark"
     """What runs the work units."""
-    formats: tuple[Literal["parquet", "tfrecord"], ...] = ("parquet",)
+    formats: tuple[Annotated[str, OneOf(SHARD_FORMATS)], ...] = ("parquet",)
     """Shard formats to write: `parquet`, `tfrecord`, or both."""
     split_fractions: SplitFractions = SplitFractions()
     """Used where the source has no split folders."""

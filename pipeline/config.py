@@ -16,6 +16,7 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from shardmill.config import DatasetConfig, ModelsConfig, SparkConfig, load_tree
 from shardmill.errors import UsageError
 from shardmill.options import Section
+from shardmill.registry import OneOf
 from train.config import GateConfig, TrainConfig, TrainTree
 
 DEFAULT_WORKDIR = "./shardmill-work"
@@ -133,12 +134,23 @@ def _toml_lines(section: BaseModel, path: tuple[str, ...], *, commented: bool) -
         if name in inner:
             continue
         if commented:
-            choices = [value for value in get_args(field.annotation) if isinstance(value, str)]
-            yield from _comment(field.description or "", f" One of: {', '.join(choices)}." if choices else "")
+            choices = ", ".join(dict.fromkeys(_choices(field.annotation, *field.metadata)))
+            yield from _comment(field.description or "", f" One of: {choices}." if choices else "")
         mark = "# " if commented and (*path, name) not in REQUIRED_KEYS else ""
         yield f"{mark}{name} = {_toml_value(getattr(section, name))}"
     for name in inner:
         yield from _toml_lines(getattr(section, name), (*path, name), commented=commented)
+
+
+def _choices(*annotations: Any) -> Iterator[str]:
+    """The names that a field takes, if it takes no others: those of a `Literal` or of a registry."""
+    for annotation in annotations:
+        if isinstance(annotation, OneOf):
+            yield from annotation.choices
+        elif isinstance(annotation, str):
+            yield annotation
+        else:
+            yield from _choices(*get_args(annotation), *getattr(annotation, "__metadata__", ()))
 
 
 def _comment(text: str, choices: str = "") -> Iterator[str]:

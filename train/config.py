@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from shardmill.config import DatasetConfig, ModelsConfig, SparkConfig
+from shardmill.formats import SHARD_FORMATS
 from shardmill.options import AugmentOptions, Section
+from shardmill.registry import OneOf
+from train.launchers import LAUNCHERS
+from train.strategies import STRATEGIES
 
 
 class TrainConfig(Section):
@@ -21,11 +25,11 @@ class TrainConfig(Section):
     """Samples of one optimizer step, summed over all ranks."""
     num_workers: int = Field(default=1, ge=1)
     """Ranks: training processes."""
-    strategy: str = "single"
+    strategy: Annotated[str, OneOf(STRATEGIES)] = "single"
     """How ranks combine gradients: `single` or `horovod`."""
-    launcher: str = "inline"
+    launcher: Annotated[str, OneOf(LAUNCHERS)] = "inline"
     """How ranks start: `inline` (this process), `local` (processes here), `horovod_spark` (Spark executors)."""
-    format: Literal["auto", "parquet", "tfrecord"] = "auto"
+    format: Annotated[str, OneOf(SHARD_FORMATS, also=("auto",))] = "auto"
     """Which of the dataset's formats to read; `auto` takes Parquet where there is a choice."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Decides initial weights, order and augmentation."""

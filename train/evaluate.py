@@ -7,7 +7,7 @@ Shape legend: N batch, H height, W width, C channels, K classes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +85,7 @@ def evaluate_predictions(
     dataset: Dataset,
     split: str,
     batch_size: int = 64,
-    format: Literal["auto", "parquet", "tfrecord"] = "auto",
+    format: str = "auto",
 ) -> Evaluation:
     """The same figures in one process, for anything that maps images_NHWC uint8 to probabilities_NK (an export).
 

@@ -32,7 +32,7 @@ from shardmill.stage_process import run_stage_process
 from shardmill.storage import join_uri, open_store
 from train.config import TrainTree
 from train.export import Export, export_training
-from train.launchers import find_launcher
+from train.launchers import LAUNCHERS
 from train.observer import TrainObserver
 from train.promote import Promotion, promote_export
 from train.steps_log import RunLog, StepsLog
@@ -77,7 +77,7 @@ def train_model(tree: TrainTree, observer: TrainObserver, latest: DatasetPin | N
     started = time.monotonic()
 
     # What can be said before anything starts: names, numbers, places.
-    launch = find_launcher(tree.train.launcher)
+    launch = LAUNCHERS[tree.train.launcher]
     find_strategy(tree.train.strategy, tree.train.num_workers)
     models = open_store(_require("models.uri", tree.models.uri))
 

@@ -1,10 +1,20 @@
-"""Sources: how inputs are listed; a new kind is a module with a `list_sources` and an entry here."""
+"""Sources: how inputs are listed; a new kind is a module with a listing function and an entry here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from etl.sources.folders import list_folders
-from etl.sources.listing import Listing
+from shardmill.registry import Entry, Registry
 
-SOURCES: dict[str, Callable[[str, int], Listing]] = {"folders": list_folders}
+if TYPE_CHECKING:
+    from etl.sources.listing import Listing
+
+SOURCES: Registry[Callable[[str, int], Listing]] = Registry(
+    "source.kind",
+    {
+        "folders": Entry(
+            "etl.sources.folders:list_folders", "one folder per class, optionally inside train/, val/, test/"
+        )
+    },
+)

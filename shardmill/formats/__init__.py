@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from shardmill.formats.parquet import PARQUET
-from shardmill.formats.rows import ShardFormat
-from shardmill.formats.tfrecord import TFRECORD
+from typing import TYPE_CHECKING
 
-SHARD_FORMATS: dict[str, ShardFormat] = {"parquet": PARQUET, "tfrecord": TFRECORD}
+from shardmill.registry import Entry, Registry
+
+if TYPE_CHECKING:
+    from shardmill.formats.rows import ShardFormat
+
+SHARD_FORMATS: Registry[ShardFormat] = Registry(
+    "etl.formats",
+    {
+        "parquet": Entry("shardmill.formats.parquet:PARQUET", "columns; a chunk is a row group"),
+        "tfrecord": Entry("shardmill.formats.tfrecord:TFRECORD", "tf.Example records; a chunk is a run of them"),
+    },
+)

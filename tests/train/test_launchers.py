@@ -20,7 +20,7 @@ from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import UsageError
 from tests.support import make_dataset
 from train.config import TrainConfig
-from train.launchers import LAUNCHERS, find_launcher
+from train.launchers import LAUNCHERS
 from train.launchers.horovod_spark import num_slots_of
 from train.observer import SilentObserver
 from train.values import WorkerTask
@@ -313,4 +313,4 @@ def test_slots_are_counted_where_they_are_known(master, conf, expected):
 
 def test_unknown_launcher_gets_the_nearest_name():
     with pytest.raises(UsageError, match="'horovod-spark'.*did you mean 'horovod_spark'"):
-        find_launcher("horovod-spark")
+        LAUNCHERS["horovod-spark"]

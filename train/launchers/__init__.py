@@ -1,4 +1,4 @@
-"""The ways in which ranks start; a new one is one entry here, and the shared tests run over it.
+"""The ways in which ranks start; a new one is a module and an entry here, and the shared tests run over it.
 
 Each entry is called as `launch(task, spark, observer)` in the driver's main thread. It returns rank 0's result when all
 ranks have finished, raises the first failing rank's own error, and leaves no process behind either way.
@@ -6,40 +6,34 @@ ranks have finished, raises the first failing rank's own error, and leaves no pr
 
 from __future__ import annotations
 
-import difflib
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from shardmill.config import SparkConfig
-from shardmill.errors import UsageError
-from train.launchers.horovod_spark import launch_horovod_spark
-from train.launchers.inline import launch_inline
-from train.launchers.local import launch_local
-from train.observer import TrainObserver
-from train.rank import DEFAULT_WORKER
-from train.values import TrainResult, WorkerTask
+from shardmill.registry import Entry, Registry
 
-__all__ = ["LAUNCHERS", "Launcher", "find_launcher"]
+if TYPE_CHECKING:
+    from shardmill.config import SparkConfig
+    from train.observer import TrainObserver
+    from train.values import TrainResult, WorkerTask
 
 
 class Launcher(Protocol):
-    """Starts the ranks of a task and waits for them."""
+    """Starts the ranks of a task and waits for them; `worker` names what each rank runs, as `module:function`."""
 
     def __call__(
-        self, task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
+        self, task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = ...
     ) -> TrainResult: ...
 
 
-LAUNCHERS: dict[str, Launcher] = {
-    "inline": launch_inline,
-    "local": launch_local,
-    "horovod_spark": launch_horovod_spark,
-}
-
-
-def find_launcher(name: str) -> Launcher:
-    """The launcher of that name. Raises UsageError with the nearest one."""
-    if name not in LAUNCHERS:
-        near = difflib.get_close_matches(name, LAUNCHERS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"train.launcher = {name!r}", f"expected one of {', '.join(LAUNCHERS)}", hint)
-    return LAUNCHERS[name]
+LAUNCHERS: Registry[Launcher] = Registry(
+    "train.launcher",
+    {
+        "inline": Entry("train.launchers.inline:launch_inline", "this process, one rank"),
+        "local": Entry("train.launchers.local:launch_local", "processes on this machine"),
+        "horovod_spark": Entry(
+            "train.launchers.horovod_spark:launch_horovod_spark",
+            "Spark tasks, through horovod.spark.run",
+            extra="spark,horovod",
+            packages=("pyspark", "horovod"),
+        ),
+    },
+)

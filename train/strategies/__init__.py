@@ -1,25 +1,31 @@
-"""The ways in which ranks combine gradients; a new one is one entry here, and the shared tests run over it."""
+"""The ways in which ranks combine gradients; a new one is a module and an entry here; the shared tests run over it."""
 
 from __future__ import annotations
 
-import difflib
+from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
-from train.strategies.horovod import HOROVOD
-from train.strategies.single import SINGLE
-from train.strategies.strategy import Collective, Strategy
+from shardmill.registry import Entry, Registry
 
-__all__ = ["STRATEGIES", "Collective", "Strategy", "find_strategy"]
+if TYPE_CHECKING:
+    from train.strategies.strategy import Strategy
 
-STRATEGIES: dict[str, Strategy] = {"single": SINGLE, "horovod": HOROVOD}
+STRATEGIES: Registry[Strategy] = Registry(
+    "train.strategy",
+    {
+        "single": Entry("train.strategies.single:SINGLE", "one process, one device"),
+        "horovod": Entry(
+            "train.strategies.horovod:HOROVOD",
+            "one grouped allreduce a step",
+            extra="horovod",
+            packages=("horovod",),
+        ),
+    },
+)
 
 
 def find_strategy(name: str, num_ranks: int) -> Strategy:
     """The strategy of that name, if it allows the world size. Raises UsageError otherwise."""
-    if name not in STRATEGIES:
-        near = difflib.get_close_matches(name, STRATEGIES, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(STRATEGIES)}"
-        raise UsageError(f"train.strategy = {name!r}", f"expected one of {', '.join(STRATEGIES)}", hint)
     strategy = STRATEGIES[name]
     if not strategy.allows_world_size(num_ranks):
         wider = [other for other, entry in STRATEGIES.items() if entry.allows_world_size(num_ranks)]

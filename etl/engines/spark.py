@@ -1,4 +1,4 @@
-"""Engines run `write_unit` over work units; a new one is a function and an entry in `ENGINES`."""
+"""The engine of Spark: every work unit is a row of a DataFrame, and `write_unit` runs in a task of its own."""
 
 from __future__ import annotations
 
@@ -42,11 +42,6 @@ def run_on_spark(
         results = frame.mapInArrow(_write_units(replace(task, reach=nonce)), "unit_result string")
         rows = _collect(session, results, on_units_done)
     return [decode_unit_result(row) for row in rows]
-
-
-ENGINES: dict[str, Callable[[Sequence[WorkUnit], UnitTask, SparkConfig, Callable[[int], None]], list[UnitResult]]] = {
-    "spark": run_on_spark
-}
 
 
 def _unit_frame(session: SparkSession, units: Sequence[WorkUnit]) -> DataFrame:

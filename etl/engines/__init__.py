@@ -1,0 +1,29 @@
+"""Engines run `write_unit` over work units; a new one is a module with a function and an entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from shardmill.registry import Entry, Registry
+
+if TYPE_CHECKING:
+    from etl.units import WorkUnit
+    from etl.write_unit import UnitTask
+    from shardmill.config import SparkConfig
+    from shardmill.dataset.unit_result import UnitResult
+
+    # (units, what they share, Spark's settings, told how many units are done) -> every unit's result
+    Engine = Callable[[Sequence[WorkUnit], UnitTask, SparkConfig, Callable[[int], None]], list[UnitResult]]
+
+ENGINES: Registry[Engine] = Registry(
+    "etl.engine",
+    {
+        "spark": Entry(
+            "etl.engines.spark:run_on_spark",
+            "Spark tasks; local threads, or a cluster",
+            extra="spark",
+            packages=("pyspark", "pandas"),
+        )
+    },
+)

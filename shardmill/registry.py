@@ -1,0 +1,129 @@
+"""Extension points: a registry names its entries as `module:object` and loads one when it is first asked for.
+
+A new format, source, engine, store, strategy, launcher or model is one file and one `Entry`. Config fields take their
+choices from the registry (`OneOf`), and the command line, `init`, `doctor` and the shared tests read the same entries.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from shardmill.errors import UsageError
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One way to do the registry's job, not loaded yet."""
+
+    target: str
+    """`package.module:object`."""
+    help: str
+    """One line for people: `init`, `doctor` and error messages show it."""
+    extra: str = ""
+    """The extra of this package that brings what the entry imports; empty if the base has it."""
+    packages: tuple[str, ...] = ()
+    """Importable names that must be there before the entry can work."""
+
+    def missing_packages(self) -> tuple[str, ...]:
+        """Those of `packages` that are not installed; nothing is imported to find out."""
+        return tuple(name for name in self.packages if importlib.util.find_spec(name) is None)
+
+
+class Registry(Mapping[str, Value], Generic[Value]):
+    """Name -> entry, loaded on first use. Iterating gives the built-in names; `key` is the config key that takes them.
+
+    If `takes_own` is set, a user's own object is named `package.module:object` wherever a built-in name may stand.
+    """
+
+    def __init__(self, key: str, entries: dict[str, Entry], *, takes_own: bool = False) -> None:
+        self.key = key
+        self.entries = entries
+        self.takes_own = takes_own
+        self._loaded: dict[Entry, Value] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __getitem__(self, name: str) -> Value:
+        """The entry's object. Raises UsageError for an unknown name, or if a package that it needs is missing."""
+        entry = self.entries.get(name)
+        if entry is not None and entry in self._loaded:
+            # Readers ask once an image.
+            return self._loaded[entry]
+        if entry is None:
+            if self.is_own(name):
+                return load_object(name)
+            raise UsageError(f"{self.key} = {name!r}", self.problem_with(name))
+        missing = entry.missing_packages()
+        if missing:
+            raise UsageError(
+                f"{self.key} = {name!r} needs {', '.join(missing)}", "which is not installed", install_hint(entry.extra)
+            )
+        self._loaded[entry] = load_object(entry.target)
+        return self._loaded[entry]
+
+    def is_own(self, name: str) -> bool:
+        """Whether `name` is the user's own `package.module:object`."""
+        return self.takes_own and name not in self.entries and ":" in name
+
+    def problem_with(self, name: str) -> str:
+        """Why `name` cannot be chosen, with the nearest name; empty if it can. Loads nothing."""
+        if name in self.entries or self.is_own(name):
+            return ""
+        near = difflib.get_close_matches(name, self.entries, n=1, cutoff=0.4)
+        own = ", or package.module:object" if self.takes_own else ""
+        return f"expected one of {', '.join(self.entries)}{own}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Annotates a config field (`Annotated[str, OneOf(SHARD_FORMATS)]`) whose choices are a registry's names."""
+
+    registry: Registry[Any]
+    also: tuple[str, ...] = ()
+    """Further choices that stand for a rule instead of an entry, such as `auto`."""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Every name that may be given, beside a user's own."""
+        return (*self.also, *self.registry)
+
+    def check(self, name: str) -> str:
+        """`name` itself. Raises ValueError, as pydantic's validators do, if it is not among the choices."""
+        problem = "" if name in self.also else self.registry.problem_with(name)
+        if problem:
+            raise ValueError(problem.removeprefix("expected "))
+        return name
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+
+def load_object(target: str) -> Any:
+    """The object that `package.module:object` names. Raises UsageError if there is none."""
+    module_name, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{target!r} cannot be loaded: {error}", "expected package.module:object") from error
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs an extra; the package is not published, so it is installed from its folder."""
+    return f"pip install '.[{extra}]'" if extra else ""
