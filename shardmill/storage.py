@@ -1,4 +1,4 @@
-"""The only file that knows `file://` and `s3://`: a store is a root, and every path below is relative to it.
+"""The only place that knows `file://` and `s3://`: a store is a root, and every path below is relative to it.
 
 The dataset commit stands on one primitive of it, `put_if_absent`: of any number of writers, exactly one is told True.
 Local: a synced temporary file, `os.link`, a synced folder. S3: PUT with `If-None-Match: *`.
@@ -7,21 +7,21 @@ Local: a synced temporary file, `os.link`, a synced folder. S3: PUT with `If-Non
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import re
-import tempfile
+import stat
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 from shardmill.errors import SecurityRefusal, StorageError, UsageError
 
 TEMPORARY_PREFIX = ".tmp-"
+_MAX_TRIES = 100
 
 
 class AccessDenied(StorageError):
@@ -68,7 +68,10 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
-        """Every file below the folder `prefix`, in no particular order; nothing where there is no such folder."""
+        """Every file below the folder `prefix`, in no particular order; nothing if there is no such folder.
+
+        Raises StorageError if any of it cannot be read: a listing is whole, or it is none.
+        """
         ...
 
     def stat(self, path: str) -> StoredFile | None:
@@ -137,7 +140,7 @@ class LocalStore:
 
     def put(self, path: str, data: bytes) -> None:
         target = self._root / path
-        with self._temporary_beside(target, len(data)) as (file, temporary):
+        with _temporary_beside(target, len(data)) as (file, temporary):
             file.write(data)
             _sync(file)
             os.replace(temporary, target)
@@ -145,7 +148,7 @@ class LocalStore:
 
     def put_file(self, path: str, local_file: Path) -> None:
         target = self._root / path
-        with self._temporary_beside(target, local_file.stat().st_size) as (file, temporary):
+        with _temporary_beside(target, local_file.stat().st_size) as (file, temporary):
             with open(local_file, "rb") as source:
                 while block := source.read(1 << 20):
                     file.write(block)
@@ -155,7 +158,7 @@ class LocalStore:
 
     def put_if_absent(self, path: str, data: bytes) -> bool:
         target = self._root / path
-        with self._temporary_beside(target, len(data)) as (file, temporary):
+        with _temporary_beside(target, len(data)) as (file, temporary):
             file.write(data)
             _sync(file)
             try:
@@ -166,12 +169,18 @@ class LocalStore:
             return True
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
-        folder = self._root / prefix
-        for directory, _, names in os.walk(folder):
+        top = self._root / prefix
+
+        def refuse(error: OSError) -> None:
+            # A folder that is not there holds nothing; one that cannot be read may hold anything.
+            if not isinstance(error, FileNotFoundError):
+                with as_storage_error(error.filename or top):
+                    raise error
+
+        for directory, _, names in os.walk(top, onerror=refuse):
             for name in names:
                 if not name.startswith(TEMPORARY_PREFIX):
-                    file = Path(directory, name)
-                    found = self.stat(str(file.relative_to(self._root)))
+                    found = self.stat(str(Path(directory, name).relative_to(self._root)))
                     if found is not None:
                         yield found
 
@@ -181,133 +190,72 @@ class LocalStore:
                 status = os.stat(self._root / path)
         except FileNotFoundError:
             return None
-        return StoredFile(path, status.st_size, status.st_mtime_ns)
+        return None if stat.S_ISDIR(status.st_mode) else StoredFile(path, status.st_size, status.st_mtime_ns)
 
     def delete(self, path: str) -> None:
-        with as_storage_error(self._root / path):
-            (self._root / path).unlink(missing_ok=True)
-
-    @contextmanager
-    def _temporary_beside(self, target: Path, num_bytes: int) -> Iterator[tuple[IO[bytes], str]]:
-        with as_storage_error(target, num_bytes):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=TEMPORARY_PREFIX)
-            try:
-                # mkstemp makes private files; a dataset is read by other users of the group.
-                os.fchmod(descriptor, 0o640)
-                with os.fdopen(descriptor, "wb") as file:
-                    yield file, temporary
-            finally:
-                Path(temporary).unlink(missing_ok=True)
+        target = self._root / path
+        with as_storage_error(target):
+            target.unlink(missing_ok=True)
+        # Folders go with their last file: checkpoints come and go by the thousand.
+        for folder in target.parents:
+            if folder == self._root or not _is_removed(folder):
+                return
 
 
-class S3Store:
-    """A prefix of an S3 bucket. Endpoint, region and credentials come from the usual AWS_* environment."""
-
-    def __init__(self, uri: str) -> None:
-        self.uri = uri.rstrip("/")
-        self._root = self.uri[len("s3://") :]
-        self._is_conditional = False
-
-    def read(self, path: str) -> bytes:
-        with as_storage_error(f"{self.uri}/{path}"):
-            return _s3_filesystem().cat_file(f"{self._root}/{path}")
-
-    def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
-        if num_bytes == 0:
-            return b""
-        with as_storage_error(f"{self.uri}/{path}"):
-            return _s3_filesystem().cat_file(f"{self._root}/{path}", start=start, end=start + num_bytes)
-
-    def put(self, path: str, data: bytes) -> None:
-        with as_storage_error(f"{self.uri}/{path}", len(data)), self._needs_bucket():
-            _s3_filesystem().pipe_file(f"{self._root}/{path}", data)
-
-    def put_file(self, path: str, local_file: Path) -> None:
-        with as_storage_error(f"{self.uri}/{path}", local_file.stat().st_size), self._needs_bucket():
-            _s3_filesystem().put_file(str(local_file), f"{self._root}/{path}")
-
-    def put_if_absent(self, path: str, data: bytes) -> bool:
-        with as_storage_error(f"{self.uri}/{path}", len(data)), self._needs_bucket():
-            self._check_conditional()
-            return self._create(path, data)
-
-    def list(self, prefix: str) -> Iterator[StoredFile]:
-        with as_storage_error(f"{self.uri}/{prefix}"), self._needs_bucket():
-            folder = f"{self._root}/{prefix}".rstrip("/")
-            found = _s3_filesystem().find(folder, detail=True, refresh=True)
-        for name, info in found.items():
-            # Consoles make empty objects with a slash at the end, to show as folders.
-            if not name.endswith("/"):
-                yield _stored_file(name[len(self._root) + 1 :], info)
-
-    def stat(self, path: str) -> StoredFile | None:
+@contextmanager
+def _temporary_beside(target: Path, num_bytes: int) -> Iterator[tuple[IO[bytes], Path]]:
+    with as_storage_error(target, num_bytes):
+        file, temporary = _create_beside(target)
         try:
-            with as_storage_error(f"{self.uri}/{path}"):
-                return _stored_file(path, _s3_filesystem().info(f"{self._root}/{path}", refresh=True))
-        except FileNotFoundError:
-            return None
-
-    def delete(self, path: str) -> None:
-        try:
-            with as_storage_error(f"{self.uri}/{path}"):
-                _s3_filesystem().rm_file(f"{self._root}/{path}")
-        except FileNotFoundError:
-            return
-
-    def _create(self, path: str, data: bytes) -> bool:
-        try:
-            _s3_filesystem().pipe_file(f"{self._root}/{path}", data, mode="create")
-        except FileExistsError:
-            return False
-        return True
-
-    def _check_conditional(self) -> None:
-        """Raise StorageError for a server that ignores `If-None-Match`: there, two writers would both be told True."""
-        if self._is_conditional:
-            return
-        probe = f"{TEMPORARY_PREFIX}conditional-put-{uuid.uuid4().hex}"
-        try:
-            answers = [self._create(probe, b"1"), self._create(probe, b"2")]
+            with file:
+                yield file, temporary
         finally:
-            self.delete(probe)
-        if answers != [True, False]:
-            raise StorageError(
-                f"{self.uri} ignores `If-None-Match: *`",
-                "expected a store with conditional PUT; without it nothing can be committed safely",
-                "upgrade the server, or choose another place; reading from this one works",
-            )
-        self._is_conditional = True
+            temporary.unlink(missing_ok=True)
 
-    @contextmanager
-    def _needs_bucket(self) -> Iterator[None]:
+
+def _create_beside(target: Path) -> tuple[IO[bytes], Path]:
+    """A new file in `target`'s folder, with the permissions that the umask leaves (`tempfile` makes private ones)."""
+    temporary = target.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+    for _ in range(_MAX_TRIES):
+        _make_folder(target.parent)
         try:
-            yield
+            return open(temporary, "xb"), temporary
         except FileNotFoundError:
-            bucket = self._root.split("/")[0]
-            raise NoSuchRoot(f"no bucket {bucket!r} for {self.uri}", "expected an existing one", "create it") from None
+            # A `delete` took the empty folder away in between.
+            continue
+    raise StorageError(f"cannot write {target}", "its folder vanishes again and again")
+
+
+def _make_folder(folder: Path) -> None:
+    """Make `folder` and its parents; each new name is synced into the folder above: a crash loses none of them."""
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        _make_folder(folder.parent)
+        return _make_folder(folder)
+    _sync_folder(folder.parent)
+
+
+def _is_removed(folder: Path) -> bool:
+    try:
+        os.rmdir(folder)
+    except OSError:
+        # Not empty, or not ours to remove: the file is gone, and that is what was asked for.
+        return False
+    return True
+
+
+def _open_s3(uri: str) -> Store:
+    # Loaded on first use: s3_store is written in terms of this module.
+    from shardmill.s3_store import S3Store
+
+    return S3Store(uri)
 
 
 # hdfs:// is the next entry (docs/decisions/0004).
-STORES: dict[str, Callable[[str], Store]] = {"file": LocalStore, "s3": S3Store}
-
-
-@functools.cache
-def _s3_filesystem() -> Any:
-    try:
-        import s3fs
-    except ImportError:
-        raise UsageError(
-            "s3:// needs the package s3fs", "which is not installed", "pip install 'shardmill[s3]'"
-        ) from None
-    # A listing that is remembered would hide what other processes have just committed.
-    return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
-
-
-def _stored_file(path: str, info: dict[str, Any]) -> StoredFile:
-    modified = info.get("LastModified")
-    mtime_ns = int(modified.timestamp() * 1e9) if modified is not None else 0
-    return StoredFile(path, int(info["size"]), mtime_ns, str(info.get("ETag", "")).strip('"'))
+STORES: dict[str, Callable[[str], Store]] = {"file": LocalStore, "s3": _open_s3}
 
 
 @contextmanager

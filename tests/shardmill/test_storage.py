@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import shutil
+import stat
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from etl.sources import SOURCES
 from shardmill.errors import SecurityRefusal, StorageError, UsageError
-from shardmill.storage import S3Store, Store, check_relative_path, open_store
+from shardmill.s3_store import S3Store, _s3_filesystem
+from shardmill.storage import Store, check_relative_path, open_store
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -61,6 +68,173 @@ def test_nothing_temporary_is_left_or_listed(tmp_path: Path):
     store.put("a/x", b"1")
     assert not store.put_if_absent("a/x", b"2")
     assert os.listdir(tmp_path / "a") == ["x"]
+
+
+def test_new_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path):
+    store = open_store(tmp_path)
+    before = os.umask(0o027)
+    try:
+        for umask in (0o022, 0o077, 0o002, 0o000):
+            os.umask(umask)
+            store.put(f"{umask}/put", b"1")
+            store.put_file(f"{umask}/put_file", tmp_path / f"{umask}/put")
+            store.put_if_absent(f"{umask}/put_if_absent", b"1")
+            modes = {stat.S_IMODE(os.stat(file).st_mode) for file in (tmp_path / str(umask)).iterdir()}
+            assert modes == {0o666 & ~umask}
+    finally:
+        os.umask(before)
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What the file system is told, in order: (call, path relative to `tmp_path`; the file's new name for links)."""
+    seen: list[tuple[str, str]] = []
+
+    def record(name: str, path_of: Callable[..., str]) -> None:
+        real = getattr(os, name)
+
+        def recorded(*arguments, **options):
+            path = path_of(*arguments)
+            outcome = real(*arguments, **options)
+            seen.append((name, os.path.relpath(path, tmp_path)))
+            return outcome
+
+        monkeypatch.setattr(os, name, recorded)
+
+    record("fsync", lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}"))
+    record("mkdir", lambda path, *_: path)
+    record("replace", lambda _, target: target)
+    record("link", lambda _, target: target)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("publish", "appears"), [("put", "replace"), ("put_file", "replace"), ("put_if_absent", "link")]
+)
+def test_data_is_synced_before_its_name_appears_and_every_new_name_after(
+    publish: str, appears: str, tmp_path: Path, calls: list[tuple[str, str]]
+):
+    (tmp_path / "spooled").write_bytes(b"1")
+    content = tmp_path / "spooled" if publish == "put_file" else b"1"
+    getattr(open_store(tmp_path / "root"), publish)("a/b/file", content)
+    [(data_synced, temporary)] = [pair for pair in enumerate(calls) if ".tmp-" in pair[1][1]]
+    assert temporary[0] == "fsync" and os.path.dirname(temporary[1]) == "root/a/b"
+    in_order = [
+        *(("mkdir", "root"), ("fsync", "."), ("mkdir", "root/a"), ("fsync", "root")),
+        *(("mkdir", "root/a/b"), ("fsync", "root/a"), temporary, (appears, "root/a/b/file"), ("fsync", "root/a/b")),
+    ]
+    assert calls == in_order and data_synced == 6
+    # A folder that is there already costs nothing more.
+    calls.clear()
+    getattr(open_store(tmp_path / "root"), publish)("a/b/other", content)
+    assert [name for name, _ in calls] == ["fsync", appears, "fsync"]
+
+
+def test_folders_go_with_their_last_file(tmp_path: Path):
+    store = open_store(tmp_path / "root")
+    for name in ("a/b/c/1", "a/b/2", "x"):
+        store.put(name, b"1")
+    store.delete("a/b/c/1")
+    assert not (tmp_path / "root/a/b/c").exists() and store.read("a/b/2") == b"1"
+    store.delete("a/b/2")
+    store.delete("x")
+    assert os.listdir(tmp_path / "root") == []
+
+
+def test_a_put_and_a_delete_in_one_folder_do_not_disturb_each_other(tmp_path: Path):
+    store = open_store(tmp_path)
+
+    def come_and_go(writer: int) -> None:
+        for number in range(200):
+            store.put(f"deep/folder/{writer}", b"%d" % number)
+            assert store.read(f"deep/folder/{writer}") == b"%d" % number
+            store.delete(f"deep/folder/{writer}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(come_and_go, range(4)))
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_an_absent_folder_is_empty(tmp_path: Path):
+    store = open_store(tmp_path)
+    assert list(store.list("manifests")) == []
+    (tmp_path / "manifests").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"cannot access .*manifests: Not a directory"):
+        list(store.list("manifests"))
+    (tmp_path / "manifests").unlink()
+    (tmp_path / "manifests").symlink_to("manifests")
+    with pytest.raises(StorageError, match=r"cannot access .*manifests: Too many levels"):
+        list(store.list("manifests"))
+    with pytest.raises(StorageError, match=r"cannot access .*manifests: Too many levels"):
+        store.stat("manifests")
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_folder_that_cannot_be_read_is_never_a_shorter_listing(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store = open_store(tmp_path)
+    for name in ("a/1", "a/deep/2", "a/other/3"):
+        store.put(name, b"1")
+    real = os.scandir
+
+    def faulty(path):
+        # What the kernel answers for a disk or server that fails; no test may break a real one.
+        if str(path).endswith("deep"):
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", faulty)
+    with pytest.raises(StorageError, match=r"cannot access .*a/deep"):
+        list(store.list("a"))
+
+
+def test_a_folder_that_goes_while_it_is_listed_is_no_fault(tmp_path: Path):
+    store = open_store(tmp_path)
+    for name in ("a/0", "a/deep/1"):
+        store.put(name, b"1")
+    listing = store.list("a")
+    assert next(listing).path == "a/0"
+    shutil.rmtree(tmp_path / "a/deep")
+    assert list(listing) == []
+
+
+def test_a_folder_is_not_a_file(store: Store):
+    store.put("a/b", b"1")
+    assert store.stat("a") is None and store.stat("nothing") is None
+
+
+def test_an_s3_server_that_refuses_a_listing_is_not_an_empty_one(monkeypatch: pytest.MonkeyPatch):
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b"<Error><Code>AccessDenied</Code><Message>expired</Message></Error>"
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    _s3_filesystem.cache_clear()
+    try:
+        store = open_store("s3://bucket/dataset")
+        for ask in (lambda: list(store.list("manifests")), lambda: store.stat("manifests/1"), lambda: store.read("x")):
+            with pytest.raises(StorageError, match="cannot access s3://bucket/dataset"):
+                ask()
+    finally:
+        _s3_filesystem.cache_clear()
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""A store on S3, for `shardmill.storage`: s3fs does the talking, conditional PUT does the committing."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardmill.errors import StorageError, UsageError
+from shardmill.storage import TEMPORARY_PREFIX, NoSuchRoot, StoredFile, as_storage_error
+
+
+class S3Store:
+    """A prefix of an S3 bucket. Endpoint, region and credentials come from the usual AWS_* environment."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri.rstrip("/")
+        self._root = self.uri[len("s3://") :]
+        self._is_conditional = False
+
+    def read(self, path: str) -> bytes:
+        with as_storage_error(f"{self.uri}/{path}"):
+            return _s3_filesystem().cat_file(f"{self._root}/{path}")
+
+    def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        if num_bytes == 0:
+            return b""
+        with as_storage_error(f"{self.uri}/{path}"):
+            return _s3_filesystem().cat_file(f"{self._root}/{path}", start=start, end=start + num_bytes)
+
+    def put(self, path: str, data: bytes) -> None:
+        with as_storage_error(f"{self.uri}/{path}", len(data)), self._needs_bucket():
+            _s3_filesystem().pipe_file(f"{self._root}/{path}", data)
+
+    def put_file(self, path: str, local_file: Path) -> None:
+        with as_storage_error(f"{self.uri}/{path}", local_file.stat().st_size), self._needs_bucket():
+            _s3_filesystem().put_file(str(local_file), f"{self._root}/{path}")
+
+    def put_if_absent(self, path: str, data: bytes) -> bool:
+        with as_storage_error(f"{self.uri}/{path}", len(data)), self._needs_bucket():
+            self._check_conditional()
+            return self._create(path, data)
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        with as_storage_error(f"{self.uri}/{prefix}"), self._needs_bucket():
+            folder = f"{self._root}/{prefix}".rstrip("/")
+            found = _s3_filesystem().find(folder, detail=True, refresh=True)
+        for name, info in found.items():
+            # Consoles make empty objects with a slash at the end, to show as folders.
+            if not name.endswith("/") and info["type"] == "file":
+                yield _stored_file(name[len(self._root) + 1 :], info)
+
+    def stat(self, path: str) -> StoredFile | None:
+        try:
+            with as_storage_error(f"{self.uri}/{path}"):
+                info = _s3_filesystem().info(f"{self._root}/{path}", refresh=True)
+        except FileNotFoundError:
+            return None
+        return _stored_file(path, info) if info["type"] == "file" else None
+
+    def delete(self, path: str) -> None:
+        try:
+            with as_storage_error(f"{self.uri}/{path}"):
+                _s3_filesystem().rm_file(f"{self._root}/{path}")
+        except FileNotFoundError:
+            return
+
+    def _create(self, path: str, data: bytes) -> bool:
+        try:
+            _s3_filesystem().pipe_file(f"{self._root}/{path}", data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def _check_conditional(self) -> None:
+        """Raise StorageError for a server that ignores `If-None-Match`: there, two writers would both be told True."""
+        if self._is_conditional:
+            return
+        probe = f"{TEMPORARY_PREFIX}conditional-put-{uuid.uuid4().hex}"
+        try:
+            answers = [self._create(probe, b"1"), self._create(probe, b"2")]
+        finally:
+            self.delete(probe)
+        if answers != [True, False]:
+            raise StorageError(
+                f"{self.uri} ignores `If-None-Match: *`",
+                "expected a store with conditional PUT; without it nothing can be committed safely",
+                "upgrade the server, or choose another place; reading from this one works",
+            )
+        self._is_conditional = True
+
+    @contextmanager
+    def _needs_bucket(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            bucket = self._root.split("/")[0]
+            raise NoSuchRoot(f"no bucket {bucket!r} for {self.uri}", "expected an existing one", "create it") from None
+
+
+@functools.cache
+def _s3_filesystem() -> Any:
+    try:
+        import s3fs
+    except ImportError:
+        raise UsageError(
+            "s3:// needs the package s3fs", "which is not installed", "pip install 'shardmill[s3]'"
+        ) from None
+    # A listing that is remembered would hide what other processes have just committed.
+    return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+
+
+def _stored_file(path: str, info: dict[str, Any]) -> StoredFile:
+    modified = info.get("LastModified")
+    mtime_ns = int(modified.timestamp() * 1e9) if modified is not None else 0
+    return StoredFile(path, int(info["size"]), mtime_ns, str(info.get("ETag", "")).strip('"'))
