@@ -1,19 +1,18 @@
-"""The command line `shardmill`: it reads arguments, calls the stages, and is the only place that prints results."""
+"""The command line `shardmill`: it reads arguments and calls the stages."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.cli_options import Common, run_app, with_common
 from pipeline.config import PipelineTree, commented_toml, load_pipeline, require, to_toml
+from pipeline.printing import flat_rows, plain, print_result, summary_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from shardmill.events import StageRecord
 
 app = typer.Typer(
@@ -37,7 +36,7 @@ def run(common: Common, source_or_config: Source) -> None:
     from pipeline.run import run_pipeline
 
     summary = run_pipeline(source_or_config, common)
-    _print_result(common, summary, _summary_rows(summary), title=f"run {summary['run_id']}")
+    print_result(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")
 
 
 @app.command()
@@ -55,7 +54,7 @@ def verify(
     deep: Annotated[bool, typer.Option("--deep", help="Re-read every byte of every shard.")] = False,
 ) -> None:
     """Check every rule of a dataset version, and print a table."""
-    from pipeline.run import verify_stage
+    from pipeline.stage_commands import verify_stage
 
     report = verify_stage(dataset, common, deep=deep)
     rows = [(check.rule, check.problem or check.detail or "ok") for check in report.checks]
@@ -68,7 +67,7 @@ def verify(
             {"rule": c.rule, "ok": not c.problem, "detail": c.detail, "problem": c.problem} for c in report.checks
         ],
     }
-    _print_result(common, machine, rows, title=f"{report.uri}@{report.version}")
+    print_result(common, machine, rows, title=f"{report.uri}@{report.version}")
     report.raise_if_failed()
 
 
@@ -116,7 +115,7 @@ def promote(
 @with_common
 def report(common: Common, source_or_config: Source) -> None:
     """Write report.html of a run (--run-id) again."""
-    from pipeline.run import report_again
+    from pipeline.stage_commands import report_again
 
     load_pipeline(source_or_config, common.overrides, common.workdir)
     _print_stage(common, report_again(common))
@@ -133,12 +132,12 @@ def predict(
     from train.predict import predict_images
 
     predictions = predict_images(model, images)
-    machine = [_plain(prediction) for prediction in predictions]
+    machine = [plain(prediction) for prediction in predictions]
     rows = [
         (each["path"], each["rejection"] or each["label"], "" if each["rejection"] else f"{each['probability']:.4f}")
         for each in machine
     ]
-    _print_result(common, machine, rows, title=model)
+    print_result(common, machine, rows, title=model)
 
 
 @app.command()
@@ -157,13 +156,13 @@ def inspect(
     title = f"{opened.pin.uri}@{opened.pin.version}"
     if files:
         found = list_files(opened)
-        _print_result(common, found, [(each["uri"],) for each in found], title="")
+        print_result(common, found, [(each["uri"],) for each in found], title="")
     elif rejects:
         found = list_rejections(opened)
-        _print_result(common, found, [(e["source"], e["reason"], e["detail"]) for e in found], title=title)
+        print_result(common, found, [(e["source"], e["reason"], e["detail"]) for e in found], title=title)
     else:
         facts = describe(opened)
-        _print_result(common, facts, _flat_rows(facts), title=title)
+        print_result(common, facts, flat_rows(facts), title=title)
 
 
 @app.command()
@@ -174,7 +173,7 @@ def doctor(common: Common, config: Annotated[str, typer.Argument(help="A TOML fi
 
     findings = examine(load_pipeline(config or None, common.overrides, common.workdir), common.workdir)
     rows = [(each.status, each.subject, each.found, each.fix) for each in findings]
-    _print_result(common, [_plain(each) for each in findings], rows, title="doctor")
+    print_result(common, [plain(each) for each in findings], rows, title="doctor")
     if any(each.status == "fail" for each in findings):
         raise typer.Exit(2)
 
@@ -194,7 +193,7 @@ def init(
         raise UsageError(f"{file} exists already", "expected a new name", "shardmill init OTHER.toml") from None
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}", "expected a writable place") from None
-    _print_result(
+    print_result(
         common, {"file": file}, [(f"wrote {file}; set source.uri and dataset.uri, then: shardmill run {file}",)]
     )
 
@@ -215,15 +214,15 @@ def main() -> None:
 
 
 def _stage(common: Common, name: str, source_or_config: str, **choices: bool) -> None:
-    from pipeline.run import run_one_stage
+    from pipeline.stage_commands import run_one_stage
 
     _print_stage(common, run_one_stage(name, source_or_config, common, **choices))
 
 
 def _print_stage(common: Common, record: StageRecord) -> None:
-    rows = [("status", record.status), *_flat_rows(record.sections)]
+    rows = [("status", record.status), *flat_rows(record.sections)]
     machine = {"run_id": common.run_id, **record.model_dump(mode="json", exclude={"detail"})}
-    _print_result(common, machine, rows, title=record.stage)
+    print_result(common, machine, rows, title=record.stage)
 
 
 def _dataset_uri(common: Common, dataset: str) -> str:
@@ -232,67 +231,6 @@ def _dataset_uri(common: Common, dataset: str) -> str:
     tree: PipelineTree = load_pipeline(dataset, common.overrides, common.workdir)
     require(tree, "dataset")
     return tree.dataset.uri
-
-
-def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    counts = summary["dataset"]["counts"]
-    train, promotion = summary["train"], summary["promotion"]
-    evaluation = summary["evaluation"] or {}
-    return [
-        ("images", f"{counts['accepted']:,} accepted, {counts['rejected']:,} rejected of {counts['listed']:,} listed"),
-        ("dataset", f"{summary['dataset']['uri']}@{summary['dataset']['version']}"),
-        (
-            "training",
-            f"{train['strategy']}, {train['world_size']} rank(s), {train['epochs']} epochs, {train['steps']} steps",
-        ),
-        (
-            "evaluation",
-            f"{evaluation['split']} accuracy {evaluation['accuracy']:.4f}" if evaluation else "no split for it",
-        ),
-        ("model", f"{promotion['decision']}: {promotion['reason']}"),
-        ("report", summary["report"]["path"]),
-    ]
-
-
-def _flat_rows(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for name, item in value.items():
-        if isinstance(item, dict):
-            rows += _flat_rows(item, f"{prefix}{name}.")
-        else:
-            rows.append((f"{prefix}{name}", "" if item is None else str(item)))
-    return rows
-
-
-def _plain(value: Any) -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(type(value)).dump_python(value, mode="json")
-
-
-def _print_result(common: Common, machine: Any, rows: Iterable[tuple[str, ...]], title: str = "") -> None:
-    """People get a table on stdout; with --json it goes to stderr, and stdout has the machine's document alone."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    if common.json:
-        sys.stdout.write(json.dumps(machine, indent=2) + "\n")
-        sys.stdout.flush()
-    stream = sys.stderr if common.json else sys.stdout
-    rows = list(rows)
-    if not stream.isatty() or not title:
-        # Not for a person's screen: one line a row, for grep and cut; nothing wrapped.
-        lines = ["\t".join(row) for row in rows]
-        text = "".join(f"{line}\n" for line in ([title] if title else []) + lines)
-        stream.write(text.encode("utf-8", "backslashreplace").decode())
-        return
-    table = Table(title=title, title_justify="left", show_header=False)
-    for _ in rows[0] if rows else ():
-        table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console(file=stream).print(table)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""Single stages as commands and Airflow tasks: they take what earlier stages of the same run id have left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pipeline.config import require
+from pipeline.stages import Run, build, evaluation_record, gate_record, open_run, run_export, train, verify
+from shardmill.events import StageRecord, how_run_ended, read_stage_record, write_stage_record, write_summary
+
+if TYPE_CHECKING:
+    from pipeline.cli_options import Common
+    from shardmill.dataset.verify import VerifyReport
+    from train.job import ExportOutcome
+
+
+def run_one_stage(name: str, source_or_config: str, common: Common, **choices: bool) -> StageRecord:
+    """One stage by itself, as a command or an Airflow task; takes what earlier stages of the same run id have left."""
+    with open_run(source_or_config, common) as run:
+        return STAGE_COMMANDS[name](run, **choices)
+
+
+def verify_stage(dataset_or_config: str, common: Common, *, deep: bool) -> VerifyReport:
+    """Check a dataset. With a config file, the check is a stage of the run; a bare dataset leaves no run record."""
+    from shardmill.dataset import open_dataset, verify_dataset
+
+    if not dataset_or_config.endswith(".toml"):
+        return verify_dataset(open_dataset(dataset_or_config), deep=deep)
+    with open_run(dataset_or_config, common) as run:
+        require(run.tree, "dataset")
+        return verify(run, _dataset_of_run(run), deep=deep)
+
+
+def report_again(common: Common) -> StageRecord:
+    """Write report.html of an earlier run; how that run ended is not touched."""
+    from pipeline.report import write_report
+
+    ended = how_run_ended(common.workdir, common.run_id)
+    path = write_report(common.workdir, common.run_id, write_summary(common.workdir, common.run_id, *ended))
+    record = StageRecord(stage="report", sections={"report": {"path": path}})
+    write_stage_record(common.workdir, common.run_id, "report", record, is_last=False)
+    write_summary(common.workdir, common.run_id, *ended)
+    return record
+
+
+def _export_of_run(run: Run) -> ExportOutcome:
+    """The export that an earlier stage of this run made; without one, that of the finished training of this config."""
+    from shardmill.storage import open_store
+    from train.export import read_export
+    from train.job import ExportOutcome, export_model, finished_training
+
+    earlier = read_stage_record(run.record.workdir, run.id, "export")
+    if earlier is not None and earlier.status != "failed":
+        models_uri = open_store(run.tree.models.uri).uri
+        return ExportOutcome(read_export(models_uri, earlier.sections["export"]["number"]), models_uri, True, 0.0)
+    tree = run.tree.train_tree()
+    return export_model(tree, finished_training(tree), run.id)
+
+
+def _dataset_of_run(run: Run) -> str:
+    """DATASET@N as this run's ETL committed it; without one, what the config names."""
+    earlier = read_stage_record(run.record.workdir, run.id, "etl")
+    if earlier is None or earlier.status == "failed":
+        return run.tree.dataset.uri
+    dataset = earlier.sections["dataset"]
+    return f"{dataset['uri']}@{dataset['version']}"
+
+
+def _etl_command(run: Run) -> StageRecord:
+    require(run.tree, "source", "dataset")
+    build(run)
+    return _recorded(run, "etl")
+
+
+def _train_command(run: Run) -> StageRecord:
+    from shardmill.dataset import open_dataset
+
+    require(run.tree, "dataset")
+    train(run, open_dataset(_dataset_of_run(run)).pin)
+    return _recorded(run, "train")
+
+
+def _export_command(run: Run) -> StageRecord:
+    require(run.tree, "dataset")
+    run_export(run, lambda: _export_of_run(run))
+    return _recorded(run, "export")
+
+
+def _evaluate_command(run: Run) -> StageRecord:
+    require(run.tree, "dataset")
+    return run.stage("evaluate", lambda: evaluation_record(run, _export_of_run(run)))
+
+
+def _gate_command(run: Run) -> StageRecord:
+    require(run.tree, "dataset")
+    return run.stage("gate", lambda: gate_record(run, _export_of_run(run)))
+
+
+def _promote_command(run: Run, *, rollback: bool, require: bool) -> StageRecord:
+    from train.job import promote_model, promotion_record
+    from train.promote import roll_back
+
+    tree = run.tree.train_tree()
+
+    def work() -> StageRecord:
+        if rollback:
+            return promotion_record(roll_back(tree.models.uri, run.id))
+        return promotion_record(promote_model(tree, _export_of_run(run), run.id, require=require))
+
+    return run.stage("promote", work)
+
+
+def _recorded(run: Run, stage: str) -> StageRecord:
+    record = read_stage_record(run.record.workdir, run.id, stage)
+    assert record is not None
+    return record
+
+
+STAGE_COMMANDS: dict[str, Callable[..., StageRecord]] = {
+    "etl": _etl_command,
+    "train": _train_command,
+    "export": _export_command,
+    "evaluate": _evaluate_command,
+    "gate": _gate_command,
+    "promote": _promote_command,
+}
