@@ -134,12 +134,46 @@ def test_only_the_command_line_prints():
 
 
 def test_nothing_unpickles():
-    wrong = [
-        module.relative
-        for module in modules().values()
-        if {"pickle", "cloudpickle", "joblib", "marshal", "shelve"} & imports_of(module, only_at_import=False)
-    ]
+    """No pickle by name, and none through a library's loader: `np.load` and `torch.load` must say that they refuse it."""
+    wrong = []
+    for module in modules().values():
+        found = {"pickle", "cloudpickle", "joblib", "marshal", "shelve", "dill"}
+        wrong += [f"{module.relative}: {name}" for name in found & imports_of(module, only_at_import=False)]
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            settings = {each.arg: ast.unparse(each.value) for each in node.keywords}
+            call, name = ast.unparse(node.func), node.func.attr
+            refuses = (settings.get("allow_pickle") == "False") or (settings.get("weights_only") == "True")
+            if name in ("read_pickle", "load_model") and settings.get("safe_mode") != "True":
+                wrong.append(f"{module.relative}:{node.lineno}: {call}")
+            if call in ("np.load", "numpy.load", "torch.load") and not refuses:
+                wrong.append(f"{module.relative}:{node.lineno}: {call}")
     assert not wrong, wrong
+
+
+def test_reading_a_dataset_unpickles_nothing(tmp_path: Path):
+    """The interpreter itself is asked: it raises an audit event for every class that a pickle names."""
+    from tests.support import make_dataset
+
+    dataset = make_dataset(tmp_path)
+    code = (
+        "import sys\n"
+        "def refuse(event, arguments):\n"
+        "    if event == 'pickle.find_class': raise RuntimeError(f'unpickles {arguments}')\n"
+        "sys.addaudithook(refuse)\n"
+        "from shardmill.dataset import open_dataset, verify_dataset\n"
+        "from shardmill.reader import read_batches\n"
+        f"dataset = open_dataset({str(dataset)!r})\n"
+        "verify_dataset(dataset, deep=True).raise_if_failed()\n"
+        "plan = dataset.plan_epoch(dataset.plan_spec('train', seed=0, global_batch_size=8, num_streams=4), epoch=0)\n"
+        "with read_batches(dataset, plan) as batches: assert sum(1 for _ in batches) == plan.num_steps\n"
+        "import pickle\n"
+        "try: pickle.loads(pickle.dumps(dataset.pin))\n"
+        "except RuntimeError: print('the hook works')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout == "the hook works\n", done.stderr
 
 
 def test_the_library_imports_without_the_extras():

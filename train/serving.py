@@ -102,7 +102,9 @@ def write_keras_file(serving: ServingModel, file: Path, check: KerasCheck) -> st
                 _functional(serving, inlined).save(file)
                 import keras
 
-                loaded: Any = keras.models.load_model(file, custom_objects=custom_objects, compile=False)
+                loaded: Any = keras.models.load_model(
+                    file, custom_objects=custom_objects, compile=False, safe_mode=True
+                )
                 difference = check.difference(loaded)
             except Exception as error:
                 # The user's classes are asked for their configs here, and anything may come of it.
