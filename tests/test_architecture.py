@@ -134,7 +134,7 @@ def test_only_the_command_line_prints():
 
 
 def test_nothing_unpickles():
-    """No pickle by name, and none through a library's loader: `np.load` and `torch.load` must say that they refuse it."""
+    """No pickle by name, and none through a library's loader: `np.load` and `torch.load` must refuse it."""
     wrong = []
     for module in modules().values():
         found = {"pickle", "cloudpickle", "joblib", "marshal", "shelve", "dill"}

@@ -167,8 +167,8 @@ def test_the_array_mix_is_the_scalar_mix(values: list[int], prefix: list[int]):
 
 
 def test_the_mix_never_changes():
-    # Datasets and checkpoints in the field depend on these numbers. The first is splitmix64's published first output for
-    # seed 0; the others were computed once with a separate program that folds the paper's `nextSeed` and `mix64`.
+    # Datasets and checkpoints in the field depend on these numbers. The first is splitmix64's published first output
+    # for seed 0; the others were computed once with a separate program that folds the paper's `nextSeed` and `mix64`.
     assert [mix64(0), mix64(1, 2, 3), mix64(-1)] == [0xE220A8397B1DCDAF, 7702586659592502839, 16490336266968443936]
     assert mix64(2**64 - 1, 7) == 1869568459174662326
     assert mix64_array(np.arange(3), 5, 6).tolist() == [
