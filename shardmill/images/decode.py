@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import cv2
+import PIL
 import simplejpeg
 
 from shardmill.images.bmp import decode_bmp
@@ -22,10 +23,10 @@ from shardmill.images.webp import decode_webp
 from shardmill.options import NormalizeOptions
 
 # Raise it with every change to this package that can change a pixel or a disposition.
-RULES_VERSION = 1
+RULES_VERSION = 2
 DECODER_ID = (
     f"rules-{RULES_VERSION}+simplejpeg-{simplejpeg.__version__}+opencv-{cv2.__version__}"
-    "+shrink-area+enlarge-linear-exact+ipp-off"
+    f"+pillow-{PIL.__version__}+shrink-area+enlarge-linear-exact+ipp-off"
 )
 
 DECODERS: dict[str, Callable[[bytes, NormalizeOptions], DecodedImage]] = {

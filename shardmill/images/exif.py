@@ -13,8 +13,9 @@ from shardmill.images.pixels import apply_orientation
 ORIENTATION_TAG = 0x0112
 MPO_IMAGE_COUNT_TAG = 0xB001
 TYPE_SIZES_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8}
-# An honest directory holds some dozens of entries.
+# An honest directory holds some dozens of entries, and no tag that we read has more values than an image has strips.
 MAX_ENTRIES = 4096
+MAX_VALUES = 1 << 18
 
 ROTATED_NOTE = "exif_rotated"
 IGNORED_NOTE = "exif_ignored"
@@ -48,34 +49,52 @@ class Directory:
     def integers(self, tag: int) -> tuple[int, ...]:
         """The values of a SHORT or LONG tag, empty if it is absent."""
         entry = self.entries.get(tag)
+        if entry is not None and entry.count > MAX_VALUES:
+            raise BadDirectory(f"tag {tag} has {entry.count} values")
+        return self._unpack(tag, MAX_VALUES)
+
+    def integer(self, tag: int, default: int) -> int:
+        """The first value alone, however many the tag declares."""
+        values = self._unpack(tag, 1)
+        return values[0] if values else default
+
+    def _unpack(self, tag: int, at_most: int) -> tuple[int, ...]:
+        entry = self.entries.get(tag)
         if entry is None:
             return ()
         if entry.type not in (3, 4):
             raise BadDirectory(f"tag {tag} has type {entry.type}")
         code = "H" if entry.type == 3 else "I"
-        return struct.unpack_from(f"{self.byte_order}{entry.count}{code}", self.data, entry.value_start)
-
-    def integer(self, tag: int, default: int) -> int:
-        values = self.integers(tag)
-        return values[0] if values else default
+        return struct.unpack_from(f"{self.byte_order}{min(entry.count, at_most)}{code}", self.data, entry.value_start)
 
 
-def read_directory(data: bytes, start: int | None = None) -> Directory:
-    """The directory at `start`, or the first one. Every value is known to lie inside `data` afterwards."""
+def read_directory(data: bytes) -> Directory:
+    """The first directory. Every value is known to lie inside `data` afterwards."""
     order = {b"II": "<", b"MM": ">"}.get(data[:2])
     if order is None or len(data) < 8 or struct.unpack_from(order + "H", data, 2)[0] != 42:
         raise BadDirectory("no TIFF header")
-    position: int = struct.unpack_from(order + "I", data, 4)[0] if start is None else start
-    if position < 8 or position + 2 > len(data):
-        raise BadDirectory(f"directory at byte {position} of {len(data)}")
-    num_entries = struct.unpack_from(order + "H", data, position)[0]
-    end = position + 2 + 12 * num_entries
-    if num_entries > MAX_ENTRIES or end > len(data):
-        raise BadDirectory(f"directory of {num_entries} entries at byte {position} of {len(data)}")
-    entries = {entry.tag: entry for entry in _read_entries(data, order, position + 2, num_entries)}
+    start = struct.unpack_from(order + "I", data, 4)[0]
+    num_entries = _count_entries(data, order, start)
+    if num_entries > MAX_ENTRIES:
+        raise BadDirectory(f"directory of {num_entries} entries at byte {start}")
+    entries = {entry.tag: entry for entry in _read_entries(data, order, start + 2, num_entries)}
+    return Directory(data=data, byte_order=order, entries=entries, next_start=next_directory(data, order, start))
+
+
+def next_directory(data: bytes, order: str, start: int) -> int:
+    """Where the directory after the one at `start` lies, 0 if there is none; reads no entry, so a chain is cheap."""
+    end = start + 2 + 12 * _count_entries(data, order, start)
     # EXIF writers often leave out the pointer to a next directory.
-    next_start = struct.unpack_from(order + "I", data, end)[0] if end + 4 <= len(data) else 0
-    return Directory(data=data, byte_order=order, entries=entries, next_start=next_start)
+    return struct.unpack_from(order + "I", data, end)[0] if end + 4 <= len(data) else 0
+
+
+def _count_entries(data: bytes, order: str, start: int) -> int:
+    if start < 8 or start + 2 > len(data):
+        raise BadDirectory(f"directory at byte {start} of {len(data)}")
+    num_entries: int = struct.unpack_from(order + "H", data, start)[0]
+    if start + 2 + 12 * num_entries > len(data):
+        raise BadDirectory(f"directory of {num_entries} entries at byte {start} of {len(data)}")
+    return num_entries
 
 
 def _read_entries(data: bytes, order: str, start: int, num_entries: int) -> Iterator[Entry]:

@@ -1,12 +1,17 @@
-"""GIF to the pixels of its first frame, without a library: OpenCV's wheels read no GIF before 4.12."""
+"""GIF to the pixels of its first frame: the blocks are walked here, Pillow decompresses one plain frame.
+
+OpenCV's wheels read no GIF before 4.12.
+"""
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import numpy as np
+from PIL.GifImagePlugin import GifImageFile
 
-from shardmill.images.lzw import decode_lzw, gif_lzw
+from shardmill.images.pillow import decode_plain_gray
 from shardmill.images.pixels import (
     TRAILING_NOTE,
     DecodedImage,
@@ -19,8 +24,11 @@ from shardmill.values import RejectReason
 
 EXTENSION, IMAGE, TRAILER = 0x21, 0x2C, 0x3B
 GRAPHIC_CONTROL = 0xF9
-# Interlaced rows come in four passes: (first row, distance).
-INTERLACE_PASSES = ((0, 8), (4, 8), (2, 4), (1, 2))
+IS_INTERLACED = 0x40
+# With this palette a pixel is its own index.
+INDEX_PALETTE = bytes(index for index in range(256) for _ in range(3))
+# Frames and extensions together; an honest animation has at most some thousands.
+MAX_BLOCKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +39,12 @@ class Frame:
     left: int
     height: int
     width: int
-    is_interlaced: bool
+    interlace_flag: int
     palette: bytes
     transparent_index: int | None
     root_bits: int
-    compressed: bytes
+    sub_blocks: bytes
+    """The compressed indexes, as they lie in the file: cut into blocks with a length byte each."""
 
 
 class BlockReader:
@@ -53,10 +62,14 @@ class BlockReader:
         return taken
 
     def take_sub_blocks(self) -> bytes:
-        parts = []
-        while length := self.take(1)[0]:
-            parts.append(self.take(length))
-        return b"".join(parts)
+        start = position = self.position
+        try:
+            while length := self._data[position]:
+                position += 1 + length
+        except IndexError:
+            position = len(self._data)
+        self.position = start
+        return self.take(position + 1 - start)
 
 
 def decode_gif(data: bytes, options: NormalizeOptions) -> DecodedImage:
@@ -82,7 +95,9 @@ def decode_gif(data: bytes, options: NormalizeOptions) -> DecodedImage:
     color_HWC = np.zeros((height, width, 3), dtype=np.uint8)
     window = (slice(frame.top, bottom), slice(frame.left, right))
     color_HWC[window] = np.frombuffer(frame.palette, dtype=np.uint8).reshape(-1, 3)[indexes_HW]
-    alpha_HW[window] = 255 if frame.transparent_index is None else (indexes_HW != frame.transparent_index) * 255
+    alpha_HW[window] = 255
+    if frame.transparent_index is not None:
+        alpha_HW[window][indexes_HW == frame.transparent_index] = 0
     return DecodedImage(pixels_HWC=flatten_over_white(color_HWC, alpha_HW, notes), notes=tuple(notes))
 
 
@@ -91,15 +106,15 @@ def _read_frames(blocks: BlockReader, global_palette: bytes) -> tuple[Frame, int
     first: Frame | None = None
     num_frames = 0
     transparent_index: int | None = None
-    while True:
+    for _ in range(MAX_BLOCKS):
         kind = blocks.take(1)[0]
         if kind == TRAILER:
             break
         if kind == EXTENSION:
             label = blocks.take(1)[0]
-            payload = blocks.take_sub_blocks()
-            if label == GRAPHIC_CONTROL and len(payload) >= 4:
-                transparent_index = payload[3] if payload[0] & 1 else None
+            control = blocks.take_sub_blocks()
+            if label == GRAPHIC_CONTROL and control[0] >= 4:
+                transparent_index = control[4] if control[1] & 1 else None
         elif kind == IMAGE:
             frame = _read_frame(blocks, global_palette, transparent_index)
             first = first or frame
@@ -107,6 +122,8 @@ def _read_frames(blocks: BlockReader, global_palette: bytes) -> tuple[Frame, int
             transparent_index = None
         else:
             raise Refused(RejectReason.BAD_HEADER, f"block 0x{kind:02x} at byte {blocks.position - 1}")
+    else:
+        raise Refused(RejectReason.BAD_HEADER, f"more than {MAX_BLOCKS} blocks")
     if first is None:
         raise Refused(RejectReason.BAD_HEADER, "no image in the file")
     return first, num_frames
@@ -121,11 +138,11 @@ def _read_frame(blocks: BlockReader, global_palette: bytes, transparent_index: i
         left=left,
         height=height,
         width=width,
-        is_interlaced=bool(descriptor[8] & 0x40),
+        interlace_flag=descriptor[8] & IS_INTERLACED,
         palette=palette,
         transparent_index=transparent_index,
         root_bits=blocks.take(1)[0],
-        compressed=blocks.take_sub_blocks(),
+        sub_blocks=blocks.take_sub_blocks(),
     )
 
 
@@ -137,11 +154,7 @@ def _decode_indexes(frame: Frame, options: NormalizeOptions) -> np.ndarray:
     check_dimensions(frame.height, frame.width, options)
     if not 1 <= frame.root_bits <= 8:
         raise Refused(RejectReason.BAD_HEADER, f"LZW codes of {frame.root_bits} bits")
-    indexes = decode_lzw(frame.compressed, gif_lzw(frame.root_bits), frame.height * frame.width)
-    indexes_HW = np.frombuffer(indexes, dtype=np.uint8).reshape(frame.height, frame.width)
-    if not frame.is_interlaced:
-        return indexes_HW
-    row_order = np.concatenate([np.arange(first, frame.height, step) for first, step in INTERLACE_PASSES])
-    upright_HW = np.empty_like(indexes_HW)
-    upright_HW[row_order] = indexes_HW
-    return upright_HW
+    size = struct.pack("<HH", frame.width, frame.height)
+    screen = b"GIF87a" + size + bytes([0xF7, 0, 0]) + INDEX_PALETTE
+    descriptor = b"\x2c" + bytes(4) + size + bytes([frame.interlace_flag, frame.root_bits])
+    return decode_plain_gray(GifImageFile, screen + descriptor + frame.sub_blocks + bytes([TRAILER]))

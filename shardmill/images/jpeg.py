@@ -7,7 +7,7 @@ with grey, and does not tell trailing bytes. simplejpeg's `strict=True` turns ev
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import simplejpeg
@@ -36,7 +36,11 @@ JPEG_LS_FRAME = 0xF7
 MAX_SCANS = 100
 # In entropy-coded data 0xFF is followed by 0 (stuffing) or a restart marker; anything else ends the scan.
 EOI_OR_SOS = re.compile(rb"\xff[\xd9\xda]")
-END_OF_SCAN = re.compile(rb"\xff+[\x01-\xcf\xd8-\xfe]")
+# One 0xFF and no more: `\xff+` would walk a run of them again from each of its bytes.
+END_OF_SCAN = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+NO_FILL_BYTE = re.compile(rb"[^\xff]")
+# Honest files hold some dozens of segments, a few hundred with large profiles.
+MAX_SEGMENTS = 10_000
 
 # libjpeg's warnings about the pixel data, by how their text begins; what is left are errors in tables and headers.
 SCAN_WARNINGS = ("Corrupt JPEG data", "Inconsistent progression", "Invalid SOS parameters", "Unknown Adobe", "Warning:")
@@ -60,7 +64,7 @@ class JpegHeader:
     num_components: int = 0
     has_adobe: bool = False
     exif: bytes | None = None
-    icc: bytes | None = None
+    icc: bytearray = field(default_factory=bytearray)
     mpf: bytes | None = None
     scan_start: int = 0
     """The first byte of entropy-coded data."""
@@ -93,12 +97,14 @@ def read_header(data: bytes, options: NormalizeOptions) -> JpegHeader:
     """Walks the markers up to the first scan and refuses by what they say, before anything is allocated."""
     header = JpegHeader()
     position = 2
-    while True:
+    for _ in range(MAX_SEGMENTS):
         segment = _next_segment(data, position)
         if segment.marker == SOS:
             break
         _read_segment(header, segment.marker, data[segment.start : segment.end], options)
         position = segment.end
+    else:
+        raise Refused(RejectReason.BAD_HEADER, f"more than {MAX_SEGMENTS} segments before the first scan")
     if not header.has_frame:
         raise Refused(RejectReason.BAD_HEADER, "a scan comes before the frame header")
     header.scan_start = segment.end
@@ -121,7 +127,10 @@ def find_end(data: bytes, scan_start: int) -> int:
 
 def _walk_scans(data: bytes, scan_start: int) -> int:
     position, num_scans = scan_start, 1
-    while found := END_OF_SCAN.search(data, position):
+    for _ in range(MAX_SEGMENTS):
+        found = END_OF_SCAN.search(data, position)
+        if found is None:  # damage made a marker that swallowed the real end; libjpeg will say what is wrong
+            return len(data)
         marker = data[found.end() - 1]
         if marker == EOI:
             return found.end()
@@ -129,8 +138,7 @@ def _walk_scans(data: bytes, scan_start: int) -> int:
         _check_num_scans(num_scans)
         length = int.from_bytes(data[found.end() : found.end() + 2])
         position = found.end() + max(2, length)
-    # Damage made a marker that swallowed the real end; libjpeg will say what is wrong with the scan.
-    return len(data)
+    raise Refused(RejectReason.BAD_HEADER, f"more than {MAX_SEGMENTS} segments between scans")
 
 
 def _check_num_scans(num_scans: int) -> None:
@@ -142,8 +150,8 @@ def _next_segment(data: bytes, position: int) -> Segment:
     """Every marker before the first scan but TEM has a length."""
     if position < len(data) and data[position] != 0xFF:
         raise Refused(RejectReason.BAD_HEADER, f"no marker at byte {position}")
-    while position < len(data) and data[position] == 0xFF:  # any number of fill bytes may stand before a marker
-        position += 1
+    marker_code = NO_FILL_BYTE.search(data, position)  # any number of fill bytes may stand before it
+    position = marker_code.start() if marker_code else len(data)
     if position + 3 > len(data):
         raise Refused(RejectReason.TRUNCATED, f"the header ends at byte {len(data)}")
     marker = data[position]
@@ -166,7 +174,7 @@ def _read_segment(header: JpegHeader, marker: int, payload: bytes, options: Norm
     elif marker == 0xE1 and payload.startswith(b"Exif\0") and header.exif is None:
         header.exif = payload[6:]
     elif marker == 0xE2 and payload.startswith(b"ICC_PROFILE\0"):
-        header.icc = (header.icc or b"") + payload[14:]
+        header.icc += payload[14:]
     elif marker == 0xE2 and payload.startswith(b"MPF\0"):
         header.mpf = payload[4:]
     elif marker == 0xEE and payload.startswith(b"Adobe"):

@@ -41,6 +41,8 @@ DEPTHS_BY_COLOR_TYPE = {
     RGB_ALPHA: (8, 16),
 }
 MAX_PROFILE_BYTES = 1 << 16
+# Honest writers cut pixels into pieces of kilobytes; without a limit, millions of empty chunks would each cost a look.
+MAX_CHUNKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def _read_header(data: bytes, options: NormalizeOptions) -> PngHeader:
 def _walk_chunks(data: bytes) -> Iterator[Chunk]:
     position = len(SIGNATURE)
     view = memoryview(data)
-    while True:
+    for _ in range(MAX_CHUNKS):
         if position + 12 > len(data):
             raise Refused(RejectReason.TRUNCATED, f"no IEND chunk in {len(data)} bytes")
         end = position + 12 + int.from_bytes(data[position : position + 4])
@@ -135,6 +137,7 @@ def _walk_chunks(data: bytes) -> Iterator[Chunk]:
         if type_ == b"IEND":
             return
         position = end
+    raise Refused(RejectReason.BAD_HEADER, f"more than {MAX_CHUNKS} chunks")
 
 
 def _transparent_gray(transparency: bytes | None, header: PngHeader) -> int | None:

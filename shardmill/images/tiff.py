@@ -1,19 +1,23 @@
-"""TIFF to the pixels of its first page, without a library.
+"""TIFF to the pixels of its first page: layout, planes and colours here, Pillow and zlib decompress the strips.
 
-OpenCV's libtiff silently leaves the rest of a damaged strip black and mixes up planes of 16 bits, so the strips are
-decompressed here and every one must give exactly its bytes.
+OpenCV silently leaves the rest of a damaged strip black and mixes up planes of 16 bits; here every strip must give
+exactly its bytes. Whatever the samples are, to a decompressor a row is a row of bytes.
 """
 
 from __future__ import annotations
 
+import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
+from PIL.TiffImagePlugin import TiffImageFile
 
-from shardmill.images.exif import ORIENTATION_TAG, BadDirectory, Directory, orient, read_directory
+from shardmill.images.exif import ORIENTATION_TAG, BadDirectory, Directory, next_directory, orient, read_directory
 from shardmill.images.icc import names_srgb
-from shardmill.images.lzw import TIFF_LZW, decode_lzw
+from shardmill.images.pillow import decode_plain_gray
 from shardmill.images.pixels import (
     CMYK_NOTE,
     ICC_IGNORED_NOTE,
@@ -105,7 +109,7 @@ def _count_pages(data: bytes, first_page: Directory) -> int:
         if start in seen or len(seen) >= MAX_PAGES:
             raise BadDirectory("the directories form a loop")
         seen.add(start)
-        start = read_directory(data, start).next_start
+        start = next_directory(data, first_page.byte_order, start)
     return 1 + len(seen)
 
 
@@ -162,51 +166,58 @@ def _find_unsupported(page: Directory, layout: Layout, all_bits: set[int]) -> st
 
 def _read_samples(data: bytes, page: Directory, layout: Layout) -> np.ndarray:
     """All samples of the page, H x W x samples, as uint8 or uint16."""
-    num_planes = layout.num_samples if layout.is_planar else 1
+    strips = _cut_strips(data, page, layout)
     strips_per_plane = -(-layout.height // layout.rows_per_strip)
-    starts, sizes = page.integers(STRIP_OFFSETS), page.integers(STRIP_BYTE_COUNTS)
-    if not len(starts) == len(sizes) == num_planes * strips_per_plane:
-        raise BadDirectory(f"{len(starts)} strips of {num_planes * strips_per_plane}")
-    planes = []
-    for plane in range(num_planes):
-        rows = bytearray()
-        for strip in range(strips_per_plane):
-            index = plane * strips_per_plane + strip
-            end = starts[index] + sizes[index]
-            if end > len(data):
-                raise Refused(RejectReason.TRUNCATED, f"a strip ends at byte {end} of {len(data)}")
-            num_rows = min(layout.rows_per_strip, layout.height - strip * layout.rows_per_strip)
-            rows += _decompress(data[starts[index] : end], layout.compression, num_rows * layout.row_bytes())
-        planes.append(_unpack_rows(rows, layout))
+    planes = [
+        _unpack_rows(_decompress(strips[start : start + strips_per_plane], layout), layout)
+        for start in range(0, len(strips), strips_per_plane)
+    ]
     return np.concatenate(planes, axis=2) if len(planes) > 1 else planes[0]
 
 
-def _unpack_rows(rows: bytearray, layout: Layout) -> np.ndarray:
+def _cut_strips(data: bytes, page: Directory, layout: Layout) -> list[memoryview]:
+    num_strips = (layout.num_samples if layout.is_planar else 1) * -(-layout.height // layout.rows_per_strip)
+    starts, sizes = page.integers(STRIP_OFFSETS), page.integers(STRIP_BYTE_COUNTS)
+    if not len(starts) == len(sizes) == num_strips:
+        raise BadDirectory(f"{len(starts)} strips of {num_strips}")
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    if max(ends) > len(data):
+        raise Refused(RejectReason.TRUNCATED, f"a strip ends at byte {max(ends)} of {len(data)}")
+    # Strips that share bytes would let a small file hold any amount of work.
+    if sum(sizes) > len(data):
+        raise BadDirectory(f"strips of {sum(sizes)} bytes in a file of {len(data)}: they overlap")
+    view = memoryview(data)
+    return [view[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def _unpack_rows(rows: np.ndarray, layout: Layout) -> np.ndarray:
     if layout.bits == 1:
-        bits_HW = np.unpackbits(np.frombuffer(rows, np.uint8).reshape(layout.height, -1), axis=1)[:, : layout.width]
+        bits_HW = np.unpackbits(rows.reshape(layout.height, -1), axis=1)[:, : layout.width]
         return (bits_HW * 255)[:, :, np.newaxis]
     dtype = np.dtype(np.uint8) if layout.bits == 8 else np.dtype(layout.byte_order + "u2")
-    samples_HWC = np.frombuffer(rows, dtype).reshape(layout.height, layout.width, -1).astype(dtype.newbyteorder("="))
+    samples_HWC = rows.view(dtype).reshape(layout.height, layout.width, -1).astype(dtype.newbyteorder("="))
     if layout.uses_predictor:  # each sample was stored as the difference to the one on its left
         np.cumsum(samples_HWC, axis=1, dtype=samples_HWC.dtype, out=samples_HWC)
     return samples_HWC
 
 
-def _decompress(strip: bytes, compression: int, num_bytes: int) -> bytes:
-    if compression == LZW:
-        return decode_lzw(strip, TIFF_LZW, num_bytes)
-    if compression == UNCOMPRESSED:
-        raw = strip[:num_bytes]
-    elif compression == PACKBITS:
-        raw = _decode_packbits(strip, num_bytes)
-    else:
-        raw = _inflate(strip, num_bytes)
-    if len(raw) < num_bytes:
-        raise Refused(RejectReason.CORRUPT_SCAN, f"a strip gives {len(raw)} of {num_bytes} bytes")
-    return raw
+def _decompress(strips: Sequence[memoryview], layout: Layout) -> np.ndarray:
+    """The rows of one plane."""
+    if layout.compression in (LZW, PACKBITS):
+        return decode_plain_gray(TiffImageFile, _as_plain_file(strips, layout))
+    rows = bytearray()
+    for number, strip in enumerate(strips):
+        num_rows = min(layout.rows_per_strip, layout.height - number * layout.rows_per_strip)
+        num_bytes = num_rows * layout.row_bytes()
+        raw = strip[:num_bytes] if layout.compression == UNCOMPRESSED else _inflate(strip, num_bytes)
+        if len(raw) < num_bytes:
+            raise Refused(RejectReason.CORRUPT_SCAN, f"a strip gives {len(raw)} of {num_bytes} bytes")
+        rows += raw
+    return np.frombuffer(rows, np.uint8)
 
 
-def _inflate(strip: bytes, num_bytes: int) -> bytes:
+def _inflate(strip: memoryview, num_bytes: int) -> bytes:
+    """By zlib itself: libtiff does not compare the checksum at the end."""
     inflater = zlib.decompressobj()
     try:
         raw = inflater.decompress(strip, num_bytes)
@@ -219,19 +230,26 @@ def _inflate(strip: bytes, num_bytes: int) -> bytes:
     return raw
 
 
-def _decode_packbits(strip: bytes, num_bytes: int) -> bytes:
-    raw = bytearray()
-    position = 0
-    while len(raw) < num_bytes and position < len(strip):
-        control = strip[position]
-        if control < 128:
-            raw += strip[position + 1 : position + 2 + control]
-            position += 2 + control
-        else:
-            if control > 128:  # 128 itself does nothing
-                raw += strip[position + 1 : position + 2] * (257 - control)
-            position += 1 if control == 128 else 2
-    return bytes(raw[:num_bytes])
+def _as_plain_file(strips: Sequence[memoryview], layout: Layout) -> bytes:
+    """The plane as a gray picture of 8 bits that is as wide as a row has bytes."""
+    tables_start = 8 + 2 + 12 * 8 + 4
+    strips_start = tables_start + 8 * len(strips)
+    sizes = [len(strip) for strip in strips]
+    starts = [strips_start + before for before in accumulate(sizes[:-1], initial=0)]
+    tags = {
+        WIDTH: layout.row_bytes(),
+        HEIGHT: layout.height,
+        BITS_PER_SAMPLE: 8,
+        COMPRESSION: layout.compression,
+        PHOTOMETRIC: BLACK_IS_ZERO,
+        STRIP_OFFSETS: tables_start if len(strips) > 1 else strips_start,
+        ROWS_PER_STRIP: layout.rows_per_strip,
+        STRIP_BYTE_COUNTS: tables_start + 4 * len(strips) if len(strips) > 1 else sizes[0],
+    }
+    counts = {STRIP_OFFSETS: len(strips), STRIP_BYTE_COUNTS: len(strips)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, counts.get(tag, 1), value) for tag, value in tags.items())
+    tables = struct.pack(f"<{2 * len(strips)}I", *starts, *sizes)
+    return b"".join([b"II*\0", struct.pack("<IH", 8, len(tags)), entries, bytes(4), tables, *strips])
 
 
 def _to_color(samples_HWC: np.ndarray, photometric: int, color_map: tuple[int, ...], notes: list[str]) -> np.ndarray:

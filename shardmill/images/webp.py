@@ -25,6 +25,7 @@ from shardmill.values import RejectReason
 ALPHA_FLAG = 0x10
 VP8_START_CODE = b"\x9d\x01\x2a"
 VP8L_SIGNATURE = 0x2F
+MAX_CHUNKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,15 @@ def _decode_frame(frame: Frame, height: int, width: int, notes: list[str]) -> np
 def _walk_chunks(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, bytes]]:
     """Type and payload of each chunk in turn."""
     position = start
-    while position + 8 <= end:
+    for _ in range(MAX_CHUNKS):
+        if position + 8 > end:
+            return
         payload_end = position + 8 + int.from_bytes(data[position + 4 : position + 8], "little")
         if payload_end > end:
             raise Refused(RejectReason.TRUNCATED, f"a chunk ends at byte {payload_end} of {end}")
         yield data[position : position + 4], data[position + 8 : payload_end]
         position = payload_end + (payload_end - position) % 2  # chunks of odd length are padded
+    raise Refused(RejectReason.BAD_HEADER, f"more than {MAX_CHUNKS} chunks")
 
 
 def _read_canvas(chunks: dict[bytes, bytes]) -> tuple[int, int]:

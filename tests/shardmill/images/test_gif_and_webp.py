@@ -58,10 +58,10 @@ def test_gif_with_an_offset_frame_and_transparency_lies_on_white() -> None:
     [
         (gif_frame(0, 0, 3, 1, [4, 1, 2, 5]), (3, 2), RejectReason.CORRUPT_SCAN),  # ends one pixel early
         (gif_frame(0, 0, 3, 1, [4, 1, 7]), (3, 2), RejectReason.CORRUPT_SCAN),  # a code from nowhere
-        (gif_frame(0, 0, 3, 1, [4, 1]), (3, 2), RejectReason.TRUNCATED),
+        (gif_frame(0, 0, 3, 1, [4, 1]), (3, 2), RejectReason.CORRUPT_SCAN),  # no end code; the file itself is whole
         (gif_frame(0, 0, 0, 1, [4, 1, 5]), (3, 2), RejectReason.BAD_HEADER),
         (gif_frame(3, 0, 1, 1, [4, 1, 5]), (3, 2), RejectReason.BAD_HEADER),
-        (gif_frame(0, 0, 1, 1, [4] * 99), (3, 2), RejectReason.CORRUPT_SCAN),
+        (gif_frame(0, 0, 3, 1, [4] * 99), (3, 2), RejectReason.CORRUPT_SCAN),
         (gif_frame(0, 0, 1, 1, [4, 1, 5]), (0, 2), RejectReason.BAD_HEADER),
         (gif_frame(0, 0, 1, 1, [4, 1, 5]), (65535, 65535), RejectReason.TOO_MANY_PIXELS),
         (gif_frame(0, 0, 65535, 65535, [4, 1, 5]), (3, 2), RejectReason.TOO_MANY_PIXELS),
