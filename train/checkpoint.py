@@ -42,6 +42,7 @@ FREE_SETTINGS = frozenset(
         "prefetch_bytes",
         "reader_threads",
         "silent_seconds",
+        "progress_timeout_seconds",
         "start_timeout_seconds",
         "nics",
     }

@@ -83,6 +83,10 @@ class TrainConfig(Section):
     """Threads in each rank that read, verify, decode and augment."""
     silent_seconds: float = Field(default=60.0, gt=0)
     """A rank that shows no sign of life for so long is declared silent and the job ends."""
+    progress_timeout_seconds: float = Field(default=600.0, gt=0)
+    """A rank that lives but comes no further for so long (and for 10 times the longest pause that any rank has made so
+    far, so that no straggler is meant) is said to hang and the job ends; before its first step it also has
+    `start_timeout_seconds`."""
     start_timeout_seconds: float = Field(default=300.0, gt=0)
     """All ranks must have started within this time."""
     nics: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from shardmill.errors import ERROR_BY_EXIT_CODE, ShardmillError, TrainingError
 from shardmill.values import Cursor
 from train.wire import Failure
 
-FIX = "mend the cause, then run the same command again: it continues at the last complete checkpoint"
+FIX = "fix the cause, then run the same command again: it continues at the last complete checkpoint"
 NUM_TRACEBACK_LINES = 30
 # How Horovod's and Gloo's C++ tell a survivor that another rank went away.
 COLLECTIVE_TEXTS = re.compile(
@@ -31,6 +31,8 @@ class FaultKind(StrEnum):
     KILLED = "killed"
     """Its process ended without a word."""
     SILENT = "silent"
+    STALLED = "stalled"
+    """It lives, and its main thread comes no further."""
     ABSENT = "absent"
     """Ranks did not start in time."""
     LAUNCHER = "launcher"
@@ -49,7 +51,7 @@ class RankFault:
 
     kind: FaultKind
     rank: int
-    """-1 where it is not one rank's."""
+    """-1 if it is not one rank's."""
     where: str
     """Host and process; empty before the rank has said hello."""
     seen_seconds: float
@@ -140,6 +142,8 @@ def _sentence(fault: RankFault) -> str:
             return f"{rank} failed {after}: {fault.failure.error_type}: {fault.failure.what}{place}"
         case FaultKind.SILENT:
             return f"{rank} went silent {after}: {fault.what}"
+        case FaultKind.STALLED if fault.rank >= 0:
+            return f"{rank} hangs {after}: {fault.what}"
         case FaultKind.KILLED | FaultKind.COLLECTIVE:
             return f"{rank} {_manner_of_death(fault.returncode)} {after}{f': {last_words}' if last_words else ''}"
         case _:

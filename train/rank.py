@@ -40,16 +40,20 @@ class Worker(Protocol):
 
 
 class DriverReporter:
-    """Sends everything to the driver."""
+    """Sends everything to the driver; what the rank is doing goes along with the next heartbeat."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self.heartbeat = Heartbeat()
 
     def step(self, report: StepReport) -> None:
         self._connection.send(Step(report))
 
     def event(self, name: str, fields: dict[str, str | int | float]) -> None:
         self._connection.send(Event(name, fields))
+
+    def doing(self, what: str, *, waits: bool = False) -> None:
+        self.heartbeat = Heartbeat(self.heartbeat.num_calls + 1, what, waits)
 
 
 def main() -> NoReturn:
@@ -60,10 +64,11 @@ def main() -> NoReturn:
     address, token = os.environ[ADDRESS_VARIABLE], os.environ.pop(TOKEN_VARIABLE)
     connection, welcome = call_driver(address, token, "rank", world.rank, os.getpid())
     threading.Thread(target=_obey, args=(connection,), name="rank-obey", daemon=True).start()
-    threading.Thread(target=_beat, args=(connection,), name="rank-heartbeat", daemon=True).start()
+    reporter = DriverReporter(connection)
+    threading.Thread(target=_beat, args=(connection, reporter), name="rank-heartbeat", daemon=True).start()
     try:
         worker = load_worker(welcome.worker)
-        last_words: Finished | Failure = Finished(worker(welcome.task, world, DriverReporter(connection)))
+        last_words: Finished | Failure = Finished(worker(welcome.task, world, reporter))
     except BaseException as error:
         # Whatever it was, SystemExit of a user's code among it: the driver must hear of it before this process ends.
         last_words = failure_of(error)
@@ -105,11 +110,11 @@ def _obey(connection: Connection) -> NoReturn:
     os._exit(EXIT_ABORTED)
 
 
-def _beat(connection: Connection) -> None:
+def _beat(connection: Connection, reporter: DriverReporter) -> None:
     while True:
         time.sleep(HEARTBEAT_SECONDS)
         try:
-            connection.send(Heartbeat())
+            connection.send(reporter.heartbeat)
         except OSError:
             return
 

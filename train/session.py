@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardmill.dataset import Dataset
 from shardmill.epoch_plan import PlanSpec
@@ -122,8 +123,12 @@ def save(session: Session, progress: Progress) -> tuple[Progress, str]:
 
 
 def evaluate(session: Session, split: str) -> Evaluation:
+    def outputs_of(images_NHWC: Any) -> Any:
+        session.reporter.doing(f"the evaluation on {split}")
+        return session.step.outputs(images_NHWC)
+
     return evaluate_split(
-        session.step.outputs,
+        outputs_of,
         session.built.outputs_are_logits,
         session.dataset,
         split,

@@ -140,6 +140,13 @@ class Reporter(Protocol):
         """Something worth a line in `events.jsonl` happened (`resumed`, `epoch`, `checkpoint`, `early_stop`, ...)."""
         ...
 
+    def doing(self, what: str, *, waits: bool = False) -> None:
+        """This rank has come further and now does `what`; `waits`: until the other ranks do so, too.
+
+        Costs nothing, so call it often: a rank that neither calls it nor reports a step for long is said to hang.
+        """
+        ...
+
 
 def to_json(value: object) -> bytes:
     """A value of this module as JSON."""

@@ -1,7 +1,8 @@
 """The driver's side of a training in other processes: hands out the task, hears every rank, ends all when one fails.
 
 The open connection is a rank's sign of life: the kernel closes it when the process dies, however it dies. Heartbeats
-find what keeps a connection open without living: a stopped process, a host that is gone.
+find what keeps a connection open without living (a stopped process, a host that is gone), and a rank that lives and
+comes no further.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import os
 import queue
 import signal
 import socket
-import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from shardmill.values import Cursor
+from train.callers import Door, Said
+from train.deadlines import Deadlines
 from train.faults import RANK_OF_KIND, FaultKind, RankFault, error_of, merged, root_cause
 from train.observer import StepAssembler, TrainObserver
 from train.values import TrainResult, WorkerTask
@@ -23,16 +25,13 @@ from train.wire import (
     ADDRESS_VARIABLE,
     TOKEN_VARIABLE,
     Abort,
-    Connection,
     Event,
     Failure,
     Finished,
+    Heartbeat,
     Hello,
-    Message,
-    ProtocolError,
     RankExit,
     Step,
-    answer_caller,
     new_token,
 )
 
@@ -44,35 +43,6 @@ ABORT_SECONDS = 1.5
 TICK_SECONDS = 0.1
 
 
-@dataclass(slots=True)
-class _Rank:
-    """What the driver knows of a rank. Its connection's thread writes `seen_seconds`, the main thread the rest."""
-
-    hello: Hello | None = None
-    seen_seconds: float = 0.0
-    last_step: Cursor | None = None
-    result: TrainResult | None = None
-    is_connected: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    role: str
-    rank: int
-    message: Message | None
-    """None: the connection closed."""
-    seen_seconds: float
-
-
-@dataclass(slots=True)
-class _Callers:
-    """Connections, shared by the accepting threads and the main one."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    connections: list[Connection] = field(default_factory=list)
-    is_closed: bool = False
-
-
 class Watchdog:
     """Listens from its construction; `watch`, in the main thread, does the rest. Leaving its `with` ends all ranks."""
 
@@ -80,17 +50,15 @@ class Watchdog:
         self, task: WorkerTask, worker: str, observer: TrainObserver, bind_host: str, advertised_host: str | None = None
     ) -> None:
         self._task = task
-        self._worker = worker
         self._observer = observer
         self._token = new_token()
-        self._listener = socket.create_server((bind_host, 0), backlog=256)
-        self._address = f"{advertised_host or bind_host}:{self._listener.getsockname()[1]}"
-        self._inbox: queue.SimpleQueue[_Said | RankFault] = queue.SimpleQueue()
-        self._ranks = [_Rank() for _ in range(task.config.num_workers)]
+        self._inbox: queue.SimpleQueue[Said | RankFault] = queue.SimpleQueue()
+        self._deadlines = Deadlines(task.config, time.monotonic())
+        self._ranks = self._deadlines.ranks
         self._faults: dict[int, RankFault] = {}
         self._steps = StepAssembler(task.config.num_workers)
-        self._callers = _Callers()
-        threading.Thread(target=self._accept, name="watchdog-accept", daemon=True).start()
+        self._door = Door(bind_host, self._token, task, worker, self._take)
+        self._address = f"{advertised_host or bind_host}:{self._door.port}"
 
     def __enter__(self) -> Watchdog:
         return self
@@ -98,12 +66,7 @@ class Watchdog:
     def __exit__(self, error_type: object, *_: object) -> None:
         if error_type is not None:
             self.abort()
-        with self._callers.lock:
-            self._callers.is_closed = True
-            connections = list(self._callers.connections)
-        self._listener.close()
-        for connection in connections:
-            connection.close()
+        self._door.close()
 
     def environment(self) -> dict[str, str]:
         """What a rank's process needs to find its driver and to be believed. Secret: never on a command line."""
@@ -111,7 +74,7 @@ class Watchdog:
 
     def report_exit(self, rank: int, note: RankExit) -> None:
         """A launcher in this process saw the process of `rank` end. From any thread."""
-        self._inbox.put(_Said("keeper", rank, note, time.monotonic()))
+        self._inbox.put(Said("keeper", rank, note, time.monotonic()))
 
     def report_launcher_failure(self, what: str, output_tail: str = "") -> None:
         """What should start the ranks failed as a whole. From any thread."""
@@ -122,7 +85,7 @@ class Watchdog:
 
         Raises the first failing rank's own error: its class where that is a ShardmillError, TrainingError otherwise.
         """
-        started_seconds = ticked_seconds = time.monotonic()
+        ticked_seconds = time.monotonic()
         while any(rank.result is None for rank in self._ranks):
             try:
                 said = self._inbox.get(timeout=TICK_SECONDS)
@@ -132,11 +95,10 @@ class Watchdog:
                 self._hear(said)
             now = time.monotonic()
             if now - ticked_seconds > self._task.config.silent_seconds / 2:
-                # This process itself stood still (suspended, swapped out): it cannot tell who was silent meanwhile.
-                for rank in self._ranks:
-                    rank.seen_seconds = now
+                self._deadlines.forgive(now)
             ticked_seconds = now
-            self._look_for_silence(now, started_seconds)
+            for fault in self._deadlines.missed(now):
+                self._note(fault)
             if self._faults and self._is_cause_known(now):
                 cause = root_cause(self._faults.values())
                 self._observer.on_event(cause.rank, "rank_failed", {"kind": str(cause.kind), "where": cause.where})
@@ -147,13 +109,7 @@ class Watchdog:
 
     def abort(self) -> None:
         """Tell every rank to end, wait for it, and kill those of this host that do not."""
-        with self._callers.lock:
-            connections = list(self._callers.connections)
-        for connection in connections:
-            try:
-                connection.send(Abort())
-            except OSError:
-                pass
+        self._door.tell_all(Abort())
         local_pids = [
             rank.hello.pid for rank in self._ranks if rank.hello is not None and rank.hello.host == socket.gethostname()
         ]
@@ -174,54 +130,30 @@ class Watchdog:
         except OSError:
             return False
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(peer,), name="watchdog-rank", daemon=True).start()
+    def _take(self, said: Said) -> None:
+        """From a connection's own thread: the main one may be busy, and the rank was not silent."""
+        if said.role == "rank":
+            self._ranks[said.rank].seen_seconds = said.seen_seconds
+        self._inbox.put(said)
 
-    def _serve(self, peer: socket.socket) -> None:
-        """The thread of one connection: from the handshake to its end."""
-        try:
-            connection, hello = answer_caller(peer, self._token, self._task, self._worker)
-        except (OSError, ProtocolError):
-            # A port scanner, a rank of an older job: no concern of this one.
-            peer.close()
-            return
-        with self._callers.lock:
-            if self._callers.is_closed:
-                connection.close()
-                return
-            self._callers.connections.append(connection)
-        self._inbox.put(_Said(hello.role, hello.rank, hello, time.monotonic()))
-        while True:
-            try:
-                message = connection.receive()
-            except ProtocolError:
-                message = None
-            now = time.monotonic()
-            if hello.role == "rank":
-                self._ranks[hello.rank].seen_seconds = now
-            self._inbox.put(_Said(hello.role, hello.rank, message, now))
-            if message is None:
-                return
-
-    def _hear(self, said: _Said | RankFault) -> None:
+    def _hear(self, said: Said | RankFault) -> None:
         if isinstance(said, RankFault):
             self._note(said)
             return
         rank = self._ranks[said.rank]
         match said.message:
             case Hello(role="rank", host=host, pid=pid) as hello:
-                rank.hello, rank.is_connected, rank.seen_seconds = hello, True, said.seen_seconds
+                rank.hello, rank.is_connected, rank.progress_seconds = hello, True, said.seen_seconds
                 self._observer.on_event(said.rank, "rank_started", {"host": host, "pid": pid})
+            case Heartbeat() as beat if said.role == "rank":
+                self._deadlines.heartbeat(rank, beat, said.seen_seconds)
             case Step(report):
+                self._deadlines.progress(rank, said.seen_seconds)
                 rank.last_step = Cursor(report.epoch, report.step)
                 if (step := self._steps.add(report)) is not None:
                     self._observer.on_step(step)
             case Event(name, fields):
+                self._deadlines.progress(rank, said.seen_seconds)
                 self._observer.on_event(said.rank, name, fields)
             case Finished(result):
                 rank.result = result
@@ -229,38 +161,17 @@ class Watchdog:
                 self._faults.pop(said.rank, None)
             case Failure(collective=collective) as failure:
                 kind = FaultKind.COLLECTIVE if collective else FaultKind.FAILED
-                self._note(replace(self._fault(said.rank, kind, said.seen_seconds), failure=failure))
+                self._note(replace(rank.fault(kind, said.seen_seconds), failure=failure))
             case RankExit(returncode, output_tail):
-                fault = self._fault(said.rank, FaultKind.KILLED, said.seen_seconds)
+                fault = rank.fault(FaultKind.KILLED, said.seen_seconds)
                 self._note(replace(fault, returncode=returncode, output_tail=output_tail))
             case None if said.role == "rank":
                 rank.is_connected = False
-                self._note(self._fault(said.rank, FaultKind.KILLED, said.seen_seconds))
+                self._note(rank.fault(FaultKind.KILLED, said.seen_seconds))
 
     def _note(self, fault: RankFault) -> None:
         if fault.rank < 0 or self._ranks[fault.rank].result is None:
             self._faults[fault.rank] = merged(self._faults.get(fault.rank), fault)
-
-    def _fault(self, number: int, kind: FaultKind, seen_seconds: float, what: str = "") -> RankFault:
-        rank = self._ranks[number]
-        where = f"host {rank.hello.host}, pid {rank.hello.pid}" if rank.hello is not None else ""
-        return RankFault(kind, number, where, seen_seconds, what, rank.last_step)
-
-    def _look_for_silence(self, now: float, started_seconds: float) -> None:
-        config = self._task.config
-        for number, rank in enumerate(self._ranks):
-            if rank.is_connected and rank.result is None and now - rank.seen_seconds > config.silent_seconds:
-                silence = f"no sign of life for {now - rank.seen_seconds:.0f} s"
-                what = f"{silence} (train.silent_seconds = {config.silent_seconds:g})"
-                self._note(self._fault(number, FaultKind.SILENT, now, what))
-        missing = [number for number, rank in enumerate(self._ranks) if rank.hello is None]
-        if missing and now - started_seconds > config.start_timeout_seconds:
-            names = ", ".join(map(str, missing))
-            what = (
-                f"{len(missing)} of {len(self._ranks)} ranks did not start within train.start_timeout_seconds = "
-                f"{config.start_timeout_seconds:g}: rank {names}"
-            )
-            self._note(RankFault(FaultKind.ABSENT, -1, "", now, what))
 
     def _is_cause_known(self, now: float) -> bool:
         first_seconds = min(fault.seen_seconds for fault in self._faults.values())

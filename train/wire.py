@@ -11,6 +11,7 @@ import hmac
 import secrets
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -20,9 +21,13 @@ from train.values import StepReport, TrainResult, WorkerTask
 
 ADDRESS_VARIABLE = "SHARDMILL_DRIVER_ADDRESS"
 TOKEN_VARIABLE = "SHARDMILL_DRIVER_TOKEN"
-# Strangers may connect: what they can make us hold in memory is bounded until they have proved the token.
+# Strangers may connect: what they can make us hold, and for how long, is bounded until they have proved the token.
 MAX_HANDSHAKE_BYTES = 4096
+MAX_WELCOME_BYTES = 1 << 20
 HANDSHAKE_TIMEOUT_SECONDS = 10.0
+# The driver of many ranks may be busy; nobody can make a rank wait for longer than this in all.
+CALL_TIMEOUT_SECONDS = 60.0
+RECEIVE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,12 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Nothing to say, still alive."""
+    """Still alive, and what the rank's main thread does: `Reporter.doing`."""
 
+    num_calls: int = 0
+    """Of `Reporter.doing` so far: a rank for which it does not grow makes no progress."""
+    what: str = ""
+    waits: bool = False
     kind: Literal["heartbeat"] = "heartbeat"
 
 
@@ -142,34 +151,56 @@ class Connection:
 
     def __init__(self, peer: socket.socket) -> None:
         self._socket = peer
-        self._reader = peer.makefile("rb")
+        self._unread = bytearray()
         self._sending = threading.Lock()
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Message) -> None:
-        """Raises OSError where the other side is gone."""
+        """Raises OSError if the other side is gone."""
         line = _messages().dump_json(message) + b"\n"
         with self._sending:
             self._socket.sendall(line)
 
-    def receive(self, max_bytes: int = -1) -> Message | None:
-        """The next message, or None when the other side is gone. Raises ProtocolError for anything else."""
-        try:
-            line = self._reader.readline(max_bytes)
-        except TimeoutError:
-            raise ProtocolError("no answer") from None
-        except (OSError, ValueError):
-            return None
-        if not line.endswith(b"\n"):
-            # A half line is what a process leaves that died while it spoke.
-            return None
+    def receive(self, max_bytes: int | None = None, until_seconds: float | None = None) -> Message | None:
+        """The next message, or None if the other side is gone. Raises ProtocolError for anything else.
+
+        `until_seconds`, on the monotonic clock, is when the whole message must have come: a deadline for each read
+        would let a stranger who sends a byte now and then stay forever.
+        """
+        num_searched = 0
+        while (end := self._unread.find(b"\n", num_searched)) < 0:
+            num_searched = len(self._unread)
+            if max_bytes is not None and num_searched > max_bytes:
+                raise ProtocolError(f"no message of at most {max_bytes} bytes")
+            try:
+                if until_seconds is not None:
+                    self.set_timeout(until_seconds)
+                data = self._socket.recv(RECEIVE_BYTES)
+            except TimeoutError:
+                raise ProtocolError("no answer in time") from None
+            except OSError:
+                return None
+            if not data:
+                # What is left of a line is what a process leaves that died while it spoke.
+                return None
+            self._unread += data
+        line = bytes(self._unread[:end])
+        del self._unread[: end + 1]
+        if max_bytes is not None and len(line) > max_bytes:
+            raise ProtocolError(f"no message of at most {max_bytes} bytes")
         try:
             return _messages().validate_json(line)
         except ValidationError as error:
             raise ProtocolError(str(error)) from None
 
-    def set_timeout(self, timeout_seconds: float | None) -> None:
-        self._socket.settimeout(timeout_seconds)
+    def set_timeout(self, until_seconds: float | None) -> None:
+        """What is sent and received must be done until then; None takes the deadline away. Raises TimeoutError."""
+        if until_seconds is None:
+            self._socket.settimeout(None)
+        elif (left_seconds := until_seconds - time.monotonic()) > 0:
+            self._socket.settimeout(left_seconds)
+        else:
+            raise TimeoutError("the deadline has passed")
 
     def close(self) -> None:
         try:
@@ -197,15 +228,15 @@ def call_driver(
 ) -> tuple[Connection, Welcome]:
     """Connect to the driver at `host:port` and introduce this process. Raises OSError or ProtocolError."""
     host, _, port = address.rpartition(":")
-    peer = socket.create_connection((host, int(port)), timeout=HANDSHAKE_TIMEOUT_SECONDS)
-    connection = Connection(peer)
-    challenge = connection.receive(MAX_HANDSHAKE_BYTES)
+    until_seconds = time.monotonic() + CALL_TIMEOUT_SECONDS
+    connection = Connection(socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_SECONDS))
+    challenge = connection.receive(MAX_HANDSHAKE_BYTES, until_seconds)
     if not isinstance(challenge, Challenge):
         raise ProtocolError(f"{address} is not the driver of this job")
     nonce = secrets.token_hex(16)
     proof = proof_of(token, role, challenge.nonce)
     connection.send(Hello(role, rank, socket.gethostname(), pid, nonce, proof))
-    welcome = connection.receive()
+    welcome = connection.receive(MAX_WELCOME_BYTES, until_seconds)
     if not isinstance(welcome, Welcome) or not is_proof(token, "driver", nonce, welcome.proof):
         raise ProtocolError(f"the driver at {address} does not know this job's token, or refused this rank")
     connection.set_timeout(None)
@@ -214,15 +245,16 @@ def call_driver(
 
 def answer_caller(peer: socket.socket, token: str, task: WorkerTask, worker: str) -> tuple[Connection, Hello]:
     """The driver's side of `call_driver`. Raises OSError or ProtocolError."""
-    peer.settimeout(HANDSHAKE_TIMEOUT_SECONDS)
+    until_seconds = time.monotonic() + HANDSHAKE_TIMEOUT_SECONDS
     connection = Connection(peer)
+    connection.set_timeout(until_seconds)
     nonce = secrets.token_hex(16)
     connection.send(Challenge(nonce))
-    hello = connection.receive(MAX_HANDSHAKE_BYTES)
+    hello = connection.receive(MAX_HANDSHAKE_BYTES, until_seconds)
     if not isinstance(hello, Hello) or not is_proof(token, hello.role, nonce, hello.proof):
         raise ProtocolError("not a rank of this job")
     if not 0 <= hello.rank < task.config.num_workers:
         raise ProtocolError(f"there is no rank {hello.rank} among {task.config.num_workers}")
     connection.send(Welcome(proof_of(token, "driver", hello.nonce), task, worker))
-    peer.settimeout(None)
+    connection.set_timeout(None)
     return connection, hello

@@ -25,6 +25,7 @@ from train.schedule import lr_at
 from train.session import Session, evaluate, resume, save
 from train.step import TrainStep
 from train.strategies import find_strategy
+from train.strategies.announced import AnnouncedCollective
 from train.trainings import RESULT
 from train.values import (
     EpochRecord,
@@ -70,7 +71,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     step = TrainStep(built, chosen, manifest.channel_mean, manifest.channel_std, share_of_streams)
 
     # From here on the ranks speak to each other.
-    collective = strategy.open_collective(world)
+    collective = AnnouncedCollective(strategy, world, reporter)
     attempt = collective.broadcast_bytes(secrets.token_hex(4).encode()).decode()
     session = Session(
         task=task,

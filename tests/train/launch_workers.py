@@ -78,6 +78,28 @@ def is_stopped(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     raise AssertionError
 
 
+def hangs(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """The last rank stands still in its own work; its heartbeats go on, and the others wait for it."""
+    _one_step(world, reporter)
+    if world.rank == world.num_ranks - 1:
+        reporter.doing("its own work")
+    else:
+        reporter.doing("an allreduce", waits=True)
+    time.sleep(600)
+    raise AssertionError
+
+
+def plods(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """Each step of the last rank takes twice `train.progress_timeout_seconds`, but for the first, which takes one."""
+    limit_seconds = task.config.progress_timeout_seconds
+    for step in range(NUM_STEPS):
+        if world.rank == world.num_ranks - 1:
+            reporter.doing("its own work")
+            time.sleep(limit_seconds * (2 if step else 1))
+        reporter.step(StepReport(world.rank, 0, step, NUM_STEPS, (0.5).hex()))
+    return result_of(task, world)
+
+
 def exits_early(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     if world.rank == world.num_ranks - 1:
         os.write(2, b"no licence found\n")

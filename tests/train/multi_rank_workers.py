@@ -26,6 +26,9 @@ class DyingReporter:
     def event(self, name: str, fields: dict[str, str | int | float]) -> None:
         self._reporter.event(name, fields)
 
+    def doing(self, what: str, *, waits: bool = False) -> None:
+        self._reporter.doing(what, waits=waits)
+
 
 def last_rank_dies(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     dies = world.rank == world.num_ranks - 1

@@ -140,16 +140,26 @@ def test_every_rank_runs_and_rank_0_answers(start, launcher, num_ranks):
         ),
         ("is_killed", "TrainingError", ["rank 1", "was killed by SIGKILL after step 0 of epoch 0", "host "]),
         ("is_stopped", "TrainingError", ["rank 1", "went silent after step 0", "train.silent_seconds = 3"]),
+        (
+            "hangs",
+            "TrainingError",
+            [
+                "rank 1 (host ",
+                "hangs after step 0 of epoch 0: no progress for",
+                "train.progress_timeout_seconds = 3",
+                "in its own work; rank 0 waiting in an allreduce",
+            ],
+        ),
         ("exits_early", "TrainingError", ["rank 1", "ended by itself with exit code 7", "no licence found"]),
     ],
 )
 def test_first_failing_rank_speaks_and_nothing_is_left(start, worker, error, said):
-    driver = start("local", 2, f"{WORKERS}:{worker}", silent_seconds=3)
+    driver = start("local", 2, f"{WORKERS}:{worker}", silent_seconds=3, progress_timeout_seconds=3)
     outcome = driver.outcome()
     assert outcome["error"] == error, outcome
     assert all(part in outcome["message"] for part in said), outcome["message"]
     assert "closed by peer" not in outcome["message"]
-    assert outcome["seconds_after_step"] < 10 + (3 if worker == "is_stopped" else 0)
+    assert outcome["seconds_after_step"] < 10 + (3 if worker in ("is_stopped", "hangs") else 0)
     driver.assert_nothing_left(within_seconds=2)
 
 
@@ -183,8 +193,9 @@ def test_a_worker_that_leaves_with_0_has_failed(start, launcher):
     assert "rank 0" in outcome["message"] and "SystemExit: 0" in outcome["message"]
 
 
-def test_straggler_is_not_killed(start):
-    driver = start("local", 2, f"{WORKERS}:is_slow", silent_seconds=2)
+@pytest.mark.parametrize(("worker", "limits"), [("is_slow", {"silent_seconds": 2}), ("plods", {})])
+def test_straggler_is_not_killed(start, worker, limits):
+    driver = start("local", 2, f"{WORKERS}:{worker}", progress_timeout_seconds=1, **limits)
     assert driver.outcome()["world_size"] == 2
 
 

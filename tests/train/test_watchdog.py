@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import train.wire
 from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import IntegrityError, TrainingError
 from shardmill.values import Cursor
 from tests.train.launch_workers import result_of
+from train.callers import NUM_STRANGERS, NUM_STRANGERS_PER_RANK
 from train.config import TrainConfig
 from train.faults import FaultKind, RankFault, error_of, failure_of, merged, root_cause
 from train.observer import SilentObserver, StepAssembler
@@ -32,6 +37,7 @@ from train.wire import (
     proof_of,
 )
 
+ROOT = Path(__file__).parents[2]
 ECHO = RuntimeError("HorovodInternalError: [gloo/transport/tcp/pair.cc:598] Connection closed by peer")
 
 
@@ -103,6 +109,79 @@ def test_a_rank_obeys_nobody_without_the_token():
     # What a rank proves is of no use to one who wants to pose as the driver.
     assert proof_of(token, "rank", "0" * 32) != proof_of(token, "driver", "0" * 32)
     listener.close()
+
+
+def connected(watchdog: Watchdog) -> socket.socket:
+    host, port = watchdog.environment()[ADDRESS_VARIABLE].split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def is_open(caller: socket.socket) -> bool:
+    caller.settimeout(0.01)
+    try:
+        while caller.recv(4096):
+            pass
+    except TimeoutError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def test_a_stranger_who_dribbles_has_one_deadline_for_the_whole_handshake(watchdog, monkeypatch):
+    monkeypatch.setattr(train.wire, "HANDSHAKE_TIMEOUT_SECONDS", 1.0)
+    slow = connected(watchdog)
+    started = time.monotonic()
+    while is_open(slow) and time.monotonic() < started + 20:
+        try:
+            slow.sendall(b"x")
+        except OSError:
+            break
+        time.sleep(0.1)
+    assert time.monotonic() - started < 10
+
+
+def test_a_crowd_of_strangers_keeps_no_rank_out_and_holds_few_places(watchdog):
+    crowd = [connected(watchdog) for _ in range(300)]
+    finish(watchdog, 0)
+    finish(watchdog, 1)
+    assert watchdog.watch().world_size == 2
+    assert sum(map(is_open, crowd)) <= NUM_STRANGERS + 2 * NUM_STRANGERS_PER_RANK
+    for caller in crowd:
+        caller.close()
+
+
+OUT_OF_FILES = """
+import os, resource, socket, time
+from tests.train.test_watchdog import ADDRESS_VARIABLE, Challenge, Connection, SilentObserver, Watchdog, task_of
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+with Watchdog(task_of(2), "none:none", SilentObserver(), "127.0.0.1") as watchdog:
+    caller, fillers = socket.socket(), []
+    try:
+        while True:
+            fillers.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError as error:
+        assert error.errno == 24, error
+    host, port = watchdog.environment()[ADDRESS_VARIABLE].split(":")
+    caller.connect((host, int(port)))
+    time.sleep(0.5)
+    for filler in fillers:
+        os.close(filler)
+    caller.settimeout(30)
+    assert isinstance(Connection(caller).receive(), Challenge)
+"""
+
+
+def test_the_door_stays_open_after_file_descriptors_ran_out():
+    done = subprocess.run([sys.executable, "-c", OUT_OF_FILES], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_closed_door_frees_its_port():
+    with Watchdog(task_of(1), "none:none", SilentObserver(), "127.0.0.1") as watchdog:
+        host, port = watchdog.environment()[ADDRESS_VARIABLE].split(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=5)
 
 
 def test_ranks_that_do_not_start_are_named(watchdog):

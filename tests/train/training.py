@@ -34,6 +34,9 @@ class Recorder:
     def event(self, name: str, fields: dict) -> None:
         self.events.append((name, fields))
 
+    def doing(self, what: str, *, waits: bool = False) -> None:
+        return
+
     @property
     def losses(self) -> dict[tuple[int, int], str]:
         return {(report.epoch, report.step): report.loss_hex for report in self.steps}

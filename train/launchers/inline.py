@@ -28,6 +28,9 @@ class ObserverReporter:
     def event(self, name: str, fields: dict[str, str | int | float]) -> None:
         self._observer.on_event(0, name, fields)
 
+    def doing(self, what: str, *, waits: bool = False) -> None:
+        return
+
 
 def launch_inline(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER

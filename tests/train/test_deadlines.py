@@ -1,0 +1,86 @@
+"""Who is late, who is to blame for it, and who only waits: the clock is a number here."""
+
+from __future__ import annotations
+
+import random
+
+from shardmill.values import Cursor
+from train.config import TrainConfig
+from train.deadlines import PATIENCE, Deadlines
+from train.faults import FaultKind, error_of
+from train.wire import Heartbeat, Hello
+
+
+def started(num_ranks: int, **limits: float) -> Deadlines:
+    """All ranks said hello at 0 s, and a first step at 1 s."""
+    config = TrainConfig(num_workers=num_ranks, strategy="horovod", launcher="local", silent_seconds=1e9, **limits)
+    deadlines = Deadlines(config, 0.0)
+    for rank in deadlines.ranks:
+        rank.hello, rank.is_connected = Hello("rank", rank.number, f"host{rank.number}", 1, "", ""), True
+        deadlines.progress(rank, 1.0)
+        rank.last_step = Cursor(0, 0)
+    return deadlines
+
+
+def test_the_rank_that_holds_up_the_others_is_named():
+    deadlines = started(4, progress_timeout_seconds=100)
+    for rank in deadlines.ranks:
+        # Rank 2 comes latest of all and then stands; the others have long been waiting for it.
+        beat = Heartbeat(1, "its own work") if rank.number == 2 else Heartbeat(1, "an allreduce", waits=True)
+        deadlines.heartbeat(rank, beat, 2.0 + (rank.number == 2))
+    assert deadlines.missed(103.0) == []
+    (fault,) = deadlines.missed(104.0)
+    assert (fault.kind, fault.rank) == (FaultKind.STALLED, 2)
+    told = str(error_of(fault))
+    assert "rank 2 (host host2, pid 1) hangs after step 0 of epoch 0: no progress for 101 s" in told
+    assert "in its own work; rank 0, 1, 3 waiting in an allreduce" in told
+
+
+def test_a_rank_that_works_while_the_others_wait_may_take_as_long_as_it_moves():
+    deadlines = started(2, progress_timeout_seconds=10)
+    waiting, working = deadlines.ranks
+    deadlines.heartbeat(waiting, Heartbeat(1, "a gather", waits=True), 2.0)
+    for second in range(2, 10_000, 5):
+        deadlines.heartbeat(working, Heartbeat(second, "the evaluation on test"), float(second))
+        assert deadlines.missed(second + 4.0) == []
+
+
+def test_ranks_that_all_wait_for_each_other_are_a_fault_of_none():
+    deadlines = started(2, progress_timeout_seconds=10)
+    for rank, place in zip(deadlines.ranks, ("an allreduce", "a barrier"), strict=True):
+        deadlines.heartbeat(rank, Heartbeat(1, place, waits=True), 2.0)
+    (fault,) = deadlines.missed(13.0)
+    assert fault.rank == -1
+    told = str(error_of(fault))
+    assert "all ranks wait for each other" in told and "rank 0 waiting in an allreduce; rank 1 waiting in a" in told
+
+
+def test_patience_grows_with_the_longest_pause_so_far():
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    deadlines = started(3, progress_timeout_seconds=5)
+    now, longest = 1.0, 1.0
+    for _ in range(200):
+        pause = rng.uniform(0, max(5.0, PATIENCE * longest))
+        now += pause
+        assert deadlines.missed(now) == []
+        longest = max(longest, pause)
+        for rank in deadlines.ranks:
+            deadlines.progress(rank, now)
+        if longest > 1e6:
+            break
+    assert len(deadlines.missed(now + PATIENCE * longest + 1)) == 3
+
+
+def test_the_first_step_has_the_time_of_the_start_as_well():
+    deadlines = started(1, progress_timeout_seconds=10, start_timeout_seconds=30)
+    deadlines.ranks[0].last_step = None
+    assert deadlines.missed(1.0 + 39) == []
+    assert "before its first step" in str(error_of(deadlines.missed(1.0 + 41)[0]))
+
+
+def test_a_driver_that_stood_still_blames_nobody():
+    deadlines = started(2, progress_timeout_seconds=10)
+    deadlines.forgive(1000.0)
+    assert deadlines.missed(1009.0) == []

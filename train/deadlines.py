@@ -1,0 +1,134 @@
+"""What the driver knows of each rank, and which deadlines it has missed: pure, the clock is an argument.
+
+Three ways to be late: not started, silent (no heartbeat), and stalled: alive, but its main thread comes no further.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shardmill.values import Cursor
+from train.config import TrainConfig
+from train.faults import FaultKind, RankFault
+from train.values import TrainResult
+from train.wire import Heartbeat, Hello
+
+# A rank may pause for so many times the longest pause that any rank has made so far: a straggler is no fault.
+PATIENCE = 10.0
+
+
+@dataclass(slots=True)
+class RankState:
+    """One rank. Its connection's thread writes `seen_seconds`, the main thread the rest."""
+
+    number: int
+    hello: Hello | None = None
+    is_connected: bool = False
+    result: TrainResult | None = None
+    last_step: Cursor | None = None
+    seen_seconds: float = 0.0
+    progress_seconds: float = 0.0
+    """When it was last known to have come further."""
+    doing: Heartbeat = field(default_factory=Heartbeat)
+
+    def fault(self, kind: FaultKind, seen_seconds: float, what: str = "") -> RankFault:
+        """Something is wrong with this rank."""
+        where = f"host {self.hello.host}, pid {self.hello.pid}" if self.hello is not None else ""
+        return RankFault(kind, self.number, where, seen_seconds, what, self.last_step)
+
+    @property
+    def is_at_work(self) -> bool:
+        return self.is_connected and self.result is None
+
+
+class Deadlines:
+    """All ranks of a training, and how long they may take."""
+
+    def __init__(self, config: TrainConfig, now: float) -> None:
+        self.ranks = [RankState(number) for number in range(config.num_workers)]
+        self._config = config
+        self._started_seconds = now
+        self._longest_pause_seconds = 0.0
+
+    def heartbeat(self, rank: RankState, beat: Heartbeat, now: float) -> None:
+        """The rank says what it does; if that is something new, it has come further."""
+        if beat.num_calls != rank.doing.num_calls:
+            self.progress(rank, now)
+        rank.doing = beat
+
+    def progress(self, rank: RankState, now: float) -> None:
+        self._longest_pause_seconds = max(self._longest_pause_seconds, now - rank.progress_seconds)
+        rank.progress_seconds = max(rank.progress_seconds, now)
+
+    def forgive(self, now: float) -> None:
+        """The driver itself stood still (suspended, swapped out): it cannot tell who was silent meanwhile."""
+        for rank in self.ranks:
+            rank.seen_seconds = rank.progress_seconds = now
+
+    def missed(self, now: float) -> list[RankFault]:
+        """What there is to complain of."""
+        return [*self._absent(now), *self._silent(now), *self._stalled(now)]
+
+    def _absent(self, now: float) -> list[RankFault]:
+        limit_seconds = self._config.start_timeout_seconds
+        missing = [rank.number for rank in self.ranks if rank.hello is None]
+        if not missing or now - self._started_seconds <= limit_seconds:
+            return []
+        what = (
+            f"{len(missing)} of {len(self.ranks)} ranks did not start within train.start_timeout_seconds = "
+            f"{limit_seconds:g}: rank {', '.join(map(str, missing))}"
+        )
+        return [RankFault(FaultKind.ABSENT, -1, "", now, what)]
+
+    def _silent(self, now: float) -> list[RankFault]:
+        limit_seconds = self._config.silent_seconds
+        return [
+            rank.fault(
+                FaultKind.SILENT,
+                now,
+                f"no sign of life for {now - rank.seen_seconds:.0f} s (train.silent_seconds = {limit_seconds:g})",
+            )
+            for rank in self.ranks
+            if rank.is_at_work and now - rank.seen_seconds > limit_seconds
+        ]
+
+    def _stalled(self, now: float) -> list[RankFault]:
+        """Ranks that hold up the others; those that only wait for them in a collective are not to blame."""
+        at_work = [rank for rank in self.ranks if rank.is_at_work]
+        waiting = [rank for rank in at_work if rank.doing.waits]
+        late = [rank for rank in at_work if now - rank.progress_seconds > self._limit_seconds(rank)]
+        causes = [rank for rank in late if not rank.doing.waits]
+        if causes:
+            behind_it = f"; {_named(waiting)}" if waiting else ""
+            return [
+                rank.fault(FaultKind.STALLED, now, f"{self._pause(rank, now)}{_while(rank)}{behind_it}")
+                for rank in causes
+            ]
+        if len(late) == len(self.ranks) > 1:
+            # Nobody is missing, and yet they do not come together: the network between them, or what told them where
+            # to find each other.
+            what = f"all ranks wait for each other, {self._pause(late[0], now)}: {_named(late)}"
+            return [RankFault(FaultKind.STALLED, -1, "", now, what)]
+        return []
+
+    def _limit_seconds(self, rank: RankState) -> float:
+        limit_seconds = max(self._config.progress_timeout_seconds, PATIENCE * self._longest_pause_seconds)
+        # Before its first step a rank builds and compiles its model and reads a checkpoint back.
+        return limit_seconds + (self._config.start_timeout_seconds if rank.last_step is None else 0.0)
+
+    def _pause(self, rank: RankState, now: float) -> str:
+        given = f"train.progress_timeout_seconds = {self._config.progress_timeout_seconds:g}"
+        pause_seconds, limit_seconds = now - rank.progress_seconds, self._limit_seconds(rank)
+        return f"no progress for {pause_seconds:.0f} s ({given}; {limit_seconds:.0f} s are allowed here)"
+
+
+def _while(rank: RankState) -> str:
+    return f" in {rank.doing.what}" if rank.doing.what else ""
+
+
+def _named(ranks: list[RankState]) -> str:
+    """`rank 0, 2 waiting in allreduce; rank 1 waiting in barrier`."""
+    numbers_of: dict[str, list[str]] = {}
+    for rank in ranks:
+        numbers_of.setdefault(rank.doing.what, []).append(str(rank.number))
+    return "; ".join(f"rank {', '.join(numbers)} waiting in {what}" for what, numbers in numbers_of.items())
