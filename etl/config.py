@@ -44,6 +44,10 @@ class EtlConfig(NormalizeOptions):
     """Used where the source has no split folders."""
     max_reject_fraction: float = Field(default=0.05, ge=0, le=1)
     """More rejected images than this share end the run with exit 7 before anything is published."""
+    max_unreadable_fraction: float = Field(default=0.0, ge=0, le=1)
+    """More images than this share that access is denied to (`unreadable`) end the run with exit 4."""
+    max_changed_fraction: float = Field(default=0.01, ge=0, le=1)
+    """More images than this share that vanish or change (`missing`, `source_changed`) end the run with exit 4."""
     seed: int = 0
     """Decides the order of samples over the work units."""
     shard_max_bytes: int = Field(default=128_000_000, ge=1)

@@ -14,16 +14,17 @@ if __name__ == "__main__":
 
 import argparse
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etl.config import EtlTree
 from etl.engines import ENGINES
+from etl.limits import broken_limit, limit_error
 from etl.plan import BuildPlan, plan_build
 from etl.write_unit import finished_result, pending_path
 from shardmill.config import load_tree
 from shardmill.dataset.commit import Build, all_rejections, commit_version, is_whole, write_ledger
+from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.manifest import (
     Manifest,
     pin_of,
@@ -32,11 +33,10 @@ from shardmill.dataset.manifest import (
 )
 from shardmill.dataset.pin import DatasetPin
 from shardmill.dataset.unit_result import UnitResult
-from shardmill.errors import RejectLimitExceeded
 from shardmill.events import Observer, SilentObserver, StageRecord
 from shardmill.stage_process import run_stage_process
 from shardmill.storage import Store, join_uri
-from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION, TRANSIENT_REASONS
+from shardmill.values import TRANSIENT_REASONS, Rejection
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,13 @@ def build_dataset(tree: EtlTree, *, run_id: str, observer: Observer | None = Non
     num_images = sum(len(unit.sources) for unit in plan.units)
     observer.event("etl.listed", {"listed": plan.build.num_listed, "images": num_images, "units": len(plan.units)})
 
+    # What the listing alone refused may be too much already.
+    check_limits(plan, plan.build.list_rejections)
+
     # Skip all of it where the latest version was made from the same listing and config.
     parent = read_manifest(plan.store, plan.parent_version) if plan.parent_version else None
     if parent is not None and _is_up_to_date(parent, plan.build) and is_whole(plan.store, parent):
-        check_reject_fraction(plan, parent.counts.by_reason, parent.counts.listed, "")
+        check_limits(plan, open_dataset(f"{plan.store.uri}@{parent.version}").read_rejections())
         observer.event("etl.unchanged", {"version": parent.version})
         return BuildOutcome(
             pin=_pin(plan.store, parent),
@@ -122,11 +125,7 @@ def commit_results(plan: BuildPlan, results: Sequence[UnitResult]) -> Manifest:
 
     Where nothing new came of it, the records stay: the same listing (of touched files, say) is not processed again.
     """
-    rejections = all_rejections(plan.build, results)
-    by_reason = Counter(str(rejection.reason) for rejection in rejections)
-    if _is_over_limit(by_reason, plan.build.num_listed, plan.max_reject_fraction):
-        [ledger] = write_ledger(plan.store, rejections)
-        check_reject_fraction(plan, by_reason, plan.build.num_listed, join_uri(plan.store.uri, ledger.path))
+    check_limits(plan, all_rejections(plan.build, results))
     manifest = commit_version(plan.store, plan.build, results, plan.parent_version)
     if manifest.version > plan.parent_version:
         for unit in plan.units:
@@ -134,23 +133,13 @@ def commit_results(plan: BuildPlan, results: Sequence[UnitResult]) -> Manifest:
     return manifest
 
 
-def check_reject_fraction(plan: BuildPlan, by_reason: dict[str, int], num_listed: int, ledger: str) -> None:
-    """Raise RejectLimitExceeded (exit 7) where more inputs were refused than `etl.max_reject_fraction` allows."""
-    if not _is_over_limit(by_reason, num_listed, plan.max_reject_fraction):
-        return
-    counted = {reason: count for reason, count in by_reason.items() if reason not in REASONS_OUTSIDE_REJECT_FRACTION}
-    top = ", ".join(f"{reason} {count}" for reason, count in Counter(counted).most_common(3))
-    raise RejectLimitExceeded(
-        f"{sum(counted.values())} of {num_listed} inputs were rejected ({top})",
-        f"etl.max_reject_fraction allows {plan.max_reject_fraction:g}; nothing was published",
-        (f"see the ledger {ledger}; " if ledger else "") + "mend the source or raise the limit",
-    )
-
-
-def _is_over_limit(by_reason: dict[str, int], num_listed: int, max_fraction: float) -> bool:
-    outside = sum(by_reason.get(reason, 0) for reason in REASONS_OUTSIDE_REJECT_FRACTION)
-    counted = sum(by_reason.values()) - outside
-    return counted > max_fraction * (num_listed - outside)
+def check_limits(plan: BuildPlan, rejections: Sequence[Rejection]) -> None:
+    """Raise StorageError (4) or RejectLimitExceeded (7) if more was refused than a limit of the config allows."""
+    config, num_listed = plan.task.config, plan.build.num_listed
+    limit = broken_limit(config, rejections, num_listed)
+    if limit is not None:
+        [ledger] = write_ledger(plan.store, rejections)
+        raise limit_error(limit, config, rejections, num_listed, join_uri(plan.store.uri, ledger.path))
 
 
 def _is_up_to_date(parent: Manifest, build: Build) -> bool:

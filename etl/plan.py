@@ -29,7 +29,6 @@ class BuildPlan:
     task: UnitTask
     store: Store
     parent_version: int
-    max_reject_fraction: float
 
 
 def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
@@ -79,7 +78,6 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
         ),
         store=store,
         parent_version=latest_version(store),
-        max_reject_fraction=config.max_reject_fraction,
     )
 
 

@@ -21,6 +21,9 @@ _TARGET_NUM_UNITS = 64
 # Stored bytes per pixel and channel, estimated from photographs; only the balance of units depends on it.
 _BYTES_PER_VALUE = {"jpeg": 0.15, "png": 0.6, "raw": 1.0}
 
+# What may change without making other units.
+_NOT_DECIDING = {"engine", "max_reject_fraction", "max_unreadable_fraction", "max_changed_fraction", "scratch_dir"}
+
 
 @dataclass(frozen=True, slots=True)
 class WorkUnit:
@@ -53,9 +56,7 @@ def plan_units(listing: Listing, config: EtlConfig, contract: str) -> list[WorkU
 
 def unit_contract(config: EtlConfig, class_names: tuple[str, ...], normalization_fingerprint: str) -> str:
     """A digest of what decides a unit's output beside its sources. Spark, paths and thresholds are not in it."""
-    deciding = config.model_dump(
-        mode="json", exclude={"engine", "max_reject_fraction", "scratch_dir", *NormalizeOptions.model_fields}
-    )
+    deciding = config.model_dump(mode="json", exclude=_NOT_DECIDING | set(NormalizeOptions.model_fields))
     text = json.dumps([deciding, list(class_names), normalization_fingerprint], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

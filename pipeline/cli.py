@@ -146,20 +146,21 @@ def inspect(
     common: Common,
     dataset: DatasetArgument,
     files: Annotated[bool, typer.Option("--files", help="List the shards' URIs, for other tools.")] = False,
-    rejects: Annotated[bool, typer.Option("--rejects", help="List the rejects ledger.")] = False,
+    rejects: Annotated[bool, typer.Option("--rejects", help="List the rejects; also DATASET/rejects/X.")] = False,
 ) -> None:
-    """What a dataset version holds."""
+    """What a dataset version holds, or (with --rejects and its path) the ledger of a build that failed."""
     from pipeline.inspection import describe, list_files, list_rejections
     from shardmill.dataset import open_dataset
 
-    opened = open_dataset(_dataset_uri(common, dataset))
+    uri = _dataset_uri(common, dataset)
+    if rejects:
+        found = list_rejections(uri)
+        return print_result(common, found, [(e["source"], e["reason"], e["detail"]) for e in found], title=uri)
+    opened = open_dataset(uri)
     title = f"{opened.pin.uri}@{opened.pin.version}"
     if files:
         found = list_files(opened)
         print_result(common, found, [(each["uri"],) for each in found], title="")
-    elif rejects:
-        found = list_rejections(opened)
-        print_result(common, found, [(e["source"], e["reason"], e["detail"]) for e in found], title=title)
     else:
         facts = describe(opened)
         print_result(common, facts, flat_rows(facts), title=title)

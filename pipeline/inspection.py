@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
-from shardmill.dataset import Dataset
+from shardmill.dataset import Dataset, open_dataset
+from shardmill.dataset.index import LEDGER_SCHEMA, read_segment, rejections_of_table
+from shardmill.dataset.manifest import FileRef
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.storage import open_store
+from shardmill.values import Rejection
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:
@@ -49,8 +55,27 @@ def list_files(dataset: Dataset) -> list[dict[str, Any]]:
     ]
 
 
-def list_rejections(dataset: Dataset) -> list[dict[str, Any]]:
-    """The rejects ledger."""
+def read_ledger(uri: str) -> list[Rejection]:
+    """One ledger file below `DATASET/rejects/`: what a build that ended with exit 4 or 7 has refused.
+
+    No manifest names it, so its own name, which holds its digest, vouches for it.
+    """
+    folder, _, name = uri.rpartition("/")
+    store = open_store(folder or ".")
+    try:
+        data = store.read(name)
+    except FileNotFoundError:
+        raise UsageError(f"no ledger {uri}", "expected the path that the failed run's error names") from None
+    digest = hashlib.sha256(data).hexdigest()
+    if name != f"{digest[:32]}.parquet":
+        raise IntegrityError(f"{uri} was altered, or is no ledger", f"expected a file named {digest[:32]}.parquet")
+    file = FileRef(path=name, num_bytes=len(data), sha256=digest)
+    return rejections_of_table(read_segment(store, file, LEDGER_SCHEMA))
+
+
+def list_rejections(uri: str) -> list[dict[str, Any]]:
+    """The rejects ledger of a dataset version, or one ledger file."""
+    rejections = read_ledger(uri) if uri.endswith(".parquet") else open_dataset(uri).read_rejections()
     return [
         {
             # Names that are not UTF-8 travel as surrogates, which JSON can hold only escaped.
@@ -61,5 +86,5 @@ def list_rejections(dataset: Dataset) -> list[dict[str, Any]]:
             "source_sha256": rejection.source_sha256,
             "stage": rejection.stage,
         }
-        for rejection in dataset.read_rejections()
+        for rejection in rejections
     ]

@@ -24,6 +24,7 @@ from shardmill.events import (
     run_folder,
     write_stage_record,
 )
+from shardmill.printable import printable
 from shardmill.storage import open_store
 
 _LINE_EVERY_SECONDS = 5.0
@@ -100,8 +101,7 @@ def tell_error(error: BaseException, *, debug: bool) -> int:
 
 def tell_line(code: int, line: str) -> int:
     """Write one `ERROR` line, plainly: a console library would wrap it, and scripts read it. Returns the code."""
-    text = " ".join(line.split()).encode("utf-8", "backslashreplace").decode()
-    sys.stderr.write(f"ERROR {code}: {text}\n")
+    sys.stderr.write(f"ERROR {code}: {printable(' '.join(line.split()))}\n")
     return code
 
 
@@ -116,7 +116,7 @@ class _FileObserver:
         self._log.append({"time": time.time(), "event": name, **fields})
         if not name.endswith(("progress", "step")) or time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_EVERY_SECONDS
-            sys.stderr.write(" ".join([name, *(f"{key}={value}" for key, value in fields.items())]) + "\n")
+            sys.stderr.write(printable(" ".join([name, *(f"{key}={value}" for key, value in fields.items())])) + "\n")
 
     def close(self) -> None:
         self._log.close()

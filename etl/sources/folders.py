@@ -15,6 +15,7 @@ from pathlib import Path
 from etl.sources.listing import Listing
 from shardmill.dataset.ids import assign_sample_ids, key_bytes
 from shardmill.errors import StorageError, UsageError
+from shardmill.printable import printable
 from shardmill.storage import NoSuchRoot, open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
 
@@ -154,7 +155,7 @@ def _judge(image: SourceImage, max_source_bytes: int) -> SourceImage | Rejection
         (lambda: not _is_utf8(image.key), RejectReason.PATH_NOT_UTF8, "the name is not UTF-8"),
         (lambda: not _is_image_name(image.key), RejectReason.NOT_AN_IMAGE_NAME, "the name is not an image's"),
         (lambda: len((image.label or "").encode()) > _MAX_LABEL_LENGTH, RejectReason.BAD_LABEL, "too long"),
-        (lambda: "\n" in (image.label or ""), RejectReason.BAD_LABEL, "the class name has a line break"),
+        (lambda: _is_no_name(image.label), RejectReason.BAD_LABEL, f"{image.label!r} is no class name"),
         (
             lambda: image.size_bytes > max_source_bytes,
             RejectReason.TOO_LARGE_BYTES,
@@ -173,6 +174,11 @@ def _is_image_name(key: str) -> bool:
         return False
     suffix = os.path.splitext(name.lstrip("."))[1]
     return suffix == "" or suffix in IMAGE_SUFFIXES
+
+
+def _is_no_name(label: str | None) -> bool:
+    """Nothing but spaces or dots, or with characters that nobody sees: `\\x1b[2J` clears the screen of who reads it."""
+    return label is not None and (label.strip() in ("", ".", "..") or printable(label) != label)
 
 
 def _is_utf8(key: str) -> bool:

@@ -11,6 +11,8 @@ import pytest
 from etl.sources import SOURCES
 from etl.sources.listing import Listing
 from shardmill.errors import UsageError
+from shardmill.printable import printable
+from shardmill.storage import S3Store, StoredFile
 from shardmill.values import RejectReason
 
 MAX_BYTES = 1_000
@@ -80,6 +82,20 @@ def test_a_flat_folder_has_no_labels(tmp_path: Path):
 def test_an_image_outside_the_class_folders_is_a_bad_label(tmp_path: Path):
     make_tree(tmp_path, "cat/1.jpg", "stray.jpg")
     assert reasons(listed(tmp_path)) == {"stray.jpg": "bad_label"}
+
+
+@pytest.mark.parametrize("label", ["\x1b[2Jcat", "cat\r", "a\nb", "\u202etac", "cat\u200b", " ", "\x7f"])
+def test_a_class_name_that_hides_something_is_a_bad_label(tmp_path: Path, label: str):
+    make_tree(tmp_path, "cat/1.jpg", f"{label}/2.jpg")
+    assert reasons(listed(tmp_path)) == {f"{label}/2.jpg": "bad_label"}
+    assert all(printable(rejection.detail) == rejection.detail for rejection in listed(tmp_path).rejections)
+
+
+@pytest.mark.parametrize("label", ["", ".", ".."])
+def test_an_object_store_can_hold_names_that_are_no_class(label: str, monkeypatch: pytest.MonkeyPatch):
+    keys = ["cat/1.jpg", f"{label}/2.jpg"]
+    monkeypatch.setattr(S3Store, "list", lambda self, prefix: iter(StoredFile(key, 10) for key in keys))
+    assert reasons(SOURCES["folders"]("s3://bucket/prefix", MAX_BYTES)) == {f"{label}/2.jpg": "bad_label"}
 
 
 @pytest.mark.parametrize(

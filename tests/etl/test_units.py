@@ -49,6 +49,8 @@ def test_a_fingerprint_names_sources_and_contract():
     ("change", "same"),
     [
         ({"max_reject_fraction": 0.5}, True),
+        ({"max_unreadable_fraction": 0.5}, True),
+        ({"max_changed_fraction": 0.5}, True),
         ({"scratch_dir": "/somewhere"}, True),
         ({"formats": ("tfrecord",)}, False),
         ({"chunk_bytes": 5}, False),

@@ -82,8 +82,10 @@ def test_too_many_rejects_publish_nothing(tmp_path: Path):
     (tmp_path / "images" / "class_0" / "none.png").write_bytes(b"")
     done = shardmill("etl", "images", "--workdir", "w", "--run-id", "r", "--set", "spark.master=local[1]", cwd=tmp_path)
     line = refused(done, 7, "5 of 25 inputs were rejected", "not_an_image 4", "empty_file 1", "allows 0.05")
-    ledger = re.search(r"see the ledger (\S+);", line)
-    assert ledger and Path(ledger[1]).is_file()
+    ledger = re.search(r"`shardmill (inspect --rejects \S+)`", line)
+    assert ledger and line.count(".jpg: not_an_image") == 3
+    listed = shardmill(*ledger[1].split(), "--json", cwd=tmp_path)
+    assert [entry["reason"] for entry in json.loads(listed.stdout)] == ["not_an_image"] * 4 + ["empty_file"]
     assert not list((tmp_path / "w" / "dataset").glob("manifests/*"))
     summary = json.loads((tmp_path / "w/runs/r/summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("failed", 7)

@@ -1,0 +1,23 @@
+"""Names as people may see them: a file name can hold escape sequences that rewrite a terminal or a log."""
+
+from __future__ import annotations
+
+import unicodedata
+
+# Format characters that real names need: joiners (Persian, emoji) and the tags inside some flags.
+_NEEDED = frozenset({0x200C, 0x200D, *range(0xE0020, 0xE0080)})
+
+
+def printable(text: str) -> str:
+    r"""`text` with every control, bidirectional or otherwise invisible character escaped, such as `\x1b`."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_escaped(character) for character in text)
+
+
+def _escaped(character: str) -> str:
+    # Control, format, surrogate (a byte that is not UTF-8), line and paragraph separator.
+    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    if not hidden or ord(character) in _NEEDED:
+        return character
+    return character.encode("unicode_escape").decode()

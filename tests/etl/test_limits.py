@@ -1,0 +1,110 @@
+"""Limits on what may be refused: faults of access and of a moving source never become a smaller dataset unseen."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.job import build_dataset, commit_results
+from etl.limits import LIMITS
+from etl.plan import plan_build
+from etl.write_unit import write_unit
+from pipeline.inspection import read_ledger
+from shardmill.config import DatasetConfig
+from shardmill.dataset.manifest import latest_version
+from shardmill.errors import IntegrityError, RejectLimitExceeded, ShardmillError, StorageError
+from shardmill.storage import AccessDenied, LocalStore, open_store
+from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION, RejectReason
+from tests.support import write_images
+
+ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20)
+
+
+def tree_for(folder: Path, **etl: object) -> EtlTree:
+    source, dataset = SourceConfig(uri=str(folder / "images")), DatasetConfig(uri=str(folder / "dataset"))
+    return EtlTree(source=source, dataset=dataset, etl=ETL.model_copy(update=etl))
+
+
+def build(tree: EtlTree) -> None:
+    plan = plan_build(tree, run_id="a")
+    commit_results(plan, [write_unit(unit, plan.task) for unit in plan.units])
+
+
+def test_every_reason_counts_against_exactly_one_limit_or_is_stated_as_outside():
+    counted = [reason for limit in LIMITS for reason in limit.reasons]
+    assert sorted([*counted, *REASONS_OUTSIDE_REJECT_FRACTION]) == sorted(RejectReason)
+
+
+def test_denied_access_publishes_nothing_unless_the_config_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_images(tmp_path / "images", num_images=60)
+    read = LocalStore.read
+
+    def denied(self: LocalStore, path: str) -> bytes:
+        # At the border to the file system: for root no file is unreadable.
+        if path.endswith("00007.png"):
+            raise AccessDenied(f"cannot access {self.uri}/{path}: Permission denied")
+        return read(self, path)
+
+    monkeypatch.setattr(LocalStore, "read", denied)
+    with pytest.raises(
+        StorageError, match=r"1 of 60 inputs could not be read .*class_1/00007.png: unreadable"
+    ) as caught:
+        build(tree_for(tmp_path))
+    assert "etl.max_unreadable_fraction allows 0; nothing was published" in str(caught.value)
+    assert latest_version(open_store(tmp_path / "dataset")) == 0
+    build(tree_for(tmp_path, max_unreadable_fraction=0.02))
+
+
+def test_files_that_vanish_beyond_the_limit_publish_nothing(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    plan = plan_build(tree_for(tmp_path), run_id="a")
+    for number in (1, 4, 7, 10):
+        (tmp_path / "images" / "class_1" / f"{number:05d}.png").unlink()
+    with pytest.raises(StorageError, match=r"4 of 60 inputs vanished or changed .*\(missing 4\)") as caught:
+        commit_results(plan, [write_unit(unit, plan.task) for unit in plan.units])
+    assert str(caught.value).count(".png: missing") == 3
+    assert "max_changed_fraction allows 0.01; nothing was published" in str(caught.value)
+    assert latest_version(open_store(tmp_path / "dataset")) == 0
+
+
+def broken_listing(root: Path) -> None:
+    write_images(root / "images", num_images=20)
+    for number in range(4):
+        (root / "images" / "class_0" / f"dangling\x1b[2J{number}.png").symlink_to("/nowhere")
+
+
+def test_a_limit_that_the_listing_breaks_ends_before_any_unit(tmp_path: Path):
+    broken_listing(tmp_path)
+    with pytest.raises(RejectLimitExceeded, match=r"4 of 24 inputs were rejected \(dangling_symlink 4\)") as caught:
+        build_dataset(tree_for(tmp_path), run_id="a")
+    message = str(caught.value)
+    assert message.count(": dangling_symlink") == 3 and r"dangling\x1b[2J0.png" in message and "\x1b" not in message
+    assert {file.path.split("/")[0] for file in open_store(tmp_path / "dataset").list("")} == {"rejects"}
+
+
+@pytest.mark.parametrize("allowed", [0.0, 0.5])
+def test_litter_counts_against_no_limit(allowed: float, tmp_path: Path):
+    write_images(tmp_path / "images", num_images=20)
+    for number in range(30):
+        (tmp_path / "images" / "class_0" / f"{number}.txt").write_text("a note")
+    build(tree_for(tmp_path, max_reject_fraction=allowed))
+    (tmp_path / "images" / "class_0" / "x.png").write_bytes(b"no image")
+    if allowed == 0.0:
+        with pytest.raises(ShardmillError):
+            build(tree_for(tmp_path, max_reject_fraction=allowed))
+
+
+def test_the_ledger_of_a_build_that_failed_can_be_read(tmp_path: Path):
+    broken_listing(tmp_path)
+    with pytest.raises(RejectLimitExceeded) as caught:
+        build_dataset(tree_for(tmp_path), run_id="a")
+    found = re.search(r"`shardmill inspect --rejects (\S+)`", str(caught.value))
+    assert found is not None
+    assert {rejection.reason for rejection in read_ledger(found[1])} == {RejectReason.DANGLING_SYMLINK}
+    ledger = Path(found[1])
+    ledger.write_bytes(ledger.read_bytes()[:-1] + b"x")
+    with pytest.raises(IntegrityError, match="was altered"):
+        read_ledger(str(ledger))
