@@ -23,7 +23,7 @@ from etl.limits import broken_limit, limit_error
 from etl.plan import BuildPlan, plan_build
 from etl.write_unit import finished_result, pending_path
 from shardmill.config import load_tree
-from shardmill.dataset.commit import Build, all_rejections, commit_version, is_whole, write_ledger
+from shardmill.dataset.commit import all_rejections, commit_version, is_whole, write_ledger
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.manifest import (
     Manifest,
@@ -65,18 +65,14 @@ def build_dataset(tree: EtlTree, *, run_id: str, observer: Observer | None = Non
     observer = observer or SilentObserver()
     started = time.monotonic()
 
-    # List the source and plan the units.
+    # List the source and plan the units. What the listing alone refuses may be too much already.
     plan = plan_build(tree, run_id=run_id)
-    num_images = sum(len(unit.sources) for unit in plan.units)
-    observer.event("etl.listed", {"listed": plan.build.num_listed, "images": num_images, "units": len(plan.units)})
-
-    # What the listing alone refused may be too much already.
+    observer.event("etl.listed", {"listed": plan.build.num_listed, "images": plan.num_images, "units": len(plan.units)})
     check_limits(plan, plan.build.list_rejections)
 
-    # Skip all of it where the latest version was made from the same listing and config.
-    parent = read_manifest(plan.store, plan.parent_version) if plan.parent_version else None
-    if parent is not None and _is_up_to_date(parent, plan.build) and is_whole(plan.store, parent):
-        check_limits(plan, open_dataset(f"{plan.store.uri}@{parent.version}").read_rejections())
+    # Skip all of it if the latest version was made from the same listing and config.
+    parent = _up_to_date_parent(plan)
+    if parent is not None:
         observer.event("etl.unchanged", {"version": parent.version})
         return BuildOutcome(
             pin=_pin(plan.store, parent),
@@ -89,24 +85,9 @@ def build_dataset(tree: EtlTree, *, run_id: str, observer: Observer | None = Non
         )
 
     # Keep what an interrupted run has finished, and run the rest.
-    kept = [result for unit in plan.units if (result := finished_result(plan.store, unit)) is not None]
-    kept_indexes = {result.unit_index for result in kept}
-    missing = [unit for unit in plan.units if unit.index not in kept_indexes]
-    if kept:
-        observer.event("etl.units_kept", {"kept": len(kept), "missing": len(missing)})
-    num_kept_images = num_images - sum(len(unit.sources) for unit in missing)
+    kept, new = run_units(plan, tree, observer)
 
-    def report(num_done: int) -> None:
-        observer.event("etl.progress", {"num_done": num_done, "num_images": num_images})
-
-    def on_units_done(num_units: int) -> None:
-        report(num_kept_images + sum(len(unit.sources) for unit in missing[:num_units]))
-
-    report(num_kept_images)
-    new = ENGINES[tree.etl.engine](missing, plan.task, tree.spark, on_units_done) if missing else []
-    report(num_images)
-
-    # Commit: the reject limit, the accounting, then one manifest.
+    # Commit: the limits, the accounting, then one manifest.
     manifest = commit_results(plan, [*kept, *new])
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
     return BuildOutcome(
@@ -118,6 +99,27 @@ def build_dataset(tree: EtlTree, *, run_id: str, observer: Observer | None = Non
         num_units_kept=len(kept),
         seconds=time.monotonic() - started,
     )
+
+
+def run_units(plan: BuildPlan, tree: EtlTree, observer: Observer) -> tuple[list[UnitResult], list[UnitResult]]:
+    """The units that an earlier run has finished, and those that had to run now."""
+    kept = [result for unit in plan.units if (result := finished_result(plan.store, unit)) is not None]
+    kept_indexes = {result.unit_index for result in kept}
+    missing = [unit for unit in plan.units if unit.index not in kept_indexes]
+    if kept:
+        observer.event("etl.units_kept", {"kept": len(kept), "missing": len(missing)})
+    num_kept_images = plan.num_images - sum(len(unit.sources) for unit in missing)
+
+    def report(num_done: int) -> None:
+        observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
+
+    def on_units_done(num_units: int) -> None:
+        report(num_kept_images + sum(len(unit.sources) for unit in missing[:num_units]))
+
+    report(num_kept_images)
+    new = ENGINES[tree.etl.engine](missing, plan.task, tree.spark, on_units_done) if missing else []
+    report(plan.num_images)
+    return kept, new
 
 
 def commit_results(plan: BuildPlan, results: Sequence[UnitResult]) -> Manifest:
@@ -142,14 +144,19 @@ def check_limits(plan: BuildPlan, rejections: Sequence[Rejection]) -> None:
         raise limit_error(limit, config, rejections, num_listed, join_uri(plan.store.uri, ledger.path))
 
 
-def _is_up_to_date(parent: Manifest, build: Build) -> bool:
-    if any(reason in TRANSIENT_REASONS for reason in parent.counts.by_reason):
-        return False
-    return (parent.config_fingerprint, parent.source.listing_fingerprint, parent.source.kind) == (
-        build.config_fingerprint,
-        build.source.listing_fingerprint,
-        build.source.kind,
-    )
+def _up_to_date_parent(plan: BuildPlan) -> Manifest | None:
+    """The latest version, if building again would give the same: equal inputs and config, no file of it lost."""
+    if not plan.parent_version:
+        return None
+    parent, build = read_manifest(plan.store, plan.parent_version), plan.build
+    same = (parent.config_fingerprint, parent.source.listing_fingerprint, parent.source.kind) == (
+        build.config_fingerprint, build.source.listing_fingerprint, build.source.kind
+    )  # fmt: skip
+    # Transient faults are asked again: the next answer may be another one.
+    if not same or TRANSIENT_REASONS & set(parent.counts.by_reason) or not is_whole(plan.store, parent):
+        return None
+    check_limits(plan, open_dataset(f"{plan.store.uri}@{parent.version}").read_rejections())
+    return parent
 
 
 def _pin(store: Store, manifest: Manifest) -> DatasetPin:

@@ -30,6 +30,11 @@ class BuildPlan:
     store: Store
     parent_version: int
 
+    @property
+    def num_images(self) -> int:
+        """Sources that units will read; what the listing refused is not among them."""
+        return sum(len(unit.sources) for unit in self.units)
+
 
 def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
     """List the source and do all planning; reads no image."""
