@@ -6,6 +6,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from shardmill.printable import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -61,13 +63,12 @@ def print_result(common: Common, machine: Any, rows: Iterable[tuple[str, ...]], 
     rows = list(rows)
     if not stream.isatty() or not title:
         # Not for a person's screen: one line a row, for grep and cut; nothing wrapped.
-        lines = ["\t".join(row) for row in rows]
-        text = "".join(f"{line}\n" for line in ([title] if title else []) + lines)
-        stream.write(text.encode("utf-8", "backslashreplace").decode())
+        lines = ["\t".join(map(printable, row)) for row in rows]
+        stream.write("".join(f"{line}\n" for line in ([title] if title else []) + lines))
         return
     table = Table(title=title, title_justify="left", show_header=False)
     for _ in rows[0] if rows else ():
         table.add_column(overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     Console(file=stream).print(table)
