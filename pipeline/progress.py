@@ -20,6 +20,13 @@ SENTENCES = {
     "etl.units_kept": "etl: keeps {kept} work units of an interrupted run, {missing} are left to do",
     "train.resumed": "train: continues at epoch {epoch}, step {step}",
     "train.checkpoint_discarded": "train: passes over the checkpoint {path}: {reason}",
+    "train.unfinished": "train: a training on version {version} is unfinished; this run trains version {trains}. "
+    "To finish it, run with --set dataset.uri={dataset}",
+    "train.continues": "train: goes on from {epochs_done} finished epochs to {epochs}: {note}",
+    "train.plan": "train: shuffle windows of up to {bytes_per_rank:,} bytes in each rank ({streams_per_rank} streams x "
+    "{window_chunks} chunks x {chunk_bytes:,} bytes; train.window_budget_bytes = {budget_bytes:,})",
+    "train.loss_stuck": "train: WARNING: the loss has not moved in two epochs (now {train_loss:.4f}): {hint}; "
+    "or change train.learning_rate",
     "train.early_stop": "train: stops early after epoch {epoch}",
 }
 

@@ -174,15 +174,11 @@ def streams_of_rank(rank: int, num_ranks: int, num_streams: int) -> range:
 
 
 def window_chunks_within(budget_bytes: int, max_chunk_bytes: int, num_streams: int) -> int:
-    """The largest window whose memory, num_streams x window x chunk bytes, fits the budget. UsageError below one."""
-    window_chunks = budget_bytes // max(1, num_streams * max_chunk_bytes)
-    if window_chunks < 1:
-        raise UsageError(
-            f"window_budget_bytes = {budget_bytes} for {num_streams} streams of chunks up to {max_chunk_bytes} bytes",
-            f"expected at least {num_streams} x {max_chunk_bytes} = {num_streams * max_chunk_bytes} bytes",
-            "raise train.window_budget_bytes, or lower train.num_streams",
-        )
-    return window_chunks
+    """The largest window with which all streams together fit the budget; one chunk if none does.
+
+    It counts all streams, because a plan is the same at every world size; a rank that owns some of them needs less.
+    """
+    return max(1, budget_bytes // max(1, num_streams * max_chunk_bytes))
 
 
 class StepPlanner:

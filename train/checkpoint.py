@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,17 +16,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.storage import Store
+from shardmill.sealed import SealedFile, read_sealed, seal, seal_file, unseal
+from shardmill.storage import Store, check_relative_path, join_uri
 from train.config import TrainConfig
 from train.progress import Progress
 from train.strategies.strategy import Collective
-from train.values import from_json, to_json
+from train.values import ModelIdentity, from_json, to_json
 
 MARKER = "MARKER.json"
 WEIGHTS = "weights.npz"
 OPTIMIZER = "optimizer.npz"
-_MARKER_HEAD = b'{"sha256":"'
-_MARKER_NECK = b'","marker":'
 
 # What may differ between two attempts at one training. Everything else of the config decides the numbers that come out.
 FREE_SETTINGS = frozenset(
@@ -47,15 +45,8 @@ FREE_SETTINGS = frozenset(
         "nics",
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointFile:
-    """One file of a checkpoint, as its marker vouches for it."""
-
-    name: str
-    size_bytes: int
-    sha256: str
+# What the name of a training's folder says (train/trainings.py): a longer training may go on from a shorter one.
+FOLDER_SETTINGS = frozenset({"epochs", "export"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +55,7 @@ class TrainingIdentity:
 
     dataset: DatasetPin
     plan_fingerprint: str
+    model: ModelIdentity
     settings: dict[str, str]
     """Every setting of `train.*` that decides the outcome, as JSON."""
 
@@ -76,6 +68,9 @@ class TrainingIdentity:
             then_value, now_value = self.settings.get(name, "absent"), now.settings.get(name, "absent")
             if then_value != now_value:
                 found.append(f"train.{name}: then {then_value}, now {now_value}")
+        # Other settings build another model: only what they do not explain is worth telling.
+        if not found:
+            found += self.model.differences(now.model)
         if not found and self.plan_fingerprint != now.plan_fingerprint:
             found.append(f"epoch plan: then {self.plan_fingerprint}, now {now.plan_fingerprint}")
         return found
@@ -90,7 +85,8 @@ class CheckpointMarker:
     global_step: int
     """Steps done since the training began, over all epochs."""
     progress: Progress
-    files: tuple[CheckpointFile, ...]
+    files: tuple[SealedFile, ...]
+    """Their paths are relative to the checkpoint's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +97,11 @@ class FoundCheckpoint:
     marker: CheckpointMarker
 
     def read(self, store: Store, name: str) -> bytes:
-        """One verified file. Raises IntegrityError where it is missing or not what the marker says."""
-        listed = next((file for file in self.marker.files if file.name == name), None)
+        """One verified file. Raises IntegrityError if it is missing or not what the marker says."""
+        listed = next((file for file in self.marker.files if file.path == name), None)
         if listed is None:
             raise IntegrityError(f"checkpoint {self.path} has no {name}", "expected it in its marker")
-        try:
-            data = store.read(f"{self.path}/{name}")
-        except FileNotFoundError:
-            raise IntegrityError(f"{self.path}/{name} is missing", f"expected {listed.size_bytes} bytes") from None
-        if (len(data), hashlib.sha256(data).hexdigest()) != (listed.size_bytes, listed.sha256):
-            raise IntegrityError(
-                f"{self.path}/{name} was altered", f"expected {listed.size_bytes} bytes, SHA-256 {listed.sha256}"
-            )
-        return data
+        return read_sealed(store, listed, self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +121,8 @@ class CheckpointFolder:
 def settings_that_matter(config: TrainConfig) -> dict[str, str]:
     """The settings that decide a training's outcome, name -> JSON."""
     values = config.model_dump(mode="json")
-    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in FREE_SETTINGS}
+    free = FREE_SETTINGS | FOLDER_SETTINGS
+    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in free}
 
 
 def find_checkpoint(
@@ -157,14 +146,11 @@ def find_checkpoint(
 
 
 def read_checkpoint(store: Store, path: str) -> FoundCheckpoint:
-    """The checkpoint at `path`. Raises IntegrityError where it is not complete, or a byte is not as it was written."""
-    try:
-        data = store.read(f"{path}/{MARKER}")
-    except FileNotFoundError:
-        raise IntegrityError(f"{path} has no {MARKER}", "it was never completed") from None
-    found = FoundCheckpoint(path, _parse_marker(data, path))
+    """The checkpoint at `path`. Raises IntegrityError if it is not complete, or a byte is not as it was written."""
+    check_relative_path(path)
+    found = FoundCheckpoint(path, _read_marker(store, path))
     for file in found.marker.files:
-        found.read(store, file.name)
+        found.read(store, file.path)
     return found
 
 
@@ -175,7 +161,7 @@ def check_resumable(found: FoundCheckpoint, now: TrainingIdentity) -> None:
         raise UsageError(
             f"the checkpoint {found.path} belongs to another training: {'; '.join(differences)}",
             "expected equal data, plan, model and optimizer",
-            "restore these settings, or train under another models.uri",
+            "restore these settings, or train again (`shardmill train --fresh`)",
         )
 
 
@@ -189,22 +175,20 @@ def save_checkpoint(
 ) -> str:
     """Every rank calls it with its own `files`; rank 0 publishes the marker when all files are there. -> its path.
 
-    Afterwards the complete ones of the newest `keep_checkpoints` steps stay, and whatever is older than those is
-    deleted, marker first.
+    Afterwards the complete ones of the newest `keep_checkpoints` steps stay, with those of the best epochs that they
+    name; whatever is older is deleted, marker first.
     """
     path = folder.path_of(global_step)
     written = []
     for name, data in files.items():
         folder.store.put(f"{path}/{name}", data)
-        written.append(CheckpointFile(name, len(data), hashlib.sha256(data).hexdigest()))
-    kind = TypeAdapter(tuple[CheckpointFile, ...])
+        written.append(seal_file(name, data))
+    kind = TypeAdapter(tuple[SealedFile, ...])
     of_all_ranks = [kind.validate_json(part) for part in collective.gather_bytes(kind.dump_json(tuple(written)))]
     if collective.rank == 0:
         all_files = tuple(file for of_rank in of_all_ranks for file in of_rank)
         marker = CheckpointMarker(identity, collective.num_ranks, global_step, progress, all_files)
-        body = to_json(marker)
-        digest = hashlib.sha256(body).hexdigest().encode()
-        folder.store.put(f"{path}/{MARKER}", _MARKER_HEAD + digest + _MARKER_NECK + body + b"}")
+        folder.store.put(f"{path}/{MARKER}", seal(to_json(marker)))
         _delete_older(folder)
     return path
 
@@ -214,18 +198,18 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.npz"
 
 
-def _parse_marker(data: bytes, folder: str) -> CheckpointMarker:
-    start = len(_MARKER_HEAD) + 64 + len(_MARKER_NECK)
-    body = data[start:-1]
-    digest = hashlib.sha256(body).hexdigest().encode()
-    if data != _MARKER_HEAD + digest + _MARKER_NECK + body + b"}":
-        raise IntegrityError(f"{folder}/{MARKER} was altered", "its own SHA-256 does not fit")
+def _read_marker(store: Store, path: str) -> CheckpointMarker:
+    where = join_uri(store.uri, f"{path}/{MARKER}")
+    try:
+        body = unseal(store.read(f"{path}/{MARKER}"), where)
+    except FileNotFoundError:
+        raise IntegrityError(f"{path} has no {MARKER}", "it was never completed") from None
     try:
         return from_json(CheckpointMarker, body)
     except ValidationError as error:
         # Intact, but written by another version of this program: not damage, and not to be deleted.
         raise UsageError(
-            f"{folder}/{MARKER} has another layout: {error.errors()[0]['msg']}",
+            f"{where} has another layout: {error.errors()[0]['msg']}",
             "expected one that this version wrote",
             "resume with the version that wrote it, or train under another models.uri",
         ) from None
@@ -247,9 +231,20 @@ def _delete_older(folder: CheckpointFolder) -> None:
     names_of = _list_checkpoints(folder.store, folder.training_dir)
     complete_steps = sorted({_step_of(path) for path, names in names_of.items() if MARKER in names})
     oldest_kept = complete_steps[-folder.keep_checkpoints :][0]
-    for path, names in names_of.items():
-        if _step_of(path) < oldest_kept:
-            _delete_checkpoint(folder.store, path, names)
+    old = {path for path in names_of if _step_of(path) < oldest_kept}
+    best = {_best_of(folder.store, path) for path, names in names_of.items() if path not in old and MARKER in names}
+    for path in old - best:
+        _delete_checkpoint(folder.store, path, names_of[path])
+
+
+def _best_of(store: Store, path: str) -> str:
+    """The checkpoint of the best epoch so far that the one at `path` names; empty for none."""
+    try:
+        best = _read_marker(store, path).progress.best
+    except IntegrityError:
+        # Passed over when a training goes on; nothing that only it names is needed then.
+        return ""
+    return best.checkpoint if best else ""
 
 
 def _step_of(path: str) -> int:

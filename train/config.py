@@ -18,9 +18,9 @@ class TrainConfig(Section):
     """How a model is trained. The important keys come first."""
 
     model: str = "small_cnn"
-    """`small_cnn`, `resnet50`, or your own factory as `package.module:function`."""
+    """`small_cnn`, `resnet50`, or your own factory as `package.module:function` (see `standardize`)."""
     epochs: int = Field(default=10, ge=1)
-    """Passes over the train split; each uses every sample exactly once."""
+    """Passes over the train split; each uses every sample exactly once. Raised later, a finished training goes on."""
     global_batch_size: int = Field(default=64, ge=1)
     """Samples of one optimizer step, summed over all ranks."""
     num_workers: int = Field(default=1, ge=1)
@@ -35,6 +35,8 @@ class TrainConfig(Section):
     """Decides initial weights, order and augmentation."""
     num_streams: int = Field(default=8, ge=1)
     """Logical streams of the epoch plan: the largest world size, and a divisor of the global batch."""
+    standardize: bool = True
+    """The model gets `(x - mean) / std`, per channel of the train split, as float32; false: the pixels' 0 to 255."""
     augment: AugmentOptions = AugmentOptions()
     """Random changes to training images."""
 
@@ -68,6 +70,9 @@ class TrainConfig(Section):
     """Compute precision; weights stay float32."""
     early_stop_epochs: int = Field(default=0, ge=0)
     """Stop after so many epochs without a better validation loss; 0 switches it off."""
+    export: Literal["best", "last"] = "best"
+    """Which weights are evaluated and exported: those of the epoch with the lowest validation loss, or the last ones
+    (also if there is no validation split)."""
 
     checkpoint_every_steps: int = Field(default=200, ge=0)
     """Also at every epoch's end; 0 for only there."""
@@ -76,7 +81,8 @@ class TrainConfig(Section):
     record_samples: bool = False
     """Write `steps.jsonl`: loss and sample ids of every step."""
     window_budget_bytes: int = Field(default=256_000_000, ge=1)
-    """Memory for the shuffle windows of a rank that owns all streams; the window is derived from it."""
+    """Memory for the shuffle windows of one rank. The window follows from it and `num_streams` (at least one chunk),
+    never from `num_workers`; what each rank then needs is checked before anything starts."""
     prefetch_bytes: int = Field(default=64_000_000, ge=1)
     """Bound of the queue of decoded batches in each rank."""
     reader_threads: int = Field(default=2, ge=1)

@@ -24,11 +24,12 @@ from shardmill.options import NormalizeOptions, Section
 from shardmill.storage import Store, check_relative_path, open_store
 from train.checkpoint import WEIGHTS, FoundCheckpoint, rank_file, read_checkpoint
 from train.config import TrainConfig
-from train.models import build_model
+from train.models import build_model, input_scale
+from train.models.identity import check_same_model, source_sha256
 from train.records import put_record, read_record, record_numbers
 from train.runtime import start_tensorflow
 from train.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
-from train.values import Evaluation, TrainResult, World
+from train.values import Evaluation, ModelIdentity, TrainResult, World
 from train.weights import assign_variables, weights_sha256
 
 EXPORTS = "exports"
@@ -124,8 +125,8 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
         normalize=manifest.normalize,
         normalization_fingerprint=manifest.normalization_fingerprint,
         decoder_id=manifest.decoder_id,
-        channel_mean=manifest.channel_mean,
-        channel_std=manifest.channel_std,
+        channel_mean=serving.channel_mean,
+        channel_std=serving.channel_std,
         dataset=result.dataset,
         content_digest=manifest.content_digest,
         layout_digest=manifest.layout_digest,
@@ -187,6 +188,9 @@ def _restore(store: Store, config: TrainConfig, result: TrainResult, dataset: Da
     built = build_model(config, manifest.normalize.image_shape_HWC, len(manifest.class_names))
     found = find_final_checkpoint(store, result)
     source = f"the checkpoint {found.path}"
+    now = ModelIdentity(source_sha256(config.model), built.config_sha256)
+    check_same_model(result.model, now, config.model, source)
+    scale = input_scale(config, manifest)
     assign_variables(built.model.trainable_variables, found.read(store, WEIGHTS), source)
     assign_variables(built.model.non_trainable_variables, found.read(store, rank_file(0)), source)
     if weights_sha256(built.model) != result.weights_sha256:
@@ -200,8 +204,8 @@ def _restore(store: Store, config: TrainConfig, result: TrainResult, dataset: Da
         outputs_are_logits=built.outputs_are_logits,
         class_names=manifest.class_names,
         image_shape_HWC=manifest.normalize.image_shape_HWC,
-        channel_mean=manifest.channel_mean,
-        channel_std=manifest.channel_std,
+        channel_mean=scale.mean,
+        channel_std=scale.std,
     )
 
 

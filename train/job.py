@@ -34,12 +34,12 @@ from train.config import TrainTree
 from train.export import Export, export_training
 from train.launchers import LAUNCHERS
 from train.observer import TrainObserver
+from train.preflight import check_trainable, window_memory
 from train.promote import Promotion, promote_export
 from train.steps_log import RunLog, StepsLog
 from train.strategies import find_strategy
 from train.trainings import TrainingChoice, choose_training, read_result
-from train.values import TrainResult, WorkerTask
-from train.worker import check_trainable
+from train.values import TrainResult
 
 STAGES = ("train", "export", "promote")
 
@@ -67,10 +67,13 @@ class ExportOutcome:
     seconds: float
 
 
-def train_model(tree: TrainTree, observer: TrainObserver, latest: DatasetPin | None = None) -> TrainOutcome:
+def train_model(
+    tree: TrainTree, observer: TrainObserver, version: DatasetPin | None = None, *, fresh_for: str = ""
+) -> TrainOutcome:
     """Resolve the dataset version once, and train on it; or go on with, or skip, what is there already.
 
-    `latest` is the version that the caller has resolved for the whole run.
+    `version` is the one that the caller has resolved for the whole run. `fresh_for` is the id of a run that wants a
+    training from step 0 whatever there is; asking again for the same run goes on with that training.
 
     Raises UsageError (2), IntegrityError (3), StorageError (4), or TrainingError (5) in the first failing rank's words.
     """
@@ -81,19 +84,20 @@ def train_model(tree: TrainTree, observer: TrainObserver, latest: DatasetPin | N
     find_strategy(tree.train.strategy, tree.train.num_workers)
     models = open_store(_require("models.uri", tree.models.uri))
 
-    # The version: the latest, or the one that `dataset.uri` names; an unfinished training keeps its own.
-    choice = _choose(tree, latest)
+    # The version: the latest, or the one that `dataset.uri` names. What is unfinished on another one stays as it is.
+    choice = _choose(tree, version, fresh_for)
+    choice.tell(tree.train, observer)
     if choice.result is not None:
         return TrainOutcome(choice.result, models.uri, True, time.monotonic() - started)
 
     # It must be trainable, and every shard there; the ranks verify the bytes of each chunk when they first read it.
     dataset = open_pinned(choice.dataset)
     check_trainable(tree.train, dataset)
+    observer.on_event(0, "plan", window_memory(tree.train, dataset).as_fields())
     verify_present(dataset)
 
     # Train.
-    task = WorkerTask(tree.train, choice.dataset, models.uri, choice.training_dir)
-    result = launch(task, tree.spark, observer)
+    result = launch(choice.task(tree.train, models.uri), tree.spark, observer)
     if read_result(models, choice.training_dir) is None:
         raise IntegrityError(
             f"the ranks finished, and {join_uri(models.uri, choice.training_dir)} holds no result",
@@ -159,6 +163,9 @@ def train_record(outcome: TrainOutcome, tree: TrainTree) -> StageRecord:
                 "weights_sha256": result.weights_sha256,
                 "stopped_early": result.stopped_early,
                 "resumed_from": plain["resumed_from"],
+                "exported": result.exported,
+                "weights_epoch": result.weights_epoch,
+                "continued_from": result.continued_from,
                 "training_dir": result.training_dir,
             },
             "evaluation": evaluation_section(plain["evaluation"]),
@@ -205,16 +212,7 @@ def evaluation_section(evaluation: dict[str, Any] | None) -> dict[str, Any] | No
 
 def main() -> int:
     """The command line of `spark-submit train/job.py`: one JSON line on stdout for each stage. -> the exit code."""
-    parser = argparse.ArgumentParser(description="Train on a dataset version, export the model, promote it.")
-    parser.add_argument("--config", required=True, help="TOML file")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the file")
-    parser.add_argument("--dataset-version", type=int, help="the latest version, as an earlier stage resolved it")
-    parser.add_argument("--until", choices=STAGES, default="promote", help="the last stage to run")
-    parser.add_argument("--require", action="store_true", help="exit 9 where the gate is not passed")
-    parser.add_argument("--workdir", default="./shardmill-work", help="where the run record goes")
-    parser.add_argument("--run-id", default="", help="names the run record")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    arguments = parser.parse_args()
+    arguments = _parse_arguments()
     run_id = arguments.run_id or new_run_id()
     trained: TrainOutcome
     exported: ExportOutcome
@@ -223,7 +221,7 @@ def main() -> int:
         below = {"models": {"uri": f"{arguments.workdir}/models"}}
         return load_tree(TrainTree, arguments.config, tuple(arguments.set), below)
 
-    def latest(tree: TrainTree) -> DatasetPin | None:
+    def version_of(tree: TrainTree) -> DatasetPin | None:
         version = arguments.dataset_version
         return open_dataset(f"{split_version(tree.dataset.uri)[0]}@{version}").pin if version else None
 
@@ -234,7 +232,7 @@ def main() -> int:
         if tree.train.record_samples:
             steps = StepsLog(open_store(arguments.workdir), f"{run_folder(run_id)}/steps.jsonl")
         with closing(RunLog(observer, steps)) as log:
-            trained = train_model(tree, log, latest(tree))
+            trained = train_model(tree, log, version_of(tree), fresh_for=run_id if arguments.fresh else "")
         return train_record(trained, tree)
 
     def export(run_id: str, observer: Observer) -> StageRecord:
@@ -262,11 +260,23 @@ def main() -> int:
     return 0
 
 
-def _choose(tree: TrainTree, latest: DatasetPin | None = None) -> TrainingChoice:
-    uri = _require("dataset.uri", tree.dataset.uri)
-    latest = latest or open_dataset(uri).pin
-    is_pinned = split_version(uri)[1] is not None
-    return choose_training(open_store(_require("models.uri", tree.models.uri)), tree.train, latest, is_pinned)
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train on a dataset version, export the model, promote it.")
+    parser.add_argument("--config", required=True, help="TOML file")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the file")
+    parser.add_argument("--dataset-version", type=int, help="the version, as an earlier stage resolved it")
+    parser.add_argument("--until", choices=STAGES, default="promote", help="the last stage to run")
+    parser.add_argument("--require", action="store_true", help="exit 9 where the gate is not passed")
+    parser.add_argument("--fresh", action="store_true", help="train again although a result exists")
+    parser.add_argument("--workdir", default="./shardmill-work", help="where the run record goes")
+    parser.add_argument("--run-id", default="", help="names the run record")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser.parse_args()
+
+
+def _choose(tree: TrainTree, version: DatasetPin | None = None, fresh_for: str = "") -> TrainingChoice:
+    version = version or open_dataset(_require("dataset.uri", tree.dataset.uri)).pin
+    return choose_training(open_store(_require("models.uri", tree.models.uri)), tree.train, version, fresh_for)
 
 
 def _require(name: str, uri: str) -> str:

@@ -59,6 +59,16 @@ class EarlyStop:
 
 
 @dataclass(frozen=True, slots=True)
+class BestEpoch:
+    """The epoch with the lowest validation loss so far, the first of equal ones, and where its weights are."""
+
+    epoch: int
+    validation_loss: float
+    checkpoint: str
+    """Relative to the models' root."""
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Everything between two steps but the variables. The sums are those of the running epoch so far."""
 
@@ -70,6 +80,8 @@ class Progress:
     last_loss_hex: str = (0.0).hex()
     spent: TimeSpent = TimeSpent()
     early_stop: EarlyStop = EarlyStop()
+    best: BestEpoch | None = None
+    """None before the first epoch's end, and without a validation split."""
     history: tuple[EpochRecord, ...] = ()
 
     def after_step(self, loss: float, num_correct: float, num_rows: int, spent: TimeSpent) -> Progress:
@@ -86,12 +98,24 @@ class Progress:
         """More time of this epoch has gone."""
         return replace(self, epoch_seconds=self.epoch_seconds + spent.total, spent=self.spent.plus(spent))
 
-    def after_epoch(self, record: EpochRecord, early_stop: EarlyStop) -> Progress:
-        """The running epoch is done."""
+    def after_epoch(self, record: EpochRecord, early_stop: EarlyStop, checkpoint: str) -> Progress:
+        """The running epoch is done; its weights will be in `checkpoint`."""
+        best, validation = self.best, record.validation
+        if validation is not None and (best is None or validation.loss < best.validation_loss):
+            best = BestEpoch(record.epoch, validation.loss, checkpoint)
         return Progress(
             cursor=Cursor(self.cursor.epoch + 1, 0),
             last_loss_hex=self.last_loss_hex,
             spent=self.spent,
             early_stop=early_stop,
+            best=best,
             history=(*self.history, record),
         )
+
+
+def is_stuck(history: tuple[EpochRecord, ...]) -> bool:
+    """Whether a model has learned nothing by the end of its second epoch: later ones say less, and repeat it."""
+    if len(history) != 2:
+        return False
+    first, second = history
+    return second.train_loss > 0.995 * first.train_loss and second.train_accuracy < 0.9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import secrets
@@ -11,6 +10,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from shardmill.errors import IntegrityError
+from shardmill.sealed import seal, unseal
 from shardmill.storage import Store, join_uri
 
 Record = TypeVar("Record", bound=BaseModel)
@@ -33,34 +33,22 @@ def put_record(store: Store, folder: str, number: int, record: BaseModel) -> boo
     Each call is an attempt with an id of its own, so that one whose first PUT succeeded, but whose reply was lost
     before the store's client sent it again, finds itself there.
     """
-    body = record.model_dump(mode="json")
-    envelope = {"sha256": _digest(body), "attempt": secrets.token_hex(16), "record": body}
-    data = json.dumps(envelope, indent=1, ensure_ascii=False).encode() + b"\n"
+    body = {"attempt": secrets.token_hex(16), "record": record.model_dump(mode="json")}
+    data = seal(json.dumps(body, ensure_ascii=False).encode())
     path = record_path(folder, number)
     return store.put_if_absent(path, data) or store.read(path) == data
 
 
 def read_record(store: Store, folder: str, number: int, kind: type[Record]) -> Record:
-    """Raises IntegrityError where the record is missing, was altered, or is of another kind."""
+    """Raises IntegrityError if the record is missing, was altered, or is of another kind."""
     path = record_path(folder, number)
     where = join_uri(store.uri, path)
     try:
         data = store.read(path)
     except FileNotFoundError:
         raise IntegrityError(f"{where} is missing", f"expected record {number} of {folder}/") from None
+    body = unseal(data, where)
     try:
-        content = json.loads(data)
-        stated, body = content["sha256"], content["record"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(f"{where} is not a record ({type(error).__name__}: {error})", "it was altered") from None
-    if stated != _digest(body):
-        raise IntegrityError(f"{where} was altered: SHA-256 {_digest(body)}", f"expected {stated}")
-    try:
-        return kind.model_validate_json(json.dumps(body))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise IntegrityError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-
-
-def _digest(body: object) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return kind.model_validate_json(json.dumps(json.loads(body)["record"]))
+    except (ValidationError, ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{where} is not a {kind.__name__}", " ".join(str(error).split())) from None

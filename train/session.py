@@ -17,12 +17,13 @@ from train.checkpoint import (
     check_resumable,
     find_checkpoint,
     rank_file,
+    read_checkpoint,
     save_checkpoint,
 )
 from train.evaluate import evaluate_split
 from train.models import BuiltModel
 from train.optimizer import ChosenOptimizer
-from train.progress import Progress, TimeSpent
+from train.progress import BestEpoch, Progress, TimeSpent
 from train.runtime import decorrelate_seed_states
 from train.step import TrainStep
 from train.strategies.strategy import Collective
@@ -72,7 +73,10 @@ class Session:
 
 
 def resume(session: Session) -> FoundCheckpoint | None:
-    """Load the newest complete checkpoint, chosen by rank 0, and give all ranks the same variables."""
+    """Load the newest complete checkpoint, chosen by rank 0, and give all ranks the same variables.
+
+    Without one of its own a training begins where the shorter one ended that it continues, if there is one.
+    """
     collective, checkpoints = session.collective, session.checkpoints
     model, optimizer = session.built.model, session.chosen.optimizer
 
@@ -83,6 +87,8 @@ def resume(session: Session) -> FoundCheckpoint | None:
             session.tell("checkpoint_discarded", {"path": path, "reason": reason})
 
         found = find_checkpoint(checkpoints.store, checkpoints.training_dir, tell_discarded)
+        if found is None and session.task.continues:
+            found = read_checkpoint(checkpoints.store, session.task.continues)
     choice = collective.broadcast_bytes(to_json(found) if found else b"")
     found = from_json(FoundCheckpoint, choice) if choice else None
 
@@ -120,6 +126,24 @@ def save(session: Session, progress: Progress) -> tuple[Progress, str]:
     fields = {"path": path, "epoch": cursor.epoch, "step": cursor.step, "global_step": global_step, "seconds": seconds}
     session.tell("checkpoint", fields)
     return progress.after_time(TimeSpent(checkpoint=seconds)), path
+
+
+def load_best(session: Session, best: BestEpoch | None, last_checkpoint: str) -> BestEpoch | None:
+    """Give all ranks the weights of the best epoch, if `train.export` wants them. -> it; None if the last ones count.
+
+    Raises IntegrityError if its checkpoint is damaged.
+    """
+    if best is None or session.task.config.export == "last":
+        return None
+    if best.checkpoint == last_checkpoint:
+        return best
+    collective, store, model = session.collective, session.checkpoints.store, session.built.model
+    if collective.rank == 0:
+        found = read_checkpoint(store, best.checkpoint)
+        assign_variables(model.trainable_variables, found.read(store, WEIGHTS), found.path)
+        assign_variables(model.non_trainable_variables, found.read(store, rank_file(0)), found.path)
+    collective.broadcast_variables([*model.trainable_variables, *model.non_trainable_variables])
+    return best
 
 
 def evaluate(session: Session, split: str) -> Evaluation:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmill.values import Batch
-from train.models import BuiltModel, standardize
+from train.models import BuiltModel, InputScale, standardize
 from train.optimizer import ChosenOptimizer
 
 
@@ -32,8 +32,7 @@ class TrainStep:
         self,
         built: BuiltModel,
         chosen: ChosenOptimizer,
-        channel_mean: tuple[float, ...],
-        channel_std: tuple[float, ...],
+        scale: InputScale,
         share_of_streams: float,
     ) -> None:
         """`share_of_streams`: this rank's part of the regularisation losses, which belong to no sample."""
@@ -41,8 +40,7 @@ class TrainStep:
 
         self._built = built
         self._chosen = chosen
-        self._channel_mean = channel_mean
-        self._channel_std = channel_std
+        self._scale = scale
         self._share_of_streams = share_of_streams
         self._compiled_gradients = tf.function(self._gradients)
         self._compiled_update = tf.function(self._update)
@@ -130,4 +128,4 @@ class TrainStep:
         return tf.cast(self._built.model(self._standardize(images_NHWC), training=False), tf.float32)
 
     def _standardize(self, images_NHWC: Any) -> Any:
-        return standardize(images_NHWC, self._channel_mean, self._channel_std)
+        return standardize(images_NHWC, self._scale.mean, self._scale.std)

@@ -1,6 +1,9 @@
 """Where a training lives below the models' root, and which one a job goes on with.
 
-trainings/<training id>/v00000003-<first 8 digits of the manifest's SHA-256>/   checkpoints/..., result.json
+trainings/<training id>/v00000003-<first 8 digits of the manifest's SHA-256>/
+    epochs-00010-best/                checkpoints/..., result.json
+    epochs-00010-best/fresh-00000001/     the same, of a training that was asked for although there was one already
+    epochs-00010-best/fresh/00000001.json     which run asked for it
 """
 
 from __future__ import annotations
@@ -14,14 +17,27 @@ from pydantic import ValidationError
 
 from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import IntegrityError
-from shardmill.storage import Store, join_uri
-from train.checkpoint import find_checkpoint, settings_that_matter
+from shardmill.options import Section
+from shardmill.sealed import unseal
+from shardmill.storage import Store, check_relative_path, join_uri
+from train.checkpoint import MARKER, settings_that_matter
 from train.config import TrainConfig
-from train.values import TrainResult, from_json
+from train.models.identity import source_sha256
+from train.observer import TrainObserver
+from train.records import put_record, read_record, record_numbers
+from train.values import TrainResult, WorkerTask, from_json
 
 TRAININGS = "trainings"
 # train/worker.py writes it when all is done.
 RESULT = "result.json"
+FRESH = "fresh"
+
+
+class FreshTraining(Section):
+    """A training that starts anew although there is one with the same settings."""
+
+    run_id: str
+    """The run that asked for it; when that run is tried again, it goes on instead of starting anew once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,58 +47,132 @@ class TrainingChoice:
     dataset: DatasetPin
     training_dir: str
     """Relative to the models' root."""
+    model_source_sha256: str
     result: TrainResult | None
     """Of a training that has finished: nothing is left to do."""
+    continues: TrainResult | None
+    """The finished shorter training from whose last checkpoint this one goes on, if it has none of its own yet."""
+    unfinished_versions: tuple[int, ...]
+    """Older dataset versions on which the same training was begun and not finished."""
+
+    def tell(self, config: TrainConfig, observer: TrainObserver) -> None:
+        """What a person should know of other trainings before this one starts or is skipped."""
+        for version in self.unfinished_versions:
+            fields = {"version": version, "dataset": f"{self.dataset.uri}@{version}", "trains": self.dataset.version}
+            observer.on_event(0, "unfinished", fields)
+        if self.continues is not None:
+            shorter = self.continues.num_epochs
+            # A cosine of the shorter length has brought the learning rate near 0; the longer one raises it again, so
+            # this is not what one long training gives. The other schedules do not know how long they are.
+            is_same = config.schedule != "cosine" or shorter == config.epochs
+            note = "the same as one long training" if is_same else "the cosine schedule goes on with its new length"
+            fields = {"training_dir": self.continues.training_dir, "epochs_done": shorter, "epochs": config.epochs}
+            observer.on_event(0, "continues", {**fields, "note": note})
+
+    def task(self, config: TrainConfig, models_uri: str) -> WorkerTask:
+        """What the ranks have to do."""
+        return WorkerTask(
+            config=config,
+            dataset=self.dataset,
+            models_uri=models_uri,
+            training_dir=self.training_dir,
+            model_source_sha256=self.model_source_sha256,
+            continues=self.continues.last_checkpoint if self.continues else "",
+        )
 
 
-def training_id(config: TrainConfig, dataset_uri: str) -> str:
-    """16 hex digits over the dataset's root and all settings that decide what comes out of a training."""
-    content = json.dumps([dataset_uri, settings_that_matter(config)], sort_keys=True)
+def training_id(config: TrainConfig, dataset_uri: str, model_source_sha256: str) -> str:
+    """16 hex digits over the dataset's root, the model's source and all settings that decide what a step does."""
+    content = json.dumps([dataset_uri, model_source_sha256, settings_that_matter(config)], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def training_dir(config: TrainConfig, dataset: DatasetPin) -> str:
+def training_dir(config: TrainConfig, dataset: DatasetPin, model_source_sha256: str) -> str:
     """The folder of the training with these settings on this dataset version."""
     version = f"v{dataset.version:08d}-{dataset.manifest_sha256[:8]}"
-    return f"{TRAININGS}/{training_id(config, dataset.uri)}/{version}"
+    length = f"epochs-{config.epochs:05d}-{config.export}"
+    return f"{TRAININGS}/{training_id(config, dataset.uri, model_source_sha256)}/{version}/{length}"
 
 
-def choose_training(store: Store, config: TrainConfig, latest: DatasetPin, is_pinned: bool = False) -> TrainingChoice:
-    """What to do where `latest` is the newest version: nothing, go on, or start.
+def choose_training(store: Store, config: TrainConfig, dataset: DatasetPin, fresh_for: str = "") -> TrainingChoice:
+    """What to do on exactly this version: nothing, go on, or start. `fresh_for`: a run that wants a new training.
 
-    A training that was begun on an older version and has a complete checkpoint is finished on ITS version first, unless
-    there is one on the latest already, or `is_pinned`: somebody asked for this version and no other.
+    The newest of several trainings that were asked for counts.
     """
-    folder = training_dir(config, latest)
+    source = source_sha256(config.model)
+    first = training_dir(config, dataset, source)
+    folder = _newest_attempt(store, first, fresh_for)
     result = read_result(store, folder)
-    if result is None and not is_pinned and find_checkpoint(store, folder) is None:
-        for older in _unfinished(store, folder, latest.version):
-            found = find_checkpoint(store, older)
-            if found is not None:
-                return TrainingChoice(found.marker.identity.dataset, older, None)
-    return TrainingChoice(latest, folder, result)
+    paths = [file.path for file in store.list(first.rsplit("/", 2)[0])]
+    is_new = result is None and folder == first
+    return TrainingChoice(
+        dataset=dataset,
+        training_dir=folder,
+        model_source_sha256=source,
+        result=result,
+        continues=_shorter_training(store, config, first, paths) if is_new else None,
+        unfinished_versions=_unfinished_versions(first, paths),
+    )
 
 
 def read_result(store: Store, folder: str) -> TrainResult | None:
-    """What a finished training left, or None. Raises IntegrityError where the file is not a result."""
+    """What a finished training left, or None. Raises IntegrityError if a byte of it was altered."""
     path = f"{folder}/{RESULT}"
+    where = join_uri(store.uri, path)
     try:
-        return from_json(TrainResult, store.read(path))
+        body = unseal(store.read(path), where)
+        result = from_json(TrainResult, body)
     except FileNotFoundError:
         return None
+    except IntegrityError as error:
+        fix = "restore it from a backup, or delete it: the training then goes on from its last checkpoint"
+        raise IntegrityError(error.what, error.expected, fix) from None
     except ValidationError as error:
         raise IntegrityError(
-            f"{join_uri(store.uri, path)} is not a training's result: {error.errors()[0]['msg']}",
-            "it was altered, or another version of this program wrote it",
-            "delete it; the training goes on from its last checkpoint",
+            f"{where} is not a training's result: {error.errors()[0]['msg']}",
+            "another version of this program wrote it",
+            "use that version, or delete the file: the training goes on from its last checkpoint",
         ) from None
+    for each in (result.checkpoint, result.last_checkpoint):
+        check_relative_path(each)
+    if result.training_dir != folder:
+        raise IntegrityError(f"{where} is the result of {result.training_dir}", f"expected that of {folder}")
+    return result
 
 
-def _unfinished(store: Store, folder: str, latest_version: int) -> list[str]:
-    """Folders of the same training on older versions that have no result, newest version first."""
-    parent = folder.rpartition("/")[0]
-    paths = [file.path for file in store.list(parent)]
-    folders = {match[0] for path in paths if (match := re.match(rf"{re.escape(parent)}/v\d{{8}}-[0-9a-f]{{8}}", path))}
-    finished = {path.rpartition("/")[0] for path in paths if path.endswith(f"/{RESULT}")}
-    older = [each for each in folders - finished if int(each.rpartition("/v")[2][:8]) < latest_version]
-    return sorted(older, reverse=True)
+def _newest_attempt(store: Store, first: str, fresh_for: str) -> str:
+    """The folder of the newest training with these settings; a new one if `fresh_for` has not asked for it before."""
+    number = max(record_numbers(store, f"{first}/{FRESH}"), default=0)
+    if fresh_for:
+        while True:
+            if number and read_record(store, f"{first}/{FRESH}", number, FreshTraining).run_id == fresh_for:
+                break
+            number += 1
+            # A number that another run takes meanwhile is that run's; this one takes the next.
+            put_record(store, f"{first}/{FRESH}", number, FreshTraining(run_id=fresh_for))
+    return f"{first}/{FRESH}-{number:08d}" if number else first
+
+
+def _shorter_training(store: Store, config: TrainConfig, first: str, paths: list[str]) -> TrainResult | None:
+    """The longest finished training that differs in nothing but `FOLDER_SETTINGS`, and is not longer than this one.
+
+    One that stopped early had enough of its own: only another choice of weights is made from it.
+    """
+    version = first.rpartition("/")[0]
+    pattern = re.compile(rf"({re.escape(version)}/epochs-(\d+)-\w+(?:/{FRESH}-\d+)?)/{RESULT}")
+    finished = [match for path in paths if (match := pattern.fullmatch(path)) and int(match[2]) <= config.epochs]
+    for match in sorted(finished, key=lambda match: (int(match[2]), match[1]), reverse=True):
+        result = read_result(store, match[1])
+        if result is not None and (int(match[2]) == config.epochs or not result.stopped_early):
+            return result
+    return None
+
+
+def _unfinished_versions(first: str, paths: list[str]) -> tuple[int, ...]:
+    """Older versions on which the training of this length has a checkpoint and no result."""
+    parent, version, length = first.rsplit("/", 2)
+    head = rf"({re.escape(parent)}/v(\d{{8}})-[0-9a-f]{{8}}/{length}(?:/{FRESH}-\d+)?)"
+    begun = {match[1]: int(match[2]) for path in paths if (match := re.match(rf"{head}/checkpoints/.*{MARKER}$", path))}
+    finished = {match[1] for path in paths if (match := re.fullmatch(rf"{head}/{RESULT}", path))}
+    older = {number for folder, number in begun.items() if folder not in finished and number < int(version[1:9])}
+    return tuple(sorted(older))

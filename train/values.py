@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -24,6 +24,25 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What a model is, beyond its name (train/models/identity.py)."""
+
+    source_sha256: str
+    """Of the factory's own source; empty for the models of this program."""
+    config_sha256: str
+    """Of what it built."""
+
+    def differences(self, now: ModelIdentity) -> list[str]:
+        """One phrase for each part that `now` has otherwise."""
+        found = []
+        if self.source_sha256 != now.source_sha256:
+            found.append(f"source of train.model: then SHA-256 {self.source_sha256}, now {now.source_sha256}")
+        if self.config_sha256 != now.config_sha256:
+            found.append(f"built model: then configuration {self.config_sha256}, now {now.config_sha256}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerTask:
     """All that a rank needs to know; it crosses process and machine borders as JSON."""
 
@@ -32,6 +51,10 @@ class WorkerTask:
     models_uri: str
     training_dir: str
     """Relative to `models_uri`: where this training keeps its checkpoints and its result."""
+    model_source_sha256: str
+    """As the driver found it; a rank that finds another source must not train."""
+    continues: str = ""
+    """Relative to `models_uri`: the checkpoint of a shorter training from which this one goes on; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +116,17 @@ class TrainResult:
 
     dataset: DatasetPin
     training_dir: str
+    exported: Literal["best", "last"]
+    """Which weights this result speaks of: those of the best epoch, or of the last."""
+    weights_epoch: int
+    """The epoch after which they were saved, counted from 0."""
     checkpoint: str
-    """Relative to the models' root: the checkpoint that holds the final weights."""
+    """Relative to the models' root: the checkpoint that holds those weights."""
+    last_checkpoint: str
+    """Likewise: where the training ended, and a longer one goes on."""
+    continued_from: str
+    """Likewise: the last checkpoint of the shorter training that this one continued; empty for none."""
+    model: ModelIdentity
     strategy: str
     world_size: int
     num_epochs: int
@@ -104,6 +136,7 @@ class TrainResult:
     time_shares: TimeShares
     final_loss_hex: str
     weights_sha256: str
+    """Of the weights in `checkpoint`."""
     stopped_early: bool
     resumed_from: Cursor | None
     history: tuple[EpochRecord, ...]

@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import secrets
 
-from shardmill.dataset import Dataset, open_pinned
+from shardmill.dataset import open_pinned
 from shardmill.dataset.ids import format_sample_id
 from shardmill.epoch_plan import streams_of_rank
-from shardmill.errors import TrainingError, UsageError
+from shardmill.errors import TrainingError
 from shardmill.reader import ReaderOptions, read_batches
+from shardmill.sealed import seal
 from shardmill.storage import open_store
 from shardmill.values import Batch
 from train.checkpoint import CheckpointFolder, TrainingIdentity, settings_that_matter
-from train.config import TrainConfig
 from train.evaluate import average_moving_statistics
-from train.models import build_model
+from train.models import build_model, input_scale
+from train.models.identity import identify_model
 from train.optimizer import build_optimizer
-from train.progress import EarlyStop, Progress, TimeSpent
+from train.preflight import check_trainable, plan_training
+from train.progress import EarlyStop, Progress, TimeSpent, is_stuck
 from train.runtime import start_tensorflow
 from train.schedule import lr_at
-from train.session import Session, evaluate, resume, save
+from train.session import Session, evaluate, load_best, resume, save
 from train.step import TrainStep
 from train.strategies import find_strategy
 from train.strategies.announced import AnnouncedCollective
 from train.trainings import RESULT
 from train.values import (
     EpochRecord,
+    Evaluation,
     Reporter,
     StepReport,
     TrainResult,
@@ -38,6 +41,12 @@ from train.values import (
     to_json,
 )
 from train.weights import weights_sha256
+
+# What a person who brings a model cannot see in it, and most often is the cause when it does not learn.
+INPUTS_HINT = (
+    "the model gets float32 images as (x - mean) / std per channel of the train split; "
+    "one that expects pixels from 0 to 255 wants train.standardize = false"
+)
 
 
 def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
@@ -56,19 +65,13 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     check_trainable(config, dataset)
     manifest = dataset.manifest
     streams = streams_of_rank(world.rank, world.num_ranks, config.num_streams)
-    plan_spec = dataset.plan_spec(
-        "train",
-        seed=config.seed,
-        global_batch_size=config.global_batch_size,
-        num_streams=config.num_streams,
-        window_budget_bytes=config.window_budget_bytes,
-    )
+    plan_spec = plan_training(config, dataset)
 
     # The model and its optimizer, with fresh variables.
     built = build_model(config, manifest.normalize.image_shape_HWC, len(manifest.class_names))
     chosen = build_optimizer(config, built)
-    share_of_streams = len(streams) / config.num_streams
-    step = TrainStep(built, chosen, manifest.channel_mean, manifest.channel_std, share_of_streams)
+    model = identify_model(config.model, built.config_sha256, task.model_source_sha256)
+    step = TrainStep(built, chosen, input_scale(config, manifest), len(streams) / config.num_streams)
 
     # From here on the ranks speak to each other.
     collective = AnnouncedCollective(strategy, world, reporter)
@@ -84,30 +87,36 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         step=step,
         collective=collective,
         checkpoints=CheckpointFolder(open_store(task.models_uri), task.training_dir, attempt, config.keep_checkpoints),
-        identity=TrainingIdentity(task.dataset, plan_spec.fingerprint, settings_that_matter(config)),
+        identity=TrainingIdentity(task.dataset, plan_spec.fingerprint, model, settings_that_matter(config)),
         reporter=reporter,
     )
 
     # Go on from the last complete checkpoint, if there is one; in any case all ranks start with rank 0's variables.
     found = resume(session)
     progress = found.marker.progress if found else Progress()
-    checkpoint_path = found.path if found else ""
+    last_checkpoint = found.path if found else ""
     session.stopwatch.lap()
 
     # Epochs: steps, then validation, then a checkpoint that holds what was validated.
     while progress.cursor.epoch < config.epochs and not progress.early_stop.stopped:
         progress = _train_steps(session, progress)
         progress = _finish_epoch(session, progress)
-        progress, checkpoint_path = save(session, progress)
+        progress, last_checkpoint = save(session, progress)
 
-    # The final figures, on data that no decision has seen.
+    # The weights that count, and their figures on data that no decision has seen.
+    best = load_best(session, progress.best, last_checkpoint)
     split = next((name for name in ("test", "validation") if name in manifest.splits), None)
     evaluation = evaluate(session, split) if split else None
 
     result = TrainResult(
         dataset=task.dataset,
         training_dir=task.training_dir,
-        checkpoint=checkpoint_path,
+        exported="best" if best else "last",
+        weights_epoch=best.epoch if best else progress.cursor.epoch - 1,
+        checkpoint=best.checkpoint if best else last_checkpoint,
+        last_checkpoint=last_checkpoint,
+        continued_from=task.continues,
+        model=model,
         strategy=config.strategy,
         world_size=world.num_ranks,
         num_epochs=progress.cursor.epoch,
@@ -123,36 +132,12 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         evaluation=evaluation,
     )
     if world.rank == 0:
-        session.checkpoints.store.put(f"{task.training_dir}/{RESULT}", to_json(result))
+        session.checkpoints.store.put(f"{task.training_dir}/{RESULT}", seal(to_json(result)))
 
     # Leave together. A rank that fails does not come here: its own error should be heard before its peers lose it.
     collective.barrier()
     collective.close()
     return result
-
-
-def check_trainable(config: TrainConfig, dataset: Dataset) -> None:
-    """Raises UsageError for a dataset that this training cannot use; a driver asks before it starts any rank."""
-    where = f"{dataset.pin.uri}@{dataset.pin.version}"
-    splits = dataset.manifest.splits
-    if not dataset.manifest.class_names:
-        raise UsageError(
-            f"the dataset {where} has no labels",
-            "training a classifier needs one folder per class",
-            "sort the images into class folders and run the ETL again",
-        )
-    if "train" not in splits:
-        raise UsageError(
-            f"the dataset {where} has no train split",
-            f"it has {', '.join(splits) or 'none'}",
-            "raise etl.split_fractions.train, or add images",
-        )
-    if config.early_stop_epochs and "validation" not in splits:
-        raise UsageError(
-            f"train.early_stop_epochs = {config.early_stop_epochs}, and the dataset {where} has no validation split",
-            "expected one to judge by",
-            "set train.early_stop_epochs = 0, or raise etl.split_fractions.validation",
-        )
 
 
 def _train_steps(session: Session, progress: Progress) -> Progress:
@@ -218,10 +203,14 @@ def _train_steps(session: Session, progress: Progress) -> Progress:
 
 
 def _finish_epoch(session: Session, progress: Progress) -> Progress:
-    """Make the ranks' models equal, validate, and decide on rank 0 whether to stop."""
+    """Make the ranks' models equal, validate, and decide whether to stop and which epoch is the best."""
     config, manifest = session.task.config, session.dataset.manifest
     average_moving_statistics(session.built.model, session.collective, config.num_streams)
-    validation = evaluate(session, "validation") if "validation" in manifest.splits else None
+    validation = None
+    if "validation" in manifest.splits:
+        # What is decided by these figures must be decided alike on all ranks, to the last bit.
+        of_rank_0 = session.collective.broadcast_bytes(to_json(evaluate(session, "validation").without_classes()))
+        validation = from_json(Evaluation, of_rank_0)
     progress = progress.after_time(TimeSpent(other=session.stopwatch.lap()))
     num_rows = manifest.splits["train"].num_rows
     record = EpochRecord(
@@ -231,12 +220,11 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
         train_accuracy=progress.num_correct / num_rows,
         learning_rate=float(session.chosen.optimizer.learning_rate),
         seconds=progress.epoch_seconds,
-        validation=validation.without_classes() if validation else None,
+        validation=validation,
     )
     early_stop = EarlyStop()
     if config.early_stop_epochs and validation:
-        decided = progress.early_stop.after_epoch(validation.loss, config.early_stop_epochs)
-        early_stop = from_json(EarlyStop, session.collective.broadcast_bytes(to_json(decided)))
+        early_stop = progress.early_stop.after_epoch(validation.loss, config.early_stop_epochs)
     fields: dict[str, str | int | float] = {
         "epoch": record.epoch,
         "train_loss": record.train_loss,
@@ -249,7 +237,10 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
     session.tell("epoch", fields)
     if early_stop.stopped:
         session.tell("early_stop", {"epoch": record.epoch, "epochs_since_best": early_stop.epochs_since_best})
-    return progress.after_epoch(record, early_stop)
+    after = progress.after_epoch(record, early_stop, session.checkpoints.path_of(session.global_step(progress)))
+    if is_stuck(after.history):
+        session.tell("loss_stuck", {"epoch": record.epoch, "train_loss": record.train_loss, "hint": INPUTS_HINT})
+    return after
 
 
 def _scheduled_learning_rate(session: Session, progress: Progress) -> float | None:
@@ -264,7 +255,7 @@ def _not_finite(session: Session, progress: Progress, loss: float, gradient_norm
         f"loss {loss}, gradient norm {gradient_norm} at epoch {cursor.epoch}, step {cursor.step} "
         f"(global step {session.global_step(progress)}); the update was not applied",
         "expected finite numbers",
-        "lower train.learning_rate, or set train.gradient_clip_norm or train.warmup_steps",
+        f"lower train.learning_rate, or set train.gradient_clip_norm or train.warmup_steps; {INPUTS_HINT}",
     )
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     raise_on_sigterm()
     given = json.loads(sys.argv[1])
     config = TrainConfig(**given["train"])
-    task = WorkerTask(config, DatasetPin(**given["dataset"]), given["models_uri"], "trainings/test")
+    task = WorkerTask(config, DatasetPin(**given["dataset"]), given["models_uri"], "trainings/test", "")
     teller = Teller()
     outcome: dict[str, object]
     try:

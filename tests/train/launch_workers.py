@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from shardmill.errors import IntegrityError
 from shardmill.values import Cursor
-from train.values import Reporter, StepReport, TimeShares, TrainResult, WorkerTask, World
+from train.values import ModelIdentity, Reporter, StepReport, TimeShares, TrainResult, WorkerTask, World
 
 NUM_STEPS = 4
 
@@ -28,7 +28,12 @@ def result_of(task: WorkerTask, world: World) -> TrainResult:
     return TrainResult(
         dataset=task.dataset,
         training_dir=task.training_dir,
+        exported="last",
+        weights_epoch=0,
         checkpoint="",
+        last_checkpoint="",
+        continued_from="",
+        model=ModelIdentity("", "0" * 64),
         strategy=task.config.strategy,
         world_size=world.num_ranks,
         num_epochs=1,

@@ -9,11 +9,21 @@ from pathlib import Path
 import pytest
 
 from shardmill.dataset import open_dataset
-from shardmill.errors import StorageError, UsageError
+from shardmill.errors import SecurityRefusal, StorageError, UsageError
+from shardmill.sealed import seal
 from shardmill.storage import open_store
 from tests.support import make_dataset
 from tests.train.training import MODELS, Killed, Recorder, train_here
-from train.checkpoint import FREE_SETTINGS, MARKER, OPTIMIZER, WEIGHTS, find_checkpoint, settings_that_matter
+from train.checkpoint import (
+    FOLDER_SETTINGS,
+    FREE_SETTINGS,
+    MARKER,
+    OPTIMIZER,
+    WEIGHTS,
+    find_checkpoint,
+    read_checkpoint,
+    settings_that_matter,
+)
 from train.config import TrainConfig
 from train.export import find_final_checkpoint
 from train.values import to_json
@@ -121,7 +131,11 @@ def test_the_newest_are_kept_and_half_written_ones_go_when_they_are_old(tiny_uri
         half.parent.mkdir()
         half.write_bytes(b"half")
     train_here(tiny_uri, models, **CONFIG)
-    assert [name[:13] for name in checkpoints(models)] == ["step-00000004", "step-00000005", "step-00000006"]
+    *best, first, second, third = checkpoints(models)
+    assert [name[:13] for name in (first, second, third)] == ["step-00000004", "step-00000005", "step-00000006"]
+    # Epoch 0 was the best when steps 4 and 5 were saved; were step 6 damaged, it would be again.
+    kept = [read_checkpoint(open_store(models), f"t/checkpoints/{name}") for name in (first, second)]
+    assert {each.marker.progress.best.checkpoint for each in kept} == {f"t/checkpoints/{name}" for name in best}
     assert not old.exists() and new.exists()
 
 
@@ -186,10 +200,39 @@ def test_a_factory_that_builds_something_else_is_refused(tiny_uri, tmp_path, mon
         train_here(tiny_uri, tmp_path / "models", Recorder(killed_at=2), **config)
     del sys.modules["changing_factory"]
     monkeypatch.syspath_prepend(tmp_path / "v8")
-    with pytest.raises(
-        UsageError, match=r"holds float32 \(768, 4\) for .*kernel; this model has float32 \(768, 8\) there"
-    ):
+    with pytest.raises(UsageError, match=r"source of train.model: then SHA-256 \w+, now \w+; built model: then"):
         train_here(tiny_uri, tmp_path / "models", **config)
+
+
+def test_a_factory_that_builds_something_else_from_the_same_source_is_refused(tiny_uri, tmp_path, monkeypatch):
+    """It reads a setting from the environment: nothing in its source shows it, and no shape of a weight."""
+    (tmp_path / "swaying_factory.py").write_text(
+        "import os\n"
+        "import keras\n"
+        "def model(image_shape, num_classes):\n"
+        "    layers = [keras.layers.Activation(os.environ['ACTIVATION']), keras.layers.Flatten()]\n"
+        "    return keras.Sequential([keras.Input(image_shape), *layers, keras.layers.Dense(num_classes)])\n"
+    )
+    config = {"model": "swaying_factory:model", "checkpoint_every_steps": 1}
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("ACTIVATION", "relu")
+    with pytest.raises(Killed):
+        train_here(tiny_uri, tmp_path / "models", Recorder(killed_at=2), **config)
+    monkeypatch.setenv("ACTIVATION", "tanh")
+    with pytest.raises(UsageError, match="belongs to another training: built model: then configuration"):
+        train_here(tiny_uri, tmp_path / "models", **config)
+    with pytest.raises(UsageError, match="the source here has SHA-256 .* which the driver found"):
+        train_here(tiny_uri, tmp_path / "models", expect_source="0" * 64, **config)
+
+
+@pytest.mark.parametrize("path", ["../../outside", "/etc/passwd"])
+def test_a_marker_whose_names_leave_its_folder_is_refused(tiny_uri, models, path):
+    marker = newest(models) / MARKER
+    body = json.loads(marker.read_bytes())["body"]
+    body["files"][0]["path"] = path
+    marker.write_bytes(seal(json.dumps(body).encode()))
+    with pytest.raises(SecurityRefusal, match="does not stay under its root"):
+        train_here(tiny_uri, models, **CONFIG)
 
 
 def test_what_does_not_change_the_outcome_may_change(tiny_uri, models, whole):
@@ -208,8 +251,9 @@ def test_what_does_not_change_the_outcome_may_change(tiny_uri, models, whole):
 
 
 def test_every_free_setting_exists():
-    assert TrainConfig.model_fields.keys() >= FREE_SETTINGS
-    assert settings_that_matter(TrainConfig()).keys() == TrainConfig.model_fields.keys() - FREE_SETTINGS
+    free = FREE_SETTINGS | FOLDER_SETTINGS
+    assert TrainConfig.model_fields.keys() >= free
+    assert settings_that_matter(TrainConfig()).keys() == TrainConfig.model_fields.keys() - free
 
 
 def test_nothing_in_a_checkpoint_is_code(models):
@@ -219,7 +263,7 @@ def test_nothing_in_a_checkpoint_is_code(models):
     for file in folder.glob("*.npz"):
         with np.load(file, allow_pickle=False) as stored:
             assert all(stored[name].dtype != object for name in stored.files)
-    assert json.loads((folder / MARKER).read_bytes())["marker"]["global_step"] == KILLED_AT
+    assert json.loads((folder / MARKER).read_bytes())["body"]["global_step"] == KILLED_AT
 
 
 def test_a_full_disk_ends_the_training_and_leaves_the_last_checkpoint(tiny_uri, models, monkeypatch):
@@ -248,11 +292,9 @@ def test_checkpoints_and_results_live_on_s3(tiny_uri, s3_bucket, tmp_path, whole
 
 
 def test_a_marker_of_another_program_version_is_not_taken_for_damage(tiny_uri, models):
-    import hashlib
-
     marker = newest(models) / MARKER
     body = to_json(open_dataset(tiny_uri).pin)
-    marker.write_bytes(b'{"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'","marker":' + body + b"}")
+    marker.write_bytes(seal(body))
     with pytest.raises(UsageError, match="has another layout"):
         train_here(tiny_uri, models, **CONFIG)
     assert marker.exists()

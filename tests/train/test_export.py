@@ -20,6 +20,7 @@ from tests.support import make_dataset
 from train.config import TrainConfig
 from train.export import EXPORTS, KERAS_FILE, export_training, load_exported, read_export
 from train.launchers import LAUNCHERS
+from train.models.identity import source_sha256
 from train.observer import SilentObserver
 from train.records import put_record, read_record, record_numbers
 from train.trainings import training_dir
@@ -54,7 +55,8 @@ def config_of(**train: object) -> TrainConfig:
 
 
 def trained(dataset: Dataset, models_uri: Path, config: TrainConfig) -> TrainResult:
-    task = WorkerTask(config, dataset.pin, str(models_uri), training_dir(config, dataset.pin))
+    source = source_sha256(config.model)
+    task = WorkerTask(config, dataset.pin, str(models_uri), training_dir(config, dataset.pin, source), source)
     return LAUNCHERS["inline"](task, SparkConfig(), SilentObserver())
 
 
@@ -133,7 +135,7 @@ def test_an_altered_record_is_named(models, tmp_path):
     with pytest.raises(IntegrityError, match=r"exports/00000001\.json was altered"):
         read_export(str(tmp_path), 1)
     (tmp_path / path).write_text(text[: len(text) // 2])
-    with pytest.raises(IntegrityError, match=r"exports/00000001\.json is not a record"):
+    with pytest.raises(IntegrityError, match=r"exports/00000001\.json was altered"):
         read_export(str(tmp_path), 1)
 
 

@@ -33,6 +33,7 @@ class Recorder:
     def __init__(self, fail_after_steps: int = -1) -> None:
         self.steps: list[tuple[int, int, str]] = []
         self.events: list[str] = []
+        self.fields: dict[str, dict] = {}
         self._fail_after_steps = fail_after_steps
 
     def on_step(self, step) -> None:
@@ -42,6 +43,7 @@ class Recorder:
 
     def on_event(self, rank, name, fields) -> None:
         self.events.append(name)
+        self.fields[name] = fields
 
 
 def tree_of(dataset_uri: str, models_uri: Path | str, **train: object) -> TrainTree:
@@ -67,16 +69,23 @@ def dataset_uri(tmp_path) -> str:
     ],
 )
 def test_a_training_is_the_same_however_it_is_run(free):
-    assert training_id(TrainConfig(**free), "/data") == training_id(TrainConfig(), "/data")
+    assert training_id(TrainConfig(**free), "/data", "") == training_id(TrainConfig(), "/data", "")
 
 
 @pytest.mark.parametrize(
     "other",
-    [{"epochs": 11}, {"seed": 1}, {"learning_rate": 2e-3}, {"model": "resnet50"}, {"augment": {"random_flip": False}}],
+    [
+        {"standardize": False},
+        {"seed": 1},
+        {"learning_rate": 2e-3},
+        {"model": "resnet50"},
+        {"augment": {"random_flip": False}},
+    ],
 )
 def test_a_training_is_another_where_the_outcome_may_be(other):
-    assert training_id(TrainConfig(**other), "/data") != training_id(TrainConfig(), "/data")
-    assert training_id(TrainConfig(), "/other") != training_id(TrainConfig(), "/data")
+    assert training_id(TrainConfig(**other), "/data", "") != training_id(TrainConfig(), "/data", "")
+    assert training_id(TrainConfig(), "/other", "") != training_id(TrainConfig(), "/data", "")
+    assert training_id(TrainConfig(), "/data", "source") != training_id(TrainConfig(), "/data", "")
 
 
 def test_a_finished_training_is_not_done_again(dataset_uri, tmp_path):
@@ -93,7 +102,7 @@ def test_a_finished_training_is_not_done_again(dataset_uri, tmp_path):
     assert not train_model(tree_of(dataset_uri, tmp_path / "models", seed=1), SilentObserver()).skipped
 
 
-def test_a_stopped_training_is_finished_on_its_own_version_and_then_done_on_the_latest(dataset_uri, tmp_path):
+def test_a_run_trains_its_own_version_and_tells_of_an_older_one_that_is_unfinished(dataset_uri, tmp_path):
     whole = Recorder()
     expected = train_model(tree_of(dataset_uri, tmp_path / "never_stopped"), whole).result
     tree = tree_of(dataset_uri, tmp_path / "models")
@@ -106,21 +115,21 @@ def test_a_stopped_training_is_finished_on_its_own_version_and_then_done_on_the_
     latest = open_dataset(dataset_uri).pin
     assert latest.version == 2
     choice = choose_training(open_store(tmp_path / "models"), tree.train, latest)
-    assert (choice.dataset.version, choice.result) == (1, None)
+    assert (choice.dataset, choice.result, choice.unfinished_versions) == (latest, None, (1,))
 
-    # Somebody who names a version gets that one.
-    pinned = choose_training(open_store(tmp_path / "models"), tree.train, latest, is_pinned=True)
-    assert (pinned.dataset, pinned.result) == (latest, None)
+    # The same command again trains the version that it finds, and says what is left over and how to finish it.
+    newer = Recorder()
+    assert train_model(tree, newer).result.dataset == latest
+    assert newer.fields["unfinished"] == {"version": 1, "dataset": f"{dataset_uri}@1", "trains": 2}
+    assert "resumed" not in newer.events
 
-    # The same command again goes on where the last checkpoint is, and ends as if nothing had been.
+    # Somebody who asks for the older version goes on where its last checkpoint is, and ends as if nothing had been.
     rest = Recorder()
-    resumed = train_model(tree, rest).result
+    resumed = train_model(tree_of(f"{dataset_uri}@1", tmp_path / "models"), rest).result
     assert "resumed" in rest.events
     assert rest.steps == whole.steps[6:]
     assert (resumed.dataset.version, resumed.weights_sha256) == (1, expected.weights_sha256)
-
-    # And again: now the latest version.
-    assert train_model(tree, SilentObserver()).result.dataset == latest
+    assert choose_training(open_store(tmp_path / "models"), tree.train, latest).unfinished_versions == ()
 
 
 def test_a_missing_shard_is_named_before_anything_starts(dataset_uri, tmp_path):

@@ -284,14 +284,14 @@ def test_interrupted_command_ends_its_ranks_and_says_so(tmp_path, dataset, comma
 
 
 def test_inline_runs_one_rank_only():
-    task = WorkerTask(TrainConfig(num_workers=2, strategy="horovod"), PIN, "/nowhere", "trainings/test")
+    task = WorkerTask(TrainConfig(num_workers=2, strategy="horovod"), PIN, "/nowhere", "trainings/test", "")
     with pytest.raises(UsageError, match="num_workers = 2.*'local' or 'horovod_spark'"):
         LAUNCHERS["inline"](task, SparkConfig(), SilentObserver())
 
 
 def test_spark_with_too_few_slots_is_refused_before_it_starts():
     config = TrainConfig(num_workers=3, strategy="horovod", launcher="horovod_spark")
-    task = WorkerTask(config, PIN, "/nowhere", "trainings/test")
+    task = WorkerTask(config, PIN, "/nowhere", "trainings/test", "")
     with pytest.raises(UsageError, match=r"num_workers = 3, but Spark at 'local\[2\]' runs 2 task.*local\[3\]"):
         LAUNCHERS["horovod_spark"](task, SparkConfig(master="local[2]"), SilentObserver())
 

@@ -15,7 +15,7 @@ from shardmill.values import Batch
 from tests.train.training import MODELS as USER_MODELS
 from tests.train.training import Recorder, train_here
 from train.config import TrainConfig
-from train.models import MODELS, build_model
+from train.models import MODELS, InputScale, build_model
 from train.models.small_cnn import small_cnn
 from train.optimizer import build_optimizer
 from train.step import TrainStep
@@ -42,7 +42,7 @@ def step_of(config: TrainConfig, shape_HWC: tuple[int, int, int], share_of_strea
     built = build_model(config, shape_HWC, 3)
     chosen = build_optimizer(config, built)
     channels = shape_HWC[2]
-    return built, TrainStep(built, chosen, (120.0,) * channels, (60.0,) * channels, share_of_streams)
+    return built, TrainStep(built, chosen, InputScale((120.0,) * channels, (60.0,) * channels), share_of_streams)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -43,7 +43,7 @@ ECHO = RuntimeError("HorovodInternalError: [gloo/transport/tcp/pair.cc:598] Conn
 
 def task_of(num_workers: int, **train: object) -> WorkerTask:
     config = TrainConfig(num_workers=num_workers, strategy="horovod", launcher="local", **train)
-    return WorkerTask(config, DatasetPin("/nowhere", 1, "0" * 64), "/nowhere", "trainings/test")
+    return WorkerTask(config, DatasetPin("/nowhere", 1, "0" * 64), "/nowhere", "trainings/test", "")
 
 
 def fault(kind: FaultKind, rank: int, seen_seconds: float, error: Exception | None = None, **more) -> RankFault:

@@ -15,8 +15,9 @@ from shardmill.reader import read_batches
 from shardmill.storage import open_store
 from tests.support import build_here, make_dataset, write_images
 from tests.train.training import MODELS, Killed, Recorder, task_of, train_here
-from train.checkpoint import find_checkpoint
-from train.values import TrainResult, World, from_json
+from train.checkpoint import find_checkpoint, read_checkpoint
+from train.trainings import read_result
+from train.values import World
 from train.worker import run_worker
 
 STATEFUL = f"{MODELS}:stateful"
@@ -103,7 +104,7 @@ def test_the_result_tells_what_happened(tiny_uri, tmp_path):
     recorder = Recorder()
     result = train_here(tiny_uri, tmp_path, recorder, epochs=8, learning_rate=0.01)
     manifest = open_dataset(tiny_uri).manifest
-    assert from_json(TrainResult, open_store(tmp_path).read("t/result.json")) == result
+    assert read_result(open_store(tmp_path), "t") == result
     assert result.num_steps == len(recorder.steps) == 8 * recorder.steps[0].num_steps
     assert result.final_loss_hex == recorder.steps[-1].loss_hex
     assert result.evaluation is not None and result.evaluation.split == "test"
@@ -112,12 +113,17 @@ def test_the_result_tells_what_happened(tiny_uri, tmp_path):
     assert [record.epoch for record in result.history] == list(range(8))
     assert all(record.validation.num_samples == manifest.splits["validation"].num_rows for record in result.history)
     assert all(record.validation.confusion == () for record in result.history), "a history must not grow with classes"
+    # What is exported are the weights of the epoch with the lowest validation loss, and the figures are theirs.
+    losses = [record.validation.loss for record in result.history]
+    assert (result.exported, result.weights_epoch) == ("best", losses.index(min(losses)))
+    best = read_checkpoint(open_store(tmp_path), result.checkpoint)
+    assert best.marker.global_step == (result.weights_epoch + 1) * recorder.steps[0].num_steps
     shares = result.time_shares
     total = shares.input_wait + shares.compute + shares.allreduce + shares.checkpoint + shares.other
     assert total == pytest.approx(1.0)
     assert [fields["epoch"] for fields in recorder.named("epoch")] == list(range(8))
     found = find_checkpoint(open_store(tmp_path), "t")
-    assert found is not None and found.path == result.checkpoint == recorder.named("checkpoint")[-1]["path"]
+    assert found is not None and found.path == result.last_checkpoint == recorder.named("checkpoint")[-1]["path"]
 
 
 def test_reported_losses_are_means_over_the_global_batch(tiny_uri, tmp_path):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardmill.dataset import open_dataset
 from train.config import TrainConfig
+from train.models.identity import source_sha256
 from train.values import StepReport, TrainResult, WorkerTask, World
 from train.worker import run_worker
 
@@ -46,10 +47,19 @@ class Recorder:
 
 
 def task_of(uri: str, models: Path, training_dir: str = "t", **config: object) -> WorkerTask:
-    return WorkerTask(TrainConfig(**{**SMALL, **config}), open_dataset(uri).pin, str(models), training_dir)
+    settings = TrainConfig(**{**SMALL, **config})
+    return WorkerTask(settings, open_dataset(uri).pin, str(models), training_dir, source_sha256(settings.model))
 
 
 def train_here(
-    uri: str, models: Path, recorder: Recorder | None = None, training_dir: str = "t", **config: object
+    uri: str,
+    models: Path,
+    recorder: Recorder | None = None,
+    training_dir: str = "t",
+    expect_source: str | None = None,
+    **config: object,
 ) -> TrainResult:
-    return run_worker(task_of(uri, models, training_dir, **config), World(), recorder or Recorder())
+    task = task_of(uri, models, training_dir, **config)
+    if expect_source is not None:
+        task = replace(task, model_source_sha256=expect_source)
+    return run_worker(task, World(), recorder or Recorder())

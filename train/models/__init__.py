@@ -1,6 +1,7 @@
 """The models that can be trained by name, and how a name or a user's factory becomes a checked model.
 
-Shape legend: N batch, H height, W width, C channels, K classes. Every model takes standardized float32 images_NHWC.
+Shape legend: N batch, H height, W width, C channels, K classes. Models take float32 images_NHWC, standardized
+unless `train.standardize` is false.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shardmill.dataset.manifest import Manifest
 from shardmill.errors import UsageError
 from train.config import TrainConfig
+from train.models.identity import config_sha256
 from train.models.losses import PerSampleLoss, are_outputs_logits, choose_loss
 from train.models.resnet50 import resnet50
 from train.models.small_cnn import small_cnn
@@ -33,6 +36,16 @@ class BuiltModel:
     per_sample_loss: PerSampleLoss
     compiled_optimizer: Any | None
     """The optimizer that a user's factory compiled the model with."""
+    config_sha256: str
+    """Of what was built (train/models/identity.py), before any step has changed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputScale:
+    """What is subtracted from the pixels of each channel, and what they are then divided by."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
 
 def build_model(config: TrainConfig, image_shape_HWC: tuple[int, int, int], num_classes: int) -> BuiltModel:
@@ -58,7 +71,15 @@ def build_model(config: TrainConfig, image_shape_HWC: tuple[int, int, int], num_
         # The policy is Keras's global; nothing built later in this process should inherit it.
         keras.config.set_dtype_policy(former_policy)
     optimizer = model.optimizer if getattr(model, "compiled", False) else None
-    return BuiltModel(model, outputs_are_logits, loss, optimizer)
+    return BuiltModel(model, outputs_are_logits, loss, optimizer, config_sha256(model))
+
+
+def input_scale(config: TrainConfig, manifest: Manifest) -> InputScale:
+    """How a model's inputs arrive: standardized by the statistics of the train split, or untouched without `train.standardize`."""
+    if config.standardize:
+        return InputScale(manifest.channel_mean, manifest.channel_std)
+    num_channels = len(manifest.channel_mean)
+    return InputScale((0.0,) * num_channels, (1.0,) * num_channels)
 
 
 def standardize(images_NHWC: Any, channel_mean: tuple[float, ...], channel_std: tuple[float, ...]) -> Any:

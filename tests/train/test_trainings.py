@@ -1,0 +1,249 @@
+"""Which training a job goes on with: by the model's source too, by length, and never by a result that was altered."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardmill.config import DatasetConfig, ModelsConfig
+from shardmill.dataset import open_dataset
+from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
+from shardmill.sealed import seal
+from shardmill.storage import open_store
+from tests.train.training import Recorder as Reporter
+from train.config import TrainConfig, TrainTree
+from train.job import export_model, train_model
+from train.models.identity import source_sha256
+from train.preflight import window_memory
+from train.trainings import RESULT, read_result
+
+FACTORY = """
+import keras
+import {helper}
+def model(image_shape, num_classes):
+    layers = [keras.layers.Flatten(), keras.layers.Activation("{activation}"), keras.layers.Dense(num_classes)]
+    return keras.Sequential([keras.Input(image_shape), *layers])
+"""
+
+
+class Observer(Reporter):
+    """The driver's side of a recorder."""
+
+    def on_step(self, step) -> None:
+        self.steps.append(step)
+
+    def on_event(self, rank, name, fields) -> None:
+        self.events.append((name, fields))
+
+    @property
+    def losses(self):
+        return {(step.epoch, step.step): step.loss_hex for step in self.steps}
+
+
+def tree_of(dataset_uri: str, models_uri: Path, **train: object) -> TrainTree:
+    settings = {"epochs": 2, "global_batch_size": 24, "num_streams": 6, **train}
+    return TrainTree(
+        dataset=DatasetConfig(uri=dataset_uri), models=ModelsConfig(uri=str(models_uri)), train=TrainConfig(**settings)
+    )
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    """factory(activation) -> (over)writes a user's model, as an editor does, and gives its name."""
+    module = f"users_model_{os.getpid()}_{random.randrange(10**9)}"
+    helper = f"{module}_helper"
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"{helper}.py").write_text("")
+
+    def write(activation: str = "relu") -> str:
+        (tmp_path / f"{module}.py").write_text(FACTORY.format(helper=helper, activation=activation))
+        sys.modules.pop(module, None)
+        return f"{module}:model"
+
+    return write
+
+
+def test_the_source_of_a_model_is_its_module_and_what_lies_beside_it(factory, tmp_path):
+    name = factory()
+    helper = tmp_path / f"{name.partition(':')[0]}_helper.py"
+    before = source_sha256(name)
+    assert before == source_sha256(name)
+    helper.write_text("WIDTH = 3\n")
+    with_helper = source_sha256(name)
+    factory("tanh")
+    assert len({before, with_helper, source_sha256(name)}) == 3
+    assert source_sha256("small_cnn") == ""
+    with pytest.raises(UsageError, match="there is no module 'no_such.module'"):
+        source_sha256("no_such.module:model")
+
+
+def test_the_source_of_a_package_covers_relative_imports(tmp_path, monkeypatch):
+    package = tmp_path / "users_package" / "nets"
+    package.mkdir(parents=True)
+    for file, text in {
+        "__init__.py": "",
+        "net.py": "from . import blocks\nfrom ..common import width",
+        "blocks.py": "",
+    }.items():
+        (package / file).write_text(text)
+    (package.parent / "common.py").write_text("width = 1")
+    (package.parent / "unused.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = set()
+    for file in ("nets/net.py", "nets/blocks.py", "common.py", "nets/__init__.py"):
+        with open(package.parent / file, "a") as text:
+            text.write("\n")
+        seen.add(source_sha256("users_package.nets.net:model"))
+    assert len(seen) == 4
+    (package.parent / "unused.py").write_text("changed")
+    assert source_sha256("users_package.nets.net:model") in seen
+
+
+def test_finding_the_source_imports_nothing(tmp_path):
+    (tmp_path / "heavy_model.py").write_text("import tensorflow\nraise SystemExit(1)\n")
+    code = (
+        "import sys; from train.models.identity import source_sha256; print(source_sha256('heavy_model:f'));"
+        "assert not {'tensorflow', 'keras', 'heavy_model'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stdout.strip()) == 64, done.stderr
+
+
+def test_an_edited_factory_is_another_model(tiny_uri, tmp_path, factory):
+    """No layer's weights change their shape: only the model's own words tell the difference."""
+    tree = tree_of(tiny_uri, tmp_path / "models", model=factory("relu"), epochs=1)
+    first = train_model(tree, Observer())
+    assert train_model(tree, Observer()).skipped
+    factory("tanh")
+    with pytest.raises(UsageError, match="another model than train.model = .* builds now: source of train.model"):
+        export_model(tree, first, "run")
+    second = train_model(tree, Observer())
+    assert not second.skipped and second.result.training_dir != first.result.training_dir
+    assert second.result.model.config_sha256 != first.result.model.config_sha256
+    export_model(tree, second, "run")
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_uri, tmp_path_factory):
+    """A finished training: its tree."""
+    tree = tree_of(tiny_uri, tmp_path_factory.mktemp("finished"), schedule="constant")
+    train_model(tree, Observer())
+    return tree
+
+
+def result_file(tree: TrainTree) -> Path:
+    return Path(tree.models.uri, train_model(tree, Observer()).result.training_dir, RESULT)
+
+
+def test_a_result_with_any_bit_flipped_is_refused_and_never_trained_again(finished):
+    file = result_file(finished)
+    good = file.read_bytes()
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    places = random.Random(seed).sample(range(len(good) * 8), 60)
+    try:
+        for place in places:
+            altered = bytearray(good)
+            altered[place // 8] ^= 1 << place % 8
+            file.write_bytes(altered)
+            observer = Observer()
+            with pytest.raises(IntegrityError, match=r"result.json was altered"):
+                train_model(finished, observer)
+            assert not observer.steps
+        file.write_bytes(good[:100])
+        with pytest.raises(IntegrityError, match=r"result.json was altered"):
+            train_model(finished, Observer())
+    finally:
+        file.write_bytes(good)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"checkpoint": "../../other"}, SecurityRefusal),
+        ({"last_checkpoint": "/etc"}, SecurityRefusal),
+        ({"training_dir": "trainings/another"}, IntegrityError),
+    ],
+)
+def test_a_result_whose_paths_lead_elsewhere_is_refused(finished, tmp_path, change, error):
+    body = json.loads(result_file(finished).read_bytes())["body"]
+    folder = body["training_dir"]
+    open_store(tmp_path).put(f"{folder}/{RESULT}", seal(json.dumps({**body, **change}).encode()))
+    with pytest.raises(error):
+        read_result(open_store(tmp_path), folder)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_more_epochs_continue_a_finished_training(tiny_uri, tmp_path, schedule):
+    base = {"schedule": schedule, "optimizer": "sgd", "learning_rate": 0.01, "export": "last"}
+    short = train_model(tree_of(tiny_uri, tmp_path / "models", **base), Observer()).result
+    kept = {path: path.read_bytes() for path in (tmp_path / "models").rglob("*.*") if path.is_file()}
+    rest, whole = Observer(), Observer()
+    longer = train_model(tree_of(tiny_uri, tmp_path / "models", epochs=4, **base), rest).result
+    expected = train_model(tree_of(tiny_uri, tmp_path / "whole", epochs=4, **base), whole).result
+    assert {step.epoch for step in rest.steps} == {2, 3}
+    assert longer.continued_from == short.last_checkpoint and expected.continued_from == ""
+    assert [record.epoch for record in longer.history] == [0, 1, 2, 3]
+    # A constant rate does not know how long it is: continued is as never stopped. A cosine does, and the event says so.
+    assert (longer.weights_sha256 == expected.weights_sha256) == (schedule == "constant")
+    [told] = rest.named("continues")
+    assert ("new length" in told["note"]) == (schedule == "cosine")
+    # The shorter training is still there, untouched, and found again.
+    assert all(path.read_bytes() == data for path, data in kept.items())
+    again = train_model(tree_of(tiny_uri, tmp_path / "models", **base), Observer())
+    assert again.skipped and again.result == short
+
+
+def test_other_weights_of_a_finished_training_cost_no_step(finished):
+    last = finished.model_copy(update={"train": finished.train.model_copy(update={"export": "last"})})
+    observer = Observer()
+    outcome = train_model(last, observer)
+    assert (outcome.skipped, outcome.result.exported, observer.steps) == (False, "last", [])
+    assert outcome.result.weights_epoch == finished.train.epochs - 1
+
+
+def test_a_fresh_training_starts_anew_once_for_each_run_that_asks(tiny_uri, tmp_path):
+    tree = tree_of(tiny_uri, tmp_path / "models", epochs=1)
+    first = train_model(tree, Observer())
+    observer = Observer()
+    fresh = train_model(tree, observer, fresh_for="run-1")
+    assert not fresh.skipped and observer.steps[0].step == 0
+    assert fresh.result.weights_sha256 == first.result.weights_sha256
+    assert read_result(open_store(tree.models.uri), first.result.training_dir) == first.result
+    # Its retry finds it, a later run without the wish takes the newest, and another wish is another training.
+    for fresh_for in ("run-1", ""):
+        again = train_model(tree, Observer(), fresh_for=fresh_for)
+        assert again.skipped and again.result == fresh.result
+    other = train_model(tree, Observer(), fresh_for="run-2")
+    assert not other.skipped and other.result.training_dir > fresh.result.training_dir
+
+
+def test_the_windows_of_a_rank_are_what_must_fit_the_budget(tiny_uri, tmp_path):
+    dataset = open_dataset(tiny_uri)
+    chunk = dataset.index("train").max_chunk_bytes
+    config = TrainConfig(num_streams=64, num_workers=8, window_budget_bytes=8 * chunk, strategy="horovod")
+    memory = window_memory(config, dataset)
+    assert (memory.streams_per_rank, memory.window_chunks, memory.bytes_per_rank) == (8, 1, 8 * chunk)
+    # The window belongs to the plan: it is the same at every world size.
+    assert window_memory(config.model_copy(update={"num_workers": 64}), dataset).window_chunks == 1
+    tree = tree_of(tiny_uri, tmp_path / "models", num_streams=24, num_workers=2, window_budget_bytes=8 * chunk,
+                   strategy="horovod", launcher="local")  # fmt: skip
+    observer = Observer()
+    with pytest.raises(UsageError, match=rf"12 of 24 streams needs 12 x 1 chunk.* of {chunk} bytes.*num_workers to 3 "):
+        train_model(tree, observer)
+    assert not (tmp_path / "models").exists() and observer.events == []
+
+
+def test_the_budget_is_told(finished):
+    observer = Observer()
+    tree = finished.model_copy(update={"train": finished.train.model_copy(update={"seed": 5, "epochs": 1})})
+    train_model(tree, observer)
+    [told] = observer.named("plan")
+    assert told["bytes_per_rank"] == told["streams_per_rank"] * told["window_chunks"] * told["chunk_bytes"]
+    assert told["budget_bytes"] == tree.train.window_budget_bytes

@@ -1,0 +1,89 @@
+"""What must hold before a training starts: asked by the driver, so that no rank starts in vain, and by every rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from shardmill.dataset import Dataset
+from shardmill.epoch_plan import PlanSpec
+from shardmill.errors import UsageError
+from train.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMemory:
+    """What the shuffle windows of one rank hold at most."""
+
+    streams_per_rank: int
+    """Of the rank that owns most."""
+    window_chunks: int
+    chunk_bytes: int
+    """Of the largest chunk."""
+    budget_bytes: int
+
+    @property
+    def bytes_per_rank(self) -> int:
+        return self.streams_per_rank * self.window_chunks * self.chunk_bytes
+
+    def as_fields(self) -> dict[str, str | int | float]:
+        """For an event."""
+        return {**asdict(self), "bytes_per_rank": self.bytes_per_rank}
+
+
+def check_trainable(config: TrainConfig, dataset: Dataset) -> None:
+    """Raises UsageError for a dataset that this training cannot use."""
+    where = f"{dataset.pin.uri}@{dataset.pin.version}"
+    splits = dataset.manifest.splits
+    if not dataset.manifest.class_names:
+        raise UsageError(
+            f"the dataset {where} has no labels",
+            "training a classifier needs one folder per class",
+            "sort the images into class folders and run the ETL again",
+        )
+    if "train" not in splits:
+        raise UsageError(
+            f"the dataset {where} has no train split",
+            f"it has {', '.join(splits) or 'none'}",
+            "raise etl.split_fractions.train, or add images",
+        )
+    if config.early_stop_epochs and "validation" not in splits:
+        raise UsageError(
+            f"train.early_stop_epochs = {config.early_stop_epochs}, and the dataset {where} has no validation split",
+            "expected one to judge by",
+            "set train.early_stop_epochs = 0, or raise etl.split_fractions.validation",
+        )
+
+
+def plan_training(config: TrainConfig, dataset: Dataset) -> PlanSpec:
+    """The plan of every epoch of a training."""
+    return dataset.plan_spec(
+        "train",
+        seed=config.seed,
+        global_batch_size=config.global_batch_size,
+        num_streams=config.num_streams,
+        window_budget_bytes=config.window_budget_bytes,
+    )
+
+
+def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
+    """What the windows need on the largest of `train.num_workers` ranks. Raises UsageError beyond the budget.
+
+    The window itself follows from budget, streams and chunks alone: it is part of the plan, which must be the same at
+    every world size. Only what a rank holds of it depends on how many ranks share the streams.
+    """
+    memory = WindowMemory(
+        streams_per_rank=-(-config.num_streams // config.num_workers),
+        window_chunks=plan_training(config, dataset).window_chunks,
+        chunk_bytes=dataset.index("train").max_chunk_bytes,
+        budget_bytes=config.window_budget_bytes,
+    )
+    if memory.bytes_per_rank > memory.budget_bytes:
+        affordable = max(1, memory.budget_bytes // (memory.window_chunks * memory.chunk_bytes))
+        raise UsageError(
+            f"a rank with {memory.streams_per_rank} of {config.num_streams} streams needs {memory.streams_per_rank} x "
+            f"{memory.window_chunks} chunk(s) of {memory.chunk_bytes} bytes = {memory.bytes_per_rank} bytes",
+            f"expected at most train.window_budget_bytes = {memory.budget_bytes}",
+            f"set train.num_workers to {-(-config.num_streams // affordable)} or more; or raise the budget or lower "
+            "train.num_streams, which is another training",
+        )
+    return memory
