@@ -75,7 +75,7 @@ def build_model(config: TrainConfig, image_shape_HWC: tuple[int, int, int], num_
 
 
 def input_scale(config: TrainConfig, manifest: Manifest) -> InputScale:
-    """How a model's inputs arrive: standardized by the statistics of the train split, or untouched without `train.standardize`."""
+    """How a model's inputs arrive: standardized over the train split, or untouched without `train.standardize`."""
     if config.standardize:
         return InputScale(manifest.channel_mean, manifest.channel_std)
     num_channels = len(manifest.channel_mean)
