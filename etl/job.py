@@ -1,6 +1,6 @@
 """Build a dataset version: list the source, plan work units, run them, commit. Also `spark-submit etl/job.py`.
 
-spark-submit etl/job.py --config FILE [--set section.key=value]... [--workdir DIR --run-id ID]
+spark-submit etl/job.py --config FILE [--set section.key=value]... [--workdir DIR --run-id ID] [--replace-source]
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from shardmill.dataset.manifest import (
 )
 from shardmill.dataset.pin import DatasetPin
 from shardmill.dataset.unit_result import UnitResult
+from shardmill.errors import UsageError
 from shardmill.events import Observer, SilentObserver, StageRecord
 from shardmill.stage_process import run_stage_process
 from shardmill.storage import Store, join_uri
@@ -60,8 +61,13 @@ class BuildOutcome:
         return 0.0 if self.skipped else self.manifest.counts.listed / max(self.seconds, 1e-9)
 
 
-def build_dataset(tree: EtlTree, *, run_id: str, observer: Observer | None = None) -> BuildOutcome:
-    """The whole ETL. Raises UsageError (2), StorageError (4), CommitConflict (6) or RejectLimitExceeded (7)."""
+def build_dataset(
+    tree: EtlTree, *, run_id: str, observer: Observer | None = None, replace_source: bool = False
+) -> BuildOutcome:
+    """The whole ETL. Raises UsageError (2), StorageError (4), CommitConflict (6) or RejectLimitExceeded (7).
+
+    `replace_source` allows a version from another source than the latest one's.
+    """
     observer = observer or SilentObserver()
     started = time.monotonic()
 
@@ -69,6 +75,8 @@ def build_dataset(tree: EtlTree, *, run_id: str, observer: Observer | None = Non
     plan = plan_build(tree, run_id=run_id)
     observer.event("etl.listed", {"listed": plan.build.num_listed, "images": plan.num_images, "units": len(plan.units)})
     check_limits(plan, plan.build.list_rejections)
+    if not replace_source:
+        _check_same_source(plan)
 
     # Skip all of it if the latest version was made from the same listing and config.
     parent = _up_to_date_parent(plan)
@@ -144,6 +152,21 @@ def check_limits(plan: BuildPlan, rejections: Sequence[Rejection]) -> None:
         raise limit_error(limit, config, rejections, num_listed, join_uri(plan.store.uri, ledger.path))
 
 
+def _check_same_source(plan: BuildPlan) -> None:
+    """Raise UsageError if the dataset holds the images of another source: one dataset follows one source."""
+    if not plan.parent_version:
+        return
+    before, now = read_manifest(plan.store, plan.parent_version).source, plan.build.source
+    # Where the very same files are listed, the source has moved, or is named in another way.
+    moved = before.listing_fingerprint == now.listing_fingerprint
+    if (before.kind, before.uri) != (now.kind, now.uri) and not moved:
+        raise UsageError(
+            f"dataset {plan.store.uri}@{plan.parent_version} was made from {before.uri}, not from {now.uri}",
+            "expected the same source: the new version would replace the old images, and its models would be compared",
+            "give each source its own dataset.uri (or --workdir), or say --replace-source",
+        )
+
+
 def _up_to_date_parent(plan: BuildPlan) -> Manifest | None:
     """The latest version, if building again would give the same: equal inputs and config, no file of it lost."""
     if not plan.parent_version:
@@ -198,12 +221,14 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the file")
     parser.add_argument("--workdir", default="./shardmill-work", help="where the run record goes")
     parser.add_argument("--run-id", default="", help="names the run record")
+    parser.add_argument("--replace-source", action="store_true", help="the images may come from another source now")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     arguments = parser.parse_args()
 
     def build(run_id: str, observer: Observer) -> StageRecord:
         tree = load_tree(EtlTree, arguments.config, tuple(arguments.set))
-        return stage_record(build_dataset(tree, run_id=run_id, observer=observer), tree)
+        outcome = build_dataset(tree, run_id=run_id, observer=observer, replace_source=arguments.replace_source)
+        return stage_record(outcome, tree)
 
     return run_stage_process("etl", build, arguments.workdir, arguments.run_id, debug=arguments.debug)
 

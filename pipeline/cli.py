@@ -26,24 +26,27 @@ config_app = typer.Typer(help="Look at the config.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="A folder of images, or a TOML file.")]
+ReplaceSource = Annotated[
+    bool, typer.Option("--replace-source", help="The dataset's images may come from another source than before.")
+]
 DatasetArgument = Annotated[str, typer.Argument(metavar="DATASET[@N]", help="Dataset folder or URI, or a TOML file.")]
 
 
 @app.command()
 @with_common
-def run(common: Common, source_or_config: Source) -> None:
+def run(common: Common, source_or_config: Source, replace_source: ReplaceSource = False) -> None:
     """The whole pipeline: etl, verify, train, export, evaluate, promote, report."""
     from pipeline.run import run_pipeline
 
-    summary = run_pipeline(source_or_config, common)
+    summary = run_pipeline(source_or_config, common, replace_source=replace_source)
     print_result(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")
 
 
 @app.command()
 @with_common
-def etl(common: Common, source_or_config: Source) -> None:
+def etl(common: Common, source_or_config: Source, replace_source: ReplaceSource = False) -> None:
     """Images to a committed dataset version."""
-    _stage(common, "etl", source_or_config)
+    _stage(common, "etl", source_or_config, replace_source=replace_source)
 
 
 @app.command()
@@ -73,30 +76,30 @@ def verify(
 
 @app.command()
 @with_common
-def train(common: Common, source_or_config: Source) -> None:
+def train(common: Common, dataset: DatasetArgument) -> None:
     """Train on the dataset's latest version, or continue a training that was cut off."""
-    _stage(common, "train", source_or_config)
+    _stage(common, "train", dataset)
 
 
 @app.command()
 @with_common
-def export(common: Common, source_or_config: Source) -> None:
+def export(common: Common, dataset: DatasetArgument) -> None:
     """The trained model as a SavedModel and a .keras file, compared with the training model."""
-    _stage(common, "export", source_or_config)
+    _stage(common, "export", dataset)
 
 
 @app.command()
 @with_common
-def evaluate(common: Common, source_or_config: Source) -> None:
+def evaluate(common: Common, dataset: DatasetArgument) -> None:
     """Exact figures of the trained model on the test split."""
-    _stage(common, "evaluate", source_or_config)
+    _stage(common, "evaluate", dataset)
 
 
 @app.command()
 @with_common
-def gate(common: Common, source_or_config: Source) -> None:
+def gate(common: Common, dataset: DatasetArgument) -> None:
     """What `promote` would decide; promotes nothing (and exports first, where that was not done yet)."""
-    _stage(common, "gate", source_or_config)
+    _stage(common, "gate", dataset)
 
 
 @app.command()

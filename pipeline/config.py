@@ -65,6 +65,30 @@ def load_pipeline(
         raise UsageError(f"{source_or_config} is neither a folder nor a .toml file", "expected one of the two")
     else:
         raise UsageError(f"{source_or_config} does not exist", "expected a folder of images or a .toml file")
+    return _with_absolute_uris(tree, workdir)
+
+
+def load_for_dataset(
+    dataset_or_config: str, overrides: tuple[str, ...] = (), workdir: str = DEFAULT_WORKDIR
+) -> PipelineTree:
+    """The tree of a TOML file, or of a committed `DATASET` or `DATASET@N` with defaults for everything else."""
+    from shardmill.dataset.dataset import split_version
+    from shardmill.dataset.manifest import latest_version
+    from shardmill.storage import open_store
+
+    if dataset_or_config.endswith(".toml"):
+        return load_pipeline(dataset_or_config, overrides, workdir)
+    if not latest_version(open_store(split_version(dataset_or_config)[0])):
+        raise UsageError(
+            f"{dataset_or_config} is not a committed dataset",
+            "expected DATASET, DATASET@N or a .toml file",
+            f"`shardmill etl FOLDER` makes one of a folder of images: then give {workdir}/dataset here",
+        )
+    below = {"dataset": {"uri": dataset_or_config}, **folder_defaults()}
+    return _with_absolute_uris(load_tree(PipelineTree, None, overrides, below), workdir)
+
+
+def _with_absolute_uris(tree: PipelineTree, workdir: str) -> PipelineTree:
     uris = {"source": tree.source.uri, "dataset": tree.dataset.uri, "models": tree.models.uri or f"{workdir}/models"}
     sections = {name: getattr(tree, name).model_copy(update={"uri": absolute_uri(uri)}) for name, uri in uris.items()}
     return tree.model_copy(update=sections)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pipeline.cli_options import Common
 
 
-def run_pipeline(source_or_config: str, common: Common) -> dict[str, Any]:
+def run_pipeline(source_or_config: str, common: Common, *, replace_source: bool = False) -> dict[str, Any]:
     """The whole pipeline; returns the summary. Raises the ShardmillError of the stage that could not go on."""
     from pipeline.report import write_report
     from train.job import export_model, promote_model, promotion_record
@@ -26,7 +26,7 @@ def run_pipeline(source_or_config: str, common: Common) -> dict[str, Any]:
         train_tree = run.tree.train_tree()
 
         # Images to a committed dataset version, and a look at whether it keeps every rule.
-        pin = build(run)
+        pin = build(run, replace_source=replace_source)
         report = verify(run, f"{pin.uri}@{pin.version}", deep=False)
         report.raise_if_failed()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipeline.config import require
+from pipeline.config import load_for_dataset, load_pipeline, require
 from pipeline.stages import Run, build, evaluation_record, gate_record, open_run, run_export, train, verify
+from shardmill.dataset.dataset import split_version
 from shardmill.events import StageRecord, how_run_ended, read_stage_record, write_stage_record, write_summary
 
 if TYPE_CHECKING:
@@ -14,10 +15,14 @@ if TYPE_CHECKING:
     from shardmill.dataset.verify import VerifyReport
     from train.job import ExportOutcome
 
+# Their argument is a dataset or a config file; a folder of images says nothing about what they work on.
+TAKE_DATASET = frozenset({"train", "export", "evaluate", "gate"})
+
 
 def run_one_stage(name: str, source_or_config: str, common: Common, **choices: bool) -> StageRecord:
     """One stage by itself, as a command or an Airflow task; takes what earlier stages of the same run id have left."""
-    with open_run(source_or_config, common) as run:
+    load = load_for_dataset if name in TAKE_DATASET else load_pipeline
+    with open_run(source_or_config, common, load=load) as run:
         return STAGE_COMMANDS[name](run, **choices)
 
 
@@ -59,7 +64,9 @@ def _export_of_run(run: Run) -> ExportOutcome:
 
 
 def _dataset_of_run(run: Run) -> str:
-    """DATASET@N as this run's ETL committed it; without one, what the config names."""
+    """DATASET@N as it was asked for, or as this run's ETL committed it; without either, what the config names."""
+    if split_version(run.tree.dataset.uri)[1] is not None:
+        return run.tree.dataset.uri
     earlier = read_stage_record(run.record.workdir, run.id, "etl")
     if earlier is None or earlier.status == "failed":
         return run.tree.dataset.uri
@@ -67,9 +74,9 @@ def _dataset_of_run(run: Run) -> str:
     return f"{dataset['uri']}@{dataset['version']}"
 
 
-def _etl_command(run: Run) -> StageRecord:
+def _etl_command(run: Run, *, replace_source: bool) -> StageRecord:
     require(run.tree, "source", "dataset")
-    build(run)
+    build(run, replace_source=replace_source)
     return _recorded(run, "etl")
 
 

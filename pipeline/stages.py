@@ -43,11 +43,17 @@ class Run:
 
 
 @contextmanager
-def open_run(source_or_config: str, common: Common, *, is_single_stage: bool = True) -> Iterator[Run]:
+def open_run(
+    source_or_config: str,
+    common: Common,
+    *,
+    load: Callable[[str, tuple[str, ...], str], PipelineTree] = load_pipeline,
+    is_single_stage: bool = True,
+) -> Iterator[Run]:
     """A run record around whatever happens inside; an error is written into it before it is raised on."""
     record = RunRecord(common.workdir, common.run_id, is_single_stage=is_single_stage)
     try:
-        tree = load_pipeline(source_or_config, common.overrides, common.workdir)
+        tree = load(source_or_config, common.overrides, common.workdir)
         record.open(to_toml(without_secrets(tree)))
         with RunProgress(record) as progress:
             yield Run(tree, record, progress)
@@ -57,7 +63,7 @@ def open_run(source_or_config: str, common: Common, *, is_single_stage: bool = T
     record.close()
 
 
-def build(run: Run) -> DatasetPin:
+def build(run: Run, *, replace_source: bool) -> DatasetPin:
     """The ETL; returns the version that the rest of this run works on, whoever commits another one meanwhile."""
     from etl.job import BuildOutcome, build_dataset, stage_record
 
@@ -65,7 +71,7 @@ def build(run: Run) -> DatasetPin:
     outcomes: list[BuildOutcome] = []
 
     def work() -> StageRecord:
-        outcomes.append(build_dataset(tree, run_id=run.id, observer=run.progress))
+        outcomes.append(build_dataset(tree, run_id=run.id, observer=run.progress, replace_source=replace_source))
         return stage_record(outcomes[0], tree)
 
     run.stage("etl", work)

@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import PipelineTree, commented_toml, load_pipeline, require, to_toml, without_secrets
+from pipeline.config import (
+    PipelineTree,
+    commented_toml,
+    load_for_dataset,
+    load_pipeline,
+    require,
+    to_toml,
+    without_secrets,
+)
 from shardmill.errors import UsageError
+from tests.support import make_dataset
 
 OVERRIDES = (
     "train.epochs=3",
@@ -102,3 +111,14 @@ def test_secrets_are_in_no_record():
 def test_a_missing_uri_is_named():
     with pytest.raises(UsageError, match=r"config key source\.uri is not set; expected"):
         require(PipelineTree(), "source", "dataset")
+
+
+def test_what_trains_takes_a_dataset_or_a_config_and_nothing_else(tmp_path: Path):
+    dataset = make_dataset(tmp_path, num_images=20)
+    for named in (dataset, f"{dataset}@1"):
+        tree = load_for_dataset(named, ("train.epochs=3",), str(tmp_path / "work"))
+        assert tree.dataset.uri == named and tree.train.epochs == 3 and tree.source.uri == ""
+        assert tree.models.uri == str(tmp_path / "work" / "models")
+    for other in (tmp_path / "images", tmp_path / "nothing"):
+        with pytest.raises(UsageError, match=r"is not a committed dataset.*shardmill etl FOLDER"):
+            load_for_dataset(str(other))

@@ -142,7 +142,7 @@ def test_promote_can_insist_and_roll_back_only_to_something(folder: Path):
     assert done.returncode == 2 and "has nothing to roll back to" in last_line(done)
     more = (*OPTIONS, "--run-id", "strict", "--set", "train.seed=5", "--set", "gate.min_accuracy=1")
     kept = shardmill(
-        "train", "photos", *more, "--set", "train.epochs=1", "--set", "train.learning_rate=1e-9", cwd=folder
+        "train", "work/dataset", *more, "--set", "train.epochs=1", "--set", "train.learning_rate=1e-9", cwd=folder
     )
     assert kept.returncode == 0, kept.stderr
     same = (*more, "--set", "train.epochs=1", "--set", "train.learning_rate=1e-9")
