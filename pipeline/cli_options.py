@@ -17,7 +17,8 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 import typer
 
 from pipeline.config import DEFAULT_WORKDIR
-from shardmill.stage_process import Terminated, raise_on_sigterm, tell_error, tell_line
+from shardmill.signals import Terminated, raise_on_signals
+from shardmill.stage_process import tell_error, tell_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def with_common(function: Callable[..., None]) -> Callable[..., None]:
 
 def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoReturn:
     """Run the command line and end the process: 0, or the error's exit code after its one line on stderr."""
-    raise_on_sigterm()
+    raise_on_signals()
     if "--debug" not in sys.argv:
         # Libraries log tracebacks of what they raise as well (py4j on Ctrl-C); people get one line.
         logging.getLogger().addHandler(logging.NullHandler())

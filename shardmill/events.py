@@ -18,6 +18,7 @@ from typing import IO, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
+from shardmill.signals import why_ended
 from shardmill.storage import LocalStore, Store, as_storage_error, check_relative_path, open_store
 
 FieldValue = str | int | float | bool | None
@@ -135,7 +136,8 @@ def read_stage_records(workdir: str | Path, run_id: str) -> tuple[StageRecord, .
 
 
 def failed_stage(stage: str, error: BaseException, seconds: float = 0.0) -> StageRecord:
-    """The record of a stage that ended with `error`."""
+    """The record of a stage that ended with `error`, or because this process was asked to end."""
+    error = why_ended(error)
     line = f"{type(error).__name__}: {error}"
     if isinstance(error, ShardmillError) or hasattr(error, "exit_code"):
         line = str(error)

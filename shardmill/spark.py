@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,8 +60,12 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
         ) from error
     try:
         yield session
-    finally:
-        session.stop()
+    except BaseException:
+        # A JVM that is gone (a signal to the whole process group, out of memory) is no reason to forget the error.
+        with suppress(Exception):
+            session.stop()
+        raise
+    session.stop()
 
 
 def _start_context(app_name: str, master: str | None, settings: Mapping[str, str]) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from types import FrameType
 
 from shardmill.errors import ShardmillError, TrainingError
 from shardmill.events import (
@@ -25,29 +22,11 @@ from shardmill.events import (
     write_stage_record,
 )
 from shardmill.printable import printable
+from shardmill.signals import Terminated, raise_on_signals, why_ended
 from shardmill.storage import open_store
 
 _LINE_EVERY_SECONDS = 5.0
 _CONTINUE = "run the same command again: it continues where it stopped"
-
-
-class Terminated(BaseException):
-    """SIGTERM: a scheduler wants this process to end."""
-
-    exit_code = 143
-
-    def __init__(self) -> None:
-        super().__init__("terminated by SIGTERM")
-
-
-def raise_on_sigterm() -> None:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that nothing is left half-done."""
-
-    def terminate(signal_number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, terminate)
 
 
 def run_stage_process(
@@ -63,7 +42,7 @@ def run_stage_process(
 
     `is_last` says that this process has no further stage, so that the run may be called `ok`.
     """
-    raise_on_sigterm()
+    raise_on_signals()
     run_id = run_id or new_run_id()
     started = time.monotonic()
     try:
@@ -82,6 +61,7 @@ def run_stage_process(
 
 def tell_error(error: BaseException, *, debug: bool) -> int:
     """Say on stderr why this process ends, `ERROR <code>: ...` as the last line; returns the exit code."""
+    error = why_ended(error)
     if debug:
         traceback.print_exception(error)
     # What a failed rank said last is part of the story; a refusal says all in its line.

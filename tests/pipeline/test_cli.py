@@ -211,7 +211,7 @@ def test_what_nobody_foresaw_is_one_line_too(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pipeline.cli.to_toml", fail)
-    monkeypatch.setattr("pipeline.cli_options.raise_on_sigterm", lambda: None)
+    monkeypatch.setattr("pipeline.cli_options.raise_on_signals", lambda: None)
     monkeypatch.setattr("sys.argv", ["shardmill", "config", "show"])
     with pytest.raises(SystemExit) as ended:
         run_app(app)

@@ -12,7 +12,7 @@ import time
 from shardmill.config import SparkConfig
 from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import ShardmillError
-from shardmill.stage_process import Terminated, raise_on_sigterm
+from shardmill.signals import Terminated, raise_on_signals
 from train.config import TrainConfig
 from train.launchers import LAUNCHERS
 from train.values import WorkerTask
@@ -35,7 +35,7 @@ class Teller:
 
 
 def main() -> None:
-    raise_on_sigterm()
+    raise_on_signals()
     given = json.loads(sys.argv[1])
     config = TrainConfig(**given["train"])
     task = WorkerTask(config, DatasetPin(**given["dataset"]), given["models_uri"], "trainings/test", "")

@@ -156,8 +156,16 @@ class _HorovodRun:
                 )
         except BaseException as error:
             # Horovod raises plain Exceptions with texts; whatever it is, the main thread decides what it means.
-            self._failure = " ".join(f"{type(error).__name__}: {error}".split())
+            self._failure = _text_of(error)
             self._watchdog.report_launcher_failure(f"horovod.spark.run failed: {self._failure}", self._output.text())
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    except Exception:
+        # The text of a Java exception is asked of the JVM, which may be gone.
+        return type(error).__name__
 
 
 class _Tail:
@@ -204,7 +212,7 @@ def _tamed_horovod(stop: threading.Event, output: _Tail) -> Iterator[Any]:
     register, gloo_built, excepthook = gloo_run.register_shutdown_event, launch.gloo_built, threading.excepthook
     gloo_run.register_shutdown_event = lambda: stop
     launch.gloo_built = lambda verbose=False: True
-    threading.excepthook = lambda args: output.write_if_empty(f"{args.exc_type.__name__}: {args.exc_value}")
+    threading.excepthook = lambda args: output.write_if_empty(_text_of(args.exc_value or args.exc_type()))
     try:
         yield horovod.spark
     finally:
