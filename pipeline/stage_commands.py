@@ -52,7 +52,7 @@ def report_again(common: Common) -> StageRecord:
 def _export_of_run(run: Run) -> ExportOutcome:
     """The export that an earlier stage of this run made; without one, that of the finished training of this config."""
     from shardmill.storage import open_store
-    from train.export import read_export
+    from train.exported import read_export
     from train.job import ExportOutcome, export_model, finished_training
 
     earlier = read_stage_record(run.record.workdir, run.id, "export")

@@ -138,8 +138,9 @@ def evaluation_record(run: Run, exported: ExportOutcome) -> StageRecord:
     from shardmill.dataset import open_dataset
     from shardmill.dataset.dataset import split_version
     from shardmill.storage import open_store
+    from train.evaluate import evaluate_export
+    from train.exported import load_exported
     from train.job import evaluation_section
-    from train.promote import evaluate_export
     from train.trainings import read_result
     from train.values import Evaluation
 
@@ -151,7 +152,8 @@ def evaluation_record(run: Run, exported: ExportOutcome) -> StageRecord:
     else:
         dataset = open_dataset(f"{split_version(run.tree.dataset.uri)[0]}@{version}")
         split = "test" if "test" in dataset.manifest.splits else "validation"
-        evaluation, status = evaluate_export(exported.models_uri, exported.export.number, dataset, split), "done"
+        model = load_exported(exported.models_uri, exported.export.number)
+        evaluation, status = evaluate_export(model, dataset, split), "done"
     plain = TypeAdapter(Evaluation | None).dump_python(evaluation, mode="json")
     sections = {"evaluation": evaluation_section(plain)}
     return StageRecord(stage="evaluate", status=status, sections=sections, detail={"evaluation": plain})
@@ -159,13 +161,14 @@ def evaluation_record(run: Run, exported: ExportOutcome) -> StageRecord:
 
 def gate_record(run: Run, exported: ExportOutcome) -> StageRecord:
     """What `promote` would decide now."""
-    from train.promote import judge
+    from train.gate import judge
 
-    decision, pointer = judge(exported.models_uri, exported.export, run.tree.gate)
+    judgement = judge(exported.models_uri, exported.export, run.tree.gate)
+    current = judgement.history.current
     section = {
-        "decision": decision.decision,
-        "reason": decision.reason,
-        "current": pointer.export if pointer is not None else None,
+        "decision": judgement.gate.decision,
+        "reason": judgement.gate.reason,
+        "current": current.export if current is not None else None,
         "candidate": exported.export.number,
     }
     return StageRecord(stage="gate", sections={"gate": section})

@@ -1,125 +1,85 @@
-"""From the final checkpoint of a training to an immutable, numbered export; and back to a model that predicts.
-
-<models>/artifacts/<attempt>/saved_model/..., model.keras     files, written first
-<models>/exports/00000001.json                                THE export: this record's appearance makes it visible
-"""
+"""From the checkpoint that a training recommends to an immutable, numbered export: loaded back, and measured."""
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from shardmill.dataset import Dataset, open_pinned
-from shardmill.dataset.pin import DatasetPin
-from shardmill.errors import IntegrityError, TrainingError, UsageError
-from shardmill.options import NormalizeOptions, Section
-from shardmill.storage import Store, check_relative_path, open_store
+from shardmill.errors import IntegrityError, TrainingError
+from shardmill.sealed import SealedFile, seal_file
+from shardmill.storage import Store, open_store
 from train.checkpoint import WEIGHTS, FoundCheckpoint, rank_file, read_checkpoint
 from train.config import TrainConfig
+from train.evaluate import evaluate_predictions
+from train.exported import (
+    ARTIFACTS,
+    EXPORTS,
+    KERAS_FILE,
+    SAVED_MODEL,
+    Export,
+    ExportRecord,
+    read_export,
+    verify_export,
+)
 from train.models import build_model, input_scale
 from train.models.identity import check_same_model, source_sha256
-from train.records import put_record, read_record, record_numbers
+from train.records import put_record, record_numbers
 from train.runtime import start_tensorflow
 from train.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.values import Evaluation, ModelIdentity, TrainResult, World
 from train.weights import assign_variables, weights_sha256
 
-EXPORTS = "exports"
-ARTIFACTS = "artifacts"
-SAVED_MODEL = "saved_model"
-KERAS_FILE = "model.keras"
 MAX_PARITY_DIFF = 1e-5
 NUM_PARITY_IMAGES = 64
+# An export may differ from the training model by rounding alone: other batch sizes choose other kernels, a GPU's
+# multiply in 10 bits of mantissa. Where training computed in 16 bits and the export in 32, more of it.
+LOSS_TOLERANCE = 0.01
+"""Of the recorded loss, and absolutely below a loss of 1."""
+ACCURACY_TOLERANCE = 0.005
+"""Or one sample, if that is more."""
+MIXED_PRECISION_FACTOR = 5
 
 
-class ExportedFile(Section):
-    """A file that the record vouches for."""
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """How an export that was loaded back compares with its training."""
 
-    path: str
-    """Relative to the models' root."""
-    num_bytes: int
-    sha256: str
-
-
-class ExportRecord(Section):
-    """All that there is to know of one export."""
-
-    created_at: str
-    """UTC, ISO 8601."""
-    run_id: str
-    artifact_dir: str
-    """Relative to the models' root: holds `saved_model/` and `model.keras`."""
-    files: tuple[ExportedFile, ...]
-    keras_note: str
-    """What a reader of `model.keras` must know (classes to register, or why there is none); most often empty."""
-    model: str
-    """`train.model` of the training."""
-    class_names: tuple[str, ...]
-    normalize: NormalizeOptions
-    """How an image file becomes the uint8 pixels that the model takes."""
-    normalization_fingerprint: str
-    decoder_id: str
-    channel_mean: tuple[float, ...]
-    channel_std: tuple[float, ...]
-    dataset: DatasetPin
-    content_digest: str
-    layout_digest: str
-    training_dir: str
-    checkpoint: str
-    weights_sha256: str
-    evaluation: Evaluation | None
-    """Of the training model, on the dataset version that it was trained on; without its per-class figures."""
     parity_max_abs_diff: float
-    """Largest difference between probabilities of the reloaded SavedModel and of the training model."""
     parity_num_images: int
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """One numbered export."""
-
-    number: int
-    record: ExportRecord
-
-
-@dataclass(frozen=True, slots=True)
-class ExportedModel:
-    """An export, verified and loaded."""
-
-    export: Export
-    predict: Callable[[np.ndarray], np.ndarray]
-    """images_NHWC uint8 of the normalized size -> probabilities_NK float32."""
+    evaluation: Evaluation | None
+    keras_note: str
 
 
 def export_training(models_uri: str, config: TrainConfig, result: TrainResult, run_id: str) -> tuple[Export, bool]:
     """Export what a training ended with. -> the export, and whether it was there already (same training, same weights).
 
-    Raises TrainingError where the export does not predict what the training model predicts, IntegrityError where the
-    checkpoint was altered.
+    Raises TrainingError if the export does not predict what the training model predicts, IntegrityError if the
+    checkpoint was altered, or if the export's figures on the evaluated split are not those that the training recorded.
     """
+    earlier = _find_whole_export(models_uri, result)
+    if earlier is not None:
+        return earlier, True
     store = open_store(models_uri)
-    for number in reversed(record_numbers(store, EXPORTS)):
-        record = read_record(store, EXPORTS, number, ExportRecord)
-        if (record.training_dir, record.weights_sha256) == (result.training_dir, result.weights_sha256):
-            return Export(number, record), True
     dataset = open_pinned(result.dataset)
     serving = _restore(store, config, result, dataset)
-    attempt = secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="shardmill-export-") as scratch:
-        record = _write_artifacts(store, serving, Path(scratch), f"{ARTIFACTS}/{attempt}", dataset)
+        # Compared with the training model while nothing is visible yet, then published below a name of its own.
+        comparison = _write_and_compare(serving, Path(scratch), dataset, config, result.evaluation)
+        artifact_dir = f"{ARTIFACTS}/{secrets.token_hex(8)}"
+        files = _publish(store, Path(scratch), artifact_dir)
     manifest = dataset.manifest
     record = ExportRecord(
-        **record,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         run_id=run_id,
+        artifact_dir=artifact_dir,
+        files=files,
+        keras_note=comparison.keras_note,
         model=config.model,
         class_names=manifest.class_names,
         normalize=manifest.normalize,
@@ -133,7 +93,10 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
         training_dir=result.training_dir,
         checkpoint=result.checkpoint,
         weights_sha256=result.weights_sha256,
-        evaluation=result.evaluation.without_classes() if result.evaluation else None,
+        training_evaluation=result.evaluation.without_classes() if result.evaluation else None,
+        evaluation=comparison.evaluation,
+        parity_max_abs_diff=comparison.parity_max_abs_diff,
+        parity_num_images=comparison.parity_num_images,
     )
     number = max(record_numbers(store, EXPORTS), default=0) + 1
     while not put_record(store, EXPORTS, number, record):
@@ -141,42 +104,39 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
     return Export(number, record), False
 
 
-def read_export(models_uri: str, number: int) -> Export:
-    """The record of one export. Raises UsageError that names those that exist, IntegrityError for an altered one."""
-    store = open_store(models_uri)
-    known = record_numbers(store, EXPORTS)
-    if number not in known:
-        has = f"it has {known[0]} to {known[-1]}" if known else "it has none"
-        raise UsageError(f"{models_uri} has no export {number}", has, "`shardmill export` makes one")
-    return Export(number, read_record(store, EXPORTS, number, ExportRecord))
-
-
-def load_exported(models_uri: str, number: int) -> ExportedModel:
-    """Fetch an export's SavedModel, verify every byte of it, load it. Raises IntegrityError that names the file."""
-    export = read_export(models_uri, number)
-    store = open_store(models_uri)
-    prefix = f"{export.record.artifact_dir}/{SAVED_MODEL}/"
-    with tempfile.TemporaryDirectory(prefix="shardmill-model-") as scratch:
-        for file in export.record.files:
-            if file.path.startswith(prefix):
-                target = Path(scratch, check_relative_path(file.path)[len(prefix) :])
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(_read_verified(store, file))
-        return ExportedModel(export, load_saved_model(Path(scratch)))
-
-
-def _read_verified(store: Store, file: ExportedFile) -> bytes:
-    try:
-        data = store.read(file.path)
-    except FileNotFoundError:
-        raise IntegrityError(f"{store.uri}/{file.path} is missing", f"expected {file.num_bytes} bytes") from None
-    if (len(data), hashlib.sha256(data).hexdigest()) != (file.num_bytes, file.sha256):
+def check_figures(measured: Evaluation, recorded: Evaluation, config: TrainConfig) -> None:
+    """Raises IntegrityError, with both figures, if an export does not answer as well (or as badly) as was recorded."""
+    factor = MIXED_PRECISION_FACTOR if config.mixed_precision != "off" else 1
+    loss_limit = factor * LOSS_TOLERANCE * max(1.0, recorded.loss)
+    accuracy_limit = factor * max(ACCURACY_TOLERANCE, 1 / recorded.num_samples)
+    # Not `>`: a figure that is not a number must fail, too. Sums of floats do not decide about the last sample.
+    agree = (
+        measured.num_samples == recorded.num_samples
+        and abs(measured.loss - recorded.loss) <= loss_limit
+        and abs(measured.accuracy - recorded.accuracy) <= accuracy_limit + 1e-9
+    )
+    if not agree:
         raise IntegrityError(
-            f"{store.uri}/{file.path} was altered",
-            f"expected {file.num_bytes} bytes, SHA-256 {file.sha256}",
-            "export again from the training, or promote another export",
+            f"the export has loss {measured.loss:.4f} and accuracy {measured.accuracy:.4f} on {measured.num_samples} "
+            f"{measured.split} samples; the training recorded {recorded.loss:.4f} and {recorded.accuracy:.4f} on "
+            f"{recorded.num_samples}",
+            f"expected them within {loss_limit:.4g} and {accuracy_limit:.4g}",
+            "the code of the model has changed since, or its result was altered: train again",
         )
-    return data
+
+
+def _find_whole_export(models_uri: str, result: TrainResult) -> Export | None:
+    """The newest export of the same training with the same weights; a damaged one is passed over, and made again."""
+    for number in reversed(record_numbers(open_store(models_uri), EXPORTS)):
+        try:
+            export = read_export(models_uri, number)
+            record = export.record
+            if (record.training_dir, record.weights_sha256) == (result.training_dir, result.weights_sha256):
+                verify_export(models_uri, export)
+                return export
+        except IntegrityError:
+            continue
+    return None
 
 
 def _restore(store: Store, config: TrainConfig, result: TrainResult, dataset: Dataset) -> ServingModel:
@@ -221,35 +181,37 @@ def find_final_checkpoint(store: Store, result: TrainResult) -> FoundCheckpoint:
         ) from error
 
 
-def _write_artifacts(
-    store: Store, serving: ServingModel, scratch: Path, artifact_dir: str, dataset: Dataset
-) -> dict[str, Any]:
-    """Write, reload and compare in `scratch`; then publish. -> the fields of the record that follow from it."""
+def _write_and_compare(
+    serving: ServingModel, scratch: Path, dataset: Dataset, config: TrainConfig, recorded: Evaluation | None
+) -> _Comparison:
+    """Write both forms into `scratch`, load them again, and compare them with the model and with what was recorded."""
     images_NHWC = _parity_images(dataset)
     write_saved_model(serving, scratch / SAVED_MODEL)
+    served = load_saved_model(scratch / SAVED_MODEL)
     expected_NK = serving.predict(images_NHWC)
-    difference = float(np.abs(load_saved_model(scratch / SAVED_MODEL)(images_NHWC) - expected_NK).max())
+    difference = float(np.abs(served(images_NHWC) - expected_NK).max())
     if not difference <= MAX_PARITY_DIFF:
         raise TrainingError(
             f"the exported SavedModel differs from the training model by {difference:g} on {len(images_NHWC)} images",
             f"expected at most {MAX_PARITY_DIFF:g}",
             "the model must compute the same with training=False each time",
         )
+    measured = None
+    if recorded is not None:
+        measured = evaluate_predictions(served, dataset, recorded.split, format=config.format).without_classes()
+        check_figures(measured, recorded, config)
     agrees = KerasCheck(images_NHWC, expected_NK, MAX_PARITY_DIFF)
     keras_note = write_keras_file(serving, scratch / KERAS_FILE, agrees)
+    return _Comparison(difference, len(images_NHWC), measured, keras_note)
+
+
+def _publish(store: Store, scratch: Path, artifact_dir: str) -> tuple[SealedFile, ...]:
+    """Copy every file of `scratch` below `artifact_dir`. What a killed export leaves there, no record ever names."""
     files = []
     for file in sorted(path for path in scratch.rglob("*") if path.is_file()):
-        data = file.read_bytes()
-        path = f"{artifact_dir}/{file.relative_to(scratch).as_posix()}"
-        files.append(ExportedFile(path=path, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
-        store.put_file(path, file)
-    return {
-        "artifact_dir": artifact_dir,
-        "files": tuple(files),
-        "keras_note": keras_note,
-        "parity_max_abs_diff": difference,
-        "parity_num_images": len(images_NHWC),
-    }
+        files.append(seal_file(f"{artifact_dir}/{file.relative_to(scratch).as_posix()}", file.read_bytes()))
+        store.put_file(files[-1].path, file)
+    return tuple(files)
 
 
 def _parity_images(dataset: Dataset) -> np.ndarray:

@@ -31,7 +31,8 @@ from shardmill.events import Observer, StageRecord, new_run_id, run_folder
 from shardmill.stage_process import run_stage_process
 from shardmill.storage import join_uri, open_store
 from train.config import TrainTree
-from train.export import Export, export_training
+from train.export import export_training
+from train.exported import Export
 from train.launchers import LAUNCHERS
 from train.observer import TrainObserver
 from train.preflight import check_trainable, window_memory
@@ -126,9 +127,12 @@ def export_model(tree: TrainTree, outcome: TrainOutcome, run_id: str) -> ExportO
     return ExportOutcome(export, outcome.models_uri, skipped, time.monotonic() - started)
 
 
-def promote_model(tree: TrainTree, outcome: ExportOutcome, run_id: str, *, require: bool = False) -> Promotion:
+def promote_model(
+    tree: TrainTree, outcome: ExportOutcome, run_id: str, *, require: bool = False, replace_current: bool = False
+) -> Promotion:
     """Make an export the current one if the gate lets it; with `require`, raises GateNotPassed (9) if not."""
-    return promote_export(outcome.models_uri, outcome.export, tree.gate, run_id, require=require)
+    flags = {"require": require, "replace_current": replace_current}
+    return promote_export(outcome.models_uri, outcome.export, tree.gate, run_id, **flags)
 
 
 def train_record(outcome: TrainOutcome, tree: TrainTree) -> StageRecord:
@@ -192,6 +196,7 @@ def export_record(outcome: ExportOutcome) -> StageRecord:
 def promotion_record(promotion: Promotion, seconds: float = 0.0) -> StageRecord:
     """What the gate's decision adds to a run's summary."""
     section = {
+        "models": promotion.models_uri,
         "decision": promotion.gate.decision,
         "reason": promotion.gate.reason,
         "previous": promotion.previous,

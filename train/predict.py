@@ -12,16 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardmill.dataset.dataset import split_version
-from shardmill.errors import IntegrityError, UsageError
+from shardmill.errors import UsageError
 from shardmill.images.decode import DECODER_ID
 from shardmill.images.normalize import decode_stored, normalization_fingerprint
 from shardmill.images.process import process_image
 from shardmill.options import NormalizeOptions
 from shardmill.storage import open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
-from train.export import ARTIFACTS, EXPORTS, ExportedModel, ExportRecord, load_exported
-from train.promote import current_export
-from train.records import read_record, record_numbers
+from train.current import current_export
+from train.exported import ARTIFACTS, ExportedModel, load_exported, number_of_artifact
 
 MAX_BATCH_SIZE = 64
 
@@ -48,7 +47,7 @@ def open_model(model: str) -> ExportedModel:
     if number is not None:
         exported = load_exported(uri, number)
     elif artifacts:
-        exported = load_exported(root, _number_of_artifact(root, artifact.split("/")[0]))
+        exported = load_exported(root, number_of_artifact(root, artifact.split("/")[0]))
     else:
         exported = load_exported(uri, current_export(uri).number)
     record = exported.export.record
@@ -107,13 +106,3 @@ def _read_image(path: str, options: NormalizeOptions) -> np.ndarray | Rejection:
     if isinstance(sample, Rejection):
         return sample
     return decode_stored(sample.image, options.encoding, options.image_shape_HWC)
-
-
-def _number_of_artifact(models_uri: str, artifact: str) -> int:
-    store = open_store(models_uri)
-    for number in reversed(record_numbers(store, EXPORTS)):
-        if read_record(store, EXPORTS, number, ExportRecord).artifact_dir == f"{ARTIFACTS}/{artifact}":
-            return number
-    raise IntegrityError(
-        f"no export of {models_uri} names {ARTIFACTS}/{artifact}", "files that no record vouches for are never loaded"
-    )

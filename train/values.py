@@ -75,7 +75,8 @@ class Evaluation:
     num_samples: int
     loss: float
     accuracy: float
-    top5_accuracy: float
+    top5_accuracy: float | None
+    """None with at most five classes, of which all would be in the first five."""
     per_class: tuple[ClassFigures, ...]
     confusion: tuple[tuple[int, ...], ...]
     """`confusion[true][predicted]` in the order of the dataset's class names."""

@@ -177,7 +177,7 @@ def _share_bar(shares: dict[str, float]) -> str:
 def _evaluation(data: ReportData) -> str:
     evaluation = data.evaluation
     assert evaluation is not None
-    names = [figures.name for figures in evaluation.per_class]
+    names, top5 = [figures.name for figures in evaluation.per_class], evaluation.top5_accuracy
     worst = sorted(evaluation.per_class, key=lambda figures: figures.recall)[:12]
     rows = "".join(
         f'<tr><td>{_text(figures.name)}</td><td class="number">{figures.num_samples:,}</td>'
@@ -196,7 +196,7 @@ def _evaluation(data: ReportData) -> str:
     return _section(
         f"On the {evaluation.split} split",
         f"{evaluation.num_samples:,} samples, each counted once: loss {evaluation.loss:.4f}, accuracy "
-        f"{evaluation.accuracy:.2%}, in the first five {evaluation.top5_accuracy:.2%}.",
+        f"{evaluation.accuracy:.2%}" + (f", in the first five {top5:.2%}." if top5 is not None else "."),
         f'<div class="two"><div><h3>Confusion matrix</h3>{chart}</div>'
         f"<div><h3>{'Classes' if len(names) <= 12 else 'The twelve weakest classes'}</h3>{table}</div></div>",
     )

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from shardmill.options import Section
 from shardmill.storage import LocalStore, open_store
 from tests.support import make_dataset
 from train.config import TrainConfig
-from train.export import EXPORTS, KERAS_FILE, export_training, load_exported, read_export
+from train.export import export_training
+from train.exported import EXPORTS, KERAS_FILE, load_exported, number_of_artifact, read_export, verify_export
 from train.launchers import LAUNCHERS
 from train.models.identity import source_sha256
 from train.observer import SilentObserver
@@ -82,6 +84,8 @@ def test_the_record_tells_all_that_there_is_to_know(models, dataset):
     )
     assert record.normalize == dataset.manifest.normalize
     assert record.evaluation.split == "test" and record.evaluation.confusion == ()
+    assert record.evaluation.accuracy == record.training_evaluation.accuracy
+    assert record.evaluation.loss == pytest.approx(record.training_evaluation.loss, abs=1e-5)
     assert record.parity_max_abs_diff <= 1e-5
     assert record.keras_note == ""
     stored = {file.path for file in open_store(models).list(record.artifact_dir)}
@@ -110,6 +114,45 @@ def test_the_same_training_is_exported_once(models, dataset):
     export, skipped = export_training(str(models), config, result, "run-2")
     assert (export.number, skipped, export.record.run_id) == (1, True, "run-1")
     assert record_numbers(open_store(models), EXPORTS) == [1]
+
+
+def test_an_export_that_answers_otherwise_than_was_recorded_is_none(dataset, tmp_path):
+    """Edited code of the model, or an edited result: then nobody has measured what would be promoted."""
+    config = config_of(epochs=1)
+    result = trained(dataset, tmp_path, config)
+    for changed in ({"accuracy": result.evaluation.accuracy - 0.3}, {"loss": result.evaluation.loss + 0.3}):
+        said = replace(result, evaluation=replace(result.evaluation, **changed))
+        with pytest.raises(IntegrityError) as refused:
+            export_training(str(tmp_path), config, said, "run-1")
+        for figure in (result.evaluation.accuracy, said.evaluation.accuracy, said.evaluation.loss):
+            assert f"{figure:.4f}" in refused.value.what
+    assert record_numbers(open_store(tmp_path), EXPORTS) == []
+
+
+def test_what_a_killed_export_left_is_not_believed_and_in_nobodys_way(dataset, tmp_path):
+    config = config_of(epochs=1)
+    result = trained(dataset, tmp_path, config)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(store: LocalStore, path: str, data: bytes) -> bool:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(Killed):
+        monkeypatch.setattr(LocalStore, "put_if_absent", killed)
+        export_training(str(tmp_path), config, result, "run-1")
+    [left] = (tmp_path / "artifacts").iterdir()
+    with pytest.raises(IntegrityError, match="no export of .* names artifacts/"):
+        number_of_artifact(str(tmp_path), left.name)
+    export, skipped = export_training(str(tmp_path), config, result, "run-2")
+    assert (export.number, skipped) == (1, False) and not export.record.artifact_dir.endswith(left.name)
+
+    # Nor is an export that was damaged since: the same training is exported anew.
+    (tmp_path / export.record.files[0].path).write_bytes(b"")
+    again, skipped = export_training(str(tmp_path), config, result, "run-3")
+    assert (again.number, skipped) == (2, False)
+    verify_export(str(tmp_path), again)
 
 
 def test_an_altered_file_is_named(models, tmp_path):

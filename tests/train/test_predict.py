@@ -12,7 +12,7 @@ from shardmill.dataset import open_dataset
 from shardmill.errors import IntegrityError, UsageError
 from tests.support import make_dataset
 from train.config import GateConfig, TrainConfig, TrainTree
-from train.export import load_exported
+from train.exported import load_exported
 from train.job import export_model, promote_model, train_model
 from train.observer import SilentObserver
 from train.predict import MAX_BATCH_SIZE, open_model, predict_images

@@ -1,0 +1,71 @@
+"""Exports without a training: real SavedModels of a linear classifier whose weights follow from the class means."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from shardmill.dataset import open_dataset
+from shardmill.sealed import seal_file
+from shardmill.storage import open_store
+from train.evaluate import evaluate_predictions
+from train.exported import ARTIFACTS, EXPORTS, SAVED_MODEL, Export, ExportRecord
+from train.records import put_record, record_numbers
+from train.serving import ServingModel, load_saved_model, write_saved_model
+
+
+def put_export(models_uri: str, dataset_uri: str, *, is_good: bool = True, split: str | None = "test") -> Export:
+    """An export for a dataset: one that knows its classes by their mean images, or one that answers class 0."""
+    import keras
+
+    store, dataset = open_store(models_uri), open_dataset(dataset_uri)
+    manifest = dataset.manifest
+    num_classes, shape_HWC = len(manifest.class_names), manifest.normalize.image_shape_HWC
+    samples = dataset.read_samples("train", 1000)
+    images = np.stack([sample.image_HWC for sample in samples]).reshape(len(samples), -1) - 128.0
+    labels_N = np.array([sample.label for sample in samples])
+    means_KF = np.stack([images[labels_N == label].mean(axis=0) for label in range(num_classes)])
+    model = keras.Sequential([keras.Input(shape_HWC), keras.layers.Flatten(), keras.layers.Dense(num_classes)])
+    # Nearest mean: |x - m|^2 is smallest if x.m - |m|^2/2 is largest.
+    weights = [means_KF.T, -(means_KF**2).sum(axis=1) / 2] if is_good else [means_KF.T * 0, -np.arange(num_classes)]
+    model.set_weights([each / 1e5 for each in weights])
+    channels = shape_HWC[2]
+    serving = ServingModel(model, True, manifest.class_names, shape_HWC, (128.0,) * channels, (1.0,) * channels)
+    artifact_dir, files = f"{ARTIFACTS}/{secrets.token_hex(8)}", []
+    with tempfile.TemporaryDirectory() as scratch:
+        write_saved_model(serving, Path(scratch, SAVED_MODEL))
+        served = load_saved_model(Path(scratch, SAVED_MODEL))
+        for file in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
+            files.append(seal_file(f"{artifact_dir}/{file.relative_to(scratch)}", file.read_bytes()))
+            store.put_file(files[-1].path, file)
+    evaluation = evaluate_predictions(served, dataset, split).without_classes() if split else None
+    record = ExportRecord(
+        created_at="",
+        run_id="run",
+        artifact_dir=artifact_dir,
+        files=tuple(files),
+        keras_note="",
+        model="nearest_mean",
+        class_names=manifest.class_names,
+        normalize=manifest.normalize,
+        normalization_fingerprint=manifest.normalization_fingerprint,
+        decoder_id=manifest.decoder_id,
+        channel_mean=serving.channel_mean,
+        channel_std=serving.channel_std,
+        dataset=dataset.pin,
+        content_digest=manifest.content_digest,
+        layout_digest=manifest.layout_digest,
+        training_dir="",
+        checkpoint="",
+        weights_sha256="",
+        training_evaluation=evaluation,
+        evaluation=evaluation,
+        parity_max_abs_diff=0.0,
+        parity_num_images=0,
+    )
+    number = max(record_numbers(store, EXPORTS), default=0) + 1
+    assert put_record(store, EXPORTS, number, record)
+    return Export(number, record)

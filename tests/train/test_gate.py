@@ -1,0 +1,263 @@
+"""The decision table of docs/promotion.md, a test for each row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardmill.errors import GateNotPassed, IntegrityError
+from shardmill.storage import open_store
+from tests.support import build_here, make_dataset, write_images
+from tests.train.exports import put_export
+from train.config import GateConfig
+from train.current import read_history
+from train.exported import Export
+from train.gate import FEW_SAMPLES, Comparison, Incomparable, decide
+from train.promote import Promotion, choose_export, promote_export, roll_back
+from train.values import Evaluation
+
+TABLE = Path(__file__).resolve().parent.parent.parent / "docs" / "promotion.md"
+SCENARIOS: dict[str, Callable[[Models], None]] = {}
+
+
+class Models:
+    """A models' root with exports to promote, and datasets to make them of."""
+
+    def __init__(self, folder: Path, datasets: Path) -> None:
+        self.folder, self.uri, self.datasets = folder, str(folder), datasets
+
+    def export(self, dataset: str = "three", **how: object) -> Export:
+        return put_export(self.uri, str(self.datasets / dataset / "dataset"), **how)
+
+    def promote(self, candidate: Export, *, floor: float = 0.5, **flags: bool) -> Promotion:
+        return promote_export(self.uri, candidate, GateConfig(min_accuracy=floor), "run", **flags)
+
+    def kept(self, candidate: Export, **how: object) -> str:
+        """The reason for which the candidate is kept out; `--require` makes it an error."""
+        before = read_history(open_store(self.uri)).next_number
+        found = self.promote(candidate, **how)
+        with pytest.raises(GateNotPassed):
+            self.promote(candidate, require=True, **how)
+        assert found.gate.decision == "kept" and read_history(open_store(self.uri)).next_number == before
+        return found.gate.reason
+
+    def promoted(self, candidate: Export, **how: object) -> str:
+        """The reason for which the candidate is let in; the same stands in the pointer."""
+        found = self.promote(candidate, require=True, **how)
+        assert (found.gate.decision, found.current) == ("promoted", candidate.number)
+        pointer = read_history(open_store(self.uri)).current
+        assert (pointer.export, pointer.decision, pointer.reason) == (candidate.number, "promoted", found.gate.reason)
+        return found.gate.reason
+
+    def damage(self, path: str) -> None:
+        data = bytearray((self.folder / path).read_bytes())
+        data[len(data) // 2] ^= 1
+        (self.folder / path).write_bytes(data)
+
+
+def row(case: str) -> Callable[[Callable[[Models], None]], Callable[[Models], None]]:
+    def keep(scenario: Callable[[Models], None]) -> Callable[[Models], None]:
+        SCENARIOS[case] = scenario
+        return scenario
+
+    return keep
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory) -> Path:
+    """Datasets of three classes, of five (the same three among them), of three others, and of larger images."""
+    folder = tmp_path_factory.mktemp("datasets")
+    fractions = {"train": 0.5, "test": 0.5, "validation": 0.0}
+    make_dataset(folder / "three", num_images=90, split_fractions=fractions)
+    make_dataset(folder / "five", num_images=150, num_classes=5, split_fractions=fractions)
+    make_dataset(folder / "large", num_images=90, image_size=24, split_fractions=fractions)
+    make_dataset(folder / "few", num_images=60, split_fractions={"train": 0.8, "test": 0.2, "validation": 0.0})
+    images = folder / "others" / "images"
+    write_images(images, num_images=90)
+    for each in list(images.iterdir()):
+        each.rename(images / f"other_{each.name}")
+    from etl.config import EtlConfig
+
+    build_here(
+        str(images),
+        str(folder / "others" / "dataset"),
+        EtlConfig(image_size=16, encoding="png", unit_min_images=40, split_fractions=fractions),
+    )
+    return folder
+
+
+@row("candidate is damaged")
+def candidate_damaged(models: Models) -> None:
+    candidate = models.export()
+    models.damage(candidate.record.files[-1].path)
+    with pytest.raises(IntegrityError, match="was altered"):
+        models.promote(candidate)
+    assert read_history(open_store(models.uri)).current is None
+
+
+@row("candidate is the current one")
+def already_current(models: Models) -> None:
+    candidate = models.export(is_good=False)
+    models.promoted(candidate, floor=0.0)
+    assert models.promote(candidate, floor=0.0, require=True).gate.decision == "already_current"
+    assert models.promote(candidate, floor=0.9).gate.decision == "already_current"
+    with pytest.raises(GateNotPassed, match=r"is the current one, but accuracy .* is below gate.min_accuracy = 0.9"):
+        models.promote(candidate, floor=0.9, require=True)
+
+
+@row("candidate was rolled back")
+def rolled_back(models: Models) -> None:
+    first, second = models.export(), models.export()
+    models.promoted(first)
+    models.promoted(second)
+    assert roll_back(models.uri, "run").current == first.number
+    assert f"promote {models.uri}@{second.number}" in models.kept(second)
+    assert "rolled back" in models.kept(second, replace_current=True)
+    # How a rollback is undone; from then on it is an export like any other.
+    assert choose_export(models.uri, second.number, "run").gate.decision == "chosen"
+    assert models.promote(second).gate.decision == "already_current"
+    models.promoted(first)
+
+
+@row("no test or validation split")
+def unjudged(models: Models) -> None:
+    assert "no test or validation split" in models.kept(models.export(split=None), replace_current=True)
+
+
+@row("below the floor (`gate.min_accuracy`)")
+def below_floor(models: Models) -> None:
+    assert "is below gate.min_accuracy = 0.5" in models.kept(models.export(is_good=False), replace_current=True)
+
+
+@row("no current model")
+def first_model(models: Models) -> None:
+    assert "there was no current model" in models.promoted(models.export())
+
+
+@row("current model's pointer is damaged")
+def pointer_damaged(models: Models) -> None:
+    first, second, third = models.export(), models.export(), models.export()
+    models.promoted(first)
+    models.promoted(second)
+    roll_back(models.uri, "run")
+    models.damage("current/00000003.json")
+    # Nobody knows which of the two it named, nor whether a person has taken one of them out.
+    assert "was promoted before" in models.kept(second)
+    assert "nobody knows which export is current" in models.promoted(third)
+    assert "was promoted before" in models.kept(second)
+    choose_export(models.uri, second.number, "run")
+    models.promoted(third)
+
+
+@row("current model is damaged or missing")
+def current_damaged(models: Models) -> None:
+    for path in ("file", "record", "record is missing"):
+        current, candidate = models.export(), models.export()
+        choose_export(models.uri, current.number, "run")
+        record = f"exports/{current.number:08d}.json"
+        saved_model = next(file.path for file in current.record.files if file.path.endswith("saved_model.pb"))
+        if path == "record is missing":
+            (models.folder / record).unlink()
+        else:
+            models.damage(saved_model if path == "file" else record)
+        reason = models.promoted(candidate)
+        assert f"current export {current.number}" in reason and "so nothing was compared" in reason
+        # And never past the floor.
+        assert "below" in models.kept(models.export(is_good=False))
+
+
+@row("image sizes differ")
+def other_size(models: Models) -> None:
+    models.promoted(models.export())
+    candidate = models.export("large")
+    reason = models.kept(candidate)
+    assert "takes images of (16, 16, 3), not (24, 24, 3)" in reason and "--replace-current" in reason
+    assert "replaced by --replace-current" in models.promoted(candidate, replace_current=True)
+
+
+@row("no class in common")
+def disjoint(models: Models) -> None:
+    models.promoted(models.export())
+    candidate = models.export("others")
+    reason = models.kept(candidate)
+    assert "knows none of the classes" in reason and "--replace-current" in reason
+    assert "replaced by --replace-current" in models.promoted(candidate, replace_current=True)
+
+
+@row("some classes in common")
+def overlapping(models: Models) -> None:
+    models.promoted(models.export())
+    # It knows two more classes, and nothing about the three: the flag is no way around a comparison that is possible.
+    worse = models.export("five", is_good=False)
+    reason = models.kept(worse, floor=0.0, replace_current=True)
+    assert re.search(r"test samples of the 3 classes that both know \(of 5\) falls behind", reason), reason
+    better = models.export("five")
+    assert "3 classes that both know (of 5) against the current model's" in models.promoted(better)
+    # And back: the candidate knows fewer.
+    assert "3 classes that both know (of 3)" in models.promoted(models.export())
+
+
+@row("behind the current model by more than `gate.max_regression`")
+def regression(models: Models) -> None:
+    models.promoted(models.export())
+    worse = models.export(is_good=False)
+    assert "falls behind the current model's" in models.kept(worse, floor=0.0, replace_current=True)
+
+
+@row("as good as the current model")
+def as_good(models: Models) -> None:
+    models.promoted(models.export())
+    assert "the current model has" in models.promoted(models.export())
+
+
+def test_every_row_of_the_table_has_its_test():
+    rows = [line.split("|")[1].strip() for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    assert rows[1:] == list(SCENARIOS)
+
+
+@pytest.mark.parametrize("case", SCENARIOS)
+def test_the_decision_table(case, tmp_path, datasets):
+    SCENARIOS[case](Models(tmp_path, datasets))
+
+
+def test_a_decision_on_a_handful_of_samples_says_so(tmp_path, datasets):
+    models = Models(tmp_path, datasets)
+    reason = models.promoted(models.export("few"))
+    assert re.search(r"caution: \d+ samples are too few to tell models apart", reason)
+    assert "caution" not in models.promoted(models.export())
+
+
+def evaluation(accuracy: float) -> Evaluation:
+    return Evaluation("test", 200, 0.5, accuracy, None, (), ())
+
+
+@pytest.mark.parametrize(
+    ("candidate", "current", "gate", "decision", "said"),
+    [
+        (0.9, None, {}, "promoted", "accuracy 0.9000 on 200 test samples"),
+        (0.9, None, {"min_accuracy": 0.95}, "kept", "is below gate.min_accuracy = 0.95"),
+        (0.95, None, {"min_accuracy": 0.95}, "promoted", "there was no current model"),
+        (0.9, 0.9, {}, "promoted", "the current model has 0.9000"),
+        (0.895, 0.9, {"max_regression": 0.01}, "promoted", "0.9000"),
+        (0.88, 0.9, {"max_regression": 0.01}, "kept", "falls behind the current model's 0.9000"),
+        (0.88, 0.9, {"max_regression": 0.05}, "promoted", ""),
+        (0.99, 0.9, {"min_accuracy": 0.995}, "kept", "below"),
+    ],
+)
+def test_the_gates_arithmetic(candidate, current, gate, decision, said):
+    against = Comparison(candidate, current, 200) if current is not None else None
+    found = decide(evaluation(candidate), against, GateConfig(**gate))
+    assert (found.decision, found.candidate_accuracy) == (decision, candidate)
+    assert found.is_passed == (decision == "promoted")
+    assert said in found.reason
+
+
+def test_few_samples_are_those_that_were_compared():
+    against = Comparison(0.9, 0.9, FEW_SAMPLES - 1, " of the 2 classes that both know (of 9)")
+    assert "caution: 29 samples" in decide(evaluation(0.9), against, GateConfig()).reason
+    assert "caution" not in decide(evaluation(0.9), replace(against, num_samples=FEW_SAMPLES), GateConfig()).reason
+    assert "caution" not in decide(evaluation(0.9), Incomparable("too large"), GateConfig()).reason

@@ -1,0 +1,118 @@
+"""Which export is the current one: a numbered pointer that only one writer can set.
+
+<models>/current/00000001.json      the highest number is the current one; older ones tell the history
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.options import Section
+from shardmill.storage import Store, open_store
+from train.exported import Export, read_export
+from train.records import put_record, read_record, record_numbers
+
+CURRENT = "current"
+
+
+class Pointer(Section):
+    """One change of the current export."""
+
+    export: int
+    previous: int | None
+    """The export to which a rollback goes; None for the first."""
+    replaced: int | None
+    """The export that was current until now."""
+    decision: Literal["promoted", "chosen", "rolled_back"]
+    """By the gate, by a person who named the export, or by a person who wanted the one before."""
+    reason: str
+    accuracy: float | None
+    """Top-1 of the export on the split by which it was judged."""
+    run_id: str
+    created_at: str
+    """UTC, ISO 8601."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Every change of the current export, oldest first; None in place of a record that was damaged."""
+
+    pointers: tuple[Pointer | None, ...]
+    next_number: int
+    damage: str
+    """Why the newest record cannot be read; empty if it can."""
+
+    @property
+    def readable(self) -> list[Pointer]:
+        return [pointer for pointer in self.pointers if pointer is not None]
+
+    @property
+    def current(self) -> Pointer | None:
+        """What is current now; None if nothing is, or if nobody knows (`damage`)."""
+        return self.pointers[-1] if self.pointers else None
+
+    def was_taken_out(self, export: int) -> bool:
+        """Was this export rolled back, and has nobody made it current since? If in doubt, it was."""
+        out: set[int | None] = set()
+        seen: set[int] = set()
+        for pointer in self.pointers:
+            if pointer is None:
+                # It may have been the rollback of any export that was current by then.
+                out |= seen
+                continue
+            if pointer.decision == "rolled_back":
+                out.add(pointer.replaced)
+            out.discard(pointer.export)
+            seen.add(pointer.export)
+        return export in out
+
+
+def read_history(store: Store) -> History:
+    """The pointer and all before it. A damaged record is no error: it must not keep anybody from setting a new one."""
+    numbers = record_numbers(store, CURRENT)
+    pointers: list[Pointer | None] = []
+    damage = ""
+    for number in numbers:
+        try:
+            pointers.append(read_record(store, CURRENT, number, Pointer))
+            damage = ""
+        except IntegrityError as error:
+            pointers.append(None)
+            damage = error.what
+    return History(tuple(pointers), max(numbers, default=0) + 1, damage)
+
+
+def set_current(store: Store, history: History, pointer: Pointer) -> bool:
+    """Publish `pointer` behind `history`; False if another writer did so first."""
+    return put_record(store, CURRENT, history.next_number, pointer)
+
+
+def current_export(models_uri: str) -> Export:
+    """The current export. Raises UsageError if there is none, IntegrityError if nobody knows which one it is."""
+    history = read_history(open_store(models_uri))
+    if history.damage:
+        raise unknown_current(models_uri, history)
+    if history.current is None:
+        raise UsageError(
+            f"{models_uri} has no current model",
+            "expected a promoted export",
+            "`shardmill promote`, or name an export: URI@1",
+        )
+    return read_export(models_uri, history.current.export)
+
+
+def unknown_current(models_uri: str, history: History) -> IntegrityError:
+    """Nobody knows which export is current."""
+    return IntegrityError(
+        history.damage,
+        "it says which export is current",
+        f"choose one: `shardmill promote {models_uri}@N`",
+    )
+
+
+def now() -> str:
+    """When a pointer is set: UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

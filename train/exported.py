@@ -1,0 +1,135 @@
+"""An export as others see it: its record, its files verified byte by byte, and the model inside, loaded.
+
+<models>/artifacts/<attempt>/saved_model/..., model.keras     files, written first
+<models>/exports/00000001.json                                THE export: this record's appearance makes it visible
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardmill.dataset.pin import DatasetPin
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.options import NormalizeOptions, Section
+from shardmill.sealed import SealedFile, read_sealed
+from shardmill.storage import check_relative_path, open_store
+from train.records import read_record, record_numbers
+from train.serving import load_saved_model
+from train.values import Evaluation
+
+EXPORTS = "exports"
+ARTIFACTS = "artifacts"
+SAVED_MODEL = "saved_model"
+KERAS_FILE = "model.keras"
+
+
+class ExportRecord(Section):
+    """All that there is to know of one export."""
+
+    created_at: str
+    """UTC, ISO 8601."""
+    run_id: str
+    artifact_dir: str
+    """Relative to the models' root: holds `saved_model/` and `model.keras`."""
+    files: tuple[SealedFile, ...]
+    """Their paths are relative to the models' root."""
+    keras_note: str
+    """What a reader of `model.keras` must know (classes to register, or why there is none); most often empty."""
+    model: str
+    """`train.model` of the training."""
+    class_names: tuple[str, ...]
+    normalize: NormalizeOptions
+    """How an image file becomes the uint8 pixels that the model takes."""
+    normalization_fingerprint: str
+    decoder_id: str
+    channel_mean: tuple[float, ...]
+    channel_std: tuple[float, ...]
+    dataset: DatasetPin
+    content_digest: str
+    layout_digest: str
+    training_dir: str
+    checkpoint: str
+    weights_sha256: str
+    training_evaluation: Evaluation | None
+    """What the training recorded, on the dataset version that it was trained on; without its per-class figures."""
+    evaluation: Evaluation | None
+    """The same figures of the reloaded SavedModel: measured when it was exported, and found equal to those."""
+    parity_max_abs_diff: float
+    """Largest difference between probabilities of the reloaded SavedModel and of the training model."""
+    parity_num_images: int
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """One numbered export."""
+
+    number: int
+    record: ExportRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedModel:
+    """An export, verified and loaded."""
+
+    export: Export
+    predict: Callable[[np.ndarray], np.ndarray]
+    """images_NHWC uint8 of the normalized size -> probabilities_NK float32."""
+
+
+def read_export(models_uri: str, number: int) -> Export:
+    """The record of one export. Raises UsageError that names those that exist, IntegrityError for an altered one."""
+    store = open_store(models_uri)
+    known = record_numbers(store, EXPORTS)
+    if number not in known:
+        has = f"it has {known[0]} to {known[-1]}" if known else "it has none"
+        raise UsageError(f"{models_uri} has no export {number}", has, "`shardmill export` makes one")
+    return Export(number, read_record(store, EXPORTS, number, ExportRecord))
+
+
+def newest_export(models_uri: str) -> Export:
+    """The export with the highest number. Raises UsageError if there is none: `models_uri` is no models' root then."""
+    numbers = record_numbers(open_store(models_uri), EXPORTS)
+    if not numbers:
+        raise UsageError(
+            f"{models_uri} holds no exports",
+            "expected a models folder or URI, or a .toml file",
+            "`shardmill run` writes models to WORKDIR/models unless models.uri is set",
+        )
+    return read_export(models_uri, numbers[-1])
+
+
+def verify_export(models_uri: str, export: Export) -> None:
+    """Raises IntegrityError that names the first file that is missing or altered."""
+    store = open_store(models_uri)
+    for file in export.record.files:
+        read_sealed(store, file)
+
+
+def load_exported(models_uri: str, number: int) -> ExportedModel:
+    """Fetch an export's SavedModel, verify every byte of it, load it. Raises IntegrityError that names the file."""
+    export = read_export(models_uri, number)
+    store = open_store(models_uri)
+    prefix = f"{export.record.artifact_dir}/{SAVED_MODEL}/"
+    with tempfile.TemporaryDirectory(prefix="shardmill-model-") as scratch:
+        for file in export.record.files:
+            if file.path.startswith(prefix):
+                target = Path(scratch, check_relative_path(file.path)[len(prefix) :])
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(read_sealed(store, file))
+        return ExportedModel(export, load_saved_model(Path(scratch)))
+
+
+def number_of_artifact(models_uri: str, artifact: str) -> int:
+    """The export whose files lie in `artifacts/<artifact>`. Raises IntegrityError if no record names that folder."""
+    store = open_store(models_uri)
+    for number in reversed(record_numbers(store, EXPORTS)):
+        if read_record(store, EXPORTS, number, ExportRecord).artifact_dir == f"{ARTIFACTS}/{artifact}":
+            return number
+    raise IntegrityError(
+        f"no export of {models_uri} names {ARTIFACTS}/{artifact}", "files that no record vouches for are never loaded"
+    )
