@@ -23,6 +23,10 @@ class SourceConfig(Section):
     """Root of the source images: a local folder or `s3://bucket/prefix`."""
     kind: Annotated[str, OneOf(SOURCES)] = "folders"
     """`folders`: one folder per class, optionally inside `train/`, `val/`, `test/`."""
+    label_level: int = Field(default=0, ge=0, le=32)
+    """Which level of folders (below a split folder) names the class; 0: the first one, and no other could be meant."""
+    follow_symlinks: bool = False
+    """Read links to folders, and links that leave the source; without it they are rejected. Loops always are."""
 
 
 class SplitFractions(Section):

@@ -50,7 +50,7 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
     config = tree.etl
     normalize = config.normalize_options()
     fingerprint = normalization_fingerprint(normalize)
-    listing = SOURCES[tree.source.kind](tree.source.uri, config.max_source_bytes)
+    listing = SOURCES[tree.source.kind](tree.source, config.max_source_bytes)
     class_names = listing.class_names
     contract = unit_contract(config, class_names, fingerprint)
     columns = parquet_schema(RowSchema(config.encoding, config.image_shape_HWC, bool(class_names)))

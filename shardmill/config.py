@@ -7,7 +7,7 @@ import difflib
 import json
 import tomllib
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
@@ -67,7 +67,7 @@ def load_tree(
     """
     values = _merged(copy.deepcopy(defaults or {}), _read_toml(Path(file)) if file is not None else {})
     for override in overrides:
-        _apply_override(values, override)
+        _apply_override(values, override, tree)
     mine = {name: value for name, value in values.items() if name in tree.model_fields or name not in SECTION_NAMES}
     try:
         return tree.model_validate(mine)
@@ -86,7 +86,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file} is not TOML: {error}", "expected lines like `epochs = 3`") from None
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def _apply_override(values: dict[str, Any], override: str, tree: type[BaseModel]) -> None:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) < 2:
@@ -96,7 +96,13 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         section = section.setdefault(key, {})
         if not isinstance(section, dict):
             raise UsageError(f"--set {override!r}", f"but {key!r} is a value, not a section")
-    section[keys[-1]] = _toml_value(text)
+    value = _toml_value(text)
+    owner = _model_at(tree, keys[:-1])
+    field = owner.model_fields.get(keys[-1]) if owner is not None else None
+    if isinstance(value, str) and field is not None and get_origin(field.annotation) is tuple:
+        # Nobody types a list in a shell: one word is a list of one, and commas divide more.
+        value = [part.strip() for part in value.split(",")]
+    section[keys[-1]] = value
 
 
 def _toml_value(text: str) -> Any:

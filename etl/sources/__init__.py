@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from shardmill.registry import Entry, Registry
 
 if TYPE_CHECKING:
+    from etl.config import SourceConfig
     from etl.sources.listing import Listing
 
-SOURCES: Registry[Callable[[str, int], Listing]] = Registry(
+SOURCES: Registry[Callable[[SourceConfig, int], Listing]] = Registry(
     "source.kind",
     {
         "folders": Entry(

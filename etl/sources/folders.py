@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from etl.sources.listing import Listing
 from shardmill.dataset.ids import assign_sample_ids, key_bytes
@@ -18,6 +19,9 @@ from shardmill.errors import StorageError, UsageError
 from shardmill.printable import printable
 from shardmill.storage import NoSuchRoot, open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
+
+if TYPE_CHECKING:
+    from etl.config import SourceConfig
 
 SPLIT_OF_FOLDER = {
     "train": "train",
@@ -41,14 +45,16 @@ _LITTER_NAMES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store
 _MAX_LABEL_LENGTH = 255
 
 
-def list_folders(uri: str, max_source_bytes: int) -> Listing:
-    """Every file below `uri`. Raises UsageError (exit 2) where there is no folder, or no image in it."""
+def list_folders(source: SourceConfig, max_source_bytes: int) -> Listing:
+    """Every file below `source.uri`.
+
+    Raises UsageError (exit 2) if there is no folder, no image in it, or more than one level that may name the classes.
+    """
+    uri = source.uri
     local = "://" not in uri or uri.startswith("file://")
-    found = _walk_local(Path(open_store(uri).uri)) if local else _walk_store(uri)
-    entries = sorted(found, key=lambda entry: key_bytes(entry.key))
-    judged = [
-        entry if isinstance(entry, Rejection) else _judge(entry, max_source_bytes) for entry in _with_labels(entries)
-    ]
+    found = _walk_local(Path(open_store(uri).uri), source.follow_symlinks) if local else _walk_store(uri)
+    entries = _with_labels(sorted(found, key=lambda entry: key_bytes(entry.key)), source.label_level)
+    judged = [entry if isinstance(entry, Rejection) else _judge(entry, max_source_bytes) for entry in entries]
     images = [entry for entry in judged if isinstance(entry, SourceImage)]
     rejections = tuple(entry for entry in judged if isinstance(entry, Rejection))
     if not images:
@@ -63,27 +69,38 @@ def list_folders(uri: str, max_source_bytes: int) -> Listing:
     )
 
 
-def _walk_local(root: Path) -> Iterator[SourceImage | Rejection]:
-    """Every file, link and special file below `root`, each exactly once; directory links are not entered."""
+def _walk_local(root: Path, follow_symlinks: bool) -> Iterator[SourceImage | Rejection]:
+    """Every file, link and special file below `root`, each exactly once; links to folders are entered if told so."""
     if not root.is_dir():
         raise UsageError(
             f"source {root} is not a folder" if root.exists() else f"source {root} does not exist",
             "expected a folder with one folder per class",
             "check source.uri",
         )
-    real_root = os.path.realpath(root)
+    # Links may lead anywhere below this.
+    bounds = None if follow_symlinks else os.path.realpath(root)
 
     def refuse_unreadable(error: OSError) -> None:
         raise StorageError(f"cannot list {error.filename}: {error.strerror}") from error
 
-    for directory, folders, names in os.walk(root, onerror=refuse_unreadable):
+    for directory, folders, names in os.walk(root, onerror=refuse_unreadable, followlinks=follow_symlinks):
         links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
+        if follow_symlinks:
+            links = [name for name in links if _leads_back(os.path.join(directory, name), root)]
+            folders[:] = [name for name in folders if name not in links]
         for name in (*names, *links):
             path = os.path.join(directory, name)
-            yield _entry(path, os.path.relpath(path, root), real_root)
+            yield _entry(path, os.path.relpath(path, root), bounds)
 
 
-def _entry(path: str, key: str, real_root: str) -> SourceImage | Rejection:
+def _leads_back(link: str, root: Path) -> bool:
+    """Whether a link to a folder leads to one that it lies in: whoever enters it never comes to an end."""
+    target = os.path.realpath(link)
+    folder = Path(link).parent
+    return any(os.path.realpath(above) == target for above in (folder, *folder.parents) if above.is_relative_to(root))
+
+
+def _entry(path: str, key: str, bounds: str | None) -> SourceImage | Rejection:
     def rejection(reason: RejectReason, detail: str) -> Rejection:
         return Rejection(key, reason, detail, stage="list")
 
@@ -95,8 +112,10 @@ def _entry(path: str, key: str, real_root: str) -> SourceImage | Rejection:
             return rejection(RejectReason.DANGLING_SYMLINK, f"links to {os.readlink(path)}")
         except OSError as error:
             return rejection(RejectReason.SYMLINK_LOOP, error.strerror or "")
-        if os.path.commonpath([real_root, target]) != real_root:
+        if bounds is not None and os.path.commonpath([bounds, target]) != bounds:
             return rejection(RejectReason.SYMLINK_OUTSIDE_ROOT, f"links to {target}")
+        if os.path.isdir(path) and bounds is None:
+            return rejection(RejectReason.SYMLINK_LOOP, f"leads back to {target}")
         if os.path.isdir(path):
             return rejection(RejectReason.SYMLINK_DIRECTORY, "its files are listed where they are")
     try:
@@ -119,14 +138,19 @@ def _walk_store(uri: str) -> Iterator[SourceImage | Rejection]:
         raise UsageError(f"source {uri} does not exist: {error.what}", "", "check source.uri") from None
 
 
-def _with_labels(entries: list[SourceImage | Rejection]) -> Iterator[SourceImage | Rejection]:
+def _with_labels(entries: list[SourceImage | Rejection], label_level: int) -> Iterator[SourceImage | Rejection]:
     """Read split and class from each image's folders."""
     images = [entry for entry in entries if isinstance(entry, SourceImage) and _is_image_name(entry.key)]
     tops = {entry.key.split("/")[0] for entry in images if "/" in entry.key}
     # `train` beside `bus` and `car` is a vehicle; alone or beside `val` or `test` it is a split.
     splits = tops & set(SPLIT_OF_FOLDER)
     has_splits = "train" in tops and (tops == splits or len(splits) > 1)
-    class_depth = 2 if has_splits else 1
+    levels = [
+        entry.key.split("/")[has_splits:-1] for entry in images if not has_splits or entry.key.split("/")[0] in splits
+    ]
+    if label_level == 0:
+        _check_level_is_clear(levels)
+    class_depth = has_splits + max(1, label_level)
     has_classes = any(entry.key.count("/") >= class_depth for entry in images)
     for entry in entries:
         if isinstance(entry, Rejection):
@@ -147,6 +171,22 @@ def _with_labels(entries: list[SourceImage | Rejection]) -> Iterator[SourceImage
             )  # fmt: skip
         else:
             yield replace(entry, label=label if has_classes else None, split=split)
+
+
+def _check_level_is_clear(levels: list[list[str]]) -> None:
+    """Raise UsageError if no image lies directly in a folder of the first level: any level may be the classes then."""
+    if min(map(len, levels), default=0) < 2:
+        return
+    seen = [sorted({folders[level] for folders in levels}) for level in range(min(map(len, levels)))]
+    named = [
+        f"level {number} ({', '.join(map(printable, names[:3]))}{', ...' if len(names) > 3 else ''})"
+        for number, names in enumerate(seen, start=1)
+    ]
+    raise UsageError(
+        f"every image lies {len(seen)} or more folders deep, so that the classes may be {' or '.join(named)}",
+        "expected one folder per class with its images directly in it",
+        "say which with --set source.label_level=N, or set source.uri to the folder above the class folders",
+    )
 
 
 def _judge(image: SourceImage, max_source_bytes: int) -> SourceImage | Rejection:

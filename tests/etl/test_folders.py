@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from etl.config import SourceConfig
 from etl.sources import SOURCES
 from etl.sources.listing import Listing
 from shardmill.errors import UsageError
@@ -27,8 +28,8 @@ def make_tree(root: Path, *keys: str | bytes) -> None:
             file.write(b"some bytes")
 
 
-def listed(root: Path) -> Listing:
-    return SOURCES["folders"](str(root), MAX_BYTES)
+def listed(root: Path, **source: object) -> Listing:
+    return SOURCES["folders"](SourceConfig.model_validate({"uri": str(root), **source}), MAX_BYTES)
 
 
 def reasons(listing: Listing) -> dict[str, str]:
@@ -96,7 +97,8 @@ def test_a_class_name_that_hides_something_is_a_bad_label(tmp_path: Path, label:
 def test_an_object_store_can_hold_names_that_are_no_class(label: str, monkeypatch: pytest.MonkeyPatch):
     keys = ["cat/1.jpg", f"{label}/2.jpg"]
     monkeypatch.setattr(S3Store, "list", lambda self, prefix: iter(StoredFile(key, 10) for key in keys))
-    assert reasons(SOURCES["folders"]("s3://bucket/prefix", MAX_BYTES)) == {f"{label}/2.jpg": "bad_label"}
+    listing = SOURCES["folders"](SourceConfig(uri="s3://bucket/prefix"), MAX_BYTES)
+    assert reasons(listing) == {f"{label}/2.jpg": "bad_label"}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +149,45 @@ def test_links_and_special_files(tmp_path: Path):
         "alias": "symlink_directory",
         "elsewhere": "symlink_outside_root",
         "cat/fifo.jpg": "not_regular_file",
+    }
+
+
+def test_a_subset_made_of_links_is_read_if_told_so_and_loops_never(tmp_path: Path):
+    make_tree(tmp_path / "all", "cat/1.jpg", "cat/2.jpg", "dog/3.jpg")
+    root = tmp_path / "subset"
+    (root / "cat").mkdir(parents=True)
+    (root / "cat" / "1.jpg").symlink_to(tmp_path / "all" / "cat" / "1.jpg")
+    (root / "dog").symlink_to(tmp_path / "all" / "dog")
+    (root / "cat" / "loop").symlink_to(root)
+    (root / "cat" / "itself").symlink_to(root / "cat")
+    (root / "gone").symlink_to(tmp_path / "nothing")
+    listing = listed(root, follow_symlinks=True)
+    assert [(image.key, image.label) for image in listing.images] == [("cat/1.jpg", "cat"), ("dog/3.jpg", "dog")]
+    assert reasons(listing) == {
+        "cat/loop": "symlink_loop", "cat/itself": "symlink_loop", "gone": "dangling_symlink",
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="no images"):
+        listed(root)
+
+
+def test_two_levels_that_may_be_classes_are_asked_about(tmp_path: Path):
+    make_tree(tmp_path, "2023/cat/1.jpg", "2023/dog/2.jpg", "2024/cat/deep/3.jpg")
+    with pytest.raises(UsageError, match=r"level 1 \(2023, 2024\) or level 2 \(cat, dog\).*source.label_level=N"):
+        listed(tmp_path)
+    assert listed(tmp_path, label_level=1).class_names == ("2023", "2024")
+    assert listed(tmp_path, label_level=2).class_names == ("cat", "dog")
+    make_tree(tmp_path, "2023/4.jpg")
+    assert reasons(listed(tmp_path, label_level=2)) == {"2023/4.jpg": "bad_label"}
+
+
+def test_levels_are_counted_below_the_splits(tmp_path: Path):
+    make_tree(tmp_path, "train/a/cat/1.jpg", "train/b/dog/2.jpg", "val/a/cat/3.jpg")
+    with pytest.raises(UsageError, match=r"level 1 \(a, b\) or level 2 \(cat, dog\)"):
+        listed(tmp_path)
+    listing = listed(tmp_path, label_level=2)
+    assert listing.class_names == ("cat", "dog") and {image.split for image in listing.images} == {
+        "train",
+        "validation",
     }
 
 

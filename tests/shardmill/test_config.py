@@ -81,3 +81,16 @@ def test_spark_settings_pass_through_however_they_are_written(tmp_path: Path):
         "spark.speculation": "true",
         "spark.executor.cores": "4",
     }
+
+
+@pytest.mark.parametrize(
+    ("override", "formats"),
+    [
+        ("etl.formats=tfrecord", ("tfrecord",)),
+        ("etl.formats='tfrecord'", ("tfrecord",)),
+        ("etl.formats=parquet,tfrecord", ("parquet", "tfrecord")),
+        ('etl.formats=["tfrecord"]', ("tfrecord",)),
+    ],
+)
+def test_one_word_is_a_list_of_one(override: str, formats: tuple[str, ...]):
+    assert load_tree(EtlTree, None, (override,)).etl.formats == formats

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from etl.config import SourceConfig
 from etl.sources import SOURCES
 from shardmill.errors import SecurityRefusal, StorageError, UsageError
 from shardmill.s3_store import S3Store, _s3_filesystem
@@ -279,7 +280,7 @@ def test_a_missing_bucket_is_a_storage_error_and_as_a_source_a_usage_error(s3_se
         with pytest.raises(StorageError, match="no bucket 'nobody-made-this'"):
             attempt()
     with pytest.raises(UsageError, match="source s3://nobody-made-this/x does not exist"):
-        SOURCES["folders"]("s3://nobody-made-this/x", 10**6)
+        SOURCES["folders"](SourceConfig(uri="s3://nobody-made-this/x"), 10**6)
 
 
 def test_folder_markers_of_s3_consoles_are_not_files(s3_bucket: str):
@@ -288,7 +289,7 @@ def test_folder_markers_of_s3_consoles_are_not_files(s3_bucket: str):
     client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
     for key, body in (("cats/", b""), ("cats/1.jpg", b"x")):
         client.put_object(Bucket=s3_bucket.removeprefix("s3://"), Key=key, Body=body)
-    listing = SOURCES["folders"](s3_bucket, 10**6)
+    listing = SOURCES["folders"](SourceConfig(uri=s3_bucket), 10**6)
     assert [image.key for image in listing.images] == ["cats/1.jpg"] and listing.num_listed == 1
 
 
