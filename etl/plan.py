@@ -17,6 +17,7 @@ from shardmill.formats.parquet import parquet_schema
 from shardmill.formats.rows import RowSchema
 from shardmill.images.decode import DECODER_ID
 from shardmill.images.normalize import normalization_fingerprint
+from shardmill.redact import redacted
 from shardmill.storage import Store, open_store
 
 
@@ -72,7 +73,7 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
         normalize=normalize,
         normalization_fingerprint=fingerprint,
         decoder_id=DECODER_ID,
-        config=config.model_dump(mode="json"),
+        config=redacted(config.model_dump(mode="json")),
         config_fingerprint=contract,
     )
     return BuildPlan(

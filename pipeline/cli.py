@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli_options import Common, run_app, with_common
-from pipeline.config import PipelineTree, commented_toml, load_pipeline, require, to_toml
+from pipeline.config import PipelineTree, commented_toml, load_pipeline, require, to_toml, without_secrets
 from pipeline.printing import flat_rows, plain, print_result, summary_rows
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def config_show(
     common: Common, source_or_config: Annotated[str, typer.Argument(help="A folder or TOML file.")] = ""
 ) -> None:
     """Print the resolved config with every default, as TOML."""
-    tree = load_pipeline(source_or_config or None, common.overrides, common.workdir)
+    tree = without_secrets(load_pipeline(source_or_config or None, common.overrides, common.workdir))
     sys.stdout.write(json.dumps(tree.model_dump(mode="json"), indent=2) + "\n" if common.json else to_toml(tree))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from shardmill.config import DatasetConfig, ModelsConfig, SparkConfig, load_tree
 from shardmill.errors import UsageError
 from shardmill.options import Section
+from shardmill.redact import redacted
 from shardmill.registry import OneOf
 from train.config import GateConfig, TrainConfig, TrainTree
 
@@ -24,9 +24,6 @@ DEFAULT_WORKDIR = "./shardmill-work"
 
 # Without a default; `models.uri` falls back to `<workdir>/models`.
 REQUIRED_KEYS = (("source", "uri"), ("dataset", "uri"))
-# Secrets belong into the environment; one that came with a Spark setting all the same goes into no record.
-SECRET = re.compile(r"secret|password|token|credential|access[._-]?key", re.IGNORECASE)
-HIDDEN = "(hidden)"
 
 
 class PipelineTree(Section):
@@ -125,15 +122,8 @@ def to_toml(tree: Section) -> str:
 
 
 def without_secrets(tree: PipelineTree) -> PipelineTree:
-    """The tree as it may be written down: Spark settings that are named like secrets lose their values."""
-    spark = tree.spark
-    hidden = {
-        name: section.model_copy(
-            update={"conf": {key: HIDDEN if SECRET.search(key) else value for key, value in section.conf.items()}}
-        )
-        for name, section in (("etl", spark.etl), ("train", spark.train))
-    }
-    return tree.model_copy(update={"spark": spark.model_copy(update=hidden)})
+    """The tree as it may be written down. Secrets belong into the environment; one that is here stays in no record."""
+    return PipelineTree.model_validate(redacted(tree.model_dump()))
 
 
 def commented_toml() -> str:

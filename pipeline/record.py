@@ -11,10 +11,12 @@ from shardmill.events import (
     StageRecord,
     failed_stage,
     new_run_id,
+    redacted_record,
     run_folder,
     write_stage_record,
     write_summary,
 )
+from shardmill.redact import redacted
 from shardmill.storage import join_uri, open_store
 
 
@@ -37,7 +39,7 @@ class RunRecord:
 
     def event(self, name: str, **fields: Any) -> None:
         """One line of `events.jsonl`."""
-        self._events.append({"time": round(time.time(), 3), "event": name, **fields})
+        self._events.append({"time": round(time.time(), 3), "event": name, **redacted(fields)})
 
     def stage(self, name: str, work: Callable[[], StageRecord]) -> StageRecord:
         """Do one stage and record how it ended; its error is raised on."""
@@ -48,7 +50,8 @@ class RunRecord:
         except BaseException as error:  # recorded and raised on: also Ctrl-C and SIGTERM belong into the summary
             self._end(failed_stage(name, error, time.monotonic() - started))
             raise
-        self._end(record.model_copy(update={"seconds": time.monotonic() - started}))
+        record = redacted_record(record.model_copy(update={"seconds": time.monotonic() - started}))
+        self._end(record)
         return record
 
     def close(self, error: BaseException | None = None) -> dict[str, Any]:

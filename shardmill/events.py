@@ -18,6 +18,7 @@ from typing import IO, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
+from shardmill.redact import redacted, redacted_text
 from shardmill.signals import why_ended
 from shardmill.storage import LocalStore, Store, as_storage_error, check_relative_path, open_store
 
@@ -84,7 +85,8 @@ def write_stage_record(
 
     `is_last` says that nothing follows in this process: a run that goes on, or is killed, is not summed up as `ok`.
     """
-    open_store(workdir).put(f"{run_folder(run_id)}/{stage}.json", record.model_dump_json(indent=2).encode() + b"\n")
+    body = redacted_record(record).model_dump_json(indent=2).encode() + b"\n"
+    open_store(workdir).put(f"{run_folder(run_id)}/{stage}.json", body)
     ended = is_last or record.status == "failed"
     write_summary(workdir, run_id, record.exit_code if ended else None, record.error)
 
@@ -99,7 +101,7 @@ def write_summary(workdir: str | Path, run_id: str, exit_code: int | None, error
         "run_id": run_id,
         "status": "running" if exit_code is None else "failed" if exit_code else "ok",
         "exit_code": exit_code,
-        "error": error or None,
+        "error": redacted_text(error) or None,
         "stages": {record.stage: {"status": record.status, "seconds": record.seconds} for record in records},
         **dict.fromkeys(SUMMARY_SECTIONS),
     }
@@ -133,6 +135,11 @@ def how_run_ended(workdir: str | Path, run_id: str) -> tuple[int | None, str]:
 def read_stage_records(workdir: str | Path, run_id: str) -> tuple[StageRecord, ...]:
     """The records that a run has so far, in the order of the story."""
     return tuple(record for stage in STAGES if (record := read_stage_record(workdir, run_id, stage)) is not None)
+
+
+def redacted_record(record: StageRecord) -> StageRecord:
+    """The record as it may be written or printed: without secrets."""
+    return record.model_copy(update=redacted(record.model_dump(include={"error", "sections", "detail"})))
 
 
 def failed_stage(stage: str, error: BaseException, seconds: float = 0.0) -> StageRecord:

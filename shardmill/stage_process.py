@@ -18,10 +18,12 @@ from shardmill.events import (
     exit_code_of,
     failed_stage,
     new_run_id,
+    redacted_record,
     run_folder,
     write_stage_record,
 )
 from shardmill.printable import printable
+from shardmill.redact import redacted, redacted_text
 from shardmill.signals import Terminated, raise_on_signals, why_ended
 from shardmill.storage import open_store
 
@@ -55,7 +57,9 @@ def run_stage_process(
         write_stage_record(workdir, run_id, stage, record, is_last=is_last)
     except ShardmillError as error:
         return record.exit_code or tell_error(error, debug=debug)
-    sys.stdout.write(json.dumps({"run_id": run_id, **record.model_dump(mode="json", exclude={"detail"})}) + "\n")
+    sys.stdout.write(
+        json.dumps({"run_id": run_id, **redacted_record(record).model_dump(mode="json", exclude={"detail"})}) + "\n"
+    )
     return record.exit_code
 
 
@@ -63,11 +67,11 @@ def tell_error(error: BaseException, *, debug: bool) -> int:
     """Say on stderr why this process ends, `ERROR <code>: ...` as the last line; returns the exit code."""
     error = why_ended(error)
     if debug:
-        traceback.print_exception(error)
+        sys.stderr.write(redacted_text("".join(traceback.format_exception(error))))
     # What a failed rank said last is part of the story; a refusal says all in its line.
     elif isinstance(error, TrainingError):
         for note in getattr(error, "__notes__", ()):
-            sys.stderr.write(f"{note}\n")
+            sys.stderr.write(f"{redacted_text(note)}\n")
     if isinstance(error, KeyboardInterrupt):
         return tell_line(130, f"interrupted; nothing half-done is visible; {_CONTINUE}")
     if isinstance(error, Terminated):
@@ -81,7 +85,7 @@ def tell_error(error: BaseException, *, debug: bool) -> int:
 
 def tell_line(code: int, line: str) -> int:
     """Write one `ERROR` line, plainly: a console library would wrap it, and scripts read it. Returns the code."""
-    sys.stderr.write(f"ERROR {code}: {printable(' '.join(line.split()))}\n")
+    sys.stderr.write(f"ERROR {code}: {printable(' '.join(redacted_text(line).split()))}\n")
     return code
 
 
@@ -93,6 +97,7 @@ class _FileObserver:
         self._next_line = 0.0
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        fields = redacted(dict(fields))
         self._log.append({"time": time.time(), "event": name, **fields})
         if not name.endswith(("progress", "step")) or time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_EVERY_SECONDS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from pipeline.config import (
     without_secrets,
 )
 from shardmill.errors import UsageError
+from tests.canaries import PLAIN_SETTINGS, SECRET_SETTINGS, toml_table
 from tests.support import make_dataset
 
 OVERRIDES = (
@@ -95,17 +95,13 @@ def test_wrong_config_is_answered_with_what_was_expected(
 
 
 def test_secrets_are_in_no_record():
-    settings = {
-        "spark.hadoop.fs.s3a.secret.key": "canary1",
-        "spark.hadoop.fs.s3a.access.key": "canary2",
-        "spark.x": "y",
-    }
-    given = json.dumps(settings).replace('": ', '" = ')
+    given = toml_table({**SECRET_SETTINGS, **PLAIN_SETTINGS})
     tree = load_pipeline(None, (f"spark.etl.conf={given}", f"spark.train.conf={given}"))
     written = to_toml(without_secrets(tree))
-    assert "canary" not in written and '"spark.x" = "y"' in written
-    # The stages still get them.
-    assert tree.etl_tree().spark.etl.conf == settings
+    assert "canary" not in written.lower() and '"spark.executor.memory" = "2g"' in written
+    # The stages still get them; and a tree without secrets is written as it is.
+    assert tree.etl_tree().spark.etl.conf == {**SECRET_SETTINGS, **PLAIN_SETTINGS}
+    assert without_secrets(PipelineTree()) == PipelineTree()
 
 
 def test_a_missing_uri_is_named():

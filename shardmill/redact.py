@@ -1,0 +1,80 @@
+"""What a run may write down: a secret loses its value, by the name that it goes under or by how the value looks.
+
+Everything that a run leaves for people (its config, events, records, lines of error) passes through here on its way
+out; the stages themselves work with what they were given.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+HIDDEN = "(hidden)"
+
+# Python and Java read this alike: Spark redacts its own logs, pages and event log by it, too. A short word counts only
+# as a word (`sas`, not `passage`); `key` only with something before it (`account.key`, not `key` or `key_sum`).
+SECRET_NAME = (
+    r"(?i:passw(?:or)?d|passphrase|secret|credential|private[._-]?key|(?:api|access|account)[._-]?key"
+    r"|(?<![a-z])(?:auth|sas|dsn|pwd|private|tokens?)(?![a-z])"
+    r"|(?<=[a-z0-9][._-])key(?![a-z_-]))"
+    r"|(?<=[a-z0-9])(?:Auth|Sas|Dsn|Pwd|Token|Key)(?![A-Za-z])"
+)
+
+_NAME = re.compile(SECRET_NAME)
+_PEM = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
+_AWS_KEY_ID = r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
+_AWS_SECRET = r"(?<![A-Za-z0-9/+])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
+_WHOLE = (
+    _PEM,
+    re.compile(
+        rf"{_AWS_KEY_ID}(?:[^A-Za-z0-9/+]{{1,40}}{_AWS_SECRET})?|{_AWS_SECRET}[^A-Za-z0-9/+]{{1,40}}{_AWS_KEY_ID}"
+    ),
+)
+# scheme://user:password@host, jdbc:oracle:thin:user/password@host, and what follows `Bearer`.
+_AFTER = (
+    (re.compile(r"(?<![\w+.-])([A-Za-z][\w+.-]*://)[^\s/?#@\"':]*:[^\s/@\"']*@"), rf"\1{HIDDEN}@"),
+    (re.compile(r"\b(jdbc:oracle:\w+:)[^\s/@\"']+/[^\s@\"']+@"), rf"\1{HIDDEN}@"),
+    (re.compile(r"\b(Bearer|Basic) [\w.~+/=-]{8,}"), rf"\1 {HIDDEN}"),
+)
+# `name = value`, `name=value;` and `"name": "value"`, as config files, connection strings, URLs and JSON have them.
+_QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
+_ASSIGNMENT = re.compile(
+    rf"(?<![\w.-])([A-Za-z][\w.-]*)([\"']?\s*=\s*|[\"']\s*:\s*)({_QUOTED}|[^\s;,&\"']+)", re.DOTALL
+)
+_SIGNATURES = frozenset({"sig", "x-amz-signature"})
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether what goes under this name is a secret."""
+    return _NAME.search(name) is not None
+
+
+def redacted(value: Any, name: str = "") -> Any:
+    """A JSON-like value without secrets: text under a secret's name is hidden, all other text goes by its look."""
+    match value:
+        case str():
+            return HIDDEN if value and is_secret_name(name) else redacted_text(value)
+        case dict():
+            return {key: redacted(item, str(key) if not is_secret_name(name) else name) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(redacted(item, name) for item in value)
+    return value
+
+
+def redacted_text(text: str) -> str:
+    """Running text without the values that look like secrets, and those that are assigned to a secret's name."""
+    for whole in _WHOLE:
+        text = whole.sub(HIDDEN, text)
+    for pattern, kept in _AFTER:
+        text = pattern.sub(kept, text)
+    return _ASSIGNMENT.sub(_without_value, text)
+
+
+def _without_value(found: re.Match[str]) -> str:
+    name, equals, value = found.groups()
+    quote = value[0] if value[0] in "\"'" else ""
+    if is_secret_name(name) or name.lower() in _SIGNATURES:
+        return f"{name}{equals}{quote}{HIDDEN}{quote}"
+    # A connection string is a value with assignments of its own.
+    inner = value[1:-1] if quote else value
+    return f"{name}{equals}{quote}{_ASSIGNMENT.sub(_without_value, inner)}{quote}"

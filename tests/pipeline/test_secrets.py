@@ -1,0 +1,40 @@
+"""Planted secrets: every file that a run leaves and all that it prints is searched for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.canaries import SECRET_SETTINGS, files_with_canaries, toml_table
+from tests.pipeline.command import last_line, shardmill
+
+
+def write_config(folder: Path, **settings: str) -> Path:
+    """A config whose two Spark applications carry every planted secret."""
+    conf = toml_table({**SECRET_SETTINGS, **settings})
+    file = folder / "planted" / "c.toml"
+    file.parent.mkdir()
+    file.write_text(
+        f'[source]\nuri = "{folder}/images"\n[dataset]\nuri = "{folder}/dataset"\n[etl]\nimage_size = 16\n'
+        f"[train]\nepochs = 1\nglobal_batch_size = 16\n[spark.etl]\nconf = {conf}\n[spark.train]\nconf = {conf}\n"
+    )
+    return file
+
+
+@pytest.mark.parametrize("command", ["run", "etl", "train", "config show", "config show --json"])
+def test_a_run_that_ends_early_leaves_no_secret(command: str, tmp_path: Path):
+    file = write_config(tmp_path)
+    done = shardmill(*command.split(), file, "--workdir", tmp_path / "work", "--debug", cwd=tmp_path)
+    assert done.returncode == (0 if "show" in command else 2 if command != "train" else 3), done.stderr
+    assert "canary" not in (done.stdout + done.stderr).lower()
+    (tmp_path / "work").mkdir(exist_ok=True)
+    assert files_with_canaries(tmp_path / "work") == []
+
+
+def test_a_wrong_setting_is_named_without_its_value(tmp_path: Path):
+    file = tmp_path / "c.toml"
+    file.write_text('[spark.etl]\nconf = "password=canary"\n[train]\nauth_token = "canary"\n')
+    done = shardmill("run", file, "--set", "train.api_key=canary", cwd=tmp_path)
+    assert done.returncode == 2 and last_line(done).startswith("ERROR 2:")
+    assert "canary" not in done.stderr + done.stdout

@@ -1,0 +1,125 @@
+"""What counts as a secret, by its name and by its value; and what does not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardmill.errors import StorageError
+from shardmill.redact import HIDDEN, is_secret_name, redacted, redacted_text
+from shardmill.stage_process import tell_error
+from tests.canaries import PEM, PLAIN_SETTINGS, SECRET_SETTINGS
+
+SECRET_NAMES = (
+    "password",
+    "db.passwd",
+    "DB_PASSWD",
+    "MYSQL_PWD",
+    "secret",
+    "clientSecret",
+    "aws_secret_access_key",
+    "AWS_ACCESS_KEY_ID",
+    "fs.azure.account.key",
+    "fs.azure.account.key.acme.blob.core.windows.net",
+    "api_key",
+    "MY_API_KEY",
+    "apiKey",
+    "apikey",
+    "x.auth",
+    "BASIC_AUTH",
+    "sas",
+    "fs.azure.sas.x",
+    "SENTRY_DSN",
+    "dsn",
+    "token",
+    "SESSION_TOKEN",
+    "sessionToken",
+    "oauth.credential",
+    "GOOGLE_CREDENTIALS",
+    "privateKey",
+    "private.key",
+    "id_private",
+    "keyStorePassword",
+    "encryption.key",
+    "accountKey",
+    "passphrase",
+)
+PLAIN_NAMES = (
+    "keep_checkpoints",
+    "key_sum",
+    "key",
+    "monkey",
+    "turkey.count",
+    "passage",
+    "sasl",
+    "author",
+    "authority",
+    "authenticate",
+    "tokenizer",
+    "keyboard",
+    "keyStore",
+    "sort_key_sum",
+    "spark.authenticate",
+    "dsnail",
+    "learning_rate",
+    "uri",
+    "weights_sha256",
+    "content_digest",
+    "bypass",
+    "compass",
+)
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES)
+def test_names_of_secrets(name: str):
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize("name", PLAIN_NAMES)
+def test_names_that_only_look_alike(name: str):
+    assert not is_secret_name(name)
+
+
+@pytest.mark.parametrize("name", SECRET_SETTINGS)
+def test_a_secret_setting_leaves_no_canary(name: str):
+    value = SECRET_SETTINGS[name]
+    assert "canary" not in json.dumps(redacted({"conf": {name: value}})).lower()
+    # The same in running text, as errors quote it: as TOML, as JSON, on a command line.
+    for text in (f"{name} = {json.dumps(value)}", json.dumps({"a": {name: value}}), f"--conf '{name}={value}'"):
+        assert "canary" not in redacted_text(f"cannot start: {text}").lower(), text
+
+
+def test_what_is_no_secret_stays():
+    record = {"conf": PLAIN_SETTINGS, "key_sum": "abc", "numbers": [1, 2.5, None, True], "num_tokens": 3}
+    assert redacted(record) == record
+    for text in (
+        "s3://bucket/a:b/dataset@2 is not a committed dataset; expected one",
+        "NoCredentialsError: Unable to locate credentials",
+        "config key train.epochs = 0; expected greater than or equal to 1",
+        "abfss://container@account.dfs.core.windows.net/x",
+        "jdbc:postgresql://db:5432/images?ssl=true",
+        "cannot access /data/passage=3/keys/monkey.jpg",
+        "http://user@host/x and mail me@example.org",
+    ):
+        assert redacted_text(text) == text
+
+
+def test_what_stands_around_a_secret_stays():
+    assert (
+        redacted_text(SECRET_SETTINGS["spark.app.jdbc"])
+        == f"jdbc:postgresql://db/images?user=etl&password={HIDDEN}&ssl=true"
+    )
+    assert redacted_text(f"before\n{PEM}\nafter") == f"before\n{HIDDEN}\nafter"
+    assert redacted_text("https://u:p@host/x") == f"https://{HIDDEN}@host/x"
+    assert redacted_text(redacted_text("password=x y")) == f"password={HIDDEN} y"
+
+
+def test_a_line_of_error_holds_none(capsys: pytest.CaptureFixture[str]):
+    error = StorageError(
+        f"cannot reach {SECRET_SETTINGS['spark.app.jdbc']}", "", f"see {SECRET_SETTINGS['spark.app.proxy']}"
+    )
+    error.add_note("password=canary-note")
+    assert tell_error(error, debug=True) == 4
+    written = capsys.readouterr().err
+    assert "canary" not in written and "ERROR 4: cannot reach jdbc:postgresql://db" in written
