@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardmill.config import SparkConfig
 from shardmill.errors import UsageError
+from shardmill.import_path import SAFE_PATH, python_path
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -43,9 +44,10 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
         raise UsageError("Spark needs the package pyspark", "", "pip install 'shardmill[spark]'") from None
     # Nobody reads Spark's progress bar between ours.
     settings = {"spark.ui.showConsoleProgress": "false"}
+    settings |= {f"spark.executorEnv.{name}": value for name, value in SAFE_PATH.items()}
     submitted = is_under_spark_submit()
     if not submitted and spark.master.startswith("local"):
-        settings |= _LOCAL_CONF
+        settings |= {**_LOCAL_CONF, "spark.executorEnv.PYTHONPATH": python_path()}
         # Spark's own default is whatever `python3` is on the PATH.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")

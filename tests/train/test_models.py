@@ -110,7 +110,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
     [
         (
             "tests.no_such_module:f",
-            r"cannot import 'tests.no_such_module': ModuleNotFoundError: .*; looked in .*PYTHONPATH",
+            r"there is no module 'tests.no_such_module'; looked in .*PYTHONPATH",
         ),
         (f"{USER_MODELS}:no_such_function", r"models_under_test.py has no function 'no_such_function'"),
         (f"{USER_MODELS}:failing", r"the factory failed: RuntimeError: no such backbone; .*num_classes=3"),

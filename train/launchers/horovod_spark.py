@@ -16,10 +16,11 @@ from typing import Any
 
 from shardmill.config import SparkConfig
 from shardmill.errors import TrainingError, UsageError
+from shardmill.import_path import SAFE_PATH, python_path
 from shardmill.spark import is_under_spark_submit, spark_session
 from train.faults import FIX
 from train.launchers.keeper import keep_rank
-from train.launchers.local import GLOO_TIMEOUT_SECONDS, LOOPBACK, python_path
+from train.launchers.local import GLOO_TIMEOUT_SECONDS, LOOPBACK
 from train.observer import TrainObserver
 from train.rank import DEFAULT_WORKER
 from train.values import TrainResult, WorkerTask
@@ -130,8 +131,7 @@ class _HorovodRun:
     def _run(self) -> None:
         environment = {
             "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT_SECONDS),
-            # A `train.py` in an executor's working directory must not hide our package.
-            "PYTHONSAFEPATH": "1",
+            **SAFE_PATH,
             **self._watchdog.environment(),
         }
         config = self._task.config

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+from shardmill.import_path import SAFE_PATH
 from train.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, RankExit, call_driver
 
 NUM_OUTPUT_LINES = 40
@@ -20,10 +21,9 @@ class RankProcess:
     """A running `python -m train.rank`, in a session of its own: a Ctrl-C at the driver's terminal passes it by."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        # -P: a `train.py` in the working directory must not hide our package.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "train.rank"],
-            env={"TF_CPP_MIN_LOG_LEVEL": "2", **environment},
+            [sys.executable, "-m", "train.rank"],
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **environment, **SAFE_PATH},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

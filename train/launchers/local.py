@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 
 from shardmill.config import SparkConfig
 from shardmill.errors import UsageError
+from shardmill.import_path import python_path
 from train.launchers.keeper import RankProcess
 from train.observer import TrainObserver
 from train.rank import DEFAULT_WORKER
@@ -39,11 +39,6 @@ def launch_local(
         for rank, process in enumerate(processes):
             threading.Thread(target=_tell_exit, args=(watchdog, rank, process), daemon=True).start()
         return watchdog.watch()
-
-
-def python_path() -> str:
-    """Everything that this process can import, for a process of the same machine; the working directory comes last."""
-    return os.pathsep.join([*filter(None, sys.path), os.getcwd()])
 
 
 @contextmanager

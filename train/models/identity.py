@@ -12,13 +12,12 @@ import ast
 import hashlib
 import json
 import os
-import sys
 import warnings
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 from shardmill.errors import UsageError
+from train.models.user import USER_PACKAGE, find_below, find_user_module
 from train.values import ModelIdentity
 
 
@@ -52,7 +51,8 @@ def config_sha256(model: Any) -> str:
     except Exception:  # a user's get_config may raise anything, and subclassed models need not have one
         config = [type(layer).__name__ for layer in model.layers]
     variables = [[list(variable.shape), bool(variable.trainable)] for variable in model.variables]
-    text = json.dumps([_canonical(config), variables], sort_keys=True)
+    # Whether a user's module needed a name of its own depends on what else is installed.
+    text = json.dumps([_canonical(config), variables], sort_keys=True).replace(f"{USER_PACKAGE}.", "")
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -82,24 +82,14 @@ def check_same_model(then: ModelIdentity, now: ModelIdentity, name: str, where: 
 
 def _own_sources(module: str, name: str) -> dict[str, bytes]:
     """Module name -> bytes of its file, for `module` and what it imports from its own folder."""
-    top = module.partition(".")[0]
-    for folder in [*sys.path, os.getcwd()]:
-        home = folder or os.getcwd()
-        if _find(module, home) is not None:
-            break
-    else:
-        raise UsageError(
-            f"train.model = {name!r}: there is no module {module!r}",
-            f"looked in {', '.join(path for path in [*sys.path, os.getcwd()] if path)}",
-            "start shardmill in the folder that holds the module, or set PYTHONPATH (on Spark also --py-files)",
-        )
+    top, home = module.partition(".")[0], find_user_module(module, name).home
     in_library = os.path.basename(home) in ("site-packages", "dist-packages")
     sources: dict[str, bytes] = {}
     waiting = [module]
     while waiting:
         each = waiting.pop()
         is_foreign = in_library and each.partition(".")[0] != top
-        spec = None if each in sources or is_foreign else _find(each, home)
+        spec = None if each in sources or is_foreign else find_below(home, each)
         if spec is None or spec.origin is None or spec.loader is None:
             continue
         loader: Any = spec.loader
@@ -108,18 +98,6 @@ def _own_sources(module: str, name: str) -> dict[str, bytes]:
         waiting += [each.rsplit(".", depth)[0] for depth in range(1, each.count(".") + 1)]
         waiting += _imports(sources[each], each, is_package=spec.submodule_search_locations is not None)
     return sources
-
-
-def _find(module: str, home: str) -> ModuleSpec | None:
-    """Where a module lies below `home`, found without importing anything."""
-    path, spec = [home], None
-    parts = module.split(".")
-    for depth in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), path)
-        if spec is None:
-            return None
-        path = list(spec.submodule_search_locations or [])
-    return spec
 
 
 def _imports(source: bytes, module: str, *, is_package: bool) -> Iterator[str]:

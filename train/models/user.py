@@ -6,26 +6,66 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 from shardmill.errors import UsageError
+
+# Modules of a user that have the name of one that is installed (his `train.py`, our package `train`) live below this.
+USER_PACKAGE = "_shardmill_user"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModule:
+    """Where a user's module lies."""
+
+    home: str
+    """The folder that holds its top-level package or module."""
+    spec: ModuleSpec
+
+
+def find_user_module(name: str, model: str) -> FoundModule:
+    """The module, found without importing anything: in the working directory, then wherever Python looks.
+
+    Raises UsageError with where was looked.
+    """
+    folders = [os.getcwd(), *filter(None, sys.path)]
+    for folder in folders:
+        if (spec := find_below(folder, name)) is not None:
+            return FoundModule(folder, spec)
+    raise UsageError(
+        f"train.model = {model!r}: there is no module {name!r}",
+        f"looked in {', '.join(dict.fromkeys(folders))}",
+        "start shardmill in the folder that holds the module, or set PYTHONPATH (on Spark also --py-files)",
+    )
+
+
+def find_below(folder: str, name: str) -> ModuleSpec | None:
+    """Where `a.b.c` lies below `folder`, found without importing `a` or `a.b`."""
+    path, spec = [folder], None
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return spec
 
 
 def load_factory(name: str) -> Callable[..., Any]:
     """The function that `package.module:function` names. Raises UsageError with the reason and where was looked."""
     module_name, _, function_name = name.partition(":")
-    folder = os.getcwd()
-    if folder not in sys.path:
-        # Appended, never put first: a user's own `train.py` must not hide a package of ours.
-        sys.path.append(folder)
+    found = find_user_module(module_name, name)
     try:
-        module = importlib.import_module(module_name)
+        module = _import_user_module(module_name, found)
     except (Exception, SystemExit) as error:
         # A user's module may raise anything while it is imported; its sys.exit() must not end our command.
         raise UsageError(
             f"train.model = {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}",
-            f"looked in {', '.join(path for path in sys.path if path)}",
-            "start shardmill in the folder that holds the module, or set PYTHONPATH (on Spark also --py-files)",
+            f"found it in {found.spec.origin}",
+            "`python -c 'import MODULE'` in that folder shows the whole error",
         ) from error
     factory = getattr(module, function_name, None)
     if not callable(factory):
@@ -34,6 +74,36 @@ def load_factory(name: str) -> Callable[..., Any]:
             "expected package.module:function",
         )
     return factory
+
+
+def _import_user_module(name: str, found: FoundModule) -> ModuleType:
+    """Import what was found, and no other module of that name."""
+    if found.home not in sys.path:
+        # For what the module imports. Last: it must not hide a package of ours.
+        sys.path.append(found.home)
+    if _is_same_file(_spec_of_import(name), found.spec.origin):
+        return importlib.import_module(name)
+    package = sys.modules.get(USER_PACKAGE)
+    if package is None or list(package.__path__) != [found.home]:
+        for loaded in [each for each in sys.modules if each.partition(".")[0] == USER_PACKAGE]:
+            del sys.modules[loaded]
+        package = ModuleType(USER_PACKAGE)
+        package.__path__ = [found.home]
+        sys.modules[USER_PACKAGE] = package
+    return importlib.import_module(f"{USER_PACKAGE}.{name}")
+
+
+def _spec_of_import(name: str) -> str | None:
+    """The file that `import name` would give."""
+    for folder in filter(None, sys.path):
+        if (spec := find_below(folder, name.partition(".")[0])) is not None:
+            spec = find_below(folder, name)
+            return spec.origin if spec is not None else None
+    return None
+
+
+def _is_same_file(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
 def call_factory(name: str, image_shape_HWC: tuple[int, int, int], num_classes: int) -> Any:

@@ -1,0 +1,76 @@
+"""A user's own `train.py`, `etl.py` and `shardmill.py` beside the data: neither hides ours, nor is hidden by ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import write_images
+
+MODEL = """
+from pathlib import Path
+import keras
+import helper
+
+def f(image_shape, num_classes):
+    Path(__file__).with_name("was_called").touch()
+    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(num_classes)])
+"""
+TRAP = "raise RuntimeError(f'{__name__} of the working directory was imported by accident')\n"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder as people have them, with modules of our names."""
+    write_images(tmp_path / "images", num_images=60)
+    (tmp_path / "train.py").write_text(MODEL)
+    (tmp_path / "helper.py").write_text("")
+    for name in ("etl", "shardmill", "pipeline", "horovod", "pyspark"):
+        (tmp_path / f"{name}.py").write_text(TRAP)
+    return tmp_path
+
+
+def test_etl_and_training_run_beside_modules_of_the_same_names(home: Path):
+    settings = {
+        "etl.image_size": 16,
+        "train.model": "train:f",
+        "train.epochs": 1,
+        "train.global_batch_size": 16,
+        "train.strategy": "horovod",
+        "train.launcher": "local",
+        "train.num_workers": 2,
+        "spark.master": "local[1]",
+    }
+    chosen = [argument for name, value in settings.items() for argument in ("--set", f"{name}={value}")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("shardmill")), "run", "images", "--json", *chosen],
+        cwd=home,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["train"]["world_size"] == 2
+    assert (home / "was_called").exists()
+
+
+FIND = """
+import sys
+from train.models.user import load_factory
+factory = load_factory("train:f")
+print(factory.__module__, sys.modules["train"].__file__)
+"""
+
+
+def test_a_factory_is_found_in_the_working_directory_first(home: Path):
+    done = subprocess.run([sys.executable, "-P", "-c", FIND], cwd=home, capture_output=True, text=True, timeout=120)
+    module, ours = done.stdout.split()
+    assert module == "_shardmill_user.train"
+    assert Path(ours).parent.parent == Path(__file__).parents[1]
