@@ -60,6 +60,10 @@ class EtlConfig(NormalizeOptions):
     """A chunk, the unit of reading, is closed when its stored images reach this."""
     unit_min_images: int = Field(default=256, ge=1)
     """A work unit holds at least this many sources, so that small datasets do not become tiny shards."""
+    decode_timeout_seconds: float = Field(default=10.0, gt=0)
+    """CPU time (and six times as much by the clock) after which an image is rejected as `decoder_timeout`."""
+    decode_memory_bytes: int = Field(default=2_000_000_000, ge=100_000_000)
+    """An image that needs more memory to decode is rejected as `decoder_memory`."""
     scratch_dir: str = ""
     """Local folder where tasks spool shards before they publish them; empty for the system's temporary folder."""
 

@@ -55,7 +55,11 @@ def plan_units(listing: Listing, config: EtlConfig, contract: str) -> list[WorkU
 
 
 def unit_contract(config: EtlConfig, class_names: tuple[str, ...], normalization_fingerprint: str) -> str:
-    """A digest of what decides a unit's output beside its sources. Spark, paths and thresholds are not in it."""
+    """A digest of what decides a unit's output beside its sources. Spark, paths and thresholds are not in it.
+
+    The limits of decoding are, though they are no part of the dataset's contract (no pixel depends on them): whoever
+    raises one asks again for the images that it refused.
+    """
     deciding = config.model_dump(mode="json", exclude=_NOT_DECIDING | set(NormalizeOptions.model_fields))
     text = json.dumps([deciding, list(class_names), normalization_fingerprint], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

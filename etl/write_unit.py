@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,8 +21,7 @@ from shardmill.dataset.unit_result import SplitSums, UnitResult, decode_unit_res
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.images.decode import DECODER_ID
-from shardmill.images.process import process_image
-from shardmill.options import NormalizeOptions
+from shardmill.images.sandbox import DecodeLimits, DecodeSandbox, PendingImage
 from shardmill.reach import Nonce, check_nonce
 from shardmill.storage import Store, open_store
 from shardmill.values import TRANSIENT_REASONS, ImageSample, Rejection, ShardInfo, SourceImage
@@ -51,14 +52,12 @@ def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
     """
     source, dataset = open_store(task.source_uri), open_store(task.dataset_uri)
     _check_host(task, source)
-    normalize = task.config.normalize_options()
     rejections: list[Rejection] = []
     rows_by_split: dict[str, list[StoredRow]] = defaultdict(list)
     label_ids = {name: number for number, name in enumerate(task.class_names)}
 
     # Read and normalize: each source ends as one row or one rejection.
-    for image in unit.sources:
-        outcome = _process(source, image, task.witnesses, normalize)
+    for image, outcome in _process(unit, task, source):
         if isinstance(outcome, Rejection):
             rejections.append(outcome)
         else:
@@ -123,11 +122,30 @@ def finished_result(store: Store, unit: WorkUnit) -> UnitResult | None:
     return result if result.unit_index == unit.index else None
 
 
-def _process(
-    store: Store, image: SourceImage, witnesses: tuple[str, ...], normalize: NormalizeOptions
-) -> ImageSample | Rejection:
-    data = read_source(store, image, witnesses)
-    return data if isinstance(data, Rejection) else process_image(image, data, normalize)
+def _process(unit: WorkUnit, task: UnitTask, store: Store) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
+    """The outcome of each source in turn; the next one is read while the sandbox decodes."""
+    sandbox = _warm_sandbox(
+        os.getpid(), DecodeLimits(task.config.decode_timeout_seconds, task.config.decode_memory_bytes)
+    )
+    normalize = task.config.normalize_options()
+    pending: PendingImage | None = None
+    for image in unit.sources:
+        data = read_source(store, image, task.witnesses)
+        if pending is not None:
+            yield pending.source, sandbox.finish(pending)
+            pending = None
+        if isinstance(data, Rejection):
+            yield image, data
+        else:
+            pending = sandbox.start(image, data, normalize)
+    if pending is not None:
+        yield pending.source, sandbox.finish(pending)
+
+
+@cache
+def _warm_sandbox(process_id: int, limits: DecodeLimits) -> DecodeSandbox:
+    """One for all units of this process; its child ends with us. A fork must not talk to its parent's child."""
+    return DecodeSandbox(limits)
 
 
 def _publish(

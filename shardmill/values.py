@@ -43,6 +43,9 @@ class RejectReason(StrEnum):
     TOO_MANY_PIXELS = "too_many_pixels"
     ASPECT_RATIO = "aspect_ratio"
     DECODER_ERROR = "decoder_error"
+    DECODER_CRASH = "decoder_crash"
+    DECODER_TIMEOUT = "decoder_timeout"
+    DECODER_MEMORY = "decoder_memory"
 
 
 # These say something about a moment, not about the input: whoever asks again may get another answer.

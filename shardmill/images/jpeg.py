@@ -208,6 +208,8 @@ def _decode_strictly(data: bytes, colorspace: str) -> np.ndarray:
         return simplejpeg.decode_jpeg(data, colorspace, strict=True)
     except ValueError as error:
         detail = f"libjpeg: {error}"
+        if "Insufficient memory" in detail:
+            raise MemoryError(detail) from error
         if detail.startswith("libjpeg: Premature end of JPEG file"):
             raise Refused(RejectReason.TRUNCATED, detail) from error
         if str(error).startswith(SCAN_WARNINGS):

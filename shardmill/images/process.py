@@ -36,6 +36,8 @@ def process_image(source: SourceImage, data: bytes, options: NormalizeOptions) -
     except MemoryError:
         raise
     except Exception as error:  # a decoder's bug on one strange file must not end a job over a billion others
+        if isinstance(error, cv2.error) and error.code == cv2.Error.StsNoMem:
+            raise MemoryError(str(error)) from error
         reason, detail = RejectReason.DECODER_ERROR, f"{type(error).__name__}: {error}"
     return Rejection(
         key=source.key,

@@ -8,14 +8,18 @@ import shutil
 import socket
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.plan import BuildPlan, plan_build
+from etl.read_source import read_source
 from etl.write_unit import write_unit
 from shardmill.config import DatasetConfig
 from shardmill.errors import StorageError, UsageError
 from shardmill.reach import plant_nonce, remove_nonce
+from shardmill.storage import open_store
 from shardmill.values import Rejection
 from tests.support import write_images
 
@@ -46,7 +50,7 @@ def test_a_source_that_vanishes_half_way_ends_the_task(tmp_path: Path, monkeypat
     plan = planned(tmp_path)
     num_read = 0
 
-    def process(*arguments: object):
+    def read(*arguments: object):
         nonlocal num_read
         num_read += 1
         if num_read == 5:
@@ -55,8 +59,8 @@ def test_a_source_that_vanishes_half_way_ends_the_task(tmp_path: Path, monkeypat
 
     import etl.write_unit
 
-    original = etl.write_unit.process_image
-    monkeypatch.setattr(etl.write_unit, "process_image", process)
+    original = etl.write_unit.read_source
+    monkeypatch.setattr(etl.write_unit, "read_source", read)
     with pytest.raises(StorageError, match="does not see the source"):
         write_unit(plan.units[0], plan.task)
     assert num_read == 5
@@ -77,8 +81,6 @@ def test_a_file_that_this_user_may_not_read_is_one_rejection(tmp_path: Path):
     for folder in (tmp_path, *tmp_path.parents):
         if os.stat(folder).st_uid == os.getuid() and folder != Path("/"):
             folder.chmod(folder.stat().st_mode | 0o755)
-    (tmp_path / "dataset").mkdir(mode=0o777)
-    (tmp_path / "dataset").chmod(0o777)
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -88,7 +90,8 @@ def test_a_file_that_this_user_may_not_read_is_one_rejection(tmp_path: Path):
                 os.setgroups([])
                 os.setgid(65534)
                 os.setuid(65534)
-            answer = ",".join(f"{each.key}:{each.reason}" for each in write_unit(plan.units[0], plan.task).rejections)
+            outcome = read_source(open_store(plan.task.source_uri), plan.units[0].sources[0], plan.task.witnesses)
+            answer = f"{outcome.key}:{outcome.reason}" if isinstance(outcome, Rejection) else "read"
         except BaseException as error:  # the parent compares
             answer = repr(error)
         finally:
@@ -108,3 +111,19 @@ def test_an_executor_with_a_dataset_folder_of_its_own_is_refused_before_it_works
         write_unit(plan.units[0], task)
     assert not (tmp_path / "dataset").exists()
     remove_nonce(nonce)
+
+
+def test_an_image_that_takes_too_much_is_one_rejection_and_the_task_goes_on(tmp_path: Path):
+    """49 megapixels in a few kilobytes, and a limit that they break; their neighbours know nothing of it."""
+    plan = planned(tmp_path)
+    bomb = cv2.imencode(".png", np.zeros((7000, 7000, 3), np.uint8))[1].tobytes()
+    (tmp_path / "images" / "class_0" / "bomb.png").write_bytes(bomb)
+    tree = EtlTree(
+        source=SourceConfig(uri=str(tmp_path / "images")),
+        dataset=DatasetConfig(uri=str(tmp_path / "dataset")),
+        etl=ETL.model_copy(update={"decode_memory_bytes": 100_000_000}),
+    )
+    limited = plan_build(tree, run_id="b")
+    [rejection] = rejections_of(limited)
+    assert (rejection.key, rejection.reason) == ("class_0/bomb.png", "decoder_memory")
+    assert limited.build.num_listed == plan.build.num_listed + 1

@@ -54,6 +54,7 @@ def test_a_fingerprint_names_sources_and_contract():
         ({"scratch_dir": "/somewhere"}, True),
         ({"formats": ("tfrecord",)}, False),
         ({"chunk_bytes": 5}, False),
+        ({"decode_timeout_seconds": 20}, False),
         ({"seed": 5}, False),
         ({"split_fractions": SplitFractions(train=1, validation=0, test=0)}, False),
     ],

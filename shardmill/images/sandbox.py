@@ -1,0 +1,264 @@
+"""`process_image` under limits of time and memory, in a child process: no image can hang, crash or starve its task.
+
+    with DecodeSandbox() as sandbox:
+        outcome = sandbox.process(SourceImage(key="cat.jpg", size_bytes=len(data)), data, NormalizeOptions())
+
+The child is kept warm from image to image. An image that ends it, or runs out of time or memory, is tried once more
+alone in a fresh one: what a neighbour left behind is then not its fault. After that it is rejected.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import shardmill
+from shardmill.errors import UsageError
+from shardmill.images.decode import DECODER_ID
+from shardmill.images.decode_child import LENGTHS, pack_message, unpack_outcome
+from shardmill.options import NormalizeOptions
+from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
+
+PROCESS_IMAGE = "shardmill.images.process:process_image"
+# The interpreter's own paths come first, and the working directory is in none of them.
+_BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from shardmill.images.decode_child import main; main()"
+_START_SECONDS = 120.0
+# A child that neither works nor answers is given this many times its limit: a loaded machine may not let it run.
+_CLOCK_PER_CPU_SECOND = 6
+_PIPE_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLimits:
+    """What one image may take."""
+
+    timeout_seconds: float = 10.0
+    """CPU time, so that a busy machine rejects nothing; by the clock, six times as long."""
+    memory_bytes: int = 2_000_000_000
+    """On top of what the decoders take when they are idle."""
+
+
+class _Failed(Exception):
+    """The child gave no answer."""
+
+    def __init__(self, reason: RejectReason, detail: str) -> None:
+        self.reason = reason
+        self.detail = detail
+        super().__init__(f"{reason}: {detail}")
+
+
+@dataclass(frozen=True, slots=True)
+class PendingImage:
+    """An image that the child is at work on."""
+
+    source: SourceImage
+    data: bytes
+    options: NormalizeOptions
+
+
+class DecodeSandbox:
+    """One child process at most; not for several threads at once. `entry` is what the child calls."""
+
+    def __init__(self, limits: DecodeLimits | None = None, entry: str = PROCESS_IMAGE) -> None:
+        self._limits = limits or DecodeLimits()
+        self._entry = entry
+        self._child: _Child | None = None
+        self._pending: PendingImage | None = None
+
+    def __enter__(self) -> DecodeSandbox:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the child; the next image starts another."""
+        if self._child is not None:
+            self._child.kill()
+        self._child = self._pending = None
+
+    def process(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> ImageSample | Rejection:
+        """What `process_image` says of the image, or `decoder_crash`, `decoder_timeout` or `decoder_memory`."""
+        return self.finish(self.start(source, data, options))
+
+    def start(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> PendingImage:
+        """Hands an image over, so that the caller can read the next one; `finish` it before the next `start`."""
+        if self._pending is not None:  # an error of the caller's kept it from asking: the answer is not ours to read
+            self.close()
+        if self._child is None:
+            self._child = _Child(self._limits, self._entry)
+        self._child.send(source, data, options)
+        self._pending = PendingImage(source, data, options)
+        return self._pending
+
+    def finish(self, pending: PendingImage) -> ImageSample | Rejection:
+        """The outcome of the image that was started last."""
+        try:
+            return self._receive(pending)
+        except _Failed:
+            self.close()
+        # Once more, alone in a fresh process.
+        again = self.start(pending.source, pending.data, pending.options)
+        try:
+            return self._receive(again)
+        except _Failed as failed:
+            self.close()
+            return Rejection(
+                key=pending.source.key,
+                reason=failed.reason,
+                detail=failed.detail,
+                size_bytes=pending.source.size_bytes,
+                mtime_ns=pending.source.mtime_ns,
+                etag=pending.source.etag,
+                source_sha256=hashlib.sha256(pending.data).hexdigest(),
+            )
+
+    def _receive(self, pending: PendingImage) -> ImageSample | Rejection:
+        if self._child is None or pending is not self._pending:
+            raise ValueError("this image is not the one that was started last")
+        header, body = self._child.receive()
+        self._pending = None
+        if "memory_error" in header:
+            detail = f"needs more than {self._limits.memory_bytes} bytes; etl.decode_memory_bytes is the limit"
+            raise _Failed(RejectReason.DECODER_MEMORY, detail)
+        return unpack_outcome(pending.source, header, body)
+
+
+class _Child:
+    """A process that has imported everything and waits for images."""
+
+    def __init__(self, limits: DecodeLimits, entry: str) -> None:
+        self._limits = limits
+        root = str(Path(shardmill.__file__).parent.parent)
+        command = [sys.executable, "-P", "-c", _BOOTSTRAP, root, entry, str(limits.memory_bytes), str(os.getpid())]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment())
+        except OSError as error:
+            raise UsageError(
+                f"the decoding process does not start: {error}", "expected this interpreter", f"see {sys.executable}"
+            ) from error
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
+        for pipe in (self._requests, self._answers):
+            try:
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)  # most images then pass in one write
+            except OSError:
+                pass  # the user's pipes are at the system's limit; smaller ones only take longer
+        self._poll = select.poll()
+        self._poll.register(self._answers, select.POLLIN)
+        self._cpu_clock = ~self._process.pid << 3 | 2  # as clock_getcpuclockid(3) makes it
+        self._cpu_start = 0.0
+        self._options: NormalizeOptions | None = None
+        self._clock_start = time.monotonic()
+        self._expect_hello()
+
+    def send(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> None:
+        facts = {
+            "key": source.key,
+            "size_bytes": source.size_bytes,
+            "mtime_ns": source.mtime_ns,
+            "etag": source.etag,
+        }
+        self._clock_start, self._cpu_start = time.monotonic(), self._cpu_seconds()
+        header: dict[str, Any] = {"source": facts}
+        if options != self._options:  # seldom: a task has one set of them
+            header["options"], self._options = options.model_dump(), options
+        try:
+            for part in pack_message(header, data):
+                self._requests.write(part)
+            self._requests.flush()
+        except BrokenPipeError:
+            pass  # `receive` will find out how it ended
+
+    def receive(self) -> tuple[dict[str, Any], bytes]:
+        buffer = bytearray()
+        answers, expected = self._answers.fileno(), LENGTHS.size
+        while len(buffer) < expected:
+            self._wait()
+            piece = os.read(answers, _READ_BYTES)
+            if not piece:
+                raise _Failed(*self._how_it_ended())
+            buffer += piece
+            if expected == LENGTHS.size and len(buffer) >= expected:
+                header_bytes, body_bytes = LENGTHS.unpack_from(buffer)
+                expected += header_bytes + body_bytes
+        body_start = LENGTHS.size + header_bytes
+        return json.loads(buffer[LENGTHS.size : body_start]), bytes(buffer[body_start:])
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._answers.close()
+        try:
+            self._requests.close()
+        except BrokenPipeError:
+            pass  # a request that it never took was still in our buffer
+
+    def _wait(self) -> None:
+        """Until the child says something, or its time is over."""
+        limit = self._limits.timeout_seconds
+        while True:
+            cpu_left = limit - (self._cpu_seconds() - self._cpu_start)
+            clock_left = _CLOCK_PER_CPU_SECOND * limit - (time.monotonic() - self._clock_start)
+            if self._poll.poll(1000 * max(0.001, min(cpu_left, clock_left))):
+                return
+            if cpu_left <= 0 or clock_left <= 0:
+                raise _Failed(
+                    RejectReason.DECODER_TIMEOUT,
+                    f"takes more than {limit:g} s; etl.decode_timeout_seconds is the limit",
+                )
+
+    def _cpu_seconds(self) -> float:
+        try:
+            return time.clock_gettime(self._cpu_clock)
+        except OSError:  # it is gone; the pipe will say so
+            return self._cpu_start
+
+    def _how_it_ended(self) -> tuple[RejectReason, str]:
+        status = self._process.wait()
+        if status == -signal.SIGKILL:  # not by us, and it ignores all other signals that ask
+            return RejectReason.DECODER_MEMORY, "killed from outside, as the kernel does when memory runs out"
+        if status < 0:
+            return RejectReason.DECODER_CRASH, f"ends the decoding process by {signal.Signals(-status).name}"
+        return RejectReason.DECODER_CRASH, f"ends the decoding process with status {status}"
+
+    def _expect_hello(self) -> None:
+        """Its imports take a moment; a process that cannot import is no image's fault."""
+        decoder_id = ""
+        if self._poll.poll(1000 * _START_SECONDS):
+            try:
+                decoder_id = self.receive()[0]["decoder_id"]
+            except _Failed:
+                pass  # what it printed on stderr is there to be read
+        if decoder_id != DECODER_ID:
+            self.kill()
+            raise UsageError(
+                f"the decoding process says {decoder_id!r} of itself",
+                f"expected {DECODER_ID!r}, as here",
+                f"see that {sys.executable} alone can import this shardmill and its packages",
+            )
+
+
+def _environment() -> dict[str, str]:
+    kept = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return {
+        **os.environ,
+        # A relative or empty entry is the working directory.
+        "PYTHONPATH": os.pathsep.join(path for path in kept if os.path.isabs(path)),
+        # Threads that nobody uses here, but each with its own memory.
+        "OPENBLAS_NUM_THREADS": "1",
+    }

@@ -1,0 +1,186 @@
+"""The sandbox: the answers of `process_image`, or a rejection of what crashes, hangs or grows; nothing is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardmill.errors import UsageError
+from shardmill.images.process import process_image
+from shardmill.images.sandbox import DecodeLimits, DecodeSandbox
+from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
+from tests.shardmill.images.make import OPTIONS, gray_photo, jpeg, one_of_each_format, photo, png
+
+MISBEHAVE = "tests.shardmill.images.misbehaving:misbehave"
+LIMITS = DecodeLimits(timeout_seconds=0.5, memory_bytes=300_000_000)
+DATA = jpeg(photo())
+GOOD = SourceImage("good", len(DATA))
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[DecodeSandbox]:
+    with DecodeSandbox(LIMITS, MISBEHAVE) as sandbox:
+        yield sandbox
+
+
+def child_pids() -> set[int]:
+    """Of this process, zombies included."""
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+
+def test_answers_are_those_of_process_image(sandbox: DecodeSandbox) -> None:
+    files = {**one_of_each_format(), "empty": b"", "html": b"<html>", "cut": DATA[:100], "large": bytes(5_000_000)}
+    for encoding in ("jpeg", "raw"):
+        options = OPTIONS.model_copy(update={"encoding": encoding})
+        for key, data in files.items():
+            source = SourceImage(key, len(data), mtime_ns=5, etag="e", label="a", sample_id=3)
+            assert sandbox.process(source, data, options) == process_image(source, data, options), key
+
+
+@pytest.mark.parametrize(
+    ("key", "reason", "named"),
+    [
+        ("abort", RejectReason.DECODER_CRASH, "SIGABRT"),
+        ("segfault", RejectReason.DECODER_CRASH, "SIGSEGV"),
+        ("exit", RejectReason.DECODER_CRASH, "status 7"),
+        ("raise", RejectReason.DECODER_CRASH, "status 1"),
+        ("kill", RejectReason.DECODER_MEMORY, "from outside"),
+        ("spin", RejectReason.DECODER_TIMEOUT, "0.5 s; etl.decode_timeout_seconds"),
+        ("sleep", RejectReason.DECODER_TIMEOUT, "0.5 s; etl.decode_timeout_seconds"),
+        ("allocate", RejectReason.DECODER_MEMORY, "300000000 bytes; etl.decode_memory_bytes"),
+    ],
+)
+def test_what_breaks_a_limit_is_rejected_and_the_next_image_is_not(
+    sandbox: DecodeSandbox, key: str, reason: RejectReason, named: str
+) -> None:
+    outcome = sandbox.process(SourceImage(key, len(DATA), mtime_ns=5, etag="e"), DATA, OPTIONS)
+    assert isinstance(outcome, Rejection)
+    assert (outcome.reason, outcome.key, outcome.stage) == (reason, key, "decode")
+    assert named in outcome.detail
+    assert outcome.source_sha256 == process_image(GOOD, DATA, OPTIONS).source_sha256
+    assert sandbox.process(GOOD, DATA, OPTIONS) == process_image(GOOD, DATA, OPTIONS)
+    assert len(child_pids()) <= 1
+
+
+def test_an_image_that_fails_once_is_not_rejected(sandbox: DecodeSandbox, tmp_path: Path) -> None:
+    outcome = sandbox.process(SourceImage(f"once:{tmp_path}/seen", len(DATA)), DATA, OPTIONS)
+    assert isinstance(outcome, ImageSample)
+
+
+def test_a_child_stays_warm_and_its_prints_do_no_harm(sandbox: DecodeSandbox) -> None:
+    sandbox.process(GOOD, DATA, OPTIONS)
+    before = child_pids()
+    assert isinstance(sandbox.process(SourceImage("print", len(DATA)), DATA, OPTIONS), ImageSample)
+    assert child_pids() == before
+
+
+def test_an_answer_that_nobody_asked_for_is_not_the_next_images(sandbox: DecodeSandbox) -> None:
+    gray = png(gray_photo())
+    forgotten = sandbox.start(SourceImage("forgotten", len(gray)), gray, OPTIONS)
+    assert sandbox.process(GOOD, DATA, OPTIONS) == process_image(GOOD, DATA, OPTIONS)
+    with pytest.raises(ValueError, match="started last"):
+        sandbox.finish(forgotten)
+
+
+def test_real_limits_of_memory_count_what_decoders_take() -> None:
+    """A 49-megapixel PNG of a few kilobytes: 147 MB of pixels, and their copies."""
+    bomb = png(np.zeros((7000, 7000, 3), np.uint8))
+    source = SourceImage("bomb.png", len(bomb))
+    with DecodeSandbox(DecodeLimits(memory_bytes=100_000_000)) as small, DecodeSandbox() as large:
+        outcome = small.process(source, bomb, OPTIONS)
+        assert isinstance(outcome, Rejection) and outcome.reason is RejectReason.DECODER_MEMORY, outcome
+        assert isinstance(large.process(source, bomb, OPTIONS), ImageSample)
+
+
+def test_files_in_the_working_directory_are_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("numpy", "json", "shardmill", "cv2"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a user file was imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f":.:{os.environ.get('PYTHONPATH', '')}")
+    with DecodeSandbox() as sandbox:
+        assert isinstance(sandbox.process(GOOD, DATA, OPTIONS), ImageSample)
+
+
+def test_a_child_that_cannot_start_is_no_images_fault() -> None:
+    with DecodeSandbox(entry="no.such.module:function") as sandbox:
+        with pytest.raises(UsageError, match="can import this shardmill"):
+            sandbox.process(GOOD, DATA, OPTIONS)
+    assert len(child_pids()) <= 1  # the other tests' own
+
+
+def test_no_child_outlives_a_killed_parent() -> None:
+    code = (
+        "import sys\n"
+        "from shardmill.images.sandbox import *\n"
+        f"sandbox = DecodeSandbox(entry={MISBEHAVE!r})\n"
+        "sandbox.start(SourceImage('sleep', 1), b'x', NormalizeOptions())\n"
+        "print(sandbox._child._process.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 20
+    while is_running(child):
+        assert time.monotonic() < deadline, "the child outlived its parent"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ctrl_c_is_the_parents_matter(sandbox: DecodeSandbox) -> None:
+    sandbox.process(GOOD, DATA, OPTIONS)
+    [child] = child_pids()
+    os.kill(child, signal.SIGINT)
+    os.kill(child, signal.SIGTERM)
+    sandbox.process(GOOD, DATA, OPTIONS)
+    assert child_pids() == {child}
+
+
+def mutant(rng: random.Random, files: list[bytes]) -> bytes:
+    data = bytearray(rng.choice(files))
+    for _ in range(rng.randint(1, 4)):
+        place = rng.randrange(len(data))
+        match rng.choice(["flip", "flip", "header", "cut", "splice"]):
+            case "flip":
+                data[place] ^= 1 << rng.randrange(8)
+            case "header":
+                data[place % min(len(data), 64)] = rng.choice([0x00, 0x01, 0x7F, 0xC0, 0xD9, 0xFF])
+            case "cut":
+                del data[max(1, place) :]
+            case "splice":
+                other = rng.choice(files)
+                start = rng.randrange(len(other))
+                data[place:place] = other[start : start + rng.randint(1, 64)]
+    return bytes(data)
+
+
+def test_300_mutants_crash_nothing_and_end_the_same_twice() -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng, files = random.Random(seed), list(one_of_each_format().values())
+    options = OPTIONS.model_copy(update={"max_source_pixels": 1_000_000})
+    with DecodeSandbox() as sandbox:
+        for number in range(300):
+            data = mutant(rng, files)
+            source = SourceImage(f"mutant {number}", len(data))
+            first, second = (sandbox.process(source, data, options) for _ in range(2))
+            assert first == second, number
+            if isinstance(first, Rejection):
+                assert not first.reason.startswith("decoder_"), (number, first)
