@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from etl.config import EtlTree
 from etl.engines import ENGINES
+from etl.inferred import inferred_facts, inferred_warnings
 from etl.limits import broken_limit, limit_error
 from etl.plan import BuildPlan, plan_build
 from etl.write_unit import finished_result, pending_path
@@ -77,6 +78,9 @@ def build_dataset(
     check_limits(plan, plan.build.list_rejections)
     if not replace_source:
         _check_same_source(plan)
+    observer.event("etl.inferred", inferred_facts(plan))
+    for message in inferred_warnings(plan):
+        observer.event("etl.warning", {"message": message})
 
     # Skip all of it if the latest version was made from the same listing and config.
     parent = _up_to_date_parent(plan)

@@ -17,6 +17,8 @@ PLAIN_LINE_SECONDS = 5.0
 # What a person should read among the events; the rest is for `events.jsonl`.
 SENTENCES = {
     "etl.listed": "etl: {listed:,} inputs listed, {images:,} of them named like images, {units} work units",
+    "etl.inferred": "etl: {num_classes} classes ({classes}); splits {splits}; stored as {image}; dataset {dataset}",
+    "etl.warning": "etl: WARNING: {message}",
     "etl.units_kept": "etl: keeps {kept} work units of an interrupted run, {missing} are left to do",
     "train.resumed": "train: continues at epoch {epoch}, step {step}",
     "train.checkpoint_discarded": "train: passes over the checkpoint {path}: {reason}",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.inferred import inferred_facts, inferred_warnings
 from etl.job import build_dataset
 from etl.plan import plan_build
 from etl.write_unit import write_unit
@@ -52,3 +53,33 @@ def test_a_source_that_has_moved_goes_on_and_a_changed_one_when_it_is_said(tmp_p
         build_dataset(tree, run_id="c")
     outcome = build_dataset(tree, run_id="c", replace_source=True)
     assert (outcome.manifest.version, outcome.manifest.source.uri) == (2, str(tmp_path / "moved"))
+
+
+def test_what_was_inferred_is_said_and_what_looks_wrong_is_warned_of(tmp_path: Path):
+    write_images(tmp_path / "images" / "train", num_images=30)
+    write_images(tmp_path / "images" / "test", num_images=4, num_classes=4)
+    (tmp_path / "images" / "train" / "class_0" / "deeper").mkdir()
+    (tmp_path / "images" / "train" / "class_0" / "00000.png").rename(
+        tmp_path / "images" / "train" / "class_0" / "deeper" / "0.png"
+    )
+    plan = plan_build(tree_for(tmp_path / "images", tmp_path / "dataset"), run_id="a")
+    facts = inferred_facts(plan)
+    assert (facts["images"], facts["num_classes"]) == (34, 4)
+    assert facts["classes"] == "class_0, class_1, class_2, class_3"
+    assert facts["splits"] == "by folder train 30, test 4"
+    assert facts["image"] == "16 x 16 x 3, png, resized by crop" and facts["dataset"] == str(tmp_path / "dataset")
+    assert list(inferred_warnings(plan)) == [
+        "the split validation will be empty",
+        "the split test will have about 4 images: figures on it mean little",
+        "1 of 4 classes have fewer than 3 images (class_3: 1)",
+        "1 of 4 classes have no image in train/ (class_3)",
+        "1 of 34 images lie deeper than their class folder, such as train/class_0/deeper/0.png, taken as class class_0; "
+        "source.label_level says otherwise",
+    ]
+
+
+def test_a_sound_source_gives_no_warning(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=120)
+    plan = plan_build(tree_for(tmp_path / "images", tmp_path / "dataset"), run_id="a")
+    assert inferred_facts(plan)["splits"] == "by content hash, about train 96, validation 12, test 12"
+    assert list(inferred_warnings(plan)) == []

@@ -1,0 +1,77 @@
+"""What the listing was taken to mean, said before any work starts: classes, splits, sizes, and what looks wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from etl.config import SPLITS
+from etl.plan import BuildPlan
+from shardmill.events import FieldValue
+from shardmill.values import SourceImage
+
+# Fewer images than this say little about a model, whatever their accuracy is.
+_FEW_IN_SPLIT, _FEW_IN_CLASS = 10, 3
+_NUM_NAMED = 5
+
+
+def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
+    """The fields of the event `etl.inferred`."""
+    config, by_split = plan.task.config, _images_by_split(plan)
+    where = "by folder" if _has_split_folders(plan) else "by content hash, about"
+    height, width, channels = config.image_shape_HWC
+    return {
+        "images": plan.num_images,
+        "num_classes": len(plan.task.class_names),
+        "classes": _named(plan.task.class_names) or "no classes: the images lie in no folders",
+        "splits": f"{where} " + ", ".join(f"{split} {by_split[split]:,}" for split in SPLITS if by_split[split]),
+        "image": f"{height} x {width} x {channels}, {config.encoding}, resized by {config.resize_mode}",
+        "formats": ", ".join(config.formats),
+        "dataset": plan.store.uri,
+    }
+
+
+def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
+    """A sentence for each thing that a person would want to know before the work is done."""
+    by_split = _images_by_split(plan)
+    fractions = plan.task.config.split_fractions
+    for split in SPLITS:
+        if by_split[split] == 0 and (_has_split_folders(plan) or getattr(fractions, split) > 0):
+            yield f"the split {split} will be empty"
+        elif 0 < by_split[split] < _FEW_IN_SPLIT:
+            yield f"the split {split} will have about {by_split[split]} images: figures on it mean little"
+    by_class = Counter(image.label for image in _images(plan) if image.label is not None)
+    few = tuple(f"{name}: {by_class[name]}" for name in plan.task.class_names if by_class[name] < _FEW_IN_CLASS)
+    if few:
+        yield f"{len(few)} of {len(by_class)} classes have fewer than {_FEW_IN_CLASS} images ({_named(few)})"
+    if _has_split_folders(plan):
+        trained = {image.label for image in _images(plan) if image.split == "train"}
+        untrained = tuple(name for name in plan.task.class_names if name not in trained)
+        if untrained:
+            yield f"{len(untrained)} of {len(by_class)} classes have no image in train/ ({_named(untrained)})"
+    deeper = [image for image in _images(plan) if image.label is not None and image.key.split("/")[-2] != image.label]
+    if deeper:
+        yield (
+            f"{len(deeper)} of {plan.num_images} images lie deeper than their class folder, such as {deeper[0].key}, taken as class "
+            f"{deeper[0].label}; source.label_level says otherwise"
+        )
+
+
+def _images(plan: BuildPlan) -> Iterator[SourceImage]:
+    return (image for unit in plan.units for image in unit.sources)
+
+
+def _has_split_folders(plan: BuildPlan) -> bool:
+    return any(image.split is not None for image in _images(plan))
+
+
+def _images_by_split(plan: BuildPlan) -> Counter[str]:
+    """Exact where folders name the splits; where content hashes do, what their shares come to."""
+    if _has_split_folders(plan):
+        return Counter(image.split for image in _images(plan) if image.split is not None)
+    fractions = plan.task.config.split_fractions
+    return Counter({split: round(getattr(fractions, split) * plan.num_images) for split in SPLITS})
+
+
+def _named(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else "")
