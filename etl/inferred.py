@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from etl.config import SPLITS
 from etl.plan import BuildPlan
 from shardmill.events import FieldValue
+from shardmill.printable import printable
 from shardmill.values import SourceImage
 
 # Fewer images than this say little about a model, whatever their accuracy is.
@@ -51,9 +52,10 @@ def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
             yield f"{len(untrained)} of {len(by_class)} classes have no image in train/ ({_named(untrained)})"
     deeper = [image for image in _images(plan) if image.label is not None and image.key.split("/")[-2] != image.label]
     if deeper:
+        first = deeper[0]
         yield (
-            f"{len(deeper)} of {plan.num_images} images lie deeper than their class folder, such as {deeper[0].key}, taken as class "
-            f"{deeper[0].label}; source.label_level says otherwise"
+            f"{len(deeper)} of {plan.num_images} images lie deeper than their class folder, such as "
+            f"{printable(first.key)}, taken as class {first.label}; source.label_level says otherwise"
         )
 
 
