@@ -29,6 +29,7 @@ Source = Annotated[str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="A folde
 ReplaceSource = Annotated[
     bool, typer.Option("--replace-source", help="The dataset's images may come from another source than before.")
 ]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Train again although a result exists; the old one stays.")]
 DatasetArgument = Annotated[str, typer.Argument(metavar="DATASET[@N]", help="Dataset folder or URI, or a TOML file.")]
 
 
@@ -39,6 +40,13 @@ def run(common: Common, source_or_config: Source, replace_source: ReplaceSource 
     from pipeline.run import run_pipeline
 
     summary = run_pipeline(source_or_config, common, replace_source=replace_source)
+
+
+def run(common: Common, source_or_config: Source, fresh: Fresh = False) -> None:
+    """The whole pipeline: etl, verify, train, export, evaluate, promote, report."""
+    from pipeline.run import run_pipeline
+
+    summary = run_pipeline(source_or_config, common, fresh=fresh)
     print_result(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")
 
 
@@ -76,9 +84,9 @@ def verify(
 
 @app.command()
 @with_common
-def train(common: Common, dataset: DatasetArgument) -> None:
+def train(common: Common, dataset: DatasetArgument, fresh: Fresh = False) -> None:
     """Train on the dataset's latest version, or continue a training that was cut off."""
-    _stage(common, "train", dataset)
+    _stage(common, "train", dataset, fresh=fresh)
 
 
 @app.command()

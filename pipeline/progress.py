@@ -23,7 +23,7 @@ SENTENCES = {
     "train.resumed": "train: continues at epoch {epoch}, step {step}",
     "train.checkpoint_discarded": "train: passes over the checkpoint {path}: {reason}",
     "train.unfinished": "train: a training on version {version} is unfinished; this run trains version {trains}. "
-    "To finish it, run with --set dataset.uri={dataset}",
+    "To finish it: `shardmill train CONFIG --set dataset.uri={dataset}`",
     "train.continues": "train: goes on from {epochs_done} finished epochs to {epochs}: {note}",
     "train.plan": "train: shuffle windows of up to {bytes_per_rank:,} bytes in each rank ({streams_per_rank} streams x "
     "{window_chunks} chunks x {chunk_bytes:,} bytes; train.window_budget_bytes = {budget_bytes:,})",

@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from pipeline.cli_options import Common
 
 
-def run_pipeline(source_or_config: str, common: Common, *, replace_source: bool = False) -> dict[str, Any]:
-    """The whole pipeline; returns the summary. Raises the ShardmillError of the stage that could not go on."""
+def run_pipeline(
+    source_or_config: str, common: Common, *, replace_source: bool = False, fresh: bool = False
+) -> dict[str, Any]:
+    """The whole pipeline; returns the summary. Raises the ShardmillError of the stage that could not go on.
+
+    `fresh`: train again although a result exists.
+    """
     from pipeline.report import write_report
     from train.job import export_model, promote_model, promotion_record
 
@@ -31,7 +36,7 @@ def run_pipeline(source_or_config: str, common: Common, *, replace_source: bool 
         report.raise_if_failed()
 
         # Train on it, and turn the final weights into a model that others can load.
-        trained = train(run, pin)
+        trained = train(run, pin, fresh=fresh)
         exported = run_export(run, lambda: export_model(train_tree, trained, run.id))
 
         # How good is it, and is it good enough to become the current model?

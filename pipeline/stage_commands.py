@@ -51,6 +51,7 @@ def report_again(common: Common) -> StageRecord:
 
 def _export_of_run(run: Run) -> ExportOutcome:
     """The export that an earlier stage of this run made; without one, that of the finished training of this config."""
+    from shardmill.dataset import open_dataset
     from shardmill.storage import open_store
     from train.exported import read_export
     from train.job import ExportOutcome, export_model, finished_training
@@ -60,7 +61,7 @@ def _export_of_run(run: Run) -> ExportOutcome:
         models_uri = open_store(run.tree.models.uri).uri
         return ExportOutcome(read_export(models_uri, earlier.sections["export"]["number"]), models_uri, True, 0.0)
     tree = run.tree.train_tree()
-    return export_model(tree, finished_training(tree), run.id)
+    return export_model(tree, finished_training(tree, open_dataset(_dataset_of_run(run)).pin), run.id)
 
 
 def _dataset_of_run(run: Run) -> str:
@@ -80,11 +81,11 @@ def _etl_command(run: Run, *, replace_source: bool) -> StageRecord:
     return _recorded(run, "etl")
 
 
-def _train_command(run: Run) -> StageRecord:
+def _train_command(run: Run, *, fresh: bool) -> StageRecord:
     from shardmill.dataset import open_dataset
 
     require(run.tree, "dataset")
-    train(run, open_dataset(_dataset_of_run(run)).pin)
+    train(run, open_dataset(_dataset_of_run(run)).pin, fresh=fresh)
     return _recorded(run, "train")
 
 

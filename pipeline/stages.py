@@ -99,8 +99,8 @@ def verify(run: Run, dataset: str, *, deep: bool) -> VerifyReport:
     return found[0]
 
 
-def train(run: Run, latest: DatasetPin) -> TrainOutcome:
-    """Train on `latest`, or go on with a training that was cut off, or find that it was done."""
+def train(run: Run, version: DatasetPin, *, fresh: bool = False) -> TrainOutcome:
+    """Train on `version`, or go on with a training that was cut off, or find that it was done; unless `fresh`."""
     from train.job import train_model, train_record
     from train.steps_log import RunLog, StepsLog
 
@@ -110,7 +110,7 @@ def train(run: Run, latest: DatasetPin) -> TrainOutcome:
 
     def work() -> StageRecord:
         with closing(RunLog(run.progress, steps)) as log:
-            outcomes.append(train_model(tree, log, latest))
+            outcomes.append(train_model(tree, log, version, fresh_for=run.id if fresh else ""))
         return train_record(outcomes[0], tree)
 
     run.stage("train", work)

@@ -94,8 +94,9 @@ def train_model(
     # It must be trainable, and every shard there; the ranks verify the bytes of each chunk when they first read it.
     dataset = open_pinned(choice.dataset)
     check_trainable(tree.train, dataset)
-    observer.on_event(0, "plan", window_memory(tree.train, dataset).as_fields())
+    memory = window_memory(tree.train, dataset)
     verify_present(dataset)
+    observer.on_event(0, "plan", memory.as_fields())
 
     # Train.
     result = launch(choice.task(tree.train, models.uri), tree.spark, observer)
@@ -108,9 +109,9 @@ def train_model(
     return TrainOutcome(result, models.uri, False, time.monotonic() - started)
 
 
-def finished_training(tree: TrainTree) -> TrainOutcome:
-    """The training that `train_model` would skip. Raises UsageError where it has not finished yet."""
-    choice = _choose(tree)
+def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> TrainOutcome:
+    """The training that `train_model` would skip. Raises UsageError if it has not finished yet."""
+    choice = _choose(tree, version)
     if choice.result is None:
         raise UsageError(
             f"no finished training of this config on {choice.dataset.uri}@{choice.dataset.version}",

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.config import load_pipeline
 from shardmill.errors import UsageError
 from shardmill.values import Batch
 from tests.train.training import MODELS as USER_MODELS
@@ -56,6 +57,17 @@ def test_every_model_takes_a_step(name, shape_HWC):
     after = [np.array(variable) for variable in built.model.trainable_variables]
     assert any((old != new).any() for old, new in zip(before, after, strict=True))
     assert step.outputs(batch_of(shape_HWC).images_NHWC).shape == (4, 3)
+
+
+def test_the_example_fine_tunes(monkeypatch):
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(root / "examples")
+    config = load_pipeline(str(root / "examples/finetune.toml")).train
+    assert not config.standardize, "the example's model scales pixels by itself"
+    built, step = step_of(config, (32, 32, 3))
+    assert built.outputs_are_logits
+    outcome = step.apply(step.gradients(batch_of((32, 32, 3)), 4), 0.001)
+    assert outcome.is_applied and np.isfinite(outcome.loss) and outcome.gradient_norm > 0
 
 
 @pytest.mark.parametrize("side", [1, 2, 7, 16, 100])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardmill.config import DatasetConfig, ModelsConfig
@@ -19,6 +20,7 @@ from shardmill.storage import open_store
 from tests.train.training import Recorder as Reporter
 from train.config import TrainConfig, TrainTree
 from train.job import export_model, train_model
+from train.models import input_scale, standardize
 from train.models.identity import source_sha256
 from train.preflight import window_memory
 from train.trainings import RESULT, read_result
@@ -126,7 +128,6 @@ def test_an_edited_factory_is_another_model(tiny_uri, tmp_path, factory):
     second = train_model(tree, Observer())
     assert not second.skipped and second.result.training_dir != first.result.training_dir
     assert second.result.model.config_sha256 != first.result.model.config_sha256
-    export_model(tree, second, "run")
 
 
 @pytest.fixture(scope="module")
@@ -247,3 +248,22 @@ def test_the_budget_is_told(finished):
     [told] = observer.named("plan")
     assert told["bytes_per_rank"] == told["streams_per_rank"] * told["window_chunks"] * told["chunk_bytes"]
     assert told["budget_bytes"] == tree.train.window_budget_bytes
+
+
+def test_a_model_that_learns_nothing_is_told_how_its_inputs_arrive(tiny_uri, tmp_path):
+    observer = Observer()
+    still = {"optimizer": "sgd", "learning_rate": 1e-12, "epochs": 3, "schedule": "constant"}
+    train_model(tree_of(tiny_uri, tmp_path / "still", **still), observer)
+    [told] = observer.named("loss_stuck")
+    assert told["epoch"] == 1 and "train.standardize = false" in told["hint"]
+    learning = Observer()
+    train_model(tree_of(tiny_uri, tmp_path / "learning", epochs=3), learning)
+    assert learning.named("loss_stuck") == []
+
+
+def test_without_standardize_the_model_gets_pixels(tiny_uri):
+    manifest = open_dataset(tiny_uri).manifest
+    assert input_scale(TrainConfig(), manifest).mean == manifest.channel_mean
+    raw = input_scale(TrainConfig(standardize=False), manifest)
+    images = np.arange(12, dtype=np.uint8).reshape(1, 2, 2, 3)
+    assert np.array_equal(np.asarray(standardize(images, raw.mean, raw.std)), images.astype(np.float32))

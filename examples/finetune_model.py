@@ -1,0 +1,28 @@
+"""A model for examples/finetune.toml: MobileNetV2 as Keras ships it, with a new head for your classes."""
+
+import keras
+
+# "imagenet" loads trained weights (one download of 9 MB into ~/.keras; then at least 96 x 96 pixels are sensible). None
+# starts from random ones: it works offline, and shows the mechanics but not the benefit. A file works, too: give the
+# path of a .weights.h5 that all machines can read.
+WEIGHTS = None
+# With trained weights: first train the head alone (False), for some epochs; then set True, lower train.learning_rate to
+# 1e-5 or so, and train again. With random weights the backbone has to learn.
+TRAIN_BACKBONE = WEIGHTS is None
+
+
+def mobilenet_v2(image_shape, num_classes):
+    """Pixels from 0 to 255 (train.standardize = false), three channels, 32 x 32 or larger -> logits."""
+    backbone = keras.applications.MobileNetV2(
+        input_shape=image_shape, include_top=False, weights=WEIGHTS, pooling="avg"
+    )
+    backbone.trainable = TRAIN_BACKBONE
+    inputs = keras.Input(image_shape)
+    # Each model of keras.applications says in its documentation which pixels it wants; this one -1 to 1.
+    x = keras.layers.Rescaling(1 / 127.5, offset=-1)(inputs)
+    # training=False keeps the batch norm's trained statistics while the head learns.
+    x = backbone(x) if TRAIN_BACKBONE else backbone(x, training=False)
+    x = keras.layers.Dropout(0.2)(x)
+    # Float32 under train.mixed_precision, too: sixteen bits are too coarse for a softmax.
+    outputs = keras.layers.Dense(num_classes, dtype="float32")(x)
+    return keras.Model(inputs, outputs)
