@@ -1,8 +1,8 @@
-"""A model for examples/finetune.toml: MobileNetV2 as Keras ships it, with a new head for your classes."""
+"""A model for examples/finetune.toml: MobileNet as Keras ships it, with a new head for your classes."""
 
 import keras
 
-# "imagenet" loads trained weights (one download of 9 MB into ~/.keras; then at least 96 x 96 pixels are sensible). None
+# "imagenet" loads trained weights (one download of 2 MB into ~/.keras; then at least 96 x 96 pixels are sensible). None
 # starts from random ones: it works offline, and shows the mechanics but not the benefit. A file works, too: give the
 # path of a .weights.h5 that all machines can read.
 WEIGHTS = None
@@ -11,10 +11,10 @@ WEIGHTS = None
 TRAIN_BACKBONE = WEIGHTS is None
 
 
-def mobilenet_v2(image_shape, num_classes):
+def mobilenet(image_shape, num_classes):
     """Pixels from 0 to 255 (train.standardize = false), three channels, 32 x 32 or larger -> logits."""
-    backbone = keras.applications.MobileNetV2(
-        input_shape=image_shape, include_top=False, weights=WEIGHTS, pooling="avg"
+    backbone = keras.applications.MobileNet(
+        input_shape=image_shape, alpha=0.25, include_top=False, weights=WEIGHTS, pooling="avg"
     )
     backbone.trainable = TRAIN_BACKBONE
     inputs = keras.Input(image_shape)

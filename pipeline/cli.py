@@ -35,18 +35,11 @@ DatasetArgument = Annotated[str, typer.Argument(metavar="DATASET[@N]", help="Dat
 
 @app.command()
 @with_common
-def run(common: Common, source_or_config: Source, replace_source: ReplaceSource = False) -> None:
+def run(common: Common, source_or_config: Source, replace_source: ReplaceSource = False, fresh: Fresh = False) -> None:
     """The whole pipeline: etl, verify, train, export, evaluate, promote, report."""
     from pipeline.run import run_pipeline
 
-    summary = run_pipeline(source_or_config, common, replace_source=replace_source)
-
-
-def run(common: Common, source_or_config: Source, fresh: Fresh = False) -> None:
-    """The whole pipeline: etl, verify, train, export, evaluate, promote, report."""
-    from pipeline.run import run_pipeline
-
-    summary = run_pipeline(source_or_config, common, fresh=fresh)
+    summary = run_pipeline(source_or_config, common, replace_source=replace_source, fresh=fresh)
     print_result(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")
 
 
