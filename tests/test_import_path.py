@@ -59,6 +59,8 @@ def test_etl_and_training_run_beside_modules_of_the_same_names(home: Path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["train"]["world_size"] == 2
     assert (home / "was_called").exists()
+    # What the driver planted for the ranks to read back is gone again.
+    assert not list((home / "shardmill-work/models").glob(".reach-*"))
 
 
 FIND = """

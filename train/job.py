@@ -28,6 +28,7 @@ from shardmill.dataset.pin import DatasetPin
 from shardmill.dataset.verify import verify_present
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.events import Observer, StageRecord, new_run_id, run_folder
+from shardmill.reach import planted
 from shardmill.stage_process import run_stage_process
 from shardmill.storage import join_uri, open_store
 from train.config import TrainTree
@@ -98,8 +99,9 @@ def train_model(
     verify_present(dataset)
     observer.on_event(0, "plan", memory.as_fields())
 
-    # Train.
-    result = launch(choice.task(tree.train, models.uri), tree.spark, observer)
+    # Train, on ranks that see the same storage as this process.
+    with planted(models) as nonce:
+        result = launch(choice.task(tree.train, nonce), tree.spark, observer)
     if read_result(models, choice.training_dir) is None:
         raise IntegrityError(
             f"the ranks finished, and {join_uri(models.uri, choice.training_dir)} holds no result",

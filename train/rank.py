@@ -6,11 +6,15 @@ import ctypes
 import importlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from typing import Any, NoReturn, Protocol
 
+from shardmill.dataset import open_pinned
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.reach import check_nonce
 from train.faults import failure_of
 from train.values import Reporter, StepReport, TrainResult, WorkerTask, World
 from train.wire import (
@@ -67,6 +71,7 @@ def main() -> NoReturn:
     reporter = DriverReporter(connection)
     threading.Thread(target=_beat, args=(connection, reporter), name="rank-heartbeat", daemon=True).start()
     try:
+        check_places(welcome.task)
         worker = load_worker(welcome.worker)
         last_words: Finished | Failure = Finished(worker(welcome.task, world, reporter))
     except BaseException as error:
@@ -80,6 +85,24 @@ def main() -> NoReturn:
     sys.stderr.flush()
     # Not sys.exit: exit handlers of native libraries wait for ranks that will not come.
     os._exit(0 if isinstance(last_words, Finished) else EXIT_FAILED)
+
+
+def check_places(task: WorkerTask) -> None:
+    """Raises UsageError, naming the place and this host, unless the driver's models and dataset are what is seen here.
+
+    The dataset may be a copy, and read-only: its manifest's digest says whether it is the same one.
+    """
+    if task.reach is None:
+        return
+    check_nonce(task.reach)
+    try:
+        open_pinned(task.dataset)
+    except IntegrityError as error:
+        raise UsageError(
+            f"host {socket.gethostname()} does not see the driver's dataset {task.dataset.uri}: {error.what}",
+            "expected a place that every host of the job can read",
+            "set dataset.uri to s3://bucket/prefix, or to a path that is mounted, or copied, on every host",
+        ) from error
 
 
 def world_from_environment() -> World:

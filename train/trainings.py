@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import IntegrityError
 from shardmill.options import Section
+from shardmill.reach import Nonce
 from shardmill.sealed import unseal
 from shardmill.storage import Store, check_relative_path, join_uri
 from train.checkpoint import MARKER, settings_that_matter
@@ -69,15 +70,16 @@ class TrainingChoice:
             fields = {"training_dir": self.continues.training_dir, "epochs_done": shorter, "epochs": config.epochs}
             observer.on_event(0, "continues", {**fields, "note": note})
 
-    def task(self, config: TrainConfig, models_uri: str) -> WorkerTask:
-        """What the ranks have to do."""
+    def task(self, config: TrainConfig, reach: Nonce) -> WorkerTask:
+        """What the ranks have to do, once they have read back what the driver planted in the models' root."""
         return WorkerTask(
             config=config,
             dataset=self.dataset,
-            models_uri=models_uri,
+            models_uri=reach.uri,
             training_dir=self.training_dir,
             model_source_sha256=self.model_source_sha256,
             continues=self.continues.last_checkpoint if self.continues else "",
+            reach=reach,
         )
 
 

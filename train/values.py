@@ -8,6 +8,7 @@ from typing import Literal, Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from shardmill.dataset.pin import DatasetPin
+from shardmill.reach import Nonce
 from shardmill.values import Cursor
 from train.config import TrainConfig
 
@@ -55,6 +56,8 @@ class WorkerTask:
     """As the driver found it; a rank that finds another source must not train."""
     continues: str = ""
     """Relative to `models_uri`: the checkpoint of a shorter training from which this one goes on; empty for none."""
+    reach: Nonce | None = None
+    """What the driver wrote into `models_uri`, for every rank to read back before it works."""
 
 
 @dataclass(frozen=True, slots=True)

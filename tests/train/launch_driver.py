@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 
 from shardmill.config import SparkConfig
 from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import ShardmillError
+from shardmill.reach import Nonce
 from shardmill.signals import Terminated, raise_on_signals
 from train.config import TrainConfig
 from train.launchers import LAUNCHERS
@@ -39,6 +41,8 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     config = TrainConfig(**given["train"])
     task = WorkerTask(config, DatasetPin(**given["dataset"]), given["models_uri"], "trainings/test", "")
+    if given.get("reach"):
+        task = replace(task, reach=Nonce(**given["reach"]))
     teller = Teller()
     outcome: dict[str, object]
     try:

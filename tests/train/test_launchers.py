@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from shardmill.config import SparkConfig
 from shardmill.dataset import open_dataset
 from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import UsageError
+from shardmill.reach import plant_nonce, remove_nonce
+from shardmill.storage import open_store
 from tests.support import make_dataset
 from train.config import TrainConfig
 from train.launchers import LAUNCHERS
@@ -77,7 +80,14 @@ def start(tmp_path):
     """start(launcher, num_workers, worker, **train) -> a running Driver."""
     drivers = []
 
-    def start(launcher: str, num_workers: int, worker: str = "", dataset: DatasetPin = PIN, **train: object) -> Driver:
+    def start(
+        launcher: str,
+        num_workers: int,
+        worker: str = "",
+        dataset: DatasetPin = PIN,
+        reach: dict | None = None,
+        **train: object,
+    ) -> Driver:
         strategy = "single" if num_workers == 1 else "horovod"
         given = {
             "train": {"launcher": launcher, "num_workers": num_workers, "strategy": strategy, **train},
@@ -85,6 +95,7 @@ def start(tmp_path):
             "models_uri": str(tmp_path / "models"),
             "master": f"local[{num_workers}]",
             "worker": worker,
+            "reach": reach,
         }
         mark = f"mark-{uuid.uuid4()}"
         process = subprocess.Popen(
@@ -184,6 +195,21 @@ def test_real_training_tells_the_cause_and_not_the_survivors_echo(start, dataset
     assert outcome["message"].startswith("rank 1 ") and said in outcome["message"], outcome["message"]
     assert outcome["seconds_after_step"] < 10
     driver.assert_nothing_left(within_seconds=2)
+
+
+@pytest.mark.parametrize("lost", ["models", "dataset"])
+def test_a_rank_on_a_host_without_the_drivers_storage_ends_before_it_works(start, tmp_path, dataset, lost):
+    nonce = plant_nonce(open_store(tmp_path / "models"))
+    if lost == "models":
+        # Another host's folder of the same name.
+        remove_nonce(nonce)
+    pin = PIN if lost == "dataset" else dataset
+    driver = start("local", 2, f"{WORKERS}:well", pin, asdict(nonce))
+    outcome = driver.outcome()
+    assert outcome["error"] == "UsageError", outcome
+    place = str(tmp_path / "models") if lost == "models" else PIN.uri
+    assert f"host {socket.gethostname()} does not" in outcome["message"] and place in outcome["message"]
+    assert [name for _, name in outcome["events"]].count("resumed") == 0
 
 
 @pytest.mark.parametrize("launcher", ["inline", "local"])
