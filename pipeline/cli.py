@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli_options import Common, run_app, with_common
-from pipeline.config import PipelineTree, commented_toml, load_pipeline, require, to_toml, without_secrets
-from pipeline.printing import flat_rows, plain, print_result, summary_rows
+from pipeline.cli_options import Common, with_common
+from pipeline.config import (
+    PipelineTree,
+    commented_toml,
+    existing_path,
+    load_pipeline,
+    require,
+    to_toml,
+    without_secrets,
+)
+from pipeline.ending import run_app
+from pipeline.printing import flat_rows, plain, print_result, stage_rows, summary_rows, verify_document, verify_rows
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.events import latest_run
+from shardmill.stage_process import tell_error
 
 if TYPE_CHECKING:
     from shardmill.events import StageRecord
@@ -18,19 +31,29 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Images to committed training shards with Spark; exact, resumable training on them.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(help="Look at the config.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
+Version = Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)]
 Source = Annotated[str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="A folder of images, or a TOML file.")]
 ReplaceSource = Annotated[
     bool, typer.Option("--replace-source", help="The dataset's images may come from another source than before.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Train again although a result exists; the old one stays.")]
 DatasetArgument = Annotated[str, typer.Argument(metavar="DATASET[@N]", help="Dataset folder or URI, or a TOML file.")]
+
+
+@app.callback(invoke_without_command=True)
+def top(context: typer.Context, version: Version = False) -> None:
+    """What stands before a command: nothing but --version."""
+    if version:
+        from importlib import metadata
+
+        sys.stdout.write(f"shardmill {metadata.version('shardmill')}\n")
+        raise typer.Exit
 
 
 @app.command()
@@ -61,18 +84,12 @@ def verify(
     from pipeline.stage_commands import verify_stage
 
     report = verify_stage(dataset, common, deep=deep)
-    rows = [(check.rule, check.problem or check.detail or "ok") for check in report.checks]
-    machine = {
-        "uri": report.uri,
-        "version": report.version,
-        "deep": report.deep,
-        "ok": not report.problems,
-        "checks": [
-            {"rule": c.rule, "ok": not c.problem, "detail": c.detail, "problem": c.problem} for c in report.checks
-        ],
-    }
-    print_result(common, machine, rows, title=f"{report.uri}@{report.version}")
-    report.raise_if_failed()
+    print_result(common, verify_document(report), verify_rows(report), title=f"{report.uri}@{report.version}")
+    try:
+        report.raise_if_failed()
+    except IntegrityError as error:
+        # The table, or the document with --json, has been printed; an error's own document would be a second one.
+        raise typer.Exit(tell_error(error, debug=common.debug)) from None
 
 
 @app.command()
@@ -117,12 +134,15 @@ def promote(
 
 @app.command()
 @with_common
-def report(common: Common, source_or_config: Source) -> None:
-    """Write report.html of a run (--run-id) again."""
+def report(
+    common: Common, source_or_config: Annotated[str, typer.Argument(help="A folder or TOML file; not needed.")] = ""
+) -> None:
+    """Write report.html again: of the run that --run-id names, or of the latest."""
     from pipeline.stage_commands import report_again
 
-    load_pipeline(source_or_config, common.overrides, common.workdir)
-    _print_stage(common, report_again(common))
+    load_pipeline(source_or_config or None, common.overrides, common.workdir)
+    chosen = common if common.is_run_named else replace(common, run_id=latest_run(common.workdir))
+    _print_stage(chosen, report_again(chosen))
 
 
 @app.command()
@@ -189,8 +209,6 @@ def init(
     common: Common, file: Annotated[str, typer.Argument(help="Where to write it; must not exist.")] = "shardmill.toml"
 ) -> None:
     """Write a commented config file to start from."""
-    from shardmill.errors import UsageError
-
     try:
         with open(file, "x", encoding="utf-8") as target:
             target.write(commented_toml())
@@ -225,14 +243,13 @@ def _stage(common: Common, name: str, source_or_config: str, **choices: bool) ->
 
 
 def _print_stage(common: Common, record: StageRecord) -> None:
-    rows = [("status", record.status), *flat_rows(record.sections)]
     machine = {"run_id": common.run_id, **record.model_dump(mode="json", exclude={"detail"})}
-    print_result(common, machine, rows, title=record.stage)
+    print_result(common, machine, stage_rows(record), title=f"{record.stage}: {record.status}")
 
 
 def _dataset_uri(common: Common, dataset: str) -> str:
     if not dataset.endswith(".toml"):
-        return dataset
+        return existing_path(dataset)
     tree: PipelineTree = load_pipeline(dataset, common.overrides, common.workdir)
     require(tree, "dataset")
     return tree.dataset.uri

@@ -1,24 +1,18 @@
-"""What all commands share: their common options, and how each way to end becomes an exit code and one line."""
+"""What all commands share: their common options, and what happens to an error inside them."""
 
 from __future__ import annotations
 
 import inspect
-import logging
-import os
-import signal
-import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from pipeline.config import DEFAULT_WORKDIR
-from shardmill.signals import Terminated, raise_on_signals
-from shardmill.stage_process import tell_error, tell_line
+from pipeline.ending import tell_failure
+from shardmill.errors import ShardmillError
+from shardmill.events import how_run_ended, new_run_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +22,8 @@ class Common:
     overrides: tuple[str, ...]
     workdir: str
     run_id: str
+    """As named by --run-id, or a new one."""
+    is_run_named: bool
     json: bool
     debug: bool
 
@@ -59,9 +55,18 @@ def with_common(function: Callable[..., None]) -> Callable[..., None]:
     ]
 
     def command(**values: Any) -> None:
-        names = [parameter.name for parameter in COMMON_PARAMETERS]
-        common = {name: values.pop(name) for name in names}
-        function(Common(overrides=tuple(common.pop("overrides")), **common), **values)
+        given = {parameter.name: values.pop(parameter.name) for parameter in COMMON_PARAMETERS}
+        named = given.pop("run_id")
+        overrides = tuple(given.pop("overrides"))
+        common = Common(overrides=overrides, run_id=named or new_run_id(), is_run_named=bool(named), **given)
+        try:
+            function(common, **values)
+        except typer.Exit:
+            raise
+        except BaseException as error:  # recorded by whoever could; here it gets its line, and the process its code
+            run_id = _recorded_run(common)
+            code = tell_failure(error, is_json=common.json, is_debug=common.debug, run_id=run_id)
+            raise SystemExit(code) from None
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     parameters = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own), *COMMON_PARAMETERS]
@@ -71,60 +76,10 @@ def with_common(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoReturn:
-    """Run the command line and end the process: 0, or the error's exit code after its one line on stderr."""
-    raise_on_signals()
-    if "--debug" not in sys.argv:
-        # Libraries log tracebacks of what they raise as well (py4j on Ctrl-C); people get one line.
-        logging.getLogger().addHandler(logging.NullHandler())
+def _recorded_run(common: Common) -> str | None:
+    """The run's id, if the command left a record under it."""
     try:
-        prepare()
-        code = app(standalone_mode=False)
-        if code == 130:
-            # typer turns Ctrl-C into this code without a word.
-            raise KeyboardInterrupt
-    except BaseException as error:  # the outermost frame: whatever happens becomes one line and an exit code
-        code = _end(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code in (130, Terminated.exit_code):
-        # Threads that still wait for Spark or a rank would keep the interpreter; what must be undone was undone above.
-        end_children()
-        os._exit(code)
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def end_children(patience_seconds: float = 5.0) -> None:
-    """End what this process started and did not end: a JVM that was still starting does not notice that we are gone."""
-    deadline = time.monotonic() + patience_seconds
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in _children():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        while _children() and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-
-def _children() -> list[int]:
-    # Each thread's own, as Linux tells them; a zombie counts until it is waited for.
-    for listing in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError, ChildProcessError):
-            for pid in map(int, listing.read_text().split()):
-                os.waitpid(pid, os.WNOHANG)
-    listings = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for listing in listings for pid in listing.read_text().split()]
-
-
-def _end(error: BaseException) -> int:
-    # The ClickException of the click that this typer brings along, or of click itself.
-    usage_error = typer.BadParameter.__mro__[2]
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    if isinstance(error, typer.Exit):
-        return error.exit_code
-    if isinstance(error, typer.Abort):
-        error = KeyboardInterrupt()
-    if isinstance(error, usage_error):
-        message = error.format_message().rstrip(".")  # pyright: ignore[reportAttributeAccessIssue]
-        return tell_line(2, f"{' '.join(message.split())}; see `shardmill --help`")
-    return tell_error(error, debug="--debug" in sys.argv)
+        how_run_ended(common.workdir, common.run_id)
+    except (ShardmillError, OSError):
+        return None
+    return common.run_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import textwrap
@@ -58,10 +59,9 @@ def load_pipeline(
     elif "://" in source_or_config or Path(source_or_config).is_dir():
         below = {"source": {"uri": source_or_config}, "dataset": {"uri": f"{workdir}/dataset"}, **folder_defaults()}
         tree = load_tree(PipelineTree, None, overrides, below)
-    elif Path(source_or_config).exists():
-        raise UsageError(f"{source_or_config} is neither a folder nor a .toml file", "expected one of the two")
     else:
-        raise UsageError(f"{source_or_config} does not exist", "expected a folder of images or a .toml file")
+        existing_path(source_or_config, "a folder of images or a .toml file")
+        raise UsageError(f"{source_or_config} is neither a folder nor a .toml file", "expected one of the two")
     return _with_absolute_uris(tree, workdir)
 
 
@@ -89,6 +89,20 @@ def _with_absolute_uris(tree: PipelineTree, workdir: str) -> PipelineTree:
     uris = {"source": tree.source.uri, "dataset": tree.dataset.uri, "models": tree.models.uri or f"{workdir}/models"}
     sections = {name: getattr(tree, name).model_copy(update={"uri": absolute_uri(uri)}) for name, uri in uris.items()}
     return tree.model_copy(update=sections)
+
+
+def existing_path(uri: str, expected: str = "a dataset's folder or URI, or a .toml file") -> str:
+    """`uri` itself; a local path that leads nowhere raises UsageError with the nearest name beside it."""
+    from shardmill.dataset.dataset import split_version
+
+    path = Path(split_version(uri.removeprefix("file://"))[0]).expanduser()
+    if "://" in uri.removeprefix("file://") or path.exists():
+        return uri
+    beside = [each.name for each in path.parent.iterdir()] if os.access(path.parent, os.R_OK) else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    raise UsageError(
+        f"{uri} does not exist", f"expected {expected}", f"did you mean {path.parent / near[0]}?" if near else ""
+    )
 
 
 def folder_defaults() -> dict[str, Any]:

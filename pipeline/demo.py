@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from pipeline.cli import app
-from pipeline.cli_options import run_app
+from pipeline.ending import run_app
 from shardmill.errors import UsageError
 
 WORKDIR = Path("demo-work")

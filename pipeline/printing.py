@@ -9,33 +9,100 @@ from typing import TYPE_CHECKING, Any
 from shardmill.printable import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from pipeline.cli_options import Common
+    from shardmill.dataset.verify import VerifyReport
+    from shardmill.events import StageRecord
 
 
-def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    counts = summary["dataset"]["counts"]
-    train, promotion = summary["train"], summary["promotion"]
-    evaluation = summary["evaluation"] or {}
+Rows = list[tuple[str, ...]]
+
+
+def summary_rows(summary: dict[str, Any]) -> Rows:
+    """A whole run: the sections of its summary that a person asks for first."""
+    evaluation = _evaluation_rows(summary) or [("evaluation", "no split for it")]
+    report = [("report", summary["report"]["path"])] if summary.get("report") else []
+    return [*_dataset_rows(summary), *_training_rows(summary), *evaluation, *_decision_rows(summary), *report]
+
+
+def stage_rows(record: StageRecord) -> Rows:
+    """One stage by itself: what it decided, as a person reads it; `--json` has every figure."""
+    sections = record.sections
+    rows = [*_dataset_rows(sections), *_training_rows(sections), *_evaluation_rows(sections)]
+    if sections.get("export"):
+        export = sections["export"]
+        rows += [
+            ("export", export["path"]),
+            ("differs by", f"{export['parity_max_abs_diff']:.2g} at most from the training model"),
+        ]
+    rows += _decision_rows(sections)
+    if sections.get("report"):
+        rows.append(("report", sections["report"]["path"]))
+    return rows
+
+
+def verify_rows(report: VerifyReport) -> Rows:
+    """One row for each rule: whether it holds, and what was found."""
+    return [("FAILED" if check.problem else "ok", check.rule, check.problem or check.detail) for check in report.checks]
+
+
+def verify_document(report: VerifyReport) -> dict[str, Any]:
+    """What `verify --json` prints."""
+    return {
+        "uri": report.uri,
+        "version": report.version,
+        "deep": report.deep,
+        "ok": not report.problems,
+        "checks": [
+            {"rule": each.rule, "ok": not each.problem, "detail": each.detail, "problem": each.problem}
+            for each in report.checks
+        ],
+    }
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _dataset_rows(sections: Mapping[str, Any]) -> Rows:
+    dataset = sections.get("dataset")
+    if not dataset:
+        return []
+    counts = dataset["counts"]
+    splits = ", ".join(f"{name} {count:,}" for name, count in counts["by_split"].items())
     return [
         ("images", f"{counts['accepted']:,} accepted, {counts['rejected']:,} rejected of {counts['listed']:,} listed"),
-        ("dataset", f"{summary['dataset']['uri']}@{summary['dataset']['version']}"),
-        (
-            "training",
-            f"{train['strategy']}, {train['world_size']} rank(s), {train['epochs']} epochs, {train['steps']} steps",
-        ),
-        (
-            "evaluation",
-            f"{evaluation['split']} accuracy {evaluation['accuracy']:.4f}" if evaluation else "no split for it",
-        ),
-        ("model", f"{promotion['decision']}: {promotion['reason']}"),
-        ("report", summary["report"]["path"]),
+        ("splits", splits),
+        ("dataset", f"{dataset['uri']}@{dataset['version']}"),
     ]
 
 
-def flat_rows(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
+def _training_rows(sections: Mapping[str, Any]) -> Rows:
+    train = sections.get("train")
+    if not train:
+        return []
+    size = (counted(train["world_size"], "rank"), counted(train["epochs"], "epoch"), counted(train["steps"], "step"))
+    return [("training", ", ".join((train["strategy"], *size)))]
+
+
+def _evaluation_rows(sections: Mapping[str, Any]) -> Rows:
+    evaluation = sections.get("evaluation")
+    if not evaluation:
+        return []
+    figures = f"{evaluation['split']} accuracy {evaluation['accuracy']:.4f}, loss {evaluation['loss']:.4f}"
+    return [("evaluation", f"{figures}, on {counted(evaluation['num_samples'], 'sample')}")]
+
+
+def _decision_rows(sections: Mapping[str, Any]) -> Rows:
+    decided = sections.get("promotion") or sections.get("gate")
+    return [("model", f"{decided['decision']}: {decided['reason']}")] if decided else []
+
+
+def flat_rows(value: dict[str, Any], prefix: str = "") -> Rows:
+    """A document as rows of dotted names."""
+    rows: Rows = []
     for name, item in value.items():
         if isinstance(item, dict):
             rows += flat_rows(item, f"{prefix}{name}.")
@@ -45,6 +112,7 @@ def flat_rows(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def plain(value: Any) -> Any:
+    """A value of ours as JSON can hold it."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(type(value)).dump_python(value, mode="json")
@@ -60,15 +128,16 @@ def print_result(common: Common, machine: Any, rows: Iterable[tuple[str, ...]], 
         sys.stdout.write(json.dumps(machine, indent=2) + "\n")
         sys.stdout.flush()
     stream = sys.stderr if common.json else sys.stdout
-    rows = list(rows)
+    rows = [tuple(map(printable, row)) for row in rows]
+    title = printable(title)
     if not stream.isatty() or not title:
         # Not for a person's screen: one line a row, for grep and cut; nothing wrapped.
-        lines = ["\t".join(map(printable, row)) for row in rows]
+        lines = ["\t".join(row) for row in rows]
         stream.write("".join(f"{line}\n" for line in ([title] if title else []) + lines))
         return
     table = Table(title=title, title_justify="left", show_header=False)
     for _ in rows[0] if rows else ():
         table.add_column(overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        table.add_row(*(Text(cell) for cell in row))
     Console(file=stream).print(table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipeline.config import load_for_dataset, load_pipeline, require
+from pipeline.config import existing_path, load_for_dataset, load_pipeline, require
 from pipeline.stages import Run, build, evaluation_record, gate_record, open_run, run_export, train, verify
 from shardmill.dataset.dataset import split_version
 from shardmill.events import StageRecord, how_run_ended, read_stage_record, write_stage_record, write_summary
@@ -31,7 +31,7 @@ def verify_stage(dataset_or_config: str, common: Common, *, deep: bool) -> Verif
     from shardmill.dataset import open_dataset, verify_dataset
 
     if not dataset_or_config.endswith(".toml"):
-        return verify_dataset(open_dataset(dataset_or_config), deep=deep)
+        return verify_dataset(open_dataset(existing_path(dataset_or_config)), deep=deep)
     with open_run(dataset_or_config, common) as run:
         require(run.tree, "dataset")
         return verify(run, _dataset_of_run(run), deep=deep)

@@ -7,13 +7,16 @@ import difflib
 import json
 import tomllib
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from shardmill.errors import UsageError
 from shardmill.options import Section
 from shardmill.spark_settings import flat_settings
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 # Every application reads the same file and takes its own sections of it.
 SECTION_NAMES = ("source", "dataset", "models", "etl", "spark", "train", "gate")
@@ -122,20 +125,29 @@ def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 
 def _explain(tree: type[BaseModel], error: ValidationError) -> str:
-    """One line for the first complaint: the key, what was given, what was expected."""
-    first = error.errors(include_url=False)[0]
-    keys = [str(part) for part in first["loc"]]
+    """All complaints in one line: each with the key, what was given, what was expected."""
+    complaints = [_complaint(tree, each) for each in error.errors(include_url=False)]
+    if len(complaints) == 1:
+        return complaints[0]
+    numbered = "; ".join(f"({number}) {complaint}" for number, complaint in enumerate(complaints, start=1))
+    return f"{len(complaints)} errors in the config: {numbered}"
+
+
+def _complaint(tree: type[BaseModel], error: ErrorDetails) -> str:
+    keys = [str(part) for part in error["loc"]]
     name = ".".join(keys)
-    if first["type"] == "extra_forbidden":
+    if error["type"] == "extra_forbidden":
         owner = _model_at(tree, keys[:-1])
         known = list(owner.model_fields) if owner is not None else list(SECTION_NAMES)
         near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
         hint = f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else f"known here: {', '.join(known)}"
         return f"unknown config key {name}; {hint}"
-    if isinstance(first["input"], dict) and first["type"] == "value_error":
-        return f"config section {name}: expected {first['msg'].removeprefix('Value error, ')}"
-    given = json.dumps(first["input"], default=str)
-    expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if isinstance(error["input"], dict) and error["type"] == "value_error":
+        return f"config section {name}: expected {error['msg'].removeprefix('Value error, ')}"
+    given = json.dumps(error["input"], default=str)
+    if error["type"] == "model_type":
+        return f"config key {name} = {given}; expected a section, [{name}], with keys of its own"
+    expected = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return f"config key {name or 'config'} = {given}; expected {expected}"
 
 

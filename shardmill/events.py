@@ -114,6 +114,14 @@ def write_summary(workdir: str | Path, run_id: str, exit_code: int | None, error
     return summary
 
 
+def latest_run(workdir: str | Path) -> str:
+    """The run below `workdir` that told something last. Raises UsageError if there is none."""
+    found = [file for file in open_store(workdir).list("runs") if file.path.endswith("/events.jsonl")]
+    if not found:
+        raise UsageError(f"no run below {workdir}", "expected one that left its record there", "check --workdir")
+    return max(found, key=lambda file: (file.mtime_ns, file.path)).path.split("/")[1]
+
+
 def how_run_ended(workdir: str | Path, run_id: str) -> tuple[int | None, str]:
     """A run's exit code (None while it goes on) and line of error, as its summary says, or else its stages.
 

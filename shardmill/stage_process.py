@@ -24,6 +24,7 @@ from shardmill.events import (
 )
 from shardmill.printable import printable
 from shardmill.redact import redacted, redacted_text
+from shardmill.registry import install_hint
 from shardmill.signals import Terminated, raise_on_signals, why_ended
 from shardmill.storage import open_store
 
@@ -72,15 +73,23 @@ def tell_error(error: BaseException, *, debug: bool) -> int:
     elif isinstance(error, TrainingError):
         for note in getattr(error, "__notes__", ()):
             sys.stderr.write(f"{redacted_text(note)}\n")
+    return tell_line(exit_code_of(error), error_line(error))
+
+
+def error_line(error: BaseException) -> str:
+    """Why a command ends, in one line for people."""
+    error = why_ended(error)
     if isinstance(error, KeyboardInterrupt):
-        return tell_line(130, f"interrupted; nothing half-done is visible; {_CONTINUE}")
-    if isinstance(error, Terminated):
-        return tell_line(error.exit_code, f"terminated by SIGTERM; nothing half-done is visible; {_CONTINUE}")
-    if isinstance(error, ShardmillError):
-        return tell_line(error.exit_code, str(error))
-    if isinstance(error, ImportError):
-        return tell_line(1, f"{error}; a package of an extra may be missing; pip install 'shardmill[all]'")
-    return tell_line(exit_code_of(error), f"{type(error).__name__}: {error}; nobody foresaw this; --debug shows where")
+        line = f"interrupted; nothing half-done is visible; {_CONTINUE}"
+    elif isinstance(error, Terminated):
+        line = f"terminated by SIGTERM; nothing half-done is visible; {_CONTINUE}"
+    elif isinstance(error, ShardmillError):
+        line = str(error)
+    elif isinstance(error, ImportError):
+        line = f"{error}; a package of an extra may be missing; {install_hint('all')}"
+    else:
+        line = f"{type(error).__name__}: {error}; nobody foresaw this; --debug shows where"
+    return redacted_text(printable(" ".join(line.split())))
 
 
 def tell_line(code: int, line: str) -> int:

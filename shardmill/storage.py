@@ -226,15 +226,18 @@ def _create_beside(target: Path) -> tuple[IO[bytes], Path]:
     raise StorageError(f"cannot write {target}", "its folder vanishes again and again")
 
 
-def _make_folder(folder: Path) -> None:
+def _make_folder(folder: Path, num_tries: int = 10) -> None:
     """Make `folder` and its parents; each new name is synced into the folder above: a crash loses none of them."""
     try:
         os.mkdir(folder)
     except FileExistsError:
         return
     except FileNotFoundError:
+        # Another process may remove the empty parent again; but below /proc, say, no try ever helps.
+        if not num_tries:
+            raise
         _make_folder(folder.parent)
-        return _make_folder(folder)
+        return _make_folder(folder, num_tries - 1)
     _sync_folder(folder.parent)
 
 

@@ -62,7 +62,7 @@ def test_what_the_readme_shows_is_what_the_demo_says(demo: Demo):
     images = f"{counts['accepted']:,} accepted, {counts['rejected']:,} rejected of {counts['listed']:,} listed"
     assert images in shown and images in demo.stdout
     train = demo.summary["train"]
-    training = f"{train['strategy']}, {train['world_size']} rank(s), {train['epochs']} epochs, {train['steps']} steps"
+    training = f"{train['strategy']}, {train['world_size']} ranks, {train['epochs']} epochs, {train['steps']} steps"
     assert training in shown and training in demo.stdout
     assert "23 odd files" in README and "23 odd files" in demo.stderr
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import app
-from pipeline.cli_options import run_app
+from pipeline.ending import run_app
 from shardmill.dataset import open_dataset
 from tests.pipeline.command import last_line, shardmill
 from tests.support import make_dataset, write_images
@@ -57,6 +57,14 @@ def config(tmp_path: Path, dataset: str) -> Path:
             "config key train.epochs = 0; expected greater than or equal to 1",
         ),
         (["etl", "only-dataset.toml"], "config key source.uri is not set; expected a local path or s3://bucket/prefix"),
+        (
+            ["run", ".", "--epochs", "3"],
+            "No such option: --epochs; config keys are set like this: --set train.epochs=3",
+        ),
+        (["etl", ".", "--image-size=32"], "--set etl.image_size=32"),
+        (["verify", "only-dataset.tml"], "does not exist; expected a dataset's folder or URI, or a .toml file"),
+        (["inspect", "only-datasets"], "did you mean only-dataset.toml?"),
+        (["report", "--workdir", "nowhere"], "no run below nowhere"),
         (["run", ".", "--run-id", "../x"], "does not stay under its root"),
         (["inspect", "ftp://host/d"], "no storage for ftp://"),
     ],
@@ -65,6 +73,35 @@ def test_wrong_words_are_refused(arguments: list[str], part: str, tmp_path: Path
     (tmp_path / "only-dataset.toml").write_text('[dataset]\nuri = "d"\n')
     code = 8 if "../x" in arguments else 2
     refused(shardmill(*arguments, cwd=tmp_path), code, part)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "nowhere", "--json"],
+        ["run", "--nope", "--json"],
+        ["verify", "nowhere", "--json"],
+        ["train", "c.toml", "--run-id", "r", "--json"],
+    ],
+)
+def test_a_failure_is_one_json_object_too(arguments: list[str], tmp_path: Path):
+    (tmp_path / "c.toml").write_text('[dataset]\nuri = "gone"\n')
+    done = shardmill(*arguments, cwd=tmp_path)
+    told = json.loads(done.stdout)
+    assert done.returncode == told["error"]["code"] > 0
+    assert last_line(done) == f"ERROR {told['error']['code']}: {told['error']['message']}"
+    assert told["run_id"] == ("r" if "r" in arguments else json.loads(done.stdout)["run_id"])
+    if told["run_id"] is not None:
+        summary = json.loads((tmp_path / f"shardmill-work/runs/{told['run_id']}/summary.json").read_text())
+        assert summary["error"] == told["error"]["message"]
+
+
+def test_no_command_is_help_and_no_error(tmp_path: Path):
+    for arguments in ([], ["config"]):
+        done = shardmill(*arguments, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "") and "Usage" in done.stdout
+    assert re.fullmatch(r"shardmill \d+\.\d+\.\d+\n", shardmill("--version", cwd=tmp_path).stdout)
+    assert "shardmill" in shardmill("--show-completion", "bash", cwd=tmp_path).stdout
 
 
 def test_a_missing_and_an_empty_source(tmp_path: Path):
@@ -112,7 +149,8 @@ def test_a_missing_shard_is_named_by_verify_and_by_training(config: Path):
     done = shardmill("verify", f"{config.parent}/dataset", cwd=config.parent)
     assert done.returncode == 3 and shard.name in last_line(done)
     # The table comes all the same: it shows what still holds.
-    assert "listed == accepted + rejected" in done.stdout
+    assert "ok\tlisted == accepted + rejected" in done.stdout
+    assert re.search(rf"^FAILED\t.*{re.escape(shard.name)}", done.stdout, re.MULTILINE)
     refused(shardmill("train", config, cwd=config.parent), 3, shard.name)
 
 
@@ -211,7 +249,7 @@ def test_what_nobody_foresaw_is_one_line_too(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pipeline.cli.to_toml", fail)
-    monkeypatch.setattr("pipeline.cli_options.raise_on_signals", lambda: None)
+    monkeypatch.setattr("pipeline.ending.raise_on_signals", lambda: None)
     monkeypatch.setattr("sys.argv", ["shardmill", "config", "show"])
     with pytest.raises(SystemExit) as ended:
         run_app(app)

@@ -94,6 +94,22 @@ def test_wrong_config_is_answered_with_what_was_expected(
     assert message in str(caught.value)
 
 
+def test_all_errors_are_told_at_once(tmp_path: Path):
+    file = tmp_path / "c.toml"
+    file.write_text('dataset = "s3://b/d"\n[train]\nepoch = 3\n')
+    with pytest.raises(UsageError) as caught:
+        load_pipeline(str(file), ("etl.image_size=0", "trian.seed=1"))
+    line = str(caught.value)
+    assert line.startswith("4 errors in the config: (1) ")
+    for part in (
+        'config key dataset = "s3://b/d"; expected a section, [dataset]',
+        "unknown config key train.epoch; did you mean train.epochs?",
+        "config key etl.image_size = 0; expected greater than or equal to 1",
+        "unknown config key trian; did you mean train?",
+    ):
+        assert part in line
+
+
 def test_secrets_are_in_no_record():
     given = toml_table({**SECRET_SETTINGS, **PLAIN_SETTINGS})
     tree = load_pipeline(None, (f"spark.etl.conf={given}", f"spark.train.conf={given}"))

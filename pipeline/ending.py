@@ -1,0 +1,135 @@
+"""How the command line ends: every way becomes one line on stderr and an exit code; with --json, an object too."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+from pydantic import BaseModel
+
+from shardmill.signals import Terminated, raise_on_signals
+from shardmill.stage_process import error_line, tell_error, tell_line
+
+
+def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoReturn:
+    """Run the command line and end the process: 0, or the error's exit code after its one line on stderr."""
+    raise_on_signals()
+    if "--debug" not in sys.argv:
+        # Libraries log tracebacks of what they raise as well (py4j on Ctrl-C); people get one line.
+        logging.getLogger().addHandler(logging.NullHandler())
+    try:
+        prepare()
+        code = app(standalone_mode=False)
+        if code == 130:
+            # typer turns Ctrl-C into this code without a word.
+            raise KeyboardInterrupt
+    except BaseException as error:  # the outermost frame: whatever happens becomes one line and an exit code
+        code = _end(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code in (130, Terminated.exit_code):
+        # Threads that still wait for Spark or a rank would keep the interpreter; what must be undone was undone above.
+        end_children()
+        os._exit(code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def tell_failure(error: BaseException, *, is_json: bool, is_debug: bool, run_id: str | None = None) -> int:
+    """Say why the command ends; the machine's document is `{"error": {"code", "message"}, "run_id"}`. -> exit code."""
+    code = tell_error(error, debug=is_debug)
+    if is_json:
+        print_failure(code, error_line(error), run_id)
+    return code
+
+
+def print_failure(code: int, message: str, run_id: str | None) -> None:
+    """The object that `--json` promises when there is no result."""
+    document = {"error": {"code": code, "message": message}, "run_id": run_id}
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    sys.stdout.flush()
+
+
+def end_children(patience_seconds: float = 5.0) -> None:
+    """End what this process started and did not end: a JVM that was still starting does not notice that we are gone."""
+    deadline = time.monotonic() + patience_seconds
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in _children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        while _children() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _children() -> list[int]:
+    # Each thread's own, as Linux tells them; a zombie counts until it is waited for.
+    for listing in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError, ChildProcessError):
+            for pid in map(int, listing.read_text().split()):
+                os.waitpid(pid, os.WNOHANG)
+    listings = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for listing in listings for pid in listing.read_text().split()]
+
+
+def _end(error: BaseException) -> int:
+    # The ClickException of the click that this typer brings along, or of click itself.
+    usage_error = typer.BadParameter.__mro__[2]
+    is_json = "--json" in sys.argv
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, typer.Exit):
+        return error.exit_code
+    if isinstance(error, typer.Abort):
+        error = KeyboardInterrupt()
+    if not isinstance(error, usage_error):
+        return tell_failure(error, is_json=is_json, is_debug="--debug" in sys.argv)
+    message = " ".join(error.format_message().rstrip(".").split())  # pyright: ignore[reportAttributeAccessIssue]
+    if not message:
+        # `shardmill` alone: typer has printed the help.
+        return 0
+    line = f"{message}; {_hint_at_config_key(error) or 'see `shardmill --help`'}"
+    if is_json:
+        print_failure(2, line, None)
+    return tell_line(2, line)
+
+
+def _hint_at_config_key(error: BaseException) -> str:
+    """For an unknown option that is named like a config key: how the key is set."""
+    option = str(getattr(error, "option_name", "") or "")
+    if type(error).__name__ != "NoSuchOption" or not option.startswith("--"):
+        return ""
+    from pipeline.config import PipelineTree
+
+    keys = list(_keys(PipelineTree))
+    word = option.lstrip("-").replace("-", "_").replace(".", "_")
+    by_name = {name: key for key in reversed(keys) for name in (key.rpartition(".")[2], key.replace(".", "_"))}
+    near = difflib.get_close_matches(word, by_name, n=1, cutoff=0.8)
+    return f"config keys are set like this: --set {by_name[near[0]]}={_value_after(option)}" if near else ""
+
+
+def _value_after(option: str) -> str:
+    for number, word in enumerate(sys.argv):
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+        following = sys.argv[number + 1 : number + 2]
+        if word == option and following and not following[0].startswith("-"):
+            return following[0]
+    return "VALUE"
+
+
+def _keys(section: type[BaseModel], path: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _keys(kind, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
