@@ -13,7 +13,7 @@ import stat
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -217,27 +217,25 @@ def _create_beside(target: Path) -> tuple[IO[bytes], Path]:
     """A new file in `target`'s folder, with the permissions that the umask leaves (`tempfile` makes private ones)."""
     temporary = target.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
     for _ in range(_MAX_TRIES):
-        _make_folder(target.parent)
         try:
+            _make_folder(target.parent)
             return open(temporary, "xb"), temporary
         except FileNotFoundError:
-            # A `delete` took the empty folder away in between.
+            # A `delete` took the empty folder away in between; or nobody can make one there, as in /proc.
             continue
-    raise StorageError(f"cannot write {target}", "its folder vanishes again and again")
+    raise StorageError(f"cannot write {target}", "its folder cannot be made, or vanishes again and again")
 
 
-def _make_folder(folder: Path, num_tries: int = 10) -> None:
+def _make_folder(folder: Path) -> None:
     """Make `folder` and its parents; each new name is synced into the folder above: a crash loses none of them."""
     try:
         os.mkdir(folder)
     except FileExistsError:
         return
     except FileNotFoundError:
-        # Another process may remove the empty parent again; but below /proc, say, no try ever helps.
-        if not num_tries:
-            raise
         _make_folder(folder.parent)
-        return _make_folder(folder, num_tries - 1)
+        with suppress(FileExistsError):
+            os.mkdir(folder)
     _sync_folder(folder.parent)
 
 
