@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from etl.config import SPLITS
 from etl.plan import BuildPlan
+from shardmill.dataset.manifest import Counts
 from shardmill.events import FieldValue
 from shardmill.printable import printable
 from shardmill.values import SourceImage
@@ -56,6 +57,15 @@ def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
         yield (
             f"{len(deeper)} of {plan.num_images} images lie deeper than their class folder, such as "
             f"{printable(first.key)}, taken as class {first.label}; source.label_level says otherwise"
+        )
+
+
+def version_warnings(counts: Counts) -> Iterator[str]:
+    """A sentence for what only the images' bytes could tell."""
+    if counts.conflicting_label:
+        yield (
+            f"{counts.conflicting_label} accepted images have the same bytes as one of another class; a model cannot "
+            "learn both: remove them from one of the classes"
         )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from etl.config import EtlTree
 from etl.engines import ENGINES
-from etl.inferred import inferred_facts, inferred_warnings
+from etl.inferred import inferred_facts, inferred_warnings, version_warnings
 from etl.limits import broken_limit, limit_error
 from etl.plan import BuildPlan, plan_build
 from etl.write_unit import finished_result, pending_path
@@ -101,6 +101,8 @@ def build_dataset(
 
     # Commit: the limits, the accounting, then one manifest.
     manifest = commit_results(plan, [*kept, *new])
+    for message in version_warnings(manifest.counts):
+        observer.event("etl.warning", {"message": message})
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
     return BuildOutcome(
         pin=_pin(plan.store, manifest),

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.ids import add_digests, format_digest, key_hash
@@ -63,6 +64,14 @@ class Build:
     decoder_id: str
     config: dict[str, Any]
     config_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """How often the same bytes were accepted under several names."""
+
+    duplicates: int
+    conflicting: int
 
 
 def check_accounting(build: Build, results: Sequence[UnitResult]) -> None:
@@ -240,25 +249,35 @@ def _count(
     for result in results:
         by_split.update({part.split: part.num_rows for part in result.splits})
         by_note.update(dict(result.note_counts))
+    contents = count_contents(_read_contents(store, shards))
     return Counts(
         listed=build.num_listed,
         accepted=by_split.total(),
         rejected=len(rejections),
         by_reason=dict(sorted(Counter(str(rejection.reason) for rejection in rejections).items())),
         by_split=dict(sorted(by_split.items())),
-        duplicate_content=by_split.total() - _num_distinct_contents(store, shards),
+        duplicate_content=contents.duplicates,
+        conflicting_label=contents.conflicting,
         by_note=dict(sorted(by_note.items())),
     )
 
 
-def _num_distinct_contents(store: Store, shards: Sequence[ShardInfo]) -> int:
-    hashes = [
-        read_segment(store, FileRef(path=s.rows_path, num_bytes=s.rows_bytes, sha256=s.rows_sha256), ROWS_SCHEMA)
-        .column("source_sha256")
-        .combine_chunks()
+def count_contents(rows: pa.Table) -> Contents:
+    """From the columns `source_sha256` and `label` of all rows."""
+    groups = rows.group_by("source_sha256").aggregate([("label", "count_distinct"), ([], "count_all")])
+    conflicting = groups.filter(pc.field("label_count_distinct") > 1).column("count_all")
+    return Contents(rows.num_rows - groups.num_rows, sum(conflicting.to_pylist()))
+
+
+def _read_contents(store: Store, shards: Sequence[ShardInfo]) -> pa.Table:
+    columns = ["source_sha256", "label"]
+    tables = [
+        read_segment(
+            store, FileRef(path=s.rows_path, num_bytes=s.rows_bytes, sha256=s.rows_sha256), ROWS_SCHEMA
+        ).select(columns)
         for s in shards
     ]
-    return len(pa.chunked_array(hashes, pa.string()).unique())
+    return pa.concat_tables([ROWS_SCHEMA.empty_table().select(columns), *tables])
 
 
 def _digest(value: dict[str, Any]) -> str:

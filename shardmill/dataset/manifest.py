@@ -56,6 +56,8 @@ class Counts(Section):
     by_split: dict[str, int]
     duplicate_content: int = Field(ge=0)
     """Accepted inputs whose bytes another accepted input had already."""
+    conflicting_label: int = Field(default=0, ge=0)
+    """Accepted inputs whose bytes another accepted input has under another class."""
     by_note: dict[str, int]
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.inferred import inferred_facts, inferred_warnings
+from etl.inferred import inferred_facts, inferred_warnings, version_warnings
 from etl.job import build_dataset
 from etl.plan import plan_build
 from etl.write_unit import write_unit
 from shardmill.config import DatasetConfig
+from shardmill.dataset import open_dataset
 from shardmill.dataset.manifest import latest_version
 from shardmill.errors import UsageError
 from shardmill.storage import open_store
@@ -83,3 +84,24 @@ def test_a_sound_source_gives_no_warning(tmp_path: Path):
     plan = plan_build(tree_for(tmp_path / "images", tmp_path / "dataset"), run_id="a")
     assert inferred_facts(plan)["splits"] == "by content hash, about train 96, validation 12, test 12"
     assert list(inferred_warnings(plan)) == []
+
+
+def test_the_same_image_under_two_classes_is_counted_and_warned_of(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=40)
+    original = tmp_path / "images" / "class_0" / "00000.png"
+    for copy in ("class_1/copy.png", "class_2/copy.png", "class_0/twin.png"):
+        (tmp_path / "images" / copy).write_bytes(original.read_bytes())
+    twins = tmp_path / "images" / "class_1" / "00001.png"
+    (tmp_path / "images" / "class_1" / "twin.png").write_bytes(twins.read_bytes())
+    counts = open_dataset(build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), ETL)).manifest.counts
+    assert (counts.duplicate_content, counts.conflicting_label) == (4, 4)
+    [warning] = version_warnings(counts)
+    assert warning.startswith("4 accepted images have the same bytes as one of another class")
+
+
+def test_images_without_labels_conflict_with_nothing(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=20, num_classes=1)
+    folder = tmp_path / "images" / "class_0"
+    (folder / "copy.png").write_bytes((folder / "00000.png").read_bytes())
+    counts = open_dataset(build_here(str(folder), str(tmp_path / "dataset"), ETL)).manifest.counts
+    assert (counts.duplicate_content, counts.conflicting_label) == (1, 0)
