@@ -14,7 +14,7 @@ if __name__ == "__main__":
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from etl.config import EtlTree
@@ -79,8 +79,7 @@ def build_dataset(
     if not replace_source:
         _check_same_source(plan)
     observer.event("etl.inferred", inferred_facts(plan))
-    for message in inferred_warnings(plan):
-        observer.event("etl.warning", {"message": message})
+    _warn(observer, inferred_warnings(plan))
 
     # Skip all of it if the latest version was made from the same listing and config.
     parent = _up_to_date_parent(plan)
@@ -101,8 +100,7 @@ def build_dataset(
 
     # Commit: the limits, the accounting, then one manifest.
     manifest = commit_results(plan, [*kept, *new])
-    for message in version_warnings(manifest.counts):
-        observer.event("etl.warning", {"message": message})
+    _warn(observer, version_warnings(manifest.counts))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
     return BuildOutcome(
         pin=_pin(plan.store, manifest),
@@ -156,6 +154,11 @@ def check_limits(plan: BuildPlan, rejections: Sequence[Rejection]) -> None:
     if limit is not None:
         [ledger] = write_ledger(plan.store, rejections)
         raise limit_error(limit, config, rejections, num_listed, join_uri(plan.store.uri, ledger.path))
+
+
+def _warn(observer: Observer, messages: Iterable[str]) -> None:
+    for message in messages:
+        observer.event("etl.warning", {"message": message})
 
 
 def _check_same_source(plan: BuildPlan) -> None:
