@@ -124,12 +124,20 @@ def gate(common: Common, dataset: DatasetArgument) -> None:
 @with_common
 def promote(
     common: Common,
-    source_or_config: Source,
+    models: Annotated[
+        str, typer.Argument(metavar="MODELS[@N]", help="Models folder or URI, one export of it, or a TOML file.")
+    ],
     rollback: Annotated[bool, typer.Option("--rollback", help="Make the previous model current again.")] = False,
-    require_promotion: Annotated[bool, typer.Option("--require", help="Exit 9 where the gate is not passed.")] = False,
+    require_promotion: Annotated[bool, typer.Option("--require", help="Exit 9 if the gate is not passed.")] = False,
+    replace_current: Annotated[
+        bool, typer.Option("--replace-current", help="Promote although the current model cannot be compared with.")
+    ] = False,
 ) -> None:
-    """Make the exported model the current one, if it passes the gate."""
-    _stage(common, "promote", source_or_config, rollback=rollback, require=require_promotion)
+    """Make the newest export the current model if it passes the gate; or export N, without the gate."""
+    from pipeline.stage_commands import promote_stage
+
+    flags = {"rollback": rollback, "require": require_promotion, "replace_current": replace_current}
+    _print_stage(common, promote_stage(models, common, **flags))
 
 
 @app.command()

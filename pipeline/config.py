@@ -85,6 +85,20 @@ def load_for_dataset(
     return _with_absolute_uris(load_tree(PipelineTree, None, overrides, below), workdir)
 
 
+def load_for_models(
+    models_or_config: str, overrides: tuple[str, ...] = (), workdir: str = DEFAULT_WORKDIR
+) -> PipelineTree:
+    """The tree of a TOML file, or of a models folder or URI with defaults for everything else; `@N` is left aside."""
+    from shardmill.dataset.dataset import split_version
+    from train.exported import require_exports
+
+    uri, _ = split_version(models_or_config)
+    if uri.endswith(".toml"):
+        return load_pipeline(uri, overrides, workdir)
+    require_exports(uri)
+    return _with_absolute_uris(load_tree(PipelineTree, None, overrides, {"models": {"uri": uri}}), workdir)
+
+
 def _with_absolute_uris(tree: PipelineTree, workdir: str) -> PipelineTree:
     uris = {"source": tree.source.uri, "dataset": tree.dataset.uri, "models": tree.models.uri or f"{workdir}/models"}
     sections = {name: getattr(tree, name).model_copy(update={"uri": absolute_uri(uri)}) for name, uri in uris.items()}

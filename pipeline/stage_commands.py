@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipeline.config import existing_path, load_for_dataset, load_pipeline, require
+from pipeline.config import existing_path, load_for_dataset, load_for_models, load_pipeline, require
 from pipeline.stages import Run, build, evaluation_record, gate_record, open_run, run_export, train, verify
 from shardmill.dataset.dataset import split_version
+from shardmill.errors import UsageError
 from shardmill.events import StageRecord, how_run_ended, read_stage_record, write_stage_record, write_summary
 
 if TYPE_CHECKING:
@@ -35,6 +36,40 @@ def verify_stage(dataset_or_config: str, common: Common, *, deep: bool) -> Verif
     with open_run(dataset_or_config, common) as run:
         require(run.tree, "dataset")
         return verify(run, _dataset_of_run(run), deep=deep)
+
+
+def promote_stage(
+    models_or_config: str, common: Common, *, rollback: bool, require: bool, replace_current: bool
+) -> StageRecord:
+    """Through the gate (a config's export, or the newest one of a models URI), by name (`MODELS@N`), or back."""
+    from train.exported import newest_export
+    from train.job import promotion_record
+    from train.promote import Promotion, choose_export, promote_export, roll_back
+
+    uri, number = split_version(models_or_config)
+    named = {
+        "@N": number is not None,
+        "--rollback": rollback,
+        "--require, --replace-current": require or replace_current,
+    }
+    if sum(named.values()) > 1:
+        raise UsageError(
+            f"{' and '.join(name for name, is_given in named.items() if is_given)} exclude each other",
+            "expected the gate with its options, one export by its number, or the one before",
+        )
+
+    def promote(run: Run) -> Promotion:
+        models_uri = run.tree.models.uri
+        if rollback:
+            return roll_back(models_uri, run.id)
+        if number is not None:
+            return choose_export(models_uri, number, run.id)
+        candidate = _export_of_run(run).export if uri.endswith(".toml") else newest_export(models_uri)
+        flags = {"require": require, "replace_current": replace_current}
+        return promote_export(models_uri, candidate, run.tree.gate, run.id, **flags)
+
+    with open_run(models_or_config, common, load=load_for_models) as run:
+        return run.stage("promote", lambda: promotion_record(promote(run)))
 
 
 def report_again(common: Common) -> StageRecord:
@@ -105,20 +140,6 @@ def _gate_command(run: Run) -> StageRecord:
     return run.stage("gate", lambda: gate_record(run, _export_of_run(run)))
 
 
-def _promote_command(run: Run, *, rollback: bool, require: bool) -> StageRecord:
-    from train.job import promote_model, promotion_record
-    from train.promote import roll_back
-
-    tree = run.tree.train_tree()
-
-    def work() -> StageRecord:
-        if rollback:
-            return promotion_record(roll_back(tree.models.uri, run.id))
-        return promotion_record(promote_model(tree, _export_of_run(run), run.id, require=require))
-
-    return run.stage("promote", work)
-
-
 def _recorded(run: Run, stage: str) -> StageRecord:
     record = read_stage_record(run.record.workdir, run.id, stage)
     assert record is not None
@@ -131,5 +152,4 @@ STAGE_COMMANDS: dict[str, Callable[..., StageRecord]] = {
     "export": _export_command,
     "evaluate": _evaluate_command,
     "gate": _gate_command,
-    "promote": _promote_command,
 }

@@ -138,8 +138,8 @@ def evaluation_record(run: Run, exported: ExportOutcome) -> StageRecord:
     from shardmill.dataset import open_dataset
     from shardmill.dataset.dataset import split_version
     from shardmill.storage import open_store
-    from train.evaluate import evaluate_export
     from train.exported import load_exported
+    from train.gate import evaluate_export
     from train.job import evaluation_section
     from train.trainings import read_result
     from train.values import Evaluation
@@ -148,7 +148,8 @@ def evaluation_record(run: Run, exported: ExportOutcome) -> StageRecord:
     version = split_version(run.tree.dataset.uri)[1] or record.dataset.version
     result = read_result(open_store(exported.models_uri), record.training_dir)
     if result is not None and version == result.dataset.version:
-        evaluation, status = result.evaluation, "skipped"
+        # A training that was skipped has nothing new to tell; one of this run has, though it measured them itself.
+        evaluation, status = result.evaluation, "skipped" if exported.skipped else "done"
     else:
         dataset = open_dataset(f"{split_version(run.tree.dataset.uri)[0]}@{version}")
         split = "test" if "test" in dataset.manifest.splits else "validation"

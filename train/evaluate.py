@@ -6,18 +6,17 @@ Shape legend: N batch, H height, W width, C channels, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from shardmill.dataset import Dataset
 from shardmill.epoch_plan import streams_of_rank
-from shardmill.errors import TrainingError, UsageError
+from shardmill.errors import TrainingError
 from shardmill.reader import BatchReader, ReaderOptions, read_batches
 from shardmill.values import Batch
 from train.config import TrainConfig
-from train.exported import ExportedModel
 from train.strategies.single import SingleCollective
 from train.strategies.strategy import Collective
 from train.values import ClassFigures, Evaluation
@@ -94,42 +93,6 @@ def evaluate_predictions(
     """
     config = TrainConfig(global_batch_size=batch_size, num_streams=1, format=format)
     return evaluate_split(probabilities_of, False, dataset, split, config, SingleCollective())
-
-
-def evaluate_export(model: ExportedModel, dataset: Dataset, split: str, among: Sequence[str] = ()) -> Evaluation:
-    """Exact figures of an export on a split of a dataset whose images have its size.
-
-    A class of the dataset that the export does not know gets probability 0. `among` limits its answers to these
-    classes.
-    """
-    record, manifest = model.export.record, dataset.manifest
-    if record.normalize.image_shape_HWC != manifest.normalize.image_shape_HWC:
-        raise UsageError(
-            f"export {model.export.number} takes images of {record.normalize.image_shape_HWC}",
-            f"the dataset {dataset.pin.uri}@{dataset.pin.version} holds {manifest.normalize.image_shape_HWC}",
-        )
-    answers = by_name(model.predict, record.class_names, manifest.class_names, among)
-    return evaluate_predictions(answers, dataset, split)
-
-
-def by_name(
-    predict: Callable[[np.ndarray], np.ndarray],
-    names: Sequence[str],
-    wanted_names: Sequence[str],
-    among: Sequence[str] = (),
-) -> Callable[[np.ndarray], np.ndarray]:
-    """`predict` with its columns in the order of `wanted_names`; those not in `names`, or not in `among`, are 0."""
-    given = {name: column for column, name in enumerate(names) if not among or name in among}
-    columns_K = [given.get(name, len(names)) for name in wanted_names]
-    if columns_K == list(range(len(names))):
-        return predict
-
-    def predict_wanted(images_NHWC: np.ndarray) -> np.ndarray:
-        probabilities_NK = predict(images_NHWC)
-        zero_N1 = np.zeros((len(probabilities_NK), 1), probabilities_NK.dtype)
-        return np.concatenate([probabilities_NK, zero_N1], axis=1)[:, columns_K]
-
-    return predict_wanted
 
 
 def build_evaluation(split: str, class_names: tuple[str, ...], sums: EvaluationSums) -> Evaluation:

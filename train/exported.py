@@ -91,8 +91,8 @@ def read_export(models_uri: str, number: int) -> Export:
     return Export(number, read_record(store, EXPORTS, number, ExportRecord))
 
 
-def newest_export(models_uri: str) -> Export:
-    """The export with the highest number. Raises UsageError if there is none: `models_uri` is no models' root then."""
+def require_exports(models_uri: str) -> list[int]:
+    """The numbers of all exports, ascending. Raises UsageError if there is none: this is no models' root then."""
     numbers = record_numbers(open_store(models_uri), EXPORTS)
     if not numbers:
         raise UsageError(
@@ -100,7 +100,12 @@ def newest_export(models_uri: str) -> Export:
             "expected a models folder or URI, or a .toml file",
             "`shardmill run` writes models to WORKDIR/models unless models.uri is set",
         )
-    return read_export(models_uri, numbers[-1])
+    return numbers
+
+
+def newest_export(models_uri: str) -> Export:
+    """The export with the highest number. Raises UsageError if there is none."""
+    return read_export(models_uri, require_exports(models_uri)[-1])
 
 
 def verify_export(models_uri: str, export: Export) -> None:

@@ -1,16 +1,22 @@
-"""The gate: is this export good enough to become the current one? docs/promotion.md is its decision table."""
+"""The gate: is this export good enough to become the current one? docs/promotion.md is its decision table.
+
+Shape legend: N batch, H height, W width, C channels, K classes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardmill.dataset import open_pinned
-from shardmill.errors import IntegrityError
+import numpy as np
+
+from shardmill.dataset import Dataset, open_pinned
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import open_store
 from train.config import GateConfig
 from train.current import History, read_history
-from train.evaluate import evaluate_export
+from train.evaluate import evaluate_predictions
 from train.exported import EXPORTS, Export, ExportedModel, load_exported
 from train.records import record_numbers
 from train.values import Evaluation
@@ -126,6 +132,42 @@ def judge(models_uri: str, candidate: Export, gate: GateConfig, *, replace_curre
     else:
         decision = decide(evaluation, _compare(models_uri, candidate, history), gate, replace_current=replace_current)
     return Judgement(decision, history)
+
+
+def evaluate_export(model: ExportedModel, dataset: Dataset, split: str, among: Sequence[str] = ()) -> Evaluation:
+    """Exact figures of an export on a split of a dataset whose images have its size.
+
+    A class of the dataset that the export does not know gets probability 0. `among` limits its answers to these
+    classes.
+    """
+    record, manifest = model.export.record, dataset.manifest
+    if record.normalize.image_shape_HWC != manifest.normalize.image_shape_HWC:
+        raise UsageError(
+            f"export {model.export.number} takes images of {record.normalize.image_shape_HWC}",
+            f"the dataset {dataset.pin.uri}@{dataset.pin.version} holds {manifest.normalize.image_shape_HWC}",
+        )
+    answers = by_name(model.predict, record.class_names, manifest.class_names, among)
+    return evaluate_predictions(answers, dataset, split)
+
+
+def by_name(
+    predict: Callable[[np.ndarray], np.ndarray],
+    names: Sequence[str],
+    wanted_names: Sequence[str],
+    among: Sequence[str] = (),
+) -> Callable[[np.ndarray], np.ndarray]:
+    """`predict` with its columns in the order of `wanted_names`; those not in `names`, or not in `among`, are 0."""
+    given = {name: column for column, name in enumerate(names) if not among or name in among}
+    columns_K = [given.get(name, len(names)) for name in wanted_names]
+    if columns_K == list(range(len(names))):
+        return predict
+
+    def predict_wanted(images_NHWC: np.ndarray) -> np.ndarray:
+        probabilities_NK = predict(images_NHWC)
+        zero_N1 = np.zeros((len(probabilities_NK), 1), probabilities_NK.dtype)
+        return np.concatenate([probabilities_NK, zero_N1], axis=1)[:, columns_K]
+
+    return predict_wanted
 
 
 def _below_floor(candidate: Evaluation | None, gate: GateConfig) -> str:

@@ -130,12 +130,9 @@ def export_model(tree: TrainTree, outcome: TrainOutcome, run_id: str) -> ExportO
     return ExportOutcome(export, outcome.models_uri, skipped, time.monotonic() - started)
 
 
-def promote_model(
-    tree: TrainTree, outcome: ExportOutcome, run_id: str, *, require: bool = False, replace_current: bool = False
-) -> Promotion:
+def promote_model(tree: TrainTree, outcome: ExportOutcome, run_id: str, *, require: bool = False) -> Promotion:
     """Make an export the current one if the gate lets it; with `require`, raises GateNotPassed (9) if not."""
-    flags = {"require": require, "replace_current": replace_current}
-    return promote_export(outcome.models_uri, outcome.export, tree.gate, run_id, **flags)
+    return promote_export(outcome.models_uri, outcome.export, tree.gate, run_id, require=require)
 
 
 def train_record(outcome: TrainOutcome, tree: TrainTree) -> StageRecord:

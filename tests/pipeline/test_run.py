@@ -93,6 +93,7 @@ def test_the_same_command_finishes_the_run(folder: Path):
     assert summary["train"]["world_size"] == 1
     assert summary["evaluation"]["num_samples"] == counts["by_split"]["test"]
     assert summary["promotion"]["decision"] == "promoted" and summary["promotion"]["current"] == 1
+    assert summary["stages"]["evaluate"]["status"] == "done" and summary["evaluation"]["top5_accuracy"] is None
     assert summary["export"]["parity_max_abs_diff"] <= 1e-5
     assert abs(sum(summary["train"]["time_shares"].values()) - 1) < 1e-6
 
@@ -136,19 +137,47 @@ def test_a_model_predicts_ordinary_files_and_rejects_the_rest(folder: Path):
     assert found[1]["rejection"].startswith("not_an_image") and found[1]["label"] == ""
 
 
-def test_promote_can_insist_and_roll_back_only_to_something(folder: Path):
-    options = ("--workdir", "work", "--set", "etl.image_size=16")
-    done = shardmill("promote", "photos", *options, "--rollback", cwd=folder)
-    assert done.returncode == 2 and "has nothing to roll back to" in last_line(done)
-    more = (*OPTIONS, "--run-id", "strict", "--set", "train.seed=5", "--set", "gate.min_accuracy=1")
-    kept = shardmill(
-        "train", "work/dataset", *more, "--set", "train.epochs=1", "--set", "train.learning_rate=1e-9", cwd=folder
+def test_promote_works_on_a_models_store_and_says_which(folder: Path):
+    # A folder of images holds no models, whatever the work directory holds.
+    for store in ("photos", "nowhere"):
+        for more in ((), ("--rollback",)):
+            refused = shardmill("promote", store, "--workdir", "work", *more, cwd=folder)
+            assert refused.returncode == 2 and f"{store} holds no exports" in last_line(refused)
+    assert not list((folder / "work" / "models" / "current").glob("*2.json"))
+    refused = shardmill("promote", "work/models", "--rollback", "--workdir", "work", cwd=folder)
+    assert refused.returncode == 2 and "has nothing to roll back to" in last_line(refused)
+    refused = shardmill("promote", "work/models@1", "--rollback", "--workdir", "work", cwd=folder)
+    assert refused.returncode == 2 and "exclude each other" in last_line(refused)
+
+    # A worse model is exported and kept out, with exit 9 if somebody insists.
+    worse = (
+        "--run-id",
+        "worse",
+        "--set",
+        "train.seed=5",
+        "--set",
+        "train.epochs=1",
+        "--set",
+        "train.learning_rate=1e-9",
     )
-    assert kept.returncode == 0, kept.stderr
-    same = (*more, "--set", "train.epochs=1", "--set", "train.learning_rate=1e-9")
-    insisting = shardmill("promote", "photos", *same, "--require", cwd=folder)
+    exported = [shardmill(stage, "work/dataset", *OPTIONS, *worse, cwd=folder) for stage in ("train", "export")]
+    assert [done.returncode for done in exported] == [0, 0], exported[-1].stderr
+    strict = ("--workdir", "work", "--set", "gate.min_accuracy=1")
+    insisting = shardmill("promote", "work/models", *strict, "--run-id", "strict", "--require", cwd=folder)
     assert insisting.returncode == 9 and "is below gate.min_accuracy = 1" in last_line(insisting)
     assert summary_of(folder, "strict")["exit_code"] == 9
+
+    # A person may choose it all the same, and go back, and undo that.
+    for named, decision, current in (("@2", "chosen", 2), ("", "rolled_back", 1), ("@2", "chosen", 2)):
+        flags = () if named else ("--rollback",)
+        done = shardmill("promote", f"work/models{named}", "--workdir", "work", *flags, "--json", cwd=folder)
+        assert done.returncode == 0, done.stderr
+        promotion = json.loads(done.stdout)["sections"]["promotion"]
+        assert (promotion["decision"], promotion["current"]) == (decision, current)
+        assert promotion["models"] == str(folder / "work" / "models") and promotion["models"] in done.stderr
+    # It stays below the floor, current or not.
+    insisting = shardmill("promote", "work/models", *strict, "--require", cwd=folder)
+    assert insisting.returncode == 9 and "is the current one, but accuracy" in last_line(insisting)
 
 
 def test_run_ids_are_unique_and_plain():

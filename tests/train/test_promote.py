@@ -13,8 +13,8 @@ from shardmill.storage import LocalStore, open_store
 from tests.train.exports import put_export
 from train.config import GateConfig
 from train.current import CURRENT, Pointer, current_export, read_history
-from train.evaluate import by_name, evaluate_export
 from train.exported import Export, load_exported
+from train.gate import by_name, evaluate_export
 from train.promote import choose_export, promote_export, roll_back
 from train.records import put_record
 
