@@ -158,18 +158,21 @@ def report(
 def predict(
     common: Common,
     model: Annotated[str, typer.Argument(help="Models folder or URI (its current model), or one export below it.")],
-    images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Ordinary image files.")],
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="The N most probable classes of each.")] = 1,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
 ) -> None:
-    """Label and probability of image files, through the ETL's own decoding."""
+    """Label and probability of image files, through the ETL's own decoding. Exit 2 if every file is rejected."""
+    from pipeline.predictions import check_any_predicted, prediction_csv, prediction_rows
     from train.predict import predict_images
 
-    predictions = predict_images(model, images)
-    machine = [plain(prediction) for prediction in predictions]
-    rows = [
-        (each["path"], each["rejection"] or each["label"], "" if each["rejection"] else f"{each['probability']:.4f}")
-        for each in machine
-    ]
-    print_result(common, machine, rows, title=model)
+    predictions = predict_images(model, images, top)
+    if as_csv:
+        sys.stdout.write(prediction_csv(predictions))
+    else:
+        machine = [plain(prediction) for prediction in predictions]
+        print_result(common, machine, prediction_rows(predictions), title=model)
+    check_any_predicted(predictions)
 
 
 @app.command()

@@ -5,7 +5,6 @@ Shape legend: N batch, H height, W width, C channels, K classes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,12 +16,20 @@ from shardmill.images.decode import DECODER_ID
 from shardmill.images.normalize import decode_stored, normalization_fingerprint
 from shardmill.images.process import process_image
 from shardmill.options import NormalizeOptions
-from shardmill.storage import open_store
-from shardmill.values import Rejection, RejectReason, SourceImage
+from shardmill.values import Rejection, SourceImage
 from train.current import current_export
 from train.exported import ARTIFACTS, ExportedModel, load_exported, number_of_artifact
+from train.image_files import list_files, read_file
 
 MAX_BATCH_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """One class, and how sure the model is of it."""
+
+    label: str
+    probability: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,9 @@ class Prediction:
     """Empty where rejected."""
     probability: float
     rejection: str
-    """`reason: detail` from the closed list of reasons; empty where the file is an image."""
+    """`reason: detail` from the closed list of reasons; empty if the file is an image."""
+    top: tuple[Guess, ...] = ()
+    """The most probable classes, best first."""
 
 
 def open_model(model: str) -> ExportedModel:
@@ -60,20 +69,20 @@ def open_model(model: str) -> ExportedModel:
     return exported
 
 
-def predict_images(model: str, paths: Sequence[str]) -> list[Prediction]:
-    """`predict_files` for a model as `open_model` takes it."""
-    return predict_files(open_model(model), paths)
+def predict_images(model: str, paths: Sequence[str], num_top: int = 1) -> list[Prediction]:
+    """`predict_files` for a model as `open_model` takes it, and for the files in folders as `list_files` finds them."""
+    return predict_files(open_model(model), list_files(paths), num_top)
 
 
-def predict_files(model: ExportedModel, paths: Sequence[str]) -> list[Prediction]:
+def predict_files(model: ExportedModel, paths: Sequence[str], num_top: int = 1) -> list[Prediction]:
     """One prediction for each path, in order. A file that the ETL would reject is rejected, for the same reason."""
     predictions: list[Prediction] = []
     for start in range(0, len(paths), MAX_BATCH_SIZE):
-        predictions += _predict_batch(model, paths[start : start + MAX_BATCH_SIZE])
+        predictions += _predict_batch(model, paths[start : start + MAX_BATCH_SIZE], num_top)
     return predictions
 
 
-def _predict_batch(model: ExportedModel, paths: Sequence[str]) -> list[Prediction]:
+def _predict_batch(model: ExportedModel, paths: Sequence[str], num_top: int) -> list[Prediction]:
     record = model.export.record
     read = [_read_image(path, record.normalize) for path in paths]
     images = [image for image in read if isinstance(image, np.ndarray)]
@@ -83,26 +92,20 @@ def _predict_batch(model: ExportedModel, paths: Sequence[str]) -> list[Predictio
     for path, image in zip(paths, read, strict=True):
         if isinstance(image, Rejection):
             predictions.append(Prediction(path, "", 0.0, f"{image.reason}: {image.detail}"))
-        else:
-            probabilities_K = next(of_images)
-            best = int(probabilities_K.argmax())
-            predictions.append(Prediction(path, record.class_names[best], float(probabilities_K[best]), ""))
+            continue
+        probabilities_K = next(of_images)
+        best_first = np.argsort(-probabilities_K, kind="stable")[:num_top]
+        top = tuple(Guess(record.class_names[index], float(probabilities_K[index])) for index in best_first)
+        predictions.append(Prediction(path, top[0].label, top[0].probability, "", top))
     return predictions
 
 
 def _read_image(path: str, options: NormalizeOptions) -> np.ndarray | Rejection:
     """The normalized pixels of an image file as the model saw them in training: stored encoding included."""
-    folder, _, name = path.rpartition("/")
-    if not name:
-        raise UsageError(f"{path!r} is not a file", "expected the path of an image file")
-    store = open_store(folder or ("/" if path.startswith("/") else os.curdir))
-    found = store.stat(name)
-    if found is None:
-        return Rejection(path, RejectReason.MISSING, "no such file", stage="read")
-    if found.size_bytes > options.max_source_bytes:
-        detail = f"{found.size_bytes} bytes; max_source_bytes is {options.max_source_bytes}"
-        return Rejection(path, RejectReason.TOO_LARGE_BYTES, detail, found.size_bytes, stage="read")
-    sample = process_image(SourceImage(path, found.size_bytes), store.read(name), options)
+    data = read_file(path, options.max_source_bytes)
+    if isinstance(data, Rejection):
+        return data
+    sample = process_image(SourceImage(path, len(data)), data, options)
     if isinstance(sample, Rejection):
         return sample
     return decode_stored(sample.image, options.encoding, options.image_shape_HWC)

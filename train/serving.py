@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardmill.errors import UsageError
 from train.models import standardize
 
 # A class may have any name; this one is never asked for, because every index has its own.
@@ -67,7 +68,12 @@ def write_saved_model(serving: ServingModel, folder: Path) -> None:
 def load_saved_model(folder: Path) -> Any:
     """A function images_NHWC uint8 -> probabilities_NK float32, as NumPy arrays."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    import tensorflow as tf
+    try:
+        import tensorflow as tf
+    except ImportError as error:
+        raise UsageError(
+            f"loading a model needs TensorFlow: {error}", "it is an extra", "pip install '.[tensorflow]'"
+        ) from None
 
     loaded = tf.saved_model.load(str(folder))
 

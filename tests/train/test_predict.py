@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +63,34 @@ def test_what_the_etl_would_reject_is_rejected_for_the_same_reason(folder, tmp_p
     reasons = [each.rejection.split(":")[0] for each in predictions]
     assert reasons == ["not_an_image", "", "empty_file", "missing", "truncated"]
     assert [bool(each.label) for each in predictions] == [False, True, False, False, False]
+
+
+def test_what_is_no_regular_file_is_rejected_without_waiting_for_it(folder, tmp_path):
+    os.mkfifo(tmp_path / "fifo.jpg")
+    good = next((folder / "images").rglob("*.png"))
+    (tmp_path / "large.png").touch()
+    os.truncate(tmp_path / "large.png", 50_000_001)
+    paths = [str(tmp_path / "fifo.jpg"), "/dev/zero", "/dev/null", str(tmp_path / "large.png"), "/proc/self/mem"]
+    predictions = predict_images(str(folder / "models"), [*paths, str(good)])
+    reasons = [each.rejection.split(":")[0] for each in predictions]
+    assert reasons == [*["not_regular_file"] * 3, "too_large_bytes", "unreadable", ""]
+
+
+def test_folders_are_their_files_in_order(folder, tmp_path):
+    good = sorted((folder / "images").rglob("*.png"))[:3]
+    for place, source in zip(("b/2.png", "a/deep/1.png", "a.png"), good, strict=True):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, tmp_path / place)
+    (tmp_path / ".hidden.png").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    predictions = predict_images(str(folder / "models"), [str(good[0]), str(tmp_path)], num_top=2)
+    below = [os.path.relpath(each.path, tmp_path) for each in predictions[1:]]
+    assert below == ["a.png", "a/deep/1.png", "b/2.png"] and predictions[0].path == str(good[0])
+    for each in predictions:
+        assert each.top[0].label == each.label and len(each.top) == 2
+        assert each.top[0].probability >= each.top[1].probability
+    with pytest.raises(UsageError, match="no files below"):
+        predict_images(str(folder / "models"), [str(tmp_path / "empty")])
 
 
 def test_a_model_is_named_by_root_by_number_or_by_its_folder(folder):

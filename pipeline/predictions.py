@@ -1,0 +1,57 @@
+"""`shardmill predict`: predictions as rows for people, as CSV for spreadsheets, and as an exit code."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardmill.errors import UsageError
+
+if TYPE_CHECKING:
+    from train.predict import Prediction
+
+# A cell that begins with one of these is a formula to a spreadsheet, which may run commands.
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+
+
+def prediction_rows(predictions: Sequence[Prediction]) -> list[tuple[str, ...]]:
+    """Path and rejection, or path and each class with its probability, best first."""
+    width = 1 + 2 * max(1, *(len(each.top) for each in predictions))
+    rows = []
+    for each in predictions:
+        guesses = [cell for guess in each.top for cell in (guess.label, f"{guess.probability:.4f}")]
+        row = [each.path, *([each.rejection] if each.rejection else guesses)]
+        rows.append(tuple(row + [""] * (width - len(row))))
+    return rows
+
+
+def prediction_csv(predictions: Sequence[Prediction]) -> str:
+    """A header and one line a file, with as many columns as the longest needs. No cell is a formula."""
+    names = ["path", "rejection"]
+    for place in range(1, max(1, *(len(each.top) for each in predictions)) + 1):
+        suffix = "" if place == 1 else f"_{place}"
+        names += [f"label{suffix}", f"probability{suffix}"]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    for each in predictions:
+        guesses = [cell for guess in each.top for cell in (_harmless(guess.label), f"{guess.probability:.6f}")]
+        row = [_harmless(each.path), _harmless(each.rejection), *guesses]
+        writer.writerow(row + [""] * (len(names) - len(row)))
+    return text.getvalue().encode("utf-8", "backslashreplace").decode()
+
+
+def check_any_predicted(predictions: Sequence[Prediction]) -> None:
+    """Raises UsageError if not a single file could be predicted: whoever asked was given nothing."""
+    if all(each.rejection for each in predictions):
+        first = predictions[0]
+        raise UsageError(
+            f"none of {len(predictions)} file(s) is an image that can be predicted: {first.path!r}: {first.rejection}",
+            "expected at least one",
+        )
+
+
+def _harmless(cell: str) -> str:
+    return f"'{cell}" if cell.startswith(FORMULA_STARTS) else cell

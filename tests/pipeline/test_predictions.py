@@ -1,0 +1,38 @@
+"""Predictions as CSV and as an exit code."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+
+from pipeline.predictions import check_any_predicted, prediction_csv, prediction_rows
+from shardmill.errors import UsageError
+from train.predict import Guess, Prediction
+
+GOOD = Prediction("a.png", "cat", 0.75, "", (Guess("cat", 0.75), Guess("dog", 0.25)))
+HOSTILE = Prediction("=cmd|' /C calc'!A0.png", "@SUM(1)", 0.5, "", (Guess("@SUM(1)", 0.5), Guess("+1", 0.5)))
+BAD = Prediction("-b,\n.png", "", 0.0, "missing: no such file")
+
+
+def test_no_cell_of_the_csv_is_a_formula():
+    header, *rows = csv.reader(io.StringIO(prediction_csv([GOOD, HOSTILE, BAD])))
+    assert header == ["path", "rejection", "label", "probability", "label_2", "probability_2"]
+    assert rows[0] == ["a.png", "", "cat", "0.750000", "dog", "0.250000"]
+    assert rows[1] == ["'=cmd|' /C calc'!A0.png", "", "'@SUM(1)", "0.500000", "'+1", "0.500000"]
+    assert rows[2] == ["'-b,\n.png", "missing: no such file", "", "", "", ""]
+
+
+def test_people_see_one_row_a_file():
+    assert prediction_rows([GOOD, BAD]) == [
+        ("a.png", "cat", "0.7500", "dog", "0.2500"),
+        ("-b,\n.png", "missing: no such file", "", "", ""),
+    ]
+    assert prediction_rows([BAD]) == [("-b,\n.png", "missing: no such file", "")]
+
+
+def test_nothing_but_rejections_is_an_error():
+    check_any_predicted([BAD, GOOD])
+    with pytest.raises(UsageError, match=r"none of 2 file\(s\) .* missing: no such file"):
+        check_any_predicted([BAD, BAD])
