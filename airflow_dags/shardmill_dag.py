@@ -1,4 +1,7 @@
-"""One Airflow DAG for each TOML file of a folder: etl -> verify -> train -> evaluate -> gate -> promote -> report.
+"""One Airflow DAG for each TOML file of a folder: doctor, etl, verify, train, evaluate, gate, promote, report.
+
+This file may be copied into any DAG folder. A config file that is wrong has a DAG with one task, which fails and says
+why, and the tag `config-error`; it takes no other DAG away. (Airflow drops all DAGs of a module with an import error.)
 
 Spark stages go through `spark-submit` with the connection `spark_default`, the others through the command `shardmill`;
 Airflow's own environment needs no TensorFlow. All that tasks hand on are ids and digests. Settings, from the
@@ -12,155 +15,21 @@ SHARDMILL_SCHEDULE     cron expression or preset for the DAGs (default: only whe
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
-import json
 import logging
 import os
-import shlex
-import subprocess
+import re
 import tomllib
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
-from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator
-from airflow.sdk.exceptions import AirflowException, AirflowFailException
+from airflow.sdk import DAG, AssetAlias
 
-if TYPE_CHECKING:
-    from airflow.sdk import Context
+from airflow_dags.operators import RUN_ID, ConfigErrorOperator, ShardmillOperator, ShardmillSparkOperator
 
-PROJECT = Path(__file__).resolve().parent.parent
-# Usage, data integrity, rejection limit, security, gate: a second try meets the same config, bytes and figures.
-EXIT_CODES_WITHOUT_RETRY = frozenset({2, 3, 7, 8, 9})
-# Airflow's own run ids hold ':' and '+', which some file systems do not like in names.
 VERSION = "{{ ti.xcom_pull(task_ids='etl')['version'] }}"
-RUN_ID = "{{ run_id | replace(':', '') | replace('+', '_') }}"
-
-
-class RunFolder:
-    """`<workdir>/runs/<run_id>/` of one DAG run, as far as tasks read it."""
-
-    def __init__(self, workdir: str, run_id: str) -> None:
-        # At parse time this file must stay light.
-        from shardmill.events import run_folder
-        from shardmill.storage import open_store
-
-        self._store = open_store(workdir)
-        self._folder = run_folder(run_id)
-
-    def forget_summary(self) -> None:
-        """So that what is read after a failure was written by this attempt, and not by an earlier one."""
-        self._store.delete(f"{self._folder}/summary.json")
-
-    def read(self, name: str) -> dict[str, Any]:
-        """One JSON file of the record; empty where there is none."""
-        try:
-            return json.loads(self._store.read(f"{self._folder}/{name}.json"))
-        except FileNotFoundError:
-            return {}
-
-    def failure(self, stage: str, ended: str) -> AirflowException:
-        """The exception that says why the stage failed, and by its type whether another try makes sense."""
-        summary = self.read("summary")
-        code = summary.get("exit_code")
-        if not code:
-            # Killed, or never started: nothing is known against trying again.
-            return AirflowException(f"{stage} {ended} and left no reason in summary.json")
-        line = f"{stage} failed with exit code {code}: {summary.get('error')}"
-        return AirflowFailException(line) if code in EXIT_CODES_WITHOUT_RETRY else AirflowException(line)
-
-
-class ShardmillSparkOperator(SparkSubmitOperator):
-    """`spark-submit` of one of our jobs; spark-submit's exit code may be Spark's own, so the run record decides."""
-
-    template_fields = (*SparkSubmitOperator.template_fields, "shardmill_run_id")
-
-    def __init__(
-        self, *, stage: str, workdir: str, publishes: str = "", shardmill_run_id: str = RUN_ID, **kwargs: Any
-    ) -> None:
-        super().__init__(**kwargs)
-        self.stage = stage
-        self.workdir = workdir
-        self.publishes = publishes
-        self.shardmill_run_id = shardmill_run_id
-
-    def execute(self, context: Context) -> dict[str, Any]:
-        folder = RunFolder(self.workdir, self.shardmill_run_id)
-        folder.forget_summary()
-        try:
-            super().execute(context)
-        except AirflowFailException:
-            raise
-        except AirflowException as error:
-            raise folder.failure(self.stage, f"ended ({error})") from error
-        return hand_on(self, context, folder)
-
-
-class ShardmillOperator(BaseOperator):
-    """One command of the command line, in a process group of its own."""
-
-    template_fields = ("arguments", "shardmill_run_id")
-
-    def __init__(
-        self,
-        *,
-        stage: str,
-        arguments: list[str],
-        workdir: str,
-        publishes: str = "",
-        shardmill_run_id: str = RUN_ID,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.stage = stage
-        self.arguments = arguments
-        self.workdir = workdir
-        self.publishes = publishes
-        self.shardmill_run_id = shardmill_run_id
-        self._process: subprocess.Popen[str] | None = None
-
-    def execute(self, context: Context) -> dict[str, Any]:
-        folder = RunFolder(self.workdir, self.shardmill_run_id)
-        folder.forget_summary()
-        command = [*shlex.split(os.environ.get("SHARDMILL_COMMAND", "shardmill")), *self.arguments]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.log.info("%s", line.rstrip())
-        exit_code = self._process.wait()
-        if exit_code:
-            raise folder.failure(self.stage, f"ended with exit code {exit_code}")
-        return hand_on(self, context, folder)
-
-    def on_kill(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            # SIGTERM: the command ends its ranks and leaves its record; Airflow kills what does not listen.
-            self._process.terminate()
-
-
-def hand_on(task: Any, context: Context, folder: RunFolder) -> dict[str, Any]:
-    """Ids and digests for XCom; and an asset event, if this stage has published something that was not there before."""
-    record = folder.read(task.stage)
-    sections = record.get("sections", {})
-    dataset, promotion = sections.get("dataset") or {}, sections.get("promotion") or {}
-    found = {
-        "version": dataset.get("version"),
-        "content_digest": dataset.get("content_digest"),
-        "weights_sha256": (sections.get("train") or {}).get("weights_sha256"),
-        "decision": promotion.get("decision"),
-        "current": promotion.get("current"),
-    }
-    ids = {name: value for name, value in found.items() if value is not None}
-    # `published` is about the run, not the try: one that died after its commit is followed by one that only finds it.
-    is_published = (sections.get("etl") or {}).get("published") or promotion.get("decision") == "promoted"
-    for alias in task.outlets:
-        if is_published:
-            asset = Asset(name=alias.name.removesuffix(":new"), uri=task.publishes)
-            context["outlet_events"][alias].add(asset, extra=ids)
-    return ids
 
 
 def asset_uri(uri: str) -> str:
@@ -168,12 +37,55 @@ def asset_uri(uri: str) -> str:
     return uri if "://" in uri else Path(os.path.abspath(uri)).as_uri()
 
 
-def build_dag(config_file: Path) -> DAG:
-    """The DAG of one config file."""
+def job_file(stage: str) -> str:
+    """The application of a Spark stage, beside the installed library; nothing is imported to find it."""
+    library = importlib.util.find_spec("shardmill")
+    assert library is not None and library.origin is not None
+    return str(Path(library.origin).parent.parent / stage / "job.py")
+
+
+def read_config(config_file: Path) -> dict[str, Any]:
+    """A config file's tables, as far as a DAG needs them; the stages check the rest. Raises ValueError or OSError."""
+    config = tomllib.loads(config_file.read_text(encoding="utf-8"))
+    for path in ("dataset", "models", "spark", "spark.etl", "spark.train", "spark.etl.conf", "spark.train.conf"):
+        table: Any = config
+        for name in path.split("."):
+            table = table.get(name, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"{path} = {table!r} is not a section; expected [{path}] and keys below it")
+    return config
+
+
+def plain_settings(config: dict[str, Any], stage: str) -> dict[str, str]:
+    """The Spark settings of a stage that may be on a command line and in Airflow's database.
+
+    The job itself reads all of them from its config file, before its Spark context starts.
+    """
+    from shardmill.redact import redacted
     from shardmill.spark_settings import flat_settings
 
-    config = tomllib.loads(config_file.read_text(encoding="utf-8"))
-    name = f"shardmill_{config_file.stem}"
+    settings = flat_settings(config.get("spark", {}).get(stage, {}).get("conf", {}))
+    return {name: value for name, value in settings.items() if redacted(value, name) == value}
+
+
+def empty_dag(config_file: Path, dag_id: str) -> DAG:
+    """A DAG for one config file, without tasks yet."""
+    return DAG(
+        dag_id=dag_id,
+        description=f"shardmill: {config_file.name}",
+        schedule=os.environ.get("SHARDMILL_SCHEDULE") or None,
+        start_date=datetime(2026, 1, 1),
+        catchup=False,
+        # Two runs at once would only race to the same dataset version.
+        max_active_runs=1,
+        default_args={"retries": 2, "retry_delay": timedelta(minutes=1), "retry_exponential_backoff": True},
+        tags=["shardmill"],
+    )
+
+
+def build_dag(config_file: Path, dag_id: str) -> DAG:
+    """The DAG of one config file. Raises ValueError or OSError for a file that is none."""
+    config = read_config(config_file)
     workdir = os.path.join(os.environ.get("SHARDMILL_WORKDIR") or str(config_file.parent / "work"), config_file.stem)
     dataset_uri = config.get("dataset", {}).get("uri", "")
     models_uri = config.get("models", {}).get("uri") or f"{workdir}/models"
@@ -188,31 +100,23 @@ def build_dag(config_file: Path) -> DAG:
             task_id=stage,
             stage=stage,
             workdir=workdir,
-            application=str(PROJECT / stage / "job.py"),
+            application=job_file(stage),
             application_args=["--config", str(config_file), *common, *more_arguments],
-            conf=flat_settings(config.get("spark", {}).get(stage, {}).get("conf", {})),
+            conf=plain_settings(config, stage),
             conn_id="spark_default",
-            name=f"{name}_{stage}",
+            name=f"{dag_id}_{stage}",
             **kwargs,
         )
 
     def published(kind: str, uri: str) -> dict[str, Any]:
-        # An alias, because an outlet that is an asset would have an event even where nothing new was published.
-        alias = AssetAlias(f"{name}_{kind}:new")
+        # An alias, because an outlet that is an asset would have an event even if nothing new was published.
+        alias = AssetAlias(f"{dag_id}_{kind}:new")
         return {"outlets": [alias], "publishes": asset_uri(uri)}
 
-    with DAG(
-        dag_id=name,
-        description=f"shardmill: {config_file.name}",
-        schedule=os.environ.get("SHARDMILL_SCHEDULE") or None,
-        start_date=datetime(2026, 1, 1),
-        catchup=False,
-        # Two runs at once would only race to the same dataset version.
-        max_active_runs=1,
-        default_args={"retries": 2, "retry_delay": timedelta(minutes=1), "retry_exponential_backoff": True},
-        tags=["shardmill"],
-    ) as dag:
+    with empty_dag(config_file, dag_id) as dag:
         stages = [
+            # What can be known before the ETL starts is found before it.
+            command("doctor"),
             spark("etl", **published("dataset", dataset_uri)),
             command("verify"),
             spark("train", "--until", "export", "--dataset-version", VERSION),
@@ -226,10 +130,39 @@ def build_dag(config_file: Path) -> DAG:
     return dag
 
 
+def config_error_dag(config_file: Path, dag_id: str, problem: str) -> DAG:
+    """What stands for a config file that is wrong: people see it, and its schedule fails instead of going silent."""
+    with empty_dag(config_file, dag_id) as dag:
+        dag.description = f"CONFIG ERROR: {problem}"
+        dag.doc_md = f"**This config file is wrong.**\n\n```text\n{problem}\n```"
+        dag.tags.add("config-error")
+        ConfigErrorOperator(task_id="config_error", problem=problem)
+    return dag
+
+
+def dags_of_folder(folder: Path) -> dict[str, DAG]:
+    """A DAG for each config file of the folder, by id. Raises OSError if there is no such folder."""
+    from shardmill.redact import redacted_text
+
+    files: dict[str, list[Path]] = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix == ".toml":
+            # What Airflow allows in an id.
+            files.setdefault("shardmill_" + re.sub(r"[^\w.-]+", "_", file.stem), []).append(file)
+    dags: dict[str, DAG] = {}
+    for dag_id, (file, *others) in files.items():
+        try:
+            if others:
+                names = ", ".join(repr(each.name) for each in (file, *others))
+                raise ValueError(f"{names} would all be {dag_id}; expected names that differ in letters or digits")
+            dags[dag_id] = build_dag(file, dag_id)
+        except Exception as error:  # whatever is wrong with one file must not take the DAGs of the others away
+            problem = redacted_text(f"{file}: {error}")
+            logging.getLogger(__name__).error("no DAG for %s", problem)
+            dags[dag_id] = config_error_dag(file, dag_id, problem)
+    return dags
+
+
 # The one thing that happens at import: Airflow finds DAGs among a module's globals.
 if os.environ.get("SHARDMILL_CONFIG_DIR"):
-    for file in sorted(Path(os.environ["SHARDMILL_CONFIG_DIR"]).glob("*.toml")):
-        try:
-            globals()[f"dag_{file.stem}"] = build_dag(file)
-        except ValueError:  # one file that does not parse must not take the other DAGs away
-            logging.getLogger(__name__).exception("no DAG for %s", file)
+    globals().update(dags_of_folder(Path(os.environ["SHARDMILL_CONFIG_DIR"])))

@@ -15,6 +15,7 @@ from typing import Literal
 
 from pipeline.config import PipelineTree
 from shardmill.errors import ShardmillError
+from shardmill.registry import install_hint
 from shardmill.storage import open_store
 
 Status = Literal["ok", "warn", "fail"]
@@ -64,7 +65,7 @@ def _packages(tree: PipelineTree) -> Iterator[Finding]:
             yield Finding("ok", package, metadata.version(package))
         except metadata.PackageNotFoundError:
             status: Status = "fail" if package in needed else "warn"
-            yield Finding(status, package, f"not installed; it is for {purpose}", f"pip install 'shardmill[{extra}]'")
+            yield Finding(status, package, f"not installed; it is for {purpose}", install_hint(extra))
 
 
 def _java() -> Finding:

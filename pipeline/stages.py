@@ -12,6 +12,7 @@ from pipeline.config import PipelineTree, load_pipeline, to_toml, without_secret
 from pipeline.progress import RunProgress
 from pipeline.record import RunRecord
 from shardmill.events import StageRecord, failed_stage, write_summary
+from shardmill.spark_jvm import spark_log
 
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
@@ -55,7 +56,7 @@ def open_run(
     try:
         tree = load(source_or_config, common.overrides, common.workdir)
         record.open(to_toml(without_secrets(tree)))
-        with RunProgress(record) as progress:
+        with RunProgress(record) as progress, spark_log(record.store, f"{record.folder}/spark.log"):
             yield Run(tree, record, progress)
     except BaseException as error:  # recorded and raised on: also Ctrl-C and SIGTERM belong into the summary
         record.close(error)

@@ -20,6 +20,12 @@ SECRET_NAME = (
     r"|(?<=[a-z0-9])(?:Auth|Sas|Dsn|Pwd|Token|Key)(?![A-Za-z])"
 )
 
+# Spark looks for one pattern in names and values alike.
+SPARK_REDACTION = (
+    rf"{SECRET_NAME}|://[^\s/?#@:]*:[^\s/@]*@|jdbc:oracle:\w+:[^\s/@]+/|[?&]sig=|\b(?:AKIA|ASIA)[A-Z0-9]{{16}}"
+    r"|\b(?:Bearer|Basic) "
+)
+
 _NAME = re.compile(SECRET_NAME)
 _PEM = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _AWS_KEY_ID = r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmill.errors import StorageError, UsageError
+from shardmill.registry import install_hint
 from shardmill.storage import TEMPORARY_PREFIX, NoSuchRoot, StoredFile, as_storage_error
 
 
@@ -106,9 +107,7 @@ def _s3_filesystem() -> Any:
     try:
         import s3fs
     except ImportError:
-        raise UsageError(
-            "s3:// needs the package s3fs", "which is not installed", "pip install 'shardmill[s3]'"
-        ) from None
+        raise UsageError("s3:// needs the package s3fs", "which is not installed", install_hint("s3")) from None
     # A listing that is remembered would hide what other processes have just committed.
     return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 from shardmill.config import SparkConfig
 from shardmill.errors import UsageError
 from shardmill.import_path import SAFE_PATH, python_path
+from shardmill.registry import install_hint
+from shardmill.spark_jvm import REDACTION, start_jvm, where_spark_says_more
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _QUIET_LOG = Path(__file__).with_name("spark-log4j2.properties")
 
-# Only where driver and executors are one JVM on this machine: start faster, open no port, log errors only.
+# Only where driver and executors are one JVM on this machine: start faster, open no port, log to the run.
 _LOCAL_CONF = {
     "spark.ui.enabled": "false",
     "spark.driver.host": "127.0.0.1",
@@ -35,15 +37,16 @@ _LOCAL_CONF = {
 def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iterator[SparkSession]:
     """Start (or under `spark-submit` join) a session with `conf` passed through, and stop it at the end.
 
-    Raises UsageError where pyspark or Java is missing.
+    Raises UsageError if pyspark or Java is missing, or if Spark refuses the settings.
     """
     try:
+        from py4j.protocol import Py4JJavaError
         from pyspark.errors import PySparkRuntimeError
         from pyspark.sql import SparkSession
     except ImportError:
-        raise UsageError("Spark needs the package pyspark", "", "pip install 'shardmill[spark]'") from None
+        raise UsageError("Spark needs the package pyspark", "", install_hint("spark")) from None
     # Nobody reads Spark's progress bar between ours.
-    settings = {"spark.ui.showConsoleProgress": "false"}
+    settings = {"spark.ui.showConsoleProgress": "false", **REDACTION}
     settings |= {f"spark.executorEnv.{name}": value for name, value in SAFE_PATH.items()}
     submitted = is_under_spark_submit()
     if not submitted and spark.master.startswith("local"):
@@ -57,9 +60,19 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
     except PySparkRuntimeError as error:
         raise UsageError(
             f"Spark does not start: {str(error).splitlines()[0]}",
-            "expected Java 17 or 21 on the PATH or in JAVA_HOME",
-            "`shardmill doctor` shows what is missing",
+            "expected Java 17 or 21 on the PATH or in JAVA_HOME, and settings that its JVM takes",
+            where_spark_says_more() or "`shardmill doctor` shows what is missing",
         ) from error
+    except Py4JJavaError as error:
+        # Its own text is a stack trace.
+        raise UsageError(
+            f"Spark does not start: {error.java_exception.getMessage()}",
+            "expected a master that answers and settings that Spark takes",
+            where_spark_says_more(),
+        ) from error
+    warning = protection_warning(str(session.sparkContext.master), session.sparkContext.getConf().get)
+    if warning:
+        sys.stderr.write(f"WARNING: {warning}\n")
     try:
         yield session
     except BaseException:
@@ -73,15 +86,29 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
 def _start_context(app_name: str, master: str | None, settings: Mapping[str, str]) -> None:
     from pyspark import SparkConf, SparkContext
 
-    conf = SparkConf().setAppName(app_name).setAll(list(settings.items()))
-    if master is not None:
-        conf.setMaster(master)
     # The context replaces the handler of Ctrl-C by one that calls the JVM from inside the call that it interrupts, and
     # then fails with a Py4JError where a KeyboardInterrupt should be.
     before = signal.getsignal(signal.SIGINT)
-    SparkContext.getOrCreate(conf)
+    is_first = SparkContext._gateway is None and not is_under_spark_submit()
+    named = {"spark.app.name": app_name, **({"spark.master": master} if master is not None else {}), **settings}
+    gateway = start_jvm(named) if is_first else None
+    conf = SparkConf().setAll(list(named.items()))
+    if gateway is not None:
+        SparkContext(conf=conf, gateway=gateway)
+    else:
+        SparkContext.getOrCreate(conf)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, before)
+
+
+def protection_warning(master: str, setting: Callable[[str, str], str | None]) -> str:
+    """What anyone on the network could do to this application, or "" if that is nobody."""
+    if master.startswith("local") or setting("spark.authenticate", "false") == "true":
+        return ""
+    return (
+        f"spark.authenticate is off at {master}: whoever reaches its ports can run code in it; set spark.authenticate "
+        "and spark.network.crypto.enabled, or keep its network closed"
+    )
 
 
 def is_under_spark_submit() -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -17,3 +21,22 @@ def _flat(prefix: str, table: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield from _flat(f"{prefix}{key}.", value)
         else:
             yield f"{prefix}{key}", str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@contextmanager
+def properties_file(settings: Mapping[str, str]) -> Iterator[str]:
+    """The path of a file for `spark-submit --properties-file`: its owner alone can read it, and it is removed after."""
+    descriptor, path = tempfile.mkstemp(prefix="shardmill-", suffix=".properties")
+    try:
+        # mkstemp makes it 0600, whatever the umask is.
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.writelines(f"{_escaped(name)}={_escaped(value)}\n" for name, value in settings.items())
+        yield path
+    finally:
+        os.unlink(path)
+
+
+def _escaped(text: str) -> str:
+    # As java.util.Properties reads it: no separator, comment, line end or outer blank is taken for what it is not.
+    ends = {"\n": "n", "\r": "r", "\f": "f"}
+    return re.sub(r"[\\\s=:#!]", lambda found: "\\" + ends.get(found[0], found[0]), text)

@@ -26,6 +26,7 @@ from shardmill.printable import printable
 from shardmill.redact import redacted, redacted_text
 from shardmill.registry import install_hint
 from shardmill.signals import Terminated, raise_on_signals, why_ended
+from shardmill.spark_jvm import spark_log
 from shardmill.storage import open_store
 
 _LINE_EVERY_SECONDS = 5.0
@@ -49,7 +50,8 @@ def run_stage_process(
     run_id = run_id or new_run_id()
     started = time.monotonic()
     try:
-        with closing(_FileObserver(workdir, run_id)) as observer:
+        log = spark_log(open_store(workdir), f"{run_folder(run_id)}/spark.log")
+        with log, closing(_FileObserver(workdir, run_id)) as observer:
             record = work(run_id, observer)
     except (Exception, KeyboardInterrupt, Terminated) as error:  # the outermost frame: every end gets its line and code
         record = failed_stage(stage, error, time.monotonic() - started)

@@ -17,6 +17,7 @@ from shardmill.config import SparkConfig
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
 from shardmill.reach import planted
 from shardmill.spark import spark_session
+from shardmill.spark_jvm import where_spark_says_more
 from shardmill.storage import open_store
 
 if TYPE_CHECKING:
@@ -108,5 +109,5 @@ def _own_error(error: Exception) -> errors.ShardmillError:
     return errors.StorageError(
         f"a work unit failed on every try: {(lines or text.splitlines() or ['no reason given'])[-1][:300]}",
         "nothing was committed; finished units are kept",
-        "run the same command again, with --debug for Spark's own report",
+        f"run the same command again; {where_spark_says_more() or '--debug shows more'}",
     )

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.canaries import PLAIN_SETTINGS, SECRET_SETTINGS, toml_table
 from tests.pipeline.command import BIN, ENVIRONMENT, ROOT
 from tests.support import write_images
 
-STAGES = ["etl", "verify", "train", "evaluate", "gate", "promote", "report"]
+STAGES = ["doctor", "etl", "verify", "train", "evaluate", "gate", "promote", "report"]
 
 
 def environment_of(folder: Path) -> dict[str, str]:
@@ -74,7 +75,7 @@ def test_a_dag_run_publishes_a_dataset_and_a_model(tmp_path: Path):
     [run] = (tmp_path / "configs" / "work" / "tiny" / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"], summary["promotion"]["decision"]) == ("ok", 0, "promoted")
-    assert set(summary["stages"]) == {*STAGES, "export"}
+    assert set(summary["stages"]) == {*STAGES, "export"} - {"doctor"}
     assert (run / "report.html").is_file()
 
     # An event for each thing that was published, with its ids; and nothing but ids and digests in XCom.
@@ -94,7 +95,8 @@ def test_a_failure_is_classified_by_the_summary_of_this_attempt(tmp_path: Path):
     printed = python(
         f"""
 import json
-from airflow_dags.shardmill_dag import ShardmillOperator, ShardmillSparkOperator, RunFolder, hand_on, PROJECT
+from airflow_dags.operators import ShardmillOperator, ShardmillSparkOperator, RunFolder, hand_on
+from airflow_dags.shardmill_dag import job_file
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 from shardmill.events import StageRecord, write_stage_record
 
@@ -104,7 +106,7 @@ command = ShardmillOperator(task_id="train", stage="train", arguments=["train", 
                             shardmill_run_id="r")
 spark = ShardmillSparkOperator(task_id="etl", stage="etl", workdir=workdir, shardmill_run_id="r",
                                conn_id="spark_default",
-                               application=str(PROJECT / "etl" / "job.py"),
+                               application=job_file("etl"),
                                application_args=["--config", config, *common])
 killed = ShardmillOperator(task_id="train", stage="train", arguments=["-c", "kill -9 $$"], workdir=workdir,
                            shardmill_run_id="r")
@@ -117,6 +119,8 @@ def try_it(name, operator):
 try_it("command", command)
 try_it("spark", spark)
 import os
+from airflow_dags.operators import ConfigErrorOperator
+try_it("wrong config", ConfigErrorOperator(task_id="t", problem="no section"))
 os.environ["SHARDMILL_COMMAND"] = "sh"
 # The failures above are on record still: a death without a word must not be taken for one of them.
 try_it("killed", killed)
@@ -131,6 +135,7 @@ print(json.dumps(seen))
     assert seen["command"][0] == seen["spark"][0] == "AirflowFailException"
     assert "exit code 3" in seen["command"][1] and "is not a committed dataset" in seen["command"][1]
     assert "exit code 2" in seen["spark"][1] and "nowhere" in seen["spark"][1]
+    assert seen["wrong config"] == ["AirflowFailException", "no section"]
     assert seen["killed"][0] == "AirflowException" and "left no reason" in seen["killed"][1]
     assert [code for code in "23456789" if seen[code][0] == "AirflowFailException"] == ["2", "3", "7", "8", "9"]
 
@@ -141,13 +146,85 @@ def test_a_dag_for_each_config_and_none_without_a_folder(tmp_path: Path):
     code = (
         "import airflow_dags.shardmill_dag as module\n"
         "for name, dag in vars(module).items():\n"
-        "    if name.startswith('dag_'):\n"
+        "    if name.startswith('shardmill_'):\n"
         "        tasks = ' '.join(task.task_id for task in dag.topological_sort())\n"
         "        print(dag.dag_id, dag.max_active_runs, dag.catchup, tasks)\n"
     )
     expected = [f"shardmill_{name} 1 False {' '.join(STAGES)}" for name in ("one", "two")]
     assert python(code, tmp_path).splitlines() == expected
     assert python(f"import os; del os.environ['SHARDMILL_CONFIG_DIR']\n{code}", tmp_path) == ""
+
+
+SHOW_DAGS = """
+import json
+import airflow_dags.shardmill_dag as module
+from airflow.serialization.serialized_objects import DagSerialization
+for name, dag in sorted(vars(module).items()):
+    if name.startswith("shardmill_"):
+        dag.validate()
+        data = json.dumps(DagSerialization.to_dict(dag))
+        print(json.dumps([dag.dag_id, [task.task_id for task in dag.tasks], dag.description, sorted(dag.tags), data]))
+"""
+
+
+def test_a_wrong_config_file_takes_no_other_dag_away_and_secrets_are_in_none(tmp_path: Path):
+    write_config(tmp_path, "good", tmp_path)
+    write_config(tmp_path, "my photos", tmp_path)
+    write_config(tmp_path, "same name", tmp_path)
+    write_config(tmp_path, "same_name", tmp_path)
+    for name, text in (("text", 'dataset = "s3://bucket"'), ("conf", "[spark]\netl.conf = 3"), ("broken", "[dataset")):
+        (tmp_path / "configs" / f"{name}.toml").write_text(text)
+    (tmp_path / "configs" / "bytes.toml").write_bytes(b"\xff\xfe")
+    (tmp_path / "configs" / "folder.toml").mkdir()
+    # One that is wrong is quoted in its error; one that is right carries every planted secret.
+    (tmp_path / "configs" / "url.toml").write_text('dataset = "s3://user:canary@bucket"')
+    planted = tmp_path / "configs" / "good.toml"
+    table = toml_table({**SECRET_SETTINGS, **PLAIN_SETTINGS})
+    planted.write_text(planted.read_text().split("[spark.etl.conf]")[0] + f"[spark.etl]\nconf = {table}\n")
+    printed = python(SHOW_DAGS, tmp_path)
+    # Airflow logs to stdout, too.
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("[")]
+    shown = {dag_id: rest for dag_id, *rest in rows}
+
+    assert {name for name, (tasks, *_) in shown.items() if tasks == STAGES} == {"shardmill_good", "shardmill_my_photos"}
+    expected = {
+        "shardmill_text": "dataset = 's3://bucket' is not a section; expected [dataset]",
+        "shardmill_conf": "spark.etl.conf = 3 is not a section",
+        "shardmill_broken": "Expected ']'",
+        "shardmill_bytes": "can't decode byte 0xff",
+        "shardmill_folder": "Is a directory",
+        "shardmill_url": "dataset = 's3://(hidden)@bucket'",
+        "shardmill_same_name": "'same name.toml', 'same_name.toml' would all be shardmill_same_name",
+    }
+    wrong = {name: description for name, (tasks, description, tags, _) in shown.items() if "config-error" in tags}
+    assert wrong.keys() == expected.keys()
+    assert all(shown[name][0] == ["config_error"] for name in wrong)
+    for name, part in expected.items():
+        assert part in wrong[name] and wrong[name].startswith("CONFIG ERROR: "), wrong[name]
+    # Airflow's database holds serialized DAGs, and spark-submit's command line the operator's settings.
+    assert "canary" not in printed.lower()
+    assert all(f'"{name}": "{value}"' in shown["shardmill_good"][-1] for name, value in PLAIN_SETTINGS.items())
+
+
+def test_a_missing_config_folder_is_an_import_error(tmp_path: Path):
+    with pytest.raises(AssertionError, match="No such file or directory"):
+        python("import airflow_dags.shardmill_dag", tmp_path)
+
+
+def test_a_copy_of_the_dag_file_finds_the_installed_jobs(tmp_path: Path):
+    write_config(tmp_path, "one", tmp_path)
+    (tmp_path / "dags").mkdir()
+    # A user's own module of that name in the DAG folder is not taken for ours.
+    (tmp_path / "dags" / "etl.py").write_text("raise SystemExit(1)")
+    copy = tmp_path / "dags" / "copied.py"
+    copy.write_bytes((ROOT / "airflow_dags" / "shardmill_dag.py").read_bytes())
+    printed = python(
+        f"import runpy, sys; sys.path.insert(0, {str(copy.parent)!r})\n"
+        f"module = runpy.run_path({str(copy)!r})\n"
+        "print([task.application for task in module['shardmill_one'].tasks if hasattr(task, 'application')])\n",
+        tmp_path,
+    )
+    assert printed.strip() == str([str(ROOT / "etl" / "job.py"), str(ROOT / "train" / "job.py")])
 
 
 def test_parsing_is_quick_beside_airflow_itself(tmp_path: Path):

@@ -17,6 +17,7 @@ from typing import Any
 from shardmill.config import SparkConfig
 from shardmill.errors import TrainingError, UsageError
 from shardmill.import_path import SAFE_PATH, python_path
+from shardmill.registry import install_hint
 from shardmill.spark import is_under_spark_submit, spark_session
 from train.faults import FIX
 from train.launchers.keeper import keep_rank
@@ -94,7 +95,7 @@ def num_slots_of(master: str, conf: dict[str, str]) -> int | None:
 
 def _require_horovod() -> None:
     if importlib.util.find_spec("horovod") is None:
-        raise UsageError("train.launcher = 'horovod_spark' needs Horovod", fix="pip install 'shardmill[horovod]'")
+        raise UsageError("train.launcher = 'horovod_spark' needs Horovod", fix=install_hint("horovod"))
 
 
 class _HorovodRun:

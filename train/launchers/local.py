@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from shardmill.config import SparkConfig
 from shardmill.errors import UsageError
 from shardmill.import_path import python_path
+from shardmill.registry import install_hint
 from train.launchers.keeper import RankProcess
 from train.observer import TrainObserver
 from train.rank import DEFAULT_WORKER
@@ -86,9 +87,7 @@ def _rendezvous(num_ranks: int) -> Iterator[dict[str, str]]:
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
     except ImportError as error:
-        raise UsageError(
-            f"train.launcher = 'local' needs Horovod: {error}", fix="pip install 'shardmill[horovod]'"
-        ) from error
+        raise UsageError(f"train.launcher = 'local' needs Horovod: {error}", fix=install_hint("horovod")) from error
     server = RendezvousHTTPServer((LOOPBACK, 0), RendezvousHandler, verbose=0)
     server.init(get_host_assignments(parse_hosts(f"{LOOPBACK}:{num_ranks}"), num_ranks))
     threading.Thread(target=server.serve_forever, name="gloo-rendezvous", daemon=True).start()
