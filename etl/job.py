@@ -21,19 +21,15 @@ from etl.config import EtlTree
 from etl.engines import ENGINES
 from etl.inferred import inferred_facts, inferred_warnings, version_warnings
 from etl.limits import broken_limit, limit_error
+from etl.pending import clear_pending, kept_and_missing
 from etl.plan import BuildPlan, plan_build
-from etl.write_unit import finished_result, pending_path
 from shardmill.config import load_tree
 from shardmill.dataset.commit import all_rejections, commit_version, is_whole, write_ledger
 from shardmill.dataset.dataset import open_dataset
-from shardmill.dataset.manifest import (
-    Manifest,
-    pin_of,
-    read_manifest,
-    read_manifest_bytes,
-)
+from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.pin import DatasetPin
 from shardmill.dataset.unit_result import UnitResult
+from shardmill.dataset.versions import pin_of, read_manifest, read_manifest_bytes
 from shardmill.errors import UsageError
 from shardmill.events import Observer, SilentObserver, StageRecord
 from shardmill.stage_process import run_stage_process
@@ -84,6 +80,8 @@ def build_dataset(
     # Skip all of it if the latest version was made from the same listing and config.
     parent = _up_to_date_parent(plan)
     if parent is not None:
+        # A run that was killed just behind its commit has left them.
+        clear_pending(plan.store, plan.units, parent.version)
         observer.event("etl.unchanged", {"version": parent.version})
         return BuildOutcome(
             pin=_pin(plan.store, parent),
@@ -115,9 +113,7 @@ def build_dataset(
 
 def run_units(plan: BuildPlan, tree: EtlTree, observer: Observer) -> tuple[list[UnitResult], list[UnitResult]]:
     """The units that an earlier run has finished, and those that had to run now."""
-    kept = [result for unit in plan.units if (result := finished_result(plan.store, unit)) is not None]
-    kept_indexes = {result.unit_index for result in kept}
-    missing = [unit for unit in plan.units if unit.index not in kept_indexes]
+    kept, missing = kept_and_missing(plan.store, plan.units)
     if kept:
         observer.event("etl.units_kept", {"kept": len(kept), "missing": len(missing)})
     num_kept_images = plan.num_images - sum(len(unit.sources) for unit in missing)
@@ -142,8 +138,7 @@ def commit_results(plan: BuildPlan, results: Sequence[UnitResult]) -> Manifest:
     check_limits(plan, all_rejections(plan.build, results))
     manifest = commit_version(plan.store, plan.build, results, plan.parent_version)
     if manifest.version > plan.parent_version:
-        for unit in plan.units:
-            plan.store.delete(pending_path(unit))
+        clear_pending(plan.store, plan.units, manifest.version)
     return manifest
 
 

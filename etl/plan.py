@@ -11,7 +11,8 @@ from etl.units import WorkUnit, plan_units, unit_contract
 from etl.write_unit import UnitTask
 from shardmill.dataset.commit import Build
 from shardmill.dataset.dataset import split_version
-from shardmill.dataset.manifest import SourceRef, latest_version
+from shardmill.dataset.manifest import SourceRef
+from shardmill.dataset.versions import latest_version
 from shardmill.errors import UsageError
 from shardmill.formats.parquet import parquet_schema
 from shardmill.formats.rows import RowSchema
@@ -54,7 +55,7 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
     listing = SOURCES[tree.source.kind](tree.source, config.max_source_bytes)
     class_names = listing.class_names
     contract = unit_contract(config, class_names, fingerprint)
-    columns = parquet_schema(RowSchema(config.encoding, config.image_shape_HWC, bool(class_names)))
+    columns = parquet_schema(RowSchema(config.encoding, config.image_shape_HWC, class_names))
     # Absolute from here on: an executor has a working directory of its own.
     source_uri, store = open_store(tree.source.uri).uri, open_store(tree.dataset.uri)
     build = Build(

@@ -12,21 +12,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from etl.config import EtlConfig
+from etl.pending import keep_result
 from etl.read_source import check_source, read_source
 from etl.split import split_of
 from etl.units import WorkUnit
 from shardmill.dataset.ids import add_digests, format_digest, key_hash
 from shardmill.dataset.shard import publish_shard
-from shardmill.dataset.unit_result import SplitSums, UnitResult, decode_unit_result, encode_unit_result
+from shardmill.dataset.unit_result import SplitSums, UnitResult
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.images.decode import DECODER_ID
 from shardmill.images.sandbox import DecodeLimits, DecodeSandbox, PendingImage
 from shardmill.reach import Nonce, check_nonce
 from shardmill.storage import Store, open_store
-from shardmill.values import TRANSIENT_REASONS, ImageSample, Rejection, ShardInfo, SourceImage
-
-PENDING = "pending"
+from shardmill.values import ImageSample, Rejection, ShardInfo, SourceImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
         rejected_key_sum=_key_sum(rejection.key for rejection in rejections),
         note_counts=tuple(sorted(_count_notes(rows_by_split).items())),
     )
-    dataset.put(pending_path(unit), encode_unit_result(result))
+    keep_result(dataset, unit, result)
     return result
 
 
@@ -98,28 +97,6 @@ def _check_host(task: UnitTask, source: Store) -> None:
     if task.reach is not None:
         check_nonce(task.reach)
     check_source(source, task.witnesses)
-
-
-def pending_path(unit: WorkUnit) -> str:
-    """Where a finished unit's result waits for the commit."""
-    return f"{PENDING}/{unit.fingerprint}.json"
-
-
-def finished_result(store: Store, unit: WorkUnit) -> UnitResult | None:
-    """What an earlier run left of this very unit, if all of its files are still there and its refusals still hold."""
-    try:
-        result = decode_unit_result(store.read(pending_path(unit)))
-    except (FileNotFoundError, IntegrityError):
-        return None
-    if any(rejection.reason in TRANSIENT_REASONS for rejection in result.rejections):
-        return None
-    for shard in result.shards:
-        for path, num_bytes in ((shard.path, shard.num_bytes), (shard.rows_path, shard.rows_bytes)):
-            found = store.stat(path)
-            if found is None or found.size_bytes != num_bytes:
-                return None
-    # Equal units have equal fingerprints; only their place in the plan may differ.
-    return result if result.unit_index == unit.index else None
 
 
 def _process(unit: WorkUnit, task: UnitTask, store: Store) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
@@ -152,7 +129,7 @@ def _publish(
     store: Store, unit: WorkUnit, split: str, rows: Sequence[StoredRow], task: UnitTask, scratch: Path
 ) -> Iterator[ShardInfo]:
     config = task.config
-    schema = RowSchema(config.encoding, config.image_shape_HWC, bool(task.class_names))
+    schema = RowSchema(config.encoding, config.image_shape_HWC, task.class_names)
     attempt = uuid.uuid4().hex[:12]
     for number, chunks in enumerate(cut_shards(cut_chunks(rows, config.chunk_bytes), config.shard_max_bytes)):
         for format_name in config.formats:

@@ -70,7 +70,7 @@ def load_for_dataset(
 ) -> PipelineTree:
     """The tree of a TOML file, or of a committed `DATASET` or `DATASET@N` with defaults for everything else."""
     from shardmill.dataset.dataset import split_version
-    from shardmill.dataset.manifest import latest_version
+    from shardmill.dataset.versions import latest_version
     from shardmill.storage import open_store
 
     if dataset_or_config.endswith(".toml"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from shardmill.dataset import Dataset, open_dataset
-from shardmill.dataset.index import LEDGER_SCHEMA, read_segment, rejections_of_table
-from shardmill.dataset.manifest import FileRef
+from shardmill.dataset.index import LEDGER_SCHEMA, rejections_of_table
+from shardmill.dataset.segment import read_segment
 from shardmill.errors import IntegrityError, UsageError
+from shardmill.sealed import seal_file
 from shardmill.storage import open_store
 from shardmill.values import Rejection
 
@@ -66,11 +66,12 @@ def read_ledger(uri: str) -> list[Rejection]:
         data = store.read(name)
     except FileNotFoundError:
         raise UsageError(f"no ledger {uri}", "expected the path that the failed run's error names") from None
-    digest = hashlib.sha256(data).hexdigest()
-    if name != f"{digest[:32]}.parquet":
-        raise IntegrityError(f"{uri} was altered, or is no ledger", f"expected a file named {digest[:32]}.parquet")
-    file = FileRef(path=name, num_bytes=len(data), sha256=digest)
-    return rejections_of_table(read_segment(store, file, LEDGER_SCHEMA))
+    file = seal_file(name, data)
+    if name != f"{file.sha256[:32]}.parquet":
+        expected = f"expected a file named {file.sha256[:32]}.parquet"
+        raise IntegrityError(f"{uri} was altered, or is no ledger", expected)
+    # No manifest counted its rows; a row takes at least a byte.
+    return rejections_of_table(read_segment(store, file, LEDGER_SCHEMA, max_rows=len(data)))
 
 
 def list_rejections(uri: str) -> list[dict[str, Any]]:

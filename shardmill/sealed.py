@@ -14,6 +14,7 @@ from shardmill.storage import Store, check_relative_path, join_uri
 
 _HEAD, _NECK, _TAIL = b'{"sha256":"', b'","body":', b"}\n"
 _BODY_START = len(_HEAD) + 64 + len(_NECK)
+_BLOCK_BYTES = 8_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +31,25 @@ def seal_file(path: str, data: bytes) -> SealedFile:
     return SealedFile(path, len(data), hashlib.sha256(data).hexdigest())
 
 
-def read_sealed(store: Store, file: SealedFile, folder: str = "") -> bytes:
+def read_sealed(store: Store, file: SealedFile, folder: str = "", *, fix: str = "") -> bytes:
     """The bytes of a sealed file, its path relative to `folder`.
 
-    Raises IntegrityError if it is missing or altered, SecurityRefusal if its path leaves `folder`.
+    Raises IntegrityError, with `fix` as its advice, if it is missing or altered; SecurityRefusal if its path leaves
+    `folder`. A file of another size is refused before it is read.
     """
-    check_relative_path(file.path)
-    path = f"{folder}/{file.path}" if folder else file.path
-    try:
-        data = store.read(path)
-    except FileNotFoundError:
-        raise IntegrityError(
-            f"{join_uri(store.uri, path)} is missing", f"expected {file.size_bytes} bytes, SHA-256 {file.sha256}"
-        ) from None
-    found = seal_file(file.path, data)
-    if found != file:
-        raise IntegrityError(
-            f"{join_uri(store.uri, path)} was altered: {found.size_bytes} bytes, SHA-256 {found.sha256}",
-            f"expected {file.size_bytes} bytes, SHA-256 {file.sha256}",
-        )
+    path = _checked_size(store, file, folder, fix)
+    data = store.read(path)
+    _compare(seal_file(file.path, data), file, join_uri(store.uri, path), fix)
     return data
+
+
+def check_sealed(store: Store, file: SealedFile, folder: str = "", *, fix: str = "") -> None:
+    """Read a sealed file for its digest alone, in bounded memory. Raises as `read_sealed` does."""
+    path = _checked_size(store, file, folder, fix)
+    digest = hashlib.sha256()
+    for start in range(0, file.size_bytes, _BLOCK_BYTES):
+        digest.update(store.read_range(path, start, min(_BLOCK_BYTES, file.size_bytes - start)))
+    _compare(SealedFile(file.path, file.size_bytes, digest.hexdigest()), file, join_uri(store.uri, path), fix)
 
 
 def seal(body: bytes) -> bytes:
@@ -63,3 +63,27 @@ def unseal(data: bytes, where: str) -> bytes:
     if data != seal(body):
         raise IntegrityError(f"{where} was altered", "its own SHA-256 does not match")
     return body
+
+
+def _checked_size(store: Store, file: SealedFile, folder: str, fix: str) -> str:
+    """The path of a sealed file below the store's root, after a look at its size."""
+    check_relative_path(file.path)
+    path = f"{folder}/{file.path}" if folder else file.path
+    found = store.stat(path)
+    where = join_uri(store.uri, path)
+    if found is None:
+        raise IntegrityError(f"{where} is missing", f"expected {file.size_bytes} bytes, SHA-256 {file.sha256}", fix)
+    if found.size_bytes != file.size_bytes:
+        raise IntegrityError(
+            f"{where} was altered: it has {found.size_bytes} bytes", f"expected {file.size_bytes}", fix
+        )
+    return path
+
+
+def _compare(found: SealedFile, file: SealedFile, where: str, fix: str) -> None:
+    if found != file:
+        raise IntegrityError(
+            f"{where} was altered: {found.size_bytes} bytes, SHA-256 {found.sha256}",
+            f"expected {file.size_bytes} bytes, SHA-256 {file.sha256}",
+            fix,
+        )

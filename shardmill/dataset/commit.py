@@ -6,8 +6,6 @@ rejected exactly once. Whatever lost attempts left lying about is named by no ma
 
 from __future__ import annotations
 
-import hashlib
-import json
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -16,31 +14,27 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.digests import content_digest, layout_digest, ledger_digest
 from shardmill.dataset.ids import add_digests, format_digest, key_hash
-from shardmill.dataset.index import (
-    ROWS_SCHEMA,
-    index_table,
-    ledger_table,
-    put_segment,
-    read_segment,
-)
+from shardmill.dataset.index import ROWS_SCHEMA, Contents, count_contents, index_table, ledger_table, rows_file
 from shardmill.dataset.manifest import (
     ChannelSums,
     Counts,
-    FileRef,
     Manifest,
     SourceRef,
     SplitInfo,
     encode_manifest,
     manifest_path,
-    read_manifest,
+    parse_manifest,
 )
+from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.dataset.unit_result import UnitResult
+from shardmill.dataset.versions import read_manifest, read_manifest_bytes, remember_commit
 from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.options import NormalizeOptions
+from shardmill.sealed import SealedFile
 from shardmill.storage import Store
 from shardmill.values import Rejection, ShardInfo
 
@@ -64,14 +58,6 @@ class Build:
     decoder_id: str
     config: dict[str, Any]
     config_fingerprint: str
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """How often the same bytes were accepted under several names."""
-
-    duplicates: int
-    conflicting: int
 
 
 def check_accounting(build: Build, results: Sequence[UnitResult]) -> None:
@@ -103,7 +89,7 @@ def all_rejections(build: Build, results: Sequence[UnitResult]) -> list[Rejectio
     return sorted(rejections, key=lambda rejection: rejection.key.encode("utf-8", "surrogateescape"))
 
 
-def write_ledger(store: Store, rejections: Sequence[Rejection]) -> tuple[FileRef, ...]:
+def write_ledger(store: Store, rejections: Sequence[Rejection]) -> tuple[SealedFile, ...]:
     """Publish the rejects ledger; a build without rejections has none."""
     return (put_segment(store, REJECTS, ledger_table(rejections)),) if rejections else ()
 
@@ -128,11 +114,13 @@ def commit_version(store: Store, build: Build, results: Sequence[UnitResult], pa
 
 def publish(store: Store, draft: Manifest) -> Manifest:
     """Put the manifest if its number is free. One winner among any number of writers, lost replies included."""
-    if store.put_if_absent(manifest_path(draft.version), encode_manifest(draft)):
-        return draft
-    winner = read_manifest(store, draft.version)
+    data, winner = encode_manifest(draft), draft
+    if not store.put_if_absent(manifest_path(draft.version), data):
+        data = read_manifest_bytes(store, draft.version)
+        winner = parse_manifest(data, draft.version, store.uri)
     # An attempt whose first PUT succeeded but whose reply was lost finds itself here.
     if winner.commit_id == draft.commit_id or draft.says_the_same(winner):
+        remember_commit(store, draft.version, data)
         return winner
     raise CommitConflict(
         f"{store.uri} version {draft.version} was committed by run {winner.run_id} while run {draft.run_id} worked",
@@ -148,35 +136,6 @@ def is_whole(store: Store, manifest: Manifest) -> bool:
     except IntegrityError:
         return False
     return True
-
-
-def layout_digest(content_digest: str, shards: Sequence[ShardInfo]) -> str:
-    """Over the ordered chunks of each split; equal in every format, so any one of a dataset's formats will do."""
-    chunks: dict[str, list[str]] = {}
-    for shard in shards:
-        chunks.setdefault(shard.split, []).extend(
-            f"{c.num_rows}:{c.image_bytes}:{c.content_sha256}" for c in shard.chunks
-        )
-    return _digest({"content": content_digest, "chunks": chunks})
-
-
-def content_digest(
-    columns: dict[str, str], class_names: Sequence[str], normalization_fingerprint: str, splits: dict[str, SplitInfo]
-) -> str:
-    """Order-free: columns, class names, normalization, and each split's number of rows and sum of row digests."""
-    return _digest(
-        {
-            "columns": columns,
-            "class_names": list(class_names),
-            "normalization": normalization_fingerprint,
-            "splits": {name: [split.num_rows, split.row_digest_sum] for name, split in splits.items()},
-        }
-    )
-
-
-def ledger_digest(rejections: Sequence[Rejection]) -> str:
-    """Order-free digest of which input was refused for which reason."""
-    return format_digest(add_digests(*(key_hash(f"{rejection.key}\0{rejection.reason}") for rejection in rejections)))
 
 
 def _draft(
@@ -249,7 +208,7 @@ def _count(
     for result in results:
         by_split.update({part.split: part.num_rows for part in result.splits})
         by_note.update(dict(result.note_counts))
-    contents = count_contents(_read_contents(store, shards))
+    contents = _read_contents(store, shards)
     return Counts(
         listed=build.num_listed,
         accepted=by_split.total(),
@@ -262,23 +221,7 @@ def _count(
     )
 
 
-def count_contents(rows: pa.Table) -> Contents:
-    """From the columns `source_sha256` and `label` of all rows."""
-    groups = rows.group_by("source_sha256").aggregate([("label", "count_distinct"), ([], "count_all")])
-    conflicting = groups.filter(pc.field("label_count_distinct") > 1).column("count_all")
-    return Contents(rows.num_rows - groups.num_rows, sum(conflicting.to_pylist()))
-
-
-def _read_contents(store: Store, shards: Sequence[ShardInfo]) -> pa.Table:
+def _read_contents(store: Store, shards: Sequence[ShardInfo]) -> Contents:
     columns = ["source_sha256", "label"]
-    tables = [
-        read_segment(
-            store, FileRef(path=s.rows_path, num_bytes=s.rows_bytes, sha256=s.rows_sha256), ROWS_SCHEMA
-        ).select(columns)
-        for s in shards
-    ]
-    return pa.concat_tables([ROWS_SCHEMA.empty_table().select(columns), *tables])
-
-
-def _digest(value: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    tables = [read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows).select(columns) for shard in shards]
+    return count_contents(pa.concat_tables([ROWS_SCHEMA.empty_table().select(columns), *tables]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,20 +11,14 @@ from typing import TYPE_CHECKING
 from shardmill.dataset.index import (
     INDEX_SCHEMA,
     LEDGER_SCHEMA,
-    RESTORE,
     SplitIndex,
-    read_segment,
     rejections_of_table,
     shards_of_table,
 )
-from shardmill.dataset.manifest import (
-    Manifest,
-    latest_version,
-    parse_manifest,
-    pin_of,
-    read_manifest_bytes,
-)
+from shardmill.dataset.manifest import Manifest, parse_manifest
 from shardmill.dataset.pin import DatasetPin
+from shardmill.dataset.segment import RESTORE, read_segment
+from shardmill.dataset.versions import latest_version, pin_of, read_manifest_bytes
 from shardmill.epoch_plan import EpochPlan, PlanSpec, plan_epoch, window_chunks_within
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, join_uri, open_store
@@ -55,11 +50,15 @@ class Dataset:
     @cached_property
     def shards(self) -> tuple[ShardInfo, ...]:
         """Every shard of the version in layout order, all formats, from the verified index segments."""
-        return tuple(
+        manifest = self.manifest
+        num_chunks = sum(split.num_chunks for split in manifest.splits.values()) * len(manifest.formats)
+        shards = tuple(
             shard
-            for segment in self.manifest.index_segments
-            for shard in shards_of_table(read_segment(self.store, segment, INDEX_SCHEMA))
+            for segment in manifest.index_segments
+            for shard in shards_of_table(read_segment(self.store, segment, INDEX_SCHEMA, num_chunks))
         )
+        _check_totals(manifest, shards)
+        return shards
 
     def index(self, split: str, format_name: str = "auto") -> SplitIndex:
         """The chunks of a split in one format. Raises UsageError where the dataset has no such split or format."""
@@ -128,10 +127,11 @@ class Dataset:
 
     def read_rejections(self) -> list[Rejection]:
         """The rejects ledger."""
+        rejected = self.manifest.counts.rejected
         return [
             rejection
             for segment in self.manifest.ledger_segments
-            for rejection in rejections_of_table(read_segment(self.store, segment, LEDGER_SCHEMA))
+            for rejection in rejections_of_table(read_segment(self.store, segment, LEDGER_SCHEMA, rejected))
         ]
 
     def read_samples(self, split: str, limit: int) -> list[StoredSample]:
@@ -161,7 +161,10 @@ class Dataset:
 
 
 def open_dataset(uri: str) -> Dataset:
-    """Open `URI` at its latest version, or `URI@N` at version N; refuses (IntegrityError) what was not committed."""
+    """Open `URI` at its latest version, or `URI@N` at version N.
+
+    Raises UsageError if there is no such dataset or version, IntegrityError for what was not committed or was altered.
+    """
     root, version = split_version(uri)
     store = open_store(root)
     if version is None:
@@ -187,4 +190,29 @@ def open_pinned(pin: DatasetPin) -> Dataset:
 def split_version(uri: str) -> tuple[str, int | None]:
     """`URI@3` as (`URI`, 3), a URI without version as (`URI`, None)."""
     root, at, version = uri.rpartition("@")
-    return (root, int(version)) if at and version.isdigit() else (uri, None)
+    # Of ASCII digits only: `int` would also read other scripts', and refuse a superscript two.
+    return (root, int(version)) if at and re.fullmatch("[0-9]{1,18}", version) else (uri, None)
+
+
+def _check_totals(manifest: Manifest, shards: tuple[ShardInfo, ...]) -> None:
+    """Raise IntegrityError unless the index holds what the manifest counted, split by split in each format."""
+    found: dict[tuple[str, str], list[ShardInfo]] = {}
+    for shard in shards:
+        found.setdefault((shard.split, shard.format), []).append(shard)
+    expected = {(split, name) for split in manifest.splits for name in manifest.formats}
+    if set(found) != expected:
+        raise IntegrityError(f"the index holds {sorted(found)}", f"the manifest counts {sorted(expected)}")
+    for (split, name), mine in found.items():
+        info = manifest.splits[split]
+        counted = (info.num_shards, info.num_chunks, info.num_rows, info.image_bytes)
+        actual = (
+            len(mine),
+            sum(len(shard.chunks) for shard in mine),
+            sum(shard.num_rows for shard in mine),
+            sum(chunk.image_bytes for shard in mine for chunk in shard.chunks),
+        )
+        if actual != counted:
+            raise IntegrityError(
+                f"the index of split {split} ({name}) has shards, chunks, rows and image bytes {actual}",
+                f"the manifest counts {counted}",
+            )

@@ -1,4 +1,4 @@
-"""Index, row and ledger segments: the Parquet tables behind a manifest, as plain columns.
+"""Index, rows and ledger: the tables behind a manifest, as plain columns.
 
 Index: one row per chunk; its shard's own facts repeat on each of the shard's rows, where Parquet's dictionaries
 store them once.
@@ -7,20 +7,18 @@ store them once.
 from __future__ import annotations
 
 import base64
-import hashlib
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
-from shardmill.dataset.manifest import FileRef
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import StoredRow, WrittenShard
-from shardmill.storage import Store, check_relative_path, join_uri
+from shardmill.sealed import SealedFile
+from shardmill.storage import check_relative_path
 from shardmill.values import ChunkInfo, Rejection, RejectReason, ShardInfo
 
 INDEX_SCHEMA = pa.schema(
@@ -59,6 +57,8 @@ ROWS_SCHEMA = pa.schema(
         ("notes", pa.string()),
         ("record_start", pa.int64()),
         ("record_bytes", pa.int64()),
+        ("channel_sums", pa.list_(pa.int64())),
+        ("channel_square_sums", pa.list_(pa.int64())),
     ]
 )
 
@@ -75,6 +75,9 @@ LEDGER_SCHEMA = pa.schema(
         ("source_sha256", pa.string()),
     ]
 )
+
+# In either format a row holds the SHA-256 of its source as 64 characters; Parquet's pages end at 2 GiB.
+_MIN_ROW_BYTES, _MAX_CHUNK_BYTES = 64, (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,12 @@ def index_table(shards: Iterable[ShardInfo]) -> pa.Table:
 
 
 def shards_of_table(table: pa.Table) -> list[ShardInfo]:
-    """The shards of an index table, in its order. Raises SecurityRefusal for a path that leaves the root."""
+    """The shards of an index table, in its order.
+
+    Raises IntegrityError for places that no file can have, SecurityRefusal for a path that leaves the root.
+    """
+    if any(column.null_count for column in table.columns):
+        raise IntegrityError("an index segment has empty fields", "expected every chunk and shard described in full")
     shards: list[ShardInfo] = []
     chunks: list[ChunkInfo] = []
     records = table.to_pylist()
@@ -148,25 +156,60 @@ def shards_of_table(table: pa.Table) -> list[ShardInfo]:
             )
         )
         if place + 1 == len(records) or records[place + 1]["shard"] != record["shard"]:
-            shards.append(
-                ShardInfo(
-                    split=record["split"],
-                    format=record["format"],
-                    path=check_relative_path(record["shard"]),
-                    num_bytes=record["shard_bytes"],
-                    sha256=record["shard_sha256"],
-                    num_rows=record["shard_rows"],
-                    footer_start=record["footer_start"],
-                    footer_bytes=record["footer_bytes"],
-                    footer_crc32c=record["footer_crc32c"],
-                    rows_path=check_relative_path(record["rows_file"]),
-                    rows_bytes=record["rows_bytes"],
-                    rows_sha256=record["rows_sha256"],
-                    chunks=tuple(chunks),
-                )
+            shard = ShardInfo(
+                split=record["split"],
+                format=record["format"],
+                path=check_relative_path(record["shard"]),
+                num_bytes=record["shard_bytes"],
+                sha256=record["shard_sha256"],
+                num_rows=record["shard_rows"],
+                footer_start=record["footer_start"],
+                footer_bytes=record["footer_bytes"],
+                footer_crc32c=record["footer_crc32c"],
+                rows_path=check_relative_path(record["rows_file"]),
+                rows_bytes=record["rows_bytes"],
+                rows_sha256=record["rows_sha256"],
+                chunks=tuple(chunks),
             )
+            _check_places(shard)
+            shards.append(shard)
             chunks = []
     return shards
+
+
+def shard_file(shard: ShardInfo) -> SealedFile:
+    """The shard itself, as its index vouches for it."""
+    return SealedFile(shard.path, shard.num_bytes, shard.sha256)
+
+
+def rows_file(shard: ShardInfo) -> SealedFile:
+    """A shard's row segment, as its index vouches for it."""
+    return SealedFile(shard.rows_path, shard.rows_bytes, shard.rows_sha256)
+
+
+def _check_places(shard: ShardInfo) -> None:
+    """Raise IntegrityError unless chunks and footer fill the file without gaps, and rows have room in their chunks.
+
+    Whoever reads allocates what the index says: what is checked here is bounded by the size of a file.
+    """
+    position = shard.chunks[0].start
+    if position < 0:
+        raise IntegrityError(f"{shard.path} has a chunk at byte {position}", "expected a place inside the file")
+    for chunk in shard.chunks:
+        if chunk.start != position:
+            raise IntegrityError(f"{shard.path} has a gap before byte {chunk.start}", f"expected byte {position}")
+        fits = 0 < chunk.num_rows * _MIN_ROW_BYTES <= chunk.num_bytes <= _MAX_CHUNK_BYTES
+        if not fits or not 0 <= chunk.image_bytes <= chunk.num_bytes:
+            raise IntegrityError(
+                f"{shard.path} has a chunk of {chunk.num_rows} rows, {chunk.num_bytes} bytes at byte {chunk.start}",
+                f"expected at least {_MIN_ROW_BYTES} bytes a row and at most {_MAX_CHUNK_BYTES} a chunk",
+            )
+        position += chunk.num_bytes
+    if position != shard.footer_start or shard.footer_bytes < 0 or position + shard.footer_bytes != shard.num_bytes:
+        raise IntegrityError(f"{shard.path} has bytes that neither a chunk nor the footer covers")
+    rows = sum(chunk.num_rows for chunk in shard.chunks)
+    if rows != shard.num_rows:
+        raise IntegrityError(f"{shard.path} has {rows} rows in chunks", f"expected {shard.num_rows}, its own count")
 
 
 def rows_table(rows: Sequence[StoredRow], written: WrittenShard) -> pa.Table:
@@ -184,10 +227,27 @@ def rows_table(rows: Sequence[StoredRow], written: WrittenShard) -> pa.Table:
         [",".join(row.sample.notes) for row in rows],
         [record.start for record in written.records],
         [record.num_bytes for record in written.records],
+        [row.sample.channel_sums for row in rows],
+        [row.sample.channel_square_sums for row in rows],
     ]
     return pa.table(
         [pa.array(column, field.type) for column, field in zip(columns, ROWS_SCHEMA, strict=True)], schema=ROWS_SCHEMA
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """How often the same bytes were accepted under several names."""
+
+    duplicates: int
+    conflicting: int
+
+
+def count_contents(rows: pa.Table) -> Contents:
+    """From the columns `source_sha256` and `label` of all rows."""
+    groups = rows.group_by("source_sha256").aggregate([("label", "count_distinct"), ([], "count_all")])
+    conflicting = groups.filter(pc.field("label_count_distinct") > 1).column("count_all")
+    return Contents(rows.num_rows - groups.num_rows, sum(conflicting.to_pylist()))
 
 
 def ledger_table(rejections: Iterable[Rejection]) -> pa.Table:
@@ -211,70 +271,25 @@ def ledger_table(rejections: Iterable[Rejection]) -> pa.Table:
 
 
 def rejections_of_table(table: pa.Table) -> list[Rejection]:
-    """The rejections of a ledger table, in its order."""
-    return [
-        Rejection(
-            key=record["source"]
-            if record["source"] is not None
-            else base64.b64decode(record["source_base64"]).decode("utf-8", "surrogateescape"),
-            reason=RejectReason(record["reason"]),
-            detail=record["detail"],
-            size_bytes=record["source_bytes"],
-            mtime_ns=record["source_mtime_ns"],
-            etag=record["source_etag"],
-            source_sha256=record["source_sha256"],
-            stage=record["stage"],
-        )
-        for record in table.to_pylist()
-    ]
-
-
-def table_bytes(table: pa.Table) -> bytes:
-    """A segment's file."""
-    out = io.BytesIO()
-    pq.write_table(table, out, compression="zstd")
-    return out.getvalue()
-
-
-def put_segment(store: Store, folder: str, table: pa.Table) -> FileRef:
-    """Publish a table under a name that follows from its content."""
-    data = table_bytes(table)
-    digest = hashlib.sha256(data).hexdigest()
-    path = f"{folder}/{digest[:32]}.parquet"
-    store.put(path, data)
-    return FileRef(path=path, num_bytes=len(data), sha256=digest)
-
-
-def read_segment(store: Store, file: FileRef, schema: pa.Schema) -> pa.Table:
-    """A verified segment. Raises IntegrityError where it is missing, altered or of another schema."""
-    data = read_verified(store, file)
+    """The rejections of a ledger table, in its order. Raises IntegrityError for a row that is none."""
     try:
-        table = pq.read_table(io.BytesIO(data))
-    except (pa.ArrowException, OSError) as error:
-        raise IntegrityError(f"{join_uri(store.uri, file.path)} does not parse: {error}") from None
-    if table.schema.names != schema.names:
-        raise IntegrityError(
-            f"{join_uri(store.uri, file.path)} has columns {table.schema.names}", f"expected {schema.names}"
-        )
-    return table
-
-
-def read_verified(store: Store, file: FileRef) -> bytes:
-    """A file that must have the stated size and SHA-256. Raises IntegrityError naming it otherwise."""
-    where = join_uri(store.uri, check_relative_path(file.path))
-    found = store.stat(file.path)
-    if found is None:
-        raise IntegrityError(f"{where} is missing", f"expected {file.num_bytes} bytes", RESTORE)
-    if found.size_bytes != file.num_bytes:
-        raise IntegrityError(f"{where} has {found.size_bytes} bytes", f"expected {file.num_bytes}", RESTORE)
-    data = store.read(file.path)
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != file.sha256:
-        raise IntegrityError(f"{where} was altered: SHA-256 {digest}", f"expected {file.sha256}", RESTORE)
-    return data
-
-
-RESTORE = "restore it from a copy, or delete it and run `shardmill etl`, which rebuilds what is missing"
+        return [
+            Rejection(
+                key=record["source"]
+                if record["source"] is not None
+                else base64.b64decode(record["source_base64"]).decode("utf-8", "surrogateescape"),
+                reason=RejectReason(record["reason"]),
+                detail=record["detail"],
+                size_bytes=record["source_bytes"],
+                mtime_ns=record["source_mtime_ns"],
+                etag=record["source_etag"],
+                source_sha256=record["source_sha256"],
+                stage=record["stage"],
+            )
+            for record in table.to_pylist()
+        ]
+    except (ValueError, TypeError) as error:
+        raise IntegrityError(f"the rejects ledger has a row that is no rejection: {error}") from None
 
 
 def _ledger_key(key: str) -> tuple[str | None, str | None]:

@@ -5,30 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import IntegrityError
 from shardmill.options import NormalizeOptions, Section
-from shardmill.storage import Store, check_relative_path, join_uri
+from shardmill.sealed import SealedFile
+from shardmill.storage import check_relative_path, join_uri
 
 SCHEMA_VERSION = 1
 MANIFESTS = "manifests"
-_MANIFEST_NAME = re.compile(rf"^{MANIFESTS}/(\d{{8}})\.json$")
-# A manifest names segments, not shards: whatever the dataset's size, more than this is no manifest of ours.
-_MAX_MANIFEST_BYTES = 64_000_000
-
-
-class FileRef(Section):
-    """A file that the manifest vouches for."""
-
-    path: str
-    num_bytes: int = Field(ge=0)
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
 class SplitInfo(Section):
@@ -121,8 +108,8 @@ class Manifest(Section):
     config: dict[str, Any]
     config_fingerprint: str
     source: SourceRef
-    index_segments: tuple[FileRef, ...]
-    ledger_segments: tuple[FileRef, ...]
+    index_segments: tuple[SealedFile, ...]
+    ledger_segments: tuple[SealedFile, ...]
     ledger_digest: str
     """Order-free digest of (key, reason) of every rejection."""
 
@@ -152,39 +139,15 @@ def manifest_path(version: int) -> str:
     return f"{MANIFESTS}/{version:08d}.json"
 
 
-def latest_version(store: Store) -> int:
-    """The highest committed version, 0 where there is none."""
-    return max(_versions(store), default=0)
-
-
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The canonical bytes of a manifest, its own SHA-256 among them."""
+    """The canonical bytes of a manifest, its own SHA-256 among them.
+
+    Not an envelope of `shardmill.sealed`: people read and compare manifests line by line, and a pin is the SHA-256 of
+    the whole file.
+    """
     body = manifest.model_dump(mode="json")
-    body["manifest_digest"] = _digest(body)
+    body["manifest_digest"] = canonical_digest(body)
     return _canonical(body)
-
-
-def read_manifest(store: Store, version: int) -> Manifest:
-    """The manifest of one version. Raises IntegrityError where it is missing, altered, or of an unknown schema."""
-    return parse_manifest(read_manifest_bytes(store, version), version, store.uri)
-
-
-def read_manifest_bytes(store: Store, version: int) -> bytes:
-    """The bytes of one version's manifest, unchecked but for their number."""
-    path = manifest_path(version)
-    found = store.stat(path)
-    if found is None:
-        known = sorted(_versions(store))
-        if not known:
-            raise IntegrityError(
-                f"{store.uri} is not a committed dataset",
-                f"expected {MANIFESTS}/00000001.json",
-                "run `shardmill etl`; a folder without a manifest is never read",
-            )
-        raise IntegrityError(f"{store.uri} has no version {version}", f"expected one of {known[0]} to {known[-1]}")
-    if found.size_bytes > _MAX_MANIFEST_BYTES:
-        raise IntegrityError(f"{join_uri(store.uri, path)} has {found.size_bytes} bytes", "too many for a manifest")
-    return store.read(path)
 
 
 def parse_manifest(data: bytes, version: int, uri: str) -> Manifest:
@@ -193,7 +156,7 @@ def parse_manifest(data: bytes, version: int, uri: str) -> Manifest:
     restore = "restore the file from a copy; nothing else may stand in for it"
     try:
         body = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{where} is not JSON ({error})", "the manifest was cut or altered", restore) from None
     if not isinstance(body, dict):
         raise IntegrityError(f"{where} is not a manifest", "expected a JSON object", restore)
@@ -204,7 +167,7 @@ def parse_manifest(data: bytes, version: int, uri: str) -> Manifest:
             "read it with the shardmill that wrote it, or a newer one",
         )
     stated = body.pop("manifest_digest", None)
-    actual = _digest(body)
+    actual = canonical_digest(body)
     if stated != actual or _canonical({**body, "manifest_digest": stated}) != data:
         raise IntegrityError(f"{where} was altered: digest {actual}", f"expected {stated}", restore)
     try:
@@ -219,21 +182,10 @@ def parse_manifest(data: bytes, version: int, uri: str) -> Manifest:
     return manifest
 
 
-def pin_of(store: Store, version: int, data: bytes) -> DatasetPin:
-    """The pin of a version whose manifest has the bytes `data`."""
-    return DatasetPin(store.uri, version, hashlib.sha256(data).hexdigest())
-
-
-def _versions(store: Store) -> Iterator[int]:
-    for file in store.list(MANIFESTS):
-        name = _MANIFEST_NAME.match(file.path)
-        if name:
-            yield int(name.group(1))
-
-
 def _canonical(body: dict[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def canonical_digest(value: dict[str, Any]) -> str:
+    """SHA-256 over a value as JSON in its one canonical form."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import google_crc32c
 
-from shardmill.dataset.index import rows_table, table_bytes
+from shardmill.dataset.index import rows_table
+from shardmill.dataset.segment import table_bytes
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, RowSchema, StoredRow
+from shardmill.sealed import seal_file
 from shardmill.storage import Store, as_storage_error
 from shardmill.values import ChunkInfo, ShardInfo
 
-SHARDS = "shards"
+# Apart, so that a tool that is given the folder of a split's shards reads every image once.
+SHARDS, ROWS = "shards", "rows"
 
 
 def publish_shard(
@@ -34,21 +37,22 @@ def publish_shard(
         file.unlink(missing_ok=True)
     rows = [row for chunk in chunks for row in chunk]
     rows_data = table_bytes(rows_table(rows, written))
-    rows_path = f"{SHARDS}/{split}/{name}.{shard_format.suffix}.rows.parquet"
+    rows_path = f"{ROWS}/{split}/{name}-{format_name}.parquet"
     store.put(rows_path, rows_data)
+    shard_seal, rows_seal = seal_file(path, data), seal_file(rows_path, rows_data)
     return ShardInfo(
         split=split,
         format=format_name,
         path=path,
-        num_bytes=len(data),
-        sha256=hashlib.sha256(data).hexdigest(),
+        num_bytes=shard_seal.size_bytes,
+        sha256=shard_seal.sha256,
         num_rows=len(rows),
         footer_start=written.footer.start,
         footer_bytes=written.footer.num_bytes,
         footer_crc32c=_crc32c(data, written.footer),
         rows_path=rows_path,
-        rows_bytes=len(rows_data),
-        rows_sha256=hashlib.sha256(rows_data).hexdigest(),
+        rows_bytes=rows_seal.size_bytes,
+        rows_sha256=rows_seal.sha256,
         chunks=tuple(
             ChunkInfo(
                 start=place.start,

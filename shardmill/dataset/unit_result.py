@@ -48,4 +48,4 @@ def decode_unit_result(data: bytes | str) -> UnitResult:
     try:
         return TypeAdapter(UnitResult).validate_json(data)
     except ValidationError as error:
-        raise IntegrityError(f"a pending record does not parse: {error.errors(include_url=False)[0]['msg']}") from None
+        raise IntegrityError(f"a unit result does not parse: {error.errors(include_url=False)[0]['msg']}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,9 @@ import pyarrow.parquet as pq
 
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema, ShardFormat, StoredRow, WrittenShard
+
+CLASS_NAMES_KEY = "shardmill.class_names"
+"""In the file's key-value metadata: a JSON list, class number = position."""
 
 _MAGIC_BYTES = 4
 # The image comes first: a row group starts with the page whose layout the record ranges describe.
@@ -30,14 +34,15 @@ def parquet_schema(schema: RowSchema) -> pa.Schema:
     fields = [
         pa.field("image", image, nullable=False),
         pa.field("sample_id", pa.int64(), nullable=False),
-        pa.field("label", pa.int64(), nullable=not schema.has_labels),
+        pa.field("label", pa.int64(), nullable=not schema.class_names),
         pa.field("height", pa.int32(), nullable=False),
         pa.field("width", pa.int32(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
         pa.field("source_sha256", pa.string(), nullable=False),
         pa.field("notes", pa.string(), nullable=False),
     ]
-    return pa.schema(fields)
+    # For whoever holds the file alone: what the numbers in `label` mean.
+    return pa.schema(fields, metadata={CLASS_NAMES_KEY: json.dumps(schema.class_names, ensure_ascii=False)})
 
 
 def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:

@@ -44,7 +44,8 @@ class RowSchema:
 
     encoding: Encoding
     image_shape_HWC: tuple[int, int, int]
-    has_labels: bool
+    class_names: tuple[str, ...]
+    """The label map: class number = position. Empty in a dataset without labels."""
 
 
 @dataclass(frozen=True, slots=True)

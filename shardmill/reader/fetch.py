@@ -6,7 +6,8 @@ import threading
 
 import google_crc32c
 
-from shardmill.dataset.index import RESTORE, SplitIndex
+from shardmill.dataset.index import SplitIndex
+from shardmill.dataset.segment import RESTORE
 from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, ChunkRows
@@ -43,9 +44,16 @@ class ChunkFetcher:
 
     def _footer(self, shard: ShardInfo) -> object:
         with self._lock:
-            known = self._footers.get(shard.path)
-        if known is not None:
-            return known
+            if shard.path in self._footers:
+                return self._footers[shard.path]
+        # Before anything is allocated: a chunk is as large as the index says, and lies inside the file.
+        found = self._store.stat(shard.path)
+        if found is not None and found.size_bytes != shard.num_bytes:
+            raise IntegrityError(
+                f"shard {join_uri(self._store.uri, shard.path)} has {found.size_bytes} bytes",
+                f"expected {shard.num_bytes} bytes",
+                RESTORE,
+            )
         where = ByteRange(shard.footer_start, shard.footer_bytes)
         data = self._verified_range(shard, where, shard.footer_crc32c, "footer")
         footer = self._format.open_footer(where, data)

@@ -16,11 +16,12 @@ import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import BuildOutcome, build_dataset, commit_results
+from etl.pending import PENDING, kept_result
 from etl.plan import plan_build
-from etl.write_unit import PENDING, finished_result, write_unit
+from etl.write_unit import write_unit
 from shardmill.config import DatasetConfig, SparkApplicationConfig, SparkConfig
 from shardmill.dataset import open_dataset, verify_dataset
-from shardmill.dataset.manifest import latest_version
+from shardmill.dataset.versions import latest_version
 from shardmill.errors import RejectLimitExceeded, StorageError, UsageError
 from shardmill.events import FieldValue
 from shardmill.storage import LocalStore, open_store
@@ -265,7 +266,7 @@ def test_a_passing_fault_of_the_store_fails_the_run_and_is_forgotten(images: Pat
     monkeypatch.setattr(LocalStore, "read", sometimes)
     with pytest.raises(StorageError, match="Input/output"):
         write_unit(plan.units[0], plan.task)
-    assert finished_result(plan.store, plan.units[0]) is None
+    assert kept_result(plan.store, plan.units[0]) is None
     assert write_unit(plan.units[0], plan.task).rejections == ()
 
 
@@ -279,7 +280,7 @@ def test_what_passed_once_is_asked_again(tmp_path: Path):
     results = [write_unit(unit, plan.task) for unit in plan.units]
     (tmp_path / "elsewhere.png").rename(gone)
     assert gone.read_bytes() == data
-    kept = [finished_result(plan.store, unit) for unit in plan.units]
+    kept = [kept_result(plan.store, unit) for unit in plan.units]
     assert kept.count(None) == 1
     commit_results(plan, results)
     assert open_dataset(str(tmp_path / "dataset")).manifest.counts.by_reason == {"missing": 1}

@@ -14,7 +14,7 @@ from etl.plan import plan_build
 from etl.write_unit import write_unit
 from pipeline.inspection import read_ledger
 from shardmill.config import DatasetConfig
-from shardmill.dataset.manifest import latest_version
+from shardmill.dataset.versions import latest_version
 from shardmill.errors import IntegrityError, RejectLimitExceeded, ShardmillError, StorageError
 from shardmill.storage import AccessDenied, LocalStore, open_store
 from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION, RejectReason

@@ -13,7 +13,7 @@ from etl.plan import plan_build
 from etl.write_unit import write_unit
 from shardmill.config import DatasetConfig
 from shardmill.dataset import open_dataset
-from shardmill.dataset.manifest import latest_version
+from shardmill.dataset.versions import latest_version
 from shardmill.errors import UsageError
 from shardmill.storage import open_store
 from tests.support import build_here, write_images

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from shardmill.formats.tf_example import decode_example, encode_example
 from shardmill.values import ImageSample, SourceImage
 
 SHAPE_HWC = (4, 4, 3)
+CLASS_NAMES = ("a", "b", "c")
 
 
 def make_rows(num_rows: int, encoding: str, *, labels: bool = True, seed: int = 1) -> list[StoredRow]:
@@ -35,7 +37,9 @@ def make_rows(num_rows: int, encoding: str, *, labels: bool = True, seed: int = 
 def test_rows_survive_a_round_trip(name: str, encoding: str, labels: bool, tmp_path: Path):
     shard_format = SHARD_FORMATS[name]
     chunks = list(cut_chunks(make_rows(500, encoding, labels=labels), 9_000))
-    written = shard_format.write_shard(tmp_path / "shard", chunks, RowSchema(encoding, SHAPE_HWC, labels))
+    written = shard_format.write_shard(
+        tmp_path / "shard", chunks, RowSchema(encoding, SHAPE_HWC, CLASS_NAMES if labels else ())
+    )
     data = (tmp_path / "shard").read_bytes()
     footer = shard_format.open_footer(written.footer, data[written.footer.start :])
     assert len(written.chunks) == len(chunks) > 2
@@ -50,7 +54,7 @@ def test_rows_survive_a_round_trip(name: str, encoding: str, labels: bool, tmp_p
 @pytest.mark.parametrize("name", SHARD_FORMATS)
 def test_each_image_lies_inside_its_record(name: str, tmp_path: Path):
     rows = make_rows(50, "jpeg")
-    written = SHARD_FORMATS[name].write_shard(tmp_path / "shard", [rows], RowSchema("jpeg", SHAPE_HWC, True))
+    written = SHARD_FORMATS[name].write_shard(tmp_path / "shard", [rows], RowSchema("jpeg", SHAPE_HWC, CLASS_NAMES))
     data = (tmp_path / "shard").read_bytes()
     for row, record in zip(rows, written.records, strict=True):
         assert row.sample.image in data[record.start : record.start + record.num_bytes]
@@ -61,7 +65,7 @@ def test_each_image_lies_inside_its_record(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", SHARD_FORMATS)
 def test_chunks_and_footer_cover_the_file_without_gaps(name: str, tmp_path: Path):
     chunks = list(cut_chunks(make_rows(300, "jpeg"), 9_000))
-    written = SHARD_FORMATS[name].write_shard(tmp_path / "shard", chunks, RowSchema("jpeg", SHAPE_HWC, True))
+    written = SHARD_FORMATS[name].write_shard(tmp_path / "shard", chunks, RowSchema("jpeg", SHAPE_HWC, CLASS_NAMES))
     position = written.chunks[0].start
     for place in (*written.chunks, written.footer):
         assert place.start == position
@@ -83,7 +87,7 @@ def test_chunks_close_at_their_size_and_shards_before_theirs():
 def test_tensorflow_reads_the_tfrecord(tmp_path: Path):
     tf = pytest.importorskip("tensorflow")
     rows = make_rows(20, "jpeg")
-    SHARD_FORMATS["tfrecord"].write_shard(tmp_path / "shard", [rows], RowSchema("jpeg", SHAPE_HWC, True))
+    SHARD_FORMATS["tfrecord"].write_shard(tmp_path / "shard", [rows], RowSchema("jpeg", SHAPE_HWC, CLASS_NAMES))
     found = [tf.train.Example.FromString(record.numpy()) for record in tf.data.TFRecordDataset(str(tmp_path / "shard"))]
     for row, example in zip(rows, found, strict=True):
         features = example.features.feature
@@ -96,7 +100,7 @@ def test_tensorflow_reads_the_tfrecord(tmp_path: Path):
 
 def test_plain_parquet_readers_need_nothing_of_ours(tmp_path: Path):
     rows = make_rows(20, "jpeg")
-    SHARD_FORMATS["parquet"].write_shard(tmp_path / "shard", [rows], RowSchema("jpeg", SHAPE_HWC, True))
+    SHARD_FORMATS["parquet"].write_shard(tmp_path / "shard", [rows], RowSchema("jpeg", SHAPE_HWC, CLASS_NAMES))
     table = pq.read_table(tmp_path / "shard")
     assert table.column("image").to_pylist() == [row.sample.image for row in rows]
     assert table.column("label").to_pylist() == [row.label_id for row in rows]
@@ -110,3 +114,15 @@ def test_what_is_not_an_example_is_an_integrity_error(data: bytes):
 
 def test_example_bytes_follow_from_the_features_alone():
     assert encode_example({"a": 1, "b": b"x"}) == encode_example({"a": 1, "b": b"x"})
+
+
+def test_a_shard_alone_says_what_its_labels_mean(tmp_path: Path):
+    import pyarrow.parquet as pq
+
+    schema = RowSchema("jpeg", SHAPE_HWC, ("cat", "Hündin", 'a "b"'))
+    SHARD_FORMATS["parquet"].write_shard(tmp_path / "shard", [make_rows(3, "jpeg")], schema)
+    metadata = pq.read_metadata(tmp_path / "shard").metadata
+    assert json.loads(metadata[b"shardmill.class_names"]) == list(schema.class_names)
+    assert json.loads((pq.read_schema(tmp_path / "shard").metadata or {})[b"shardmill.class_names"])
+    SHARD_FORMATS["tfrecord"].write_shard(tmp_path / "records", [make_rows(3, "jpeg")], schema)
+    assert b"image/class/text" in (tmp_path / "records").read_bytes()

@@ -129,3 +129,12 @@ def test_other_tools_read_the_named_files(dataset: Dataset):
     for row in table.to_pylist():
         image_HWC = decode_stored(row["image"], options.encoding, options.image_shape_HWC)
         assert np.array_equal(image_HWC, stored[row["sample_id"]].image_HWC)
+
+
+def test_the_folder_of_a_splits_shards_holds_every_image_once(tmp_path: Path):
+    import pandas
+
+    dataset = open_dataset(make_dataset(tmp_path, num_images=60, formats=("parquet",)))
+    table = pandas.read_parquet(tmp_path / "dataset" / "shards" / "train")
+    assert sorted(table["sample_id"]) == sorted(sample.sample_id for sample in dataset.read_samples("train", 100))
+    assert table["image"].map(len).min() > 0

@@ -1,0 +1,106 @@
+"""What finished work units leave until the commit: kept by the next run after a crash, cleared by whoever commits.
+
+A record speaks for shards that nobody has read since: it is believed only if it is whole and every byte of them is.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from etl.units import WorkUnit
+from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.index import rows_file, shard_file
+from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
+from shardmill.errors import IntegrityError
+from shardmill.sealed import check_sealed, seal, unseal
+from shardmill.storage import Store, StoredFile
+from shardmill.values import TRANSIENT_REASONS
+
+PENDING = "pending"
+# Of a run that nobody has resumed for so long, nothing is lost but time.
+_ABANDONED_SECONDS = 7 * 86_400.0
+_NUM_READERS = 8
+
+
+def pending_path(unit: WorkUnit) -> str:
+    """Where a finished unit's result waits for the commit."""
+    return f"{PENDING}/{unit.fingerprint}.json"
+
+
+def keep_result(store: Store, unit: WorkUnit, result: UnitResult) -> None:
+    """Leave a finished unit's record: after a crash, a run that plans the same unit finds it and does not repeat it."""
+    store.put(pending_path(unit), seal(encode_unit_result(result)))
+
+
+def kept_and_missing(store: Store, units: Sequence[WorkUnit]) -> tuple[list[UnitResult], list[WorkUnit]]:
+    """What an earlier run left of these very units and may be committed as it is, and the units that must run."""
+    with ThreadPoolExecutor(_NUM_READERS, "shardmill-kept") as pool:
+        found = list(pool.map(lambda unit: kept_result(store, unit), units))
+    missing = [unit for unit, result in zip(units, found, strict=True) if result is None]
+    return [result for result in found if result is not None], missing
+
+
+def kept_result(store: Store, unit: WorkUnit) -> UnitResult | None:
+    """What an earlier run left of this very unit, if its refusals still hold and its files are what it wrote.
+
+    A damaged record or file counts as absent: the unit is run again.
+    """
+    try:
+        result = _read_record(store, pending_path(unit))
+        # Equal units have equal fingerprints; only their place in the plan may differ.
+        if (result.fingerprint, result.unit_index) != (unit.fingerprint, unit.index):
+            return None
+        if any(rejection.reason in TRANSIENT_REASONS for rejection in result.rejections):
+            return None
+        for shard in result.shards:
+            check_sealed(store, shard_file(shard))
+            check_sealed(store, rows_file(shard))
+    except (FileNotFoundError, IntegrityError):
+        return None
+    return result
+
+
+def clear_pending(store: Store, units: Sequence[WorkUnit], version: int) -> None:
+    """Delete the records that nobody will ask for again, now that `version` holds these units.
+
+    These units' own, those that a kill left behind an earlier commit, and what was abandoned. Records of a build
+    with other units that was interrupted, or runs at this moment, stay: they cost it nothing but time.
+    """
+    own = {pending_path(unit) for unit in units}
+    # Looked up only if there is a record that is not ours.
+    committed = functools.cache(lambda: _committed_shards(store, version))
+    for file in list(store.list(PENDING)):
+        if file.path in own or _is_abandoned(file) or _is_settled(store, file, committed):
+            store.delete(file.path)
+
+
+def _committed_shards(store: Store, version: int) -> frozenset[str]:
+    """Paths of the shards of a version and of its parent, which was the latest one when our run began."""
+    dataset = open_dataset(f"{store.uri}@{version}")
+    parent = dataset.manifest.parent_version
+    older = open_dataset(f"{store.uri}@{parent}").shards if parent else ()
+    return frozenset(shard.path for shard in (*dataset.shards, *older))
+
+
+def _is_settled(store: Store, file: StoredFile, committed: Callable[[], frozenset[str]]) -> bool:
+    try:
+        record = _read_record(store, file.path)
+    except (FileNotFoundError, IntegrityError):
+        # Nobody can ever use a damaged record.
+        return True
+    try:
+        return all(shard.path in committed() for shard in record.shards)
+    except IntegrityError:
+        # The parent is damaged: `verify` says so; tidying up is no reason to fail.
+        return False
+
+
+def _is_abandoned(file: StoredFile) -> bool:
+    return file.mtime_ns / 1e9 < time.time() - _ABANDONED_SECONDS
+
+
+def _read_record(store: Store, path: str) -> UnitResult:
+    return decode_unit_result(unseal(store.read(path), path))

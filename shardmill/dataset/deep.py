@@ -1,0 +1,86 @@
+"""The rules of a version that only its bytes can tell: each one is read, each image decoded, each sum made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.ids import row_digest
+from shardmill.dataset.index import shard_file
+from shardmill.dataset.rules import RecordRules, require
+from shardmill.dataset.segment import RESTORE
+from shardmill.dataset.shard import chunk_digest
+from shardmill.formats.rows import ChunkRows
+from shardmill.images.normalize import decode_stored
+from shardmill.reader.fetch import ChunkFetcher
+from shardmill.sealed import read_sealed
+from shardmill.storage import join_uri
+from shardmill.values import ShardInfo
+
+
+def read_everything(rules: RecordRules, on_shard: Callable[[int, int], None] | None) -> str:
+    """Every byte of every shard against its checksums, and every row against its row segment."""
+    dataset = rules.dataset
+    num_bytes = num_rows = 0
+    for number, (shard, fetcher, first_chunk) in enumerate(_with_fetchers(dataset)):
+        where = join_uri(dataset.store.uri, shard.path)
+        known = rules.rows_of(shard).to_pylist()
+        place = 0
+        # First chunk by chunk, so that damage is named where it lies; then the file whole, for what no chunk covers.
+        images: list[bytes | memoryview] = []
+        for chunk, info in enumerate(shard.chunks):
+            rows = fetcher.read_chunk(first_chunk + chunk)
+            digests = _row_digests(dataset, rows, where)
+            same = chunk_digest(digests) == info.content_sha256
+            require(same, f"chunk {chunk} of shard {where} holds other rows than were committed")
+            image_bytes = sum(len(image) for image in rows.images)
+            require(image_bytes == info.image_bytes, f"chunk {chunk} of shard {where} holds {image_bytes} image bytes")
+            _check_rows(dataset, rows, known[place : place + info.num_rows], f"chunk {chunk} of shard {where}")
+            images.extend(rows.images)
+            place += info.num_rows
+        data = read_sealed(dataset.store, shard_file(shard), fix=RESTORE)
+        for image, row in zip(images, known, strict=True):
+            record = data[row["record_start"] : row["record_start"] + row["record_bytes"]]
+            require(bytes(image) in record, f"a row of {where} is not where its row segment says: {row['source']!r}")
+        num_bytes, num_rows = num_bytes + len(data), num_rows + place
+        if on_shard is not None:
+            on_shard(number + 1, len(dataset.shards))
+    return f"{num_bytes} bytes, {num_rows} rows"
+
+
+def _row_digests(dataset: Dataset, rows: ChunkRows, where: str) -> list[bytes]:
+    names = dataset.manifest.class_names
+    labels = rows.labels_N.tolist()
+    require(all(-1 <= label < len(names) for label in labels), f"shard {where} has a label that names no class")
+    return [
+        row_digest(sample_id, names[label] if label >= 0 else None, bytes(image))
+        for sample_id, label, image in zip(rows.sample_ids_N.tolist(), labels, rows.images, strict=True)
+    ]
+
+
+def _check_rows(dataset: Dataset, rows: ChunkRows, known: list[dict], where: str) -> None:
+    """Each row is the one in the row segment, and decodes; a lossless one to the pixels that were summed."""
+    options = dataset.manifest.normalize
+    for place, row in enumerate(known):
+        label = int(rows.labels_N[place])
+        stored = (int(rows.sample_ids_N[place]), None if label < 0 else label, rows.sources[place])
+        expected = (row["sample_id"], row["label"], row["source"])
+        require(stored == expected, f"{where} holds the row {stored}, its row segment {expected}")
+        image_HWC = decode_stored(rows.images[place], options.encoding, options.image_shape_HWC)
+        # What a JPEG decodes to is close to what was summed before it was encoded, and never the same.
+        if options.encoding != "jpeg":
+            pixels = image_HWC.astype(np.int64)
+            sums = (pixels.sum(axis=(0, 1)).tolist(), (pixels**2).sum(axis=(0, 1)).tolist())
+            same = sums == (row["channel_sums"], row["channel_square_sums"])
+            require(same, f"{where}: the pixels of {row['source']!r} are not the ones that were summed")
+
+
+def _with_fetchers(dataset: Dataset) -> Iterator[tuple[ShardInfo, ChunkFetcher, int]]:
+    for split in dataset.manifest.splits:
+        for format_name in dataset.manifest.formats:
+            index = dataset.index(split, format_name)
+            fetcher = ChunkFetcher(dataset.store, index)
+            for shard, first_chunk in zip(index.shards, np.asarray(index.first_chunk_of_shard).tolist(), strict=True):
+                yield shard, fetcher, first_chunk

@@ -1,0 +1,183 @@
+"""The rules of a version that its records can tell: manifest, index, row segments and ledger against each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import pyarrow as pa
+
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.digests import content_digest, layout_digest, ledger_digest
+from shardmill.dataset.ids import add_digests, format_digest, key_hash, sample_id_of
+from shardmill.dataset.index import ROWS_SCHEMA, Contents, count_contents, rows_file
+from shardmill.dataset.manifest import ChannelSums
+from shardmill.dataset.segment import read_segment
+from shardmill.dataset.shard import chunk_digest
+from shardmill.dataset.versions import check_remembered
+from shardmill.errors import IntegrityError
+from shardmill.values import Rejection, ShardInfo
+
+
+@dataclass
+class RecordRules:
+    """The rules, and what several of them look at, read once. A rule says what it found, or raises IntegrityError."""
+
+    dataset: Dataset
+    _rows: dict[str, pa.Table] = field(default_factory=dict)
+
+    @cached_property
+    def rejections(self) -> list[Rejection]:
+        """The rejects ledger."""
+        return self.dataset.read_rejections()
+
+    def manifest(self) -> str:
+        manifest = self.dataset.manifest
+        parent = manifest.parent_version
+        require(
+            parent is None or parent < manifest.version, f"the parent version {parent} is not older than the version"
+        )
+        return f"version {manifest.version}, schema {manifest.schema_version}, by run {manifest.run_id}"
+
+    def remembered(self) -> str:
+        return check_remembered(self.dataset.store, self.dataset.pin.version)
+
+    def segments(self) -> str:
+        manifest = self.dataset.manifest
+        require(ledger_digest(self.rejections) == manifest.ledger_digest, "the ledger's digest is not the manifest's")
+        return f"{len(self.dataset.shards)} shards, {len(self.rejections)} rejections"
+
+    def files_exist(self) -> str:
+        num_bytes = self.dataset.check_files()
+        return f"{2 * len(self.dataset.shards)} files, {num_bytes} bytes"
+
+    def chunks(self) -> str:
+        # What this rule says is checked before anything is read: see `shards_of_table`.
+        return f"{sum(len(shard.chunks) for shard in self.dataset.shards)} chunks"
+
+    def formats_agree(self) -> str:
+        for split in self.dataset.manifest.splits:
+            seen = {
+                name: [(c.num_rows, c.image_bytes, c.content_sha256) for c in self.dataset.index(split, name).chunks]
+                for name in self.dataset.manifest.formats
+            }
+            first = next(iter(seen.values()))
+            require(all(chunks == first for chunks in seen.values()), f"split {split} differs between formats")
+        return ", ".join(self.dataset.manifest.formats)
+
+    def row_segments(self) -> str:
+        num_rows = 0
+        for shard in self.dataset.shards:
+            table = self.rows_of(shard)
+            require(len(table) == shard.num_rows, f"{shard.rows_path} has {len(table)} rows, not {shard.num_rows}")
+            digests = table.column("row_sha256").to_pylist()
+            place = 0
+            for number, chunk in enumerate(shard.chunks):
+                actual = chunk_digest(digests[place : place + chunk.num_rows])
+                require(actual == chunk.content_sha256, f"chunk {number} of {shard.path} holds other rows than counted")
+                place += chunk.num_rows
+            num_rows += len(table)
+        return f"{num_rows} rows in all formats"
+
+    def sample_ids(self) -> str:
+        ids, keys = self.column("sample_id"), self.column("source")
+        require(len(set(ids)) == len(ids), "a sample id occurs twice")
+        wrong = [key for key, sample_id in zip(keys, ids, strict=True) if not _may_have_id(key, sample_id)]
+        require(not wrong, f"{len(wrong)} sample ids do not follow from their keys, {wrong[:1]} first")
+        return f"{len(ids)} ids"
+
+    def accounting(self) -> str:
+        counts, source = self.dataset.manifest.counts, self.dataset.manifest.source
+        accepted = Counter(self.column("source"))
+        rejected = Counter(rejection.key for rejection in self.rejections)
+        both = accepted + rejected
+        twice = [key for key, times in both.items() if times > 1]
+        require(not twice, f"{len(twice)} inputs are counted more than once, {twice[:1]} first")
+        require(
+            counts.listed == accepted.total() + rejected.total(),
+            f"{counts.listed} listed, but {accepted.total()} accepted and {rejected.total()} rejected",
+        )
+        require(
+            format_digest(add_digests(*map(key_hash, both))) == source.key_sum,
+            "the accepted and rejected paths are not the listed ones",
+        )
+        return f"{counts.listed} listed == {accepted.total()} accepted + {rejected.total()} rejected"
+
+    def counts(self) -> str:
+        manifest = self.dataset.manifest
+        counts = manifest.counts
+        by_reason = Counter(str(rejection.reason) for rejection in self.rejections)
+        require(dict(by_reason) == counts.by_reason, "rejections by reason are not as counted")
+        by_split = {split: info.num_rows for split, info in manifest.splits.items()}
+        require(counts.by_split == by_split, f"splits are counted as {counts.by_split} and {by_split}")
+        totals = (sum(by_split.values()), len(self.rejections))
+        require(totals == (counts.accepted, counts.rejected), f"{totals} accepted and rejected, counted otherwise")
+        for split, info in manifest.splits.items():
+            found = Counter(self.column("label", split))
+            require(found.total() == info.num_rows, f"split {split} has {found.total()} rows, counted {info.num_rows}")
+            expected = {number: count for number, count in enumerate(info.class_counts) if count}
+            require(not manifest.class_names or dict(found) == expected, f"classes of split {split} are not as counted")
+        return ", ".join(f"{split} {num_rows}" for split, num_rows in by_split.items())
+
+    def notes(self) -> str:
+        counts = self.dataset.manifest.counts
+        by_note = Counter(note for notes in self.column("notes") for note in notes.split(",") if note)
+        require(dict(by_note) == counts.by_note, f"notes are {dict(by_note)}, counted {counts.by_note}")
+        columns = {name: self.column(name) for name in ("source_sha256", "label")}
+        found = count_contents(pa.table(columns, schema=pa.schema([ROWS_SCHEMA.field(name) for name in columns])))
+        counted = Contents(counts.duplicate_content, counts.conflicting_label)
+        require(found == counted, f"{found}, counted {counted}")
+        return f"{by_note.total()} notes, {found.duplicates} duplicates"
+
+    def sums(self) -> str:
+        manifest = self.dataset.manifest
+        height, width, _ = manifest.normalize.image_shape_HWC
+        names = ("channel_sums", "channel_square_sums")
+        rows = [self.column(name, "train") for name in names]
+        sums, square_sums = (tuple(sum(channel) for channel in zip(*each, strict=True)) for each in rows)
+        found = ChannelSums(num_pixels=len(rows[0]) * height * width, sums=sums, square_sums=square_sums)
+        require(found == manifest.channel_sums, f"channels add up to {found}, counted {manifest.channel_sums}")
+        return f"{found.num_pixels} pixels of train"
+
+    def content(self) -> str:
+        manifest = self.dataset.manifest
+        for split, info in manifest.splits.items():
+            total = add_digests(*(int.from_bytes(digest, "big") for digest in self.column("row_sha256", split)))
+            require(format_digest(total) == info.row_digest_sum, f"the rows of split {split} are not the counted ones")
+        actual = content_digest(
+            manifest.columns, manifest.class_names, manifest.normalization_fingerprint, manifest.splits
+        )
+        require(actual == manifest.content_digest, f"content digest {actual}, manifest says {manifest.content_digest}")
+        return actual[:16]
+
+    def layout(self) -> str:
+        manifest = self.dataset.manifest
+        shards = [shard for shard in self.dataset.shards if shard.format == manifest.formats[0]]
+        actual = layout_digest(manifest.content_digest, shards)
+        require(actual == manifest.layout_digest, f"layout digest {actual}, manifest says {manifest.layout_digest}")
+        return actual[:16]
+
+    def column(self, name: str, split: str | None = None) -> list:
+        """One column of all rows, of the first format."""
+        first = self.dataset.manifest.formats[0]
+        shards = [s for s in self.dataset.shards if s.format == first and split in (None, s.split)]
+        return [value for shard in shards for value in self.rows_of(shard).column(name).to_pylist()]
+
+    def rows_of(self, shard: ShardInfo) -> pa.Table:
+        """A shard's verified row segment."""
+        if shard.rows_path not in self._rows:
+            table = read_segment(self.dataset.store, rows_file(shard), ROWS_SCHEMA, shard.num_rows)
+            self._rows[shard.rows_path] = table
+        return self._rows[shard.rows_path]
+
+
+def _may_have_id(key: str, sample_id: int) -> bool:
+    # A collision, once in a lifetime, moved one key to a later block of its hash.
+    return any(sample_id_of(key, block) == sample_id for block in range(4))
+
+
+def require(holds: bool, problem: str) -> None:
+    """Raise IntegrityError with `problem` unless the rule holds."""
+    if not holds:
+        raise IntegrityError(problem)

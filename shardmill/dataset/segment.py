@@ -1,0 +1,92 @@
+"""Segments: the Parquet files behind a manifest, published under their digest, read only as large as they may be."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardmill.errors import IntegrityError
+from shardmill.sealed import SealedFile, read_sealed, seal_file
+from shardmill.storage import Store, join_uri
+
+RESTORE = "restore it from a copy, or delete it and run `shardmill etl`, which rebuilds what is missing"
+
+# Ours expand 5 to 50 times; a bomb is a file whose few bytes become gigabytes in memory.
+_MAX_EXPANSION, _ALWAYS_ALLOWED_BYTES = 1000, 16_000_000
+
+
+def table_bytes(table: pa.Table) -> bytes:
+    """A segment's file."""
+    out = io.BytesIO()
+    pq.write_table(table, out, compression="zstd")
+    return out.getvalue()
+
+
+def put_segment(store: Store, folder: str, table: pa.Table) -> SealedFile:
+    """Publish a table under a name that follows from its content."""
+    data = table_bytes(table)
+    digest = seal_file("", data).sha256
+    path = f"{folder}/{digest[:32]}.parquet"
+    store.put(path, data)
+    return seal_file(path, data)
+
+
+def read_segment(store: Store, file: SealedFile, schema: pa.Schema, max_rows: int) -> pa.Table:
+    """A verified segment. Raises IntegrityError if it is missing, altered, of another schema or larger than it may be.
+
+    `max_rows` is what the record that names the segment counted.
+    """
+    data = read_sealed(store, file, fix=RESTORE)
+    where = join_uri(store.uri, file.path)
+    try:
+        _check_footer(pq.read_metadata(io.BytesIO(data)), schema, max_rows, len(data), where)
+        # As dictionaries first: a long text that repeats is small until it is written out for each row.
+        texts = [field.name for field in schema if pa.types.is_string(field.type)]
+        table = pq.read_table(io.BytesIO(data), read_dictionary=texts, use_threads=False, pre_buffer=False)
+        _check_size(sum(_plain_bytes(column) for column in table.columns), len(data), where)
+        plain = pa.table([_plain(column) for column in table.columns], schema=schema)
+        plain.validate(full=True)
+        return plain
+    except (pa.ArrowException, OSError) as error:
+        raise IntegrityError(f"{where} does not parse: {error}", "", RESTORE) from None
+
+
+def _check_footer(footer: pq.FileMetaData, schema: pa.Schema, max_rows: int, num_bytes: int, where: str) -> None:
+    found = footer.schema.to_arrow_schema()
+    if not found.equals(schema):
+        raise IntegrityError(f"{where} has columns {found.names}", f"expected {schema.names} with their types")
+    if footer.num_rows > max_rows:
+        raise IntegrityError(f"{where} has {footer.num_rows} rows", f"expected at most {max_rows}, which were counted")
+    # Each of our rows has a digest or a key of its own, so even the best compression needs a byte for it.
+    if footer.num_rows > num_bytes:
+        raise IntegrityError(f"{where} claims {footer.num_rows} rows in {num_bytes} bytes", "no honest segment does")
+    groups = [footer.row_group(number).total_byte_size for number in range(footer.num_row_groups)]
+    _check_size(sum(groups), num_bytes, where)
+
+
+def _check_size(plain_bytes: int, num_bytes: int, where: str) -> None:
+    if plain_bytes > _MAX_EXPANSION * num_bytes + _ALWAYS_ALLOWED_BYTES:
+        raise IntegrityError(
+            f"{where} would grow from {num_bytes} to {plain_bytes} bytes in memory",
+            f"expected at most {_MAX_EXPANSION} times its size",
+            "do not use this dataset; find out who wrote it",
+        )
+
+
+def _plain_bytes(column: pa.ChunkedArray) -> int:
+    if not pa.types.is_dictionary(column.type):
+        return column.nbytes
+    num_bytes = 0
+    for chunk in column.chunks:
+        lengths = np.array([len(text) for text in chunk.dictionary.to_pylist()], dtype=np.int64)
+        num_bytes += int(lengths[chunk.indices.drop_null().to_numpy()].sum())
+    return num_bytes
+
+
+def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    if not pa.types.is_dictionary(column.type):
+        return column
+    return pa.chunked_array([chunk.dictionary_decode() for chunk in column.chunks], column.type.value_type)

@@ -1,0 +1,115 @@
+"""Pending records: believed only as they were written, with every byte they speak for; gone when nobody needs them."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.job import build_dataset, commit_results
+from etl.pending import PENDING, kept_and_missing, pending_path
+from etl.plan import BuildPlan, plan_build
+from etl.write_unit import write_unit
+from shardmill.config import DatasetConfig
+from shardmill.dataset import open_dataset, verify_dataset
+from shardmill.storage import open_store
+from tests.support import write_images
+
+_SEED = random.SystemRandom().randrange(2**32)
+_ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20, formats=("parquet",), chunk_bytes=4_000)
+
+
+def tree_for(folder: Path, etl: EtlConfig = _ETL) -> EtlTree:
+    return EtlTree(
+        source=SourceConfig(uri=str(folder / "images")), dataset=DatasetConfig(uri=str(folder / "dataset")), etl=etl
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_images(tmp_path / "images", num_images=60)
+    return tmp_path
+
+
+def finish(plan: BuildPlan) -> None:
+    """Run every unit, and be killed before the commit."""
+    for unit in plan.units:
+        write_unit(unit, plan.task)
+
+
+def pending(folder: Path) -> list[str]:
+    return [file.path for file in open_store(folder / "dataset").list(PENDING)]
+
+
+def test_whatever_byte_of_a_record_is_altered_its_unit_runs_again(folder: Path):
+    print(f"seed {_SEED}")
+    rng = random.Random(_SEED)
+    plan = plan_build(tree_for(folder), run_id="a")
+    finish(plan)
+    assert kept_and_missing(plan.store, plan.units)[1] == []
+    file = folder / "dataset" / pending_path(plan.units[0])
+    whole = file.read_bytes()
+    for _ in range(150):
+        data = bytearray(whole)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        file.write_bytes(data)
+        assert kept_and_missing(plan.store, plan.units)[1] == [plan.units[0]]
+    for data in (b"", whole[:-1], b"[" * 100_000):
+        file.write_bytes(data)
+        assert kept_and_missing(plan.store, plan.units)[1] == [plan.units[0]]
+    # Another unit's record under this unit's name is whole, and not the one.
+    shutil.copy(folder / "dataset" / pending_path(plan.units[1]), file)
+    assert kept_and_missing(plan.store, plan.units)[1] == [plan.units[0]]
+
+
+@pytest.mark.parametrize("kind", ["shards", "rows"])
+def test_a_kept_unit_whose_files_were_altered_since_runs_again(kind: str, folder: Path):
+    print(f"seed {_SEED}")
+    rng = random.Random(_SEED)
+    plan = plan_build(tree_for(folder), run_id="a")
+    finish(plan)
+    file = rng.choice(sorted((folder / "dataset" / kind).rglob("*.*")))
+    data = bytearray(file.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    file.write_bytes(data)
+    kept, missing = kept_and_missing(plan.store, plan.units)
+    assert len(missing) == 1
+    commit_results(plan, [*kept, *(write_unit(unit, plan.task) for unit in missing)])
+    verify_dataset(open_dataset(str(folder / "dataset")), deep=True).raise_if_failed()
+
+
+def test_a_kill_just_behind_the_commit_leaves_nothing_for_ever(folder: Path):
+    plan = plan_build(tree_for(folder), run_id="a")
+    results = [write_unit(unit, plan.task) for unit in plan.units]
+    shutil.copytree(folder / "dataset" / PENDING, folder / "left")
+    commit_results(plan, results)
+    assert pending(folder) == [] and not (folder / "dataset" / PENDING).exists()
+    # The same build again, which has nothing to do.
+    shutil.copytree(folder / "left", folder / "dataset" / PENDING)
+    assert build_dataset(tree_for(folder), run_id="b").skipped
+    assert pending(folder) == []
+    # Another build, whose units are others.
+    shutil.copytree(folder / "left", folder / "dataset" / PENDING)
+    other = plan_build(tree_for(folder, _ETL.model_copy(update={"image_size": 8})), run_id="c")
+    assert {pending_path(unit) for unit in other.units}.isdisjoint(pending(folder))
+    commit_results(other, [write_unit(unit, other.task) for unit in other.units])
+    assert pending(folder) == []
+
+
+def test_records_of_another_build_that_was_interrupted_stay_until_they_are_abandoned(folder: Path):
+    other = plan_build(tree_for(folder, _ETL.model_copy(update={"image_size": 8})), run_id="a")
+    finish(other)
+    left = pending(folder)
+    plan = plan_build(tree_for(folder), run_id="b")
+    commit_results(plan, [write_unit(unit, plan.task) for unit in plan.units])
+    assert sorted(pending(folder)) == sorted(left)
+    assert kept_and_missing(other.store, other.units)[1] == []
+    for path in left:
+        os.utime(folder / "dataset" / path, (time.time() - 8 * 86_400,) * 2)
+    assert build_dataset(tree_for(folder), run_id="c").skipped
+    assert pending(folder) == []
