@@ -80,8 +80,7 @@ def build_dataset(
     # Skip all of it if the latest version was made from the same listing and config.
     parent = _up_to_date_parent(plan)
     if parent is not None:
-        # A run that was killed just behind its commit has left them.
-        clear_pending(plan.store, plan.units, parent.version)
+        clear_pending(plan.store, plan.units, parent.version)  # of a run that was killed just behind its commit
         observer.event("etl.unchanged", {"version": parent.version})
         return BuildOutcome(
             pin=_pin(plan.store, parent),
