@@ -54,7 +54,7 @@ def claims(manifest: Manifest) -> dict[str, Manifest]:
     """The manifest with one thing that it claims changed, for each such thing."""
     counts, sums, train = manifest.counts, manifest.channel_sums, manifest.splits["train"]
     changed: dict[str, Manifest] = {}
-    for name in ("listed", "accepted", "rejected", "duplicate_content"):
+    for name in ("listed", "accepted", "rejected", "duplicate_content", "conflicting_label"):
         wrong = counts.model_copy(update={name: getattr(counts, name) + 1})
         changed[name] = manifest.model_copy(update={"counts": wrong})
     for name in ("by_reason", "by_split", "by_note"):
