@@ -86,6 +86,8 @@ class StoredEncoding:
 
     encode: Callable[[np.ndarray, NormalizeOptions], bytes]
     decode: Callable[[bytes | memoryview, tuple[int, int, int]], np.ndarray]
+    read_size: Callable[[bytes | memoryview], tuple[int, int] | None]
+    """Height and width that the header declares; None for an encoding without a header."""
 
 
 def encode_image(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
@@ -95,8 +97,13 @@ def encode_image(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
 
 def decode_stored(data: bytes | memoryview, encoding: str, shape_HWC: tuple[int, int, int]) -> np.ndarray:
     """What `encode_image` wrote, as uint8 pixels of `shape_HWC` (read-only for `raw`); the reader's hot path."""
+    stored = STORED_ENCODINGS[encoding]
     try:
-        image_HWC = STORED_ENCODINGS[encoding].decode(data, shape_HWC)
+        # By its header first: a bomb in a shard must not be unpacked to be found out.
+        declared_HW = stored.read_size(data)
+        if declared_HW is not None and declared_HW != shape_HWC[:2]:
+            raise IntegrityError(f"a stored {encoding} image declares {declared_HW}", f"expected {shape_HWC[:2]}")
+        image_HWC = stored.decode(data, shape_HWC)
     except (ValueError, cv2.error) as error:
         raise IntegrityError(f"a stored {encoding} image does not decode: {error}") from error
     if image_HWC.shape != shape_HWC:
@@ -118,6 +125,11 @@ def _decode_jpeg(data: bytes | memoryview, shape_HWC: tuple[int, int, int]) -> n
     return simplejpeg.decode_jpeg(data, "GRAY" if shape_HWC[2] == 1 else "RGB")
 
 
+def _read_jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
+    height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+    return height, width
+
+
 def _encode_png(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
     stored = image_HWC if image_HWC.shape[2] == 1 else cv2.cvtColor(image_HWC, cv2.COLOR_RGB2BGR)
     _, encoded = cv2.imencode(".png", stored, [cv2.IMWRITE_PNG_COMPRESSION, PNG_COMPRESSION_LEVEL])
@@ -133,6 +145,12 @@ def _decode_png(data: bytes | memoryview, shape_HWC: tuple[int, int, int]) -> np
     return cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)
 
 
+def _read_png_size(data: bytes | memoryview) -> tuple[int, int]:
+    if len(data) < 24:
+        raise ValueError("it ends inside the header")
+    return int.from_bytes(data[20:24]), int.from_bytes(data[16:20])
+
+
 def _encode_raw(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
     return image_HWC.tobytes()
 
@@ -142,7 +160,7 @@ def _decode_raw(data: bytes | memoryview, shape_HWC: tuple[int, int, int]) -> np
 
 
 STORED_ENCODINGS = {
-    "jpeg": StoredEncoding(encode=_encode_jpeg, decode=_decode_jpeg),
-    "png": StoredEncoding(encode=_encode_png, decode=_decode_png),
-    "raw": StoredEncoding(encode=_encode_raw, decode=_decode_raw),
+    "jpeg": StoredEncoding(encode=_encode_jpeg, decode=_decode_jpeg, read_size=_read_jpeg_size),
+    "png": StoredEncoding(encode=_encode_png, decode=_decode_png, read_size=_read_png_size),
+    "raw": StoredEncoding(encode=_encode_raw, decode=_decode_raw, read_size=lambda data: None),
 }

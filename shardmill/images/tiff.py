@@ -217,7 +217,7 @@ def _decompress(strips: Sequence[memoryview], layout: Layout) -> np.ndarray:
 
 
 def _inflate(strip: memoryview, num_bytes: int) -> bytes:
-    """By zlib itself: libtiff does not compare the checksum at the end."""
+    """By zlib itself: libtiff accepts a strip whose checksum was cut off."""
     inflater = zlib.decompressobj()
     try:
         raw = inflater.decompress(strip, num_bytes)

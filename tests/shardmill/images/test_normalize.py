@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from shardmill.images.normalize import (
     normalize,
 )
 from shardmill.options import NormalizeOptions
-from tests.shardmill.images.make import gray_photo, photo
+from tests.shardmill.images.make import gray_photo, jpeg, photo, png
 
 LOSSLESS = {"png", "raw"}
 
@@ -152,3 +153,15 @@ def test_gray_pixels_of_any_stride_are_taken() -> None:
     assert np.array_equal(
         normalize(turned_HWC, options_of(20)), normalize(np.ascontiguousarray(turned_HWC), options_of(20))
     )
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "png"])
+def test_a_bomb_in_a_shard_is_refused_by_its_header(encoding: str) -> None:
+    bomb = png(np.zeros((6000, 6000, 3), np.uint8)) if encoding == "png" else jpeg(np.zeros((6000, 6000, 3), np.uint8))
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(IntegrityError, match=r"declares \(6000, 6000\)"):
+        decode_stored(bomb, encoding, (24, 24, 3))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 20_000
+    for cut in (0, 3, 20):
+        with pytest.raises(IntegrityError):
+            decode_stored(bomb[:cut], encoding, (24, 24, 3))
