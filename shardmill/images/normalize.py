@@ -127,7 +127,7 @@ def _decode_jpeg(data: bytes | memoryview, shape_HWC: tuple[int, int, int]) -> n
 
 def _read_jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
     height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-    return height, width
+    return int(height), int(width)
 
 
 def _encode_png(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
