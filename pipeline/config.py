@@ -90,12 +90,10 @@ def load_for_models(
 ) -> PipelineTree:
     """The tree of a TOML file, or of a models folder or URI with defaults for everything else; `@N` is left aside."""
     from shardmill.dataset.dataset import split_version
-    from train.exported import require_exports
 
     uri, _ = split_version(models_or_config)
     if uri.endswith(".toml"):
         return load_pipeline(uri, overrides, workdir)
-    require_exports(uri)
     return _with_absolute_uris(load_tree(PipelineTree, None, overrides, {"models": {"uri": uri}}), workdir)
 
 

@@ -42,7 +42,7 @@ def promote_stage(
     models_or_config: str, common: Common, *, rollback: bool, require: bool, replace_current: bool
 ) -> StageRecord:
     """Through the gate (a config's export, or the newest one of a models URI), by name (`MODELS@N`), or back."""
-    from train.exported import newest_export
+    from train.exported import newest_export, require_exports
     from train.job import promotion_record
     from train.promote import Promotion, choose_export, promote_export, roll_back
 
@@ -60,6 +60,9 @@ def promote_stage(
 
     def promote(run: Run) -> Promotion:
         models_uri = run.tree.models.uri
+        if not uri.endswith(".toml"):
+            # A folder of images, say: whatever is asked for, it is not in there.
+            require_exports(models_uri)
         if rollback:
             return roll_back(models_uri, run.id)
         if number is not None:

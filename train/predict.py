@@ -14,7 +14,7 @@ from shardmill.dataset.dataset import split_version
 from shardmill.errors import UsageError
 from shardmill.images.decode import DECODER_ID
 from shardmill.images.normalize import decode_stored, normalization_fingerprint
-from shardmill.images.process import process_image
+from shardmill.images.sandbox import DecodeLimits, DecodeSandbox
 from shardmill.options import NormalizeOptions
 from shardmill.values import Rejection, SourceImage
 from train.current import current_export
@@ -74,17 +74,23 @@ def predict_images(model: str, paths: Sequence[str], num_top: int = 1) -> list[P
     return predict_files(open_model(model), list_files(paths), num_top)
 
 
-def predict_files(model: ExportedModel, paths: Sequence[str], num_top: int = 1) -> list[Prediction]:
+def predict_files(
+    model: ExportedModel, paths: Sequence[str], num_top: int = 1, limits: DecodeLimits | None = None
+) -> list[Prediction]:
     """One prediction for each path, in order. A file that the ETL would reject is rejected, for the same reason."""
     predictions: list[Prediction] = []
-    for start in range(0, len(paths), MAX_BATCH_SIZE):
-        predictions += _predict_batch(model, paths[start : start + MAX_BATCH_SIZE], num_top)
+    with DecodeSandbox(limits) as sandbox:
+        for start in range(0, len(paths), MAX_BATCH_SIZE):
+            batch = paths[start : start + MAX_BATCH_SIZE]
+            images = [_read_image(path, sandbox, model.export.record.normalize) for path in batch]
+            predictions += _predict_batch(model, batch, images, num_top)
     return predictions
 
 
-def _predict_batch(model: ExportedModel, paths: Sequence[str], num_top: int) -> list[Prediction]:
+def _predict_batch(
+    model: ExportedModel, paths: Sequence[str], read: Sequence[np.ndarray | Rejection], num_top: int
+) -> list[Prediction]:
     record = model.export.record
-    read = [_read_image(path, record.normalize) for path in paths]
     images = [image for image in read if isinstance(image, np.ndarray)]
     probabilities_NK = model.predict(np.stack(images)) if images else np.empty((0, len(record.class_names)))
     of_images = iter(probabilities_NK)
@@ -100,12 +106,12 @@ def _predict_batch(model: ExportedModel, paths: Sequence[str], num_top: int) -> 
     return predictions
 
 
-def _read_image(path: str, options: NormalizeOptions) -> np.ndarray | Rejection:
+def _read_image(path: str, sandbox: DecodeSandbox, options: NormalizeOptions) -> np.ndarray | Rejection:
     """The normalized pixels of an image file as the model saw them in training: stored encoding included."""
     data = read_file(path, options.max_source_bytes)
     if isinstance(data, Rejection):
         return data
-    sample = process_image(SourceImage(path, len(data)), data, options)
+    sample = sandbox.process(SourceImage(path, len(data)), data, options)
     if isinstance(sample, Rejection):
         return sample
     return decode_stored(sample.image, options.encoding, options.image_shape_HWC)

@@ -6,18 +6,20 @@ import os
 import shutil
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 
 from shardmill.config import DatasetConfig, ModelsConfig
 from shardmill.dataset import open_dataset
 from shardmill.errors import IntegrityError, UsageError
+from shardmill.images.sandbox import DecodeLimits
 from tests.support import make_dataset
 from train.config import GateConfig, TrainConfig, TrainTree
 from train.exported import load_exported
 from train.job import export_model, promote_model, train_model
 from train.observer import SilentObserver
-from train.predict import MAX_BATCH_SIZE, open_model, predict_images
+from train.predict import MAX_BATCH_SIZE, open_model, predict_files, predict_images
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,8 @@ def folder(tmp_path_factory) -> Path:
     )
     exported = export_model(tree, train_model(tree, SilentObserver()), "run")
     assert promote_model(tree, exported, "run").gate.decision == "promoted"
+    # 48 megapixels in some kilobytes: as large as is allowed, and 144 MB when it is decoded.
+    assert cv2.imwrite(str(folder / "bomb.png"), np.zeros((6000, 8000, 3), np.uint8))
     return folder
 
 
@@ -74,6 +78,15 @@ def test_what_is_no_regular_file_is_rejected_without_waiting_for_it(folder, tmp_
     predictions = predict_images(str(folder / "models"), [*paths, str(good)])
     reasons = [each.rejection.split(":")[0] for each in predictions]
     assert reasons == [*["not_regular_file"] * 3, "too_large_bytes", "unreadable", ""]
+
+
+def test_an_image_that_takes_too_much_is_rejected_and_the_next_one_is_not(folder):
+    """Decoding happens in a process of its own, under limits."""
+    good = [str(each) for each in sorted((folder / "images").rglob("*.png"))[:2]]
+    model = open_model(str(folder / "models"))
+    assert [each.rejection for each in predict_files(model, good)] == ["", ""]
+    too_little = predict_files(model, [str(folder / "bomb.png"), good[0]], limits=DecodeLimits(memory_bytes=20_000_000))
+    assert [each.rejection.split(":")[0] for each in too_little] == ["decoder_memory", ""]
 
 
 def test_folders_are_their_files_in_order(folder, tmp_path):
