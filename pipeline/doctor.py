@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
 from pipeline.config import PipelineTree
+from pipeline.preflight import Check, checks, listing_facts
 from shardmill.errors import ShardmillError
 from shardmill.registry import install_hint
-from shardmill.storage import open_store
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -49,8 +48,7 @@ def examine(tree: PipelineTree, workdir: str) -> list[Finding]:
         *_packages(tree),
         _java(),
         _compiler(),
-        *_source(tree),
-        *_stores(tree, workdir),
+        *_preflight(tree, workdir),
         _slots(tree),
     ]
 
@@ -88,46 +86,35 @@ def _compiler() -> Finding:
     return Finding("ok", "g++", compiler)
 
 
-def _source(tree: PipelineTree) -> Iterator[Finding]:
-    uri = tree.source.uri
-    if not uri:
-        yield Finding("warn", "source.uri", "not set", "set it in the config, or run on a folder")
-    elif "://" not in uri and not os.path.isdir(uri):
-        yield Finding("fail", "source.uri", f"{uri} is not a folder", "correct source.uri")
-    else:
-        yield Finding("ok", "source.uri", uri)
+def _preflight(tree: PipelineTree, workdir: str) -> Iterator[Finding]:
+    """What a run would be refused for; then, if nothing is, what the listing of the source says."""
+    uris = {"source.uri": tree.source.uri, "dataset.uri": tree.dataset.uri, "models.uri": tree.models.uri}
+    unset = [subject for subject, uri in uris.items() if not uri]
+    yield from (Finding("warn", subject, "not set", f"set {subject} in the config") for subject in unset)
+    is_refused = bool(unset)
+    for check in checks(tree, workdir):
+        if check.subject not in unset:
+            finding = _looked(check)
+            is_refused |= finding.status == "fail"
+            yield finding
+    if not is_refused:
+        try:
+            for subject, found in listing_facts(tree):
+                yield Finding("warn" if subject == "warning" else "ok", f"source: {subject}", found)
+        except ShardmillError as error:
+            yield _failed("source", error)
 
 
-def _stores(tree: PipelineTree, workdir: str) -> Iterator[Finding]:
-    stores = {"--workdir": workdir, "dataset.uri": tree.dataset.uri, "models.uri": tree.models.uri}
-    for subject, uri in stores.items():
-        if uri:
-            yield _checked(subject, lambda uri=uri: _commit_round_trip(uri))
-        else:
-            yield Finding("warn", subject, "not set", f"set {subject} in the config")
-
-
-def _checked(subject: str, look: Callable[[], Finding | str]) -> Finding:
+def _looked(check: Check) -> Finding:
     try:
-        found = look()
-    except (ShardmillError, OSError) as error:
-        return Finding("fail", subject, str(error), "check the path, its permissions and the AWS_* environment")
-    return found if isinstance(found, Finding) else Finding("ok", subject, found)
+        return Finding("ok", check.subject, check.look())
+    except ShardmillError as error:
+        return _failed(check.subject, error)
 
 
-def _commit_round_trip(uri: str) -> Finding | str:
-    """Whether the one primitive that commits stand on works here: the second writer must be told that it lost."""
-    store = open_store(uri)
-    path = f"doctor-{secrets.token_hex(6)}"
-    try:
-        first, second = store.put_if_absent(path, b"first"), store.put_if_absent(path, b"second")
-        kept = store.read(path)
-    finally:
-        store.delete(path)
-    if (first, second, kept) != (True, False, b"first"):
-        fix = "use a store with conditional writes (If-None-Match)"
-        return Finding("fail", "storage", f"{uri} let a second writer win; datasets cannot be committed to it", fix)
-    return f"{store.uri}: put_if_absent works"
+def _failed(subject: str, error: ShardmillError) -> Finding:
+    found = "; ".join(part for part in (error.what, error.expected) if part)
+    return Finding("fail", subject, found, error.fix or "check the path, its permissions and the AWS_* environment")
 
 
 def _slots(tree: PipelineTree) -> Finding:

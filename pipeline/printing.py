@@ -71,7 +71,8 @@ def _dataset_rows(sections: Mapping[str, Any]) -> Rows:
     if not dataset:
         return []
     counts = dataset["counts"]
-    splits = ", ".join(f"{name} {count:,}" for name, count in counts["by_split"].items())
+    in_order = sorted(counts["by_split"].items(), key=lambda split: ("train", "validation", "test").index(split[0]))
+    splits = ", ".join(f"{name} {count:,}" for name, count in in_order)
     return [
         ("images", f"{counts['accepted']:,} accepted, {counts['rejected']:,} rejected of {counts['listed']:,} listed"),
         ("splits", splits),

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from pipeline.record import RunRecord
 from shardmill.events import FieldValue
+from shardmill.printable import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PLAIN_LINE_SECONDS = 5.0
+WARNING = "WARNING: "
 # What a person should read among the events; the rest is for `events.jsonl`.
 SENTENCES = {
     "etl.listed": "etl: {listed:,} inputs listed, {images:,} of them named like images, {units} work units",
@@ -36,8 +38,9 @@ SENTENCES = {
 class RunProgress:
     """The observer of a run's stages. Use it as a context manager around them."""
 
-    def __init__(self, record: RunRecord) -> None:
+    def __init__(self, record: RunRecord, num_epochs: int) -> None:
         self._record = record
+        self._num_epochs = num_epochs
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._first_seen: dict[str, tuple[float, int]] = {}
@@ -55,6 +58,7 @@ class RunProgress:
 
     def say(self, line: str) -> None:
         """One line for the person."""
+        line = printable(line)
         if self._bars is not None:
             self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -77,15 +81,23 @@ class RunProgress:
             case "verify.progress":
                 self._advance("verify", int(numbers["num_done"]), int(numbers["num_shards"]), "shards")
             case "train.progress":
-                label = f"train, epoch {int(numbers['epoch']) + 1}"
+                label = f"train, epoch {self._epoch(numbers)}"
                 unit = f"steps, loss {numbers['loss']:.4f}"
                 self._advance(label, int(numbers["step"]) + 1, int(numbers["num_steps"]), unit)
             case _:
                 self._record.event(name, **fields)
                 if name == "train.epoch" and fields.get("rank", 0) == 0:
-                    self.finish(_epoch_line(numbers))
+                    self.finish(_epoch_line(self._epoch(numbers), numbers))
                 elif name in SENTENCES and fields.get("rank", 0) == 0:
-                    self.say(SENTENCES[name].format(**fields))
+                    shown = {"epoch": self._epoch(numbers), "step": int(numbers.get("step", 0)) + 1}
+                    sentence = SENTENCES[name].format(**{**fields, **shown})
+                    self.say(sentence)
+                    if WARNING in sentence:
+                        self._record.warn(sentence.partition(WARNING)[2])
+
+    def _epoch(self, numbers: Mapping[str, int | float]) -> str:
+        """People count from 1, all others from 0."""
+        return f"{int(numbers.get('epoch', 0)) + 1}/{self._num_epochs}"
 
     def _advance(self, label: str, num_done: int, num_total: int, unit: str) -> None:
         if self._bars is not None:
@@ -104,14 +116,14 @@ class RunProgress:
         self.say(f"{label}: {num_done:,} of {num_total:,} {unit}{pace}")
 
 
-def _epoch_line(numbers: Mapping[str, int | float]) -> str:
+def _epoch_line(epoch: str, numbers: Mapping[str, int | float]) -> str:
     validation = ""
     if "validation_accuracy" in numbers:
         validation = (
             f"; validation loss {numbers['validation_loss']:.4f}, accuracy {numbers['validation_accuracy']:.4f}"
         )
     return (
-        f"train: epoch {int(numbers['epoch']) + 1} in {numbers['seconds']:.1f} s: loss {numbers['train_loss']:.4f}, "
+        f"train: epoch {epoch} in {numbers['seconds']:.1f} s: loss {numbers['train_loss']:.4f}, "
         f"accuracy {numbers['train_accuracy']:.4f}{validation}"
     )
 

@@ -13,6 +13,7 @@ from shardmill.events import (
     new_run_id,
     redacted_record,
     run_folder,
+    with_warnings,
     write_stage_record,
     write_summary,
 )
@@ -31,6 +32,7 @@ class RunRecord:
         self.uri = join_uri(self.store.uri, self.folder)
         self._is_single_stage = is_single_stage
         self._events = LineLog(self.store, f"{self.folder}/events.jsonl")
+        self._warnings: list[str] = []
 
     def open(self, config_toml: str) -> None:
         """The run goes on from here: keep its config, and say so in the summary."""
@@ -40,6 +42,10 @@ class RunRecord:
     def event(self, name: str, **fields: Any) -> None:
         """One line of `events.jsonl`."""
         self._events.append({"time": round(time.time(), 3), "event": name, **redacted(fields)})
+
+    def warn(self, message: str) -> None:
+        """Keep a warning of the stage that is under way, for the summary and the report."""
+        self._warnings.append(message)
 
     def stage(self, name: str, work: Callable[[], StageRecord]) -> StageRecord:
         """Do one stage and record how it ended; its error is raised on."""
@@ -62,6 +68,24 @@ class RunRecord:
         self._events.close()
         return summary
 
+    def report_failure(self, error: Exception, say: Callable[[str], None]) -> None:
+        """Write the report of a run that ends with `error`, as far as it came, and say where it is."""
+        from pipeline.report import write_report
+
+        end = failed_stage("run", error)
+        try:
+            path = write_report(
+                self.workdir, self.run_id, write_summary(self.workdir, self.run_id, end.exit_code, end.error)
+            )
+            record = StageRecord(stage="report", sections={"report": {"path": path}})
+            write_stage_record(self.workdir, self.run_id, "report", record, is_last=False)
+        except Exception as problem:  # the run's own error is the one that counts
+            self.event("report.warning", message=f"no report could be written: {problem}")
+        else:
+            say(f"report: {path}")
+
     def _end(self, record: StageRecord) -> None:
+        record = with_warnings(record, self._warnings)
+        self._warnings = []
         write_stage_record(self.workdir, self.run_id, record.stage, record, is_last=self._is_single_stage)
         self.event("stage.ended", stage=record.stage, status=record.status, seconds=round(record.seconds, 3))

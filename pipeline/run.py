@@ -9,7 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import require
-from pipeline.stages import build, evaluation_record, open_run, report_record, run_export, train, verify
+from pipeline.preflight import refuse_what_cannot_work
+from pipeline.stages import (
+    build,
+    evaluation_record,
+    open_run,
+    report_record,
+    reported_if_it_fails,
+    run_export,
+    setting,
+    train,
+    verify,
+)
 from shardmill.events import write_summary
 
 if TYPE_CHECKING:
@@ -26,12 +37,16 @@ def run_pipeline(
     from pipeline.report import write_report
     from train.job import export_model, promote_model, promotion_record
 
-    with open_run(source_or_config, common, is_single_stage=False) as run:
+    with open_run(source_or_config, common, is_single_stage=False) as run, reported_if_it_fails(run):
         require(run.tree, "source", "dataset")
         train_tree = run.tree.train_tree()
 
+        # What cannot work is said before anything costs time, and so is what was inferred.
+        refuse_what_cannot_work(run.tree, common.workdir)
+        run.progress.say(setting(run.tree, common.workdir))
+
         # Images to a committed dataset version, and a look at whether it keeps every rule.
-        pin = build(run, replace_source=replace_source)
+        pin = build(run, replace_source=replace_source, will_train=True)
         report = verify(run, f"{pin.uri}@{pin.version}", deep=False)
         report.raise_if_failed()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import PipelineTree, load_pipeline, to_toml, without_secrets
+from pipeline.preflight import TrainableListing
 from pipeline.progress import RunProgress
 from pipeline.record import RunRecord
 from shardmill.events import StageRecord, failed_stage, write_summary
@@ -56,7 +57,7 @@ def open_run(
     try:
         tree = load(source_or_config, common.overrides, common.workdir)
         record.open(to_toml(without_secrets(tree)))
-        with RunProgress(record) as progress, spark_log(record.store, f"{record.folder}/spark.log"):
+        with RunProgress(record, tree.train.epochs) as progress, spark_log(record.store, f"{record.folder}/spark.log"):
             yield Run(tree, record, progress)
     except BaseException as error:  # recorded and raised on: also Ctrl-C and SIGTERM belong into the summary
         record.close(error)
@@ -64,15 +65,52 @@ def open_run(
     record.close()
 
 
-def build(run: Run, *, replace_source: bool) -> DatasetPin:
-    """The ETL; returns the version that the rest of this run works on, whoever commits another one meanwhile."""
+def setting(tree: PipelineTree, workdir: str) -> str:
+    """What was inferred before anything is listed: sizes, model, ranks, device, and where results go."""
+    train = tree.train
+    ranks = f"{train.num_workers} rank{'s' * (train.num_workers > 1)} by {train.launcher}"
+    return (
+        f"run: images at {tree.etl.image_size} pixels; {train.model}, {train.epochs} epochs on {ranks}, "
+        f"{_device()}; dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
+    )
+
+
+def _device() -> str:
+    """CPU or GPU, without importing TensorFlow."""
+    from importlib import metadata
+    from pathlib import Path
+
+    has_gpu = Path("/dev/nvidia0").exists()
+    try:
+        metadata.version("tensorflow-cpu")
+    except metadata.PackageNotFoundError:
+        return "GPU" if has_gpu else "CPU"
+    return "CPU (a GPU is here; tensorflow-cpu does not use it)" if has_gpu else "CPU"
+
+
+@contextmanager
+def reported_if_it_fails(run: Run) -> Iterator[None]:
+    """A run that fails gets its report too: what was refused, and how far it came, is what one wants to see then."""
+    try:
+        yield
+    except Exception as error:
+        run.record.report_failure(error, run.progress.say)
+        raise
+
+
+def build(run: Run, *, replace_source: bool, will_train: bool = False) -> DatasetPin:
+    """The ETL; returns the version that the rest of this run works on, whoever commits another one meanwhile.
+
+    `will_train`: a source that nothing can be trained on is refused once it is listed.
+    """
     from etl.job import BuildOutcome, build_dataset, stage_record
 
     tree = run.tree.etl_tree()
+    observer = TrainableListing(run.progress) if will_train else run.progress
     outcomes: list[BuildOutcome] = []
 
     def work() -> StageRecord:
-        outcomes.append(build_dataset(tree, run_id=run.id, observer=run.progress, replace_source=replace_source))
+        outcomes.append(build_dataset(tree, run_id=run.id, observer=observer, replace_source=replace_source))
         return stage_record(outcomes[0], tree)
 
     run.stage("etl", work)

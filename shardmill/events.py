@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
@@ -159,6 +159,13 @@ def failed_stage(stage: str, error: BaseException, seconds: float = 0.0) -> Stag
     elif isinstance(error, KeyboardInterrupt):
         line = "interrupted by Ctrl-C"
     return StageRecord(stage=stage, status="failed", exit_code=exit_code_of(error), error=line, seconds=seconds)
+
+
+def with_warnings(record: StageRecord, messages: Sequence[str]) -> StageRecord:
+    """The record, and in its section `warnings` what the stage warned of."""
+    if not messages:
+        return record
+    return record.model_copy(update={"sections": {**record.sections, "warnings": {record.stage: list(messages)}}})
 
 
 def exit_code_of(error: BaseException) -> int:

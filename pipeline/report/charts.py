@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -90,7 +91,7 @@ def bar_chart(bars: Sequence[Bar], *, part_names: Sequence[str], title: str, lim
         sums = tuple(sum(bar.parts[index] for bar in rest) for index in range(len(part_names)))
         shown = [*shown[: limit - 1], Bar(f"{len(rest)} more", sums)]
     width, row, top = 560, 22, 4
-    left = min(220, 16 + int(CHARACTER_WIDTH * max(len(shorten(bar.label)) for bar in shown)))
+    left = 16 + int(max(text_width(shorten(bar.label)) for bar in shown))
     longest = max(sum(bar.parts) for bar in shown) or 1
     scale = (width - left - 64) / longest
     parts: list[str] = []
@@ -133,12 +134,17 @@ def confusion_chart(names: Sequence[str], counts_true_predicted: Sequence[Sequen
         return empty("no classes")
     num_classes = len(names)
     cell = max(9, min(40, 460 // num_classes))
-    left = min(150, 22 + int(CHARACTER_WIDTH * max(len(shorten(name, 18)) for name in names)))
-    longest = max(len(shorten(name, 18)) for name in names)
-    is_tilted = longest * CHARACTER_WIDTH > cell
-    top = 34 if not is_tilted else 30 + int(longest * CHARACTER_WIDTH * 0.75)
+    longest = max(text_width(shorten(name, 18)) for name in names)
+    # The names of the rows, and beside them, upright, the name of their axis.
+    left = 40 + int(longest)
+    is_tilted = longest > cell
+    top = 34 if not is_tilted else 34 + int(longest * 0.75)
     size = cell * num_classes
-    parts = [text(left + size / 2, 12, "predicted", anchor="middle", fill=MUTED)]
+    middle = top + size / 2
+    parts = [
+        text(left + size / 2, 12, "predicted", anchor="middle", fill=MUTED),
+        f'<g transform="rotate(-90 12 {middle:.1f})">{text(12, middle, "true", anchor="middle", fill=MUTED)}</g>',
+    ]
     for row, (name, counts) in enumerate(zip(names, counts_true_predicted, strict=True)):
         total = sum(counts) or 1
         y = top + row * cell
@@ -162,7 +168,10 @@ def confusion_chart(names: Sequence[str], counts_true_predicted: Sequence[Sequen
                 ink = "#fff" if opacity > 0.55 else INK
                 parts.append(text(x + cell / 2, y + cell / 2 + 4, str(count), anchor="middle", fill=ink))
     return svg(
-        left + size + (60 if is_tilted else 8), top + size + 8, parts, "confusion matrix, rows are the true class"
+        left + size + (int(longest * 0.75) if is_tilted else 8),
+        top + size + 8,
+        parts,
+        "confusion matrix, rows are the true class",
     )
 
 
@@ -193,6 +202,11 @@ def text(x: float, y: float, words: str, *, anchor: str = "start", fill: str, we
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}" font-weight="{weight}">'
         f"{escape(words)}{title}</text>"
     )
+
+
+def text_width(words: str) -> float:
+    """About how wide `words` are: Chinese, Japanese and Korean characters and emoji take the room of two."""
+    return sum(CHARACTER_WIDTH * (2 if unicodedata.east_asian_width(each) in "WF" else 1) for each in words)
 
 
 def svg(width: float, height: float, parts: Sequence[str], title: str) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Iterable
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from pipeline.printing import counted
 from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, empty, line_chart, share_bar
-from pipeline.report.data import Picture, ReportData
+from pipeline.report.data import ReportData
+from pipeline.report.html import duration, facts_table, figure, hex_loss, number, section, text, thumb
+from train.values import ClassFigures
 
 MAX_CONFUSION_CLASSES = 50
 SHARE_NAMES = {
@@ -27,7 +28,7 @@ def render(data: ReportData) -> str:
     """The whole page. A section whose stage never ran is left out."""
     style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
     sections = "".join(
-        section(data) for section in (_data, _rejected, _training, _evaluation, _decision, _how) if _has(section, data)
+        part(data) for part in (_data, _rejected, _training, _evaluation, _decision, _how) if _has(part, data)
     )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -35,17 +36,17 @@ def render(data: ReportData) -> str:
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>shardmill run {_text(data.run_id)}</title><style>{style}</style></head><body>"
+        f"<title>shardmill run {text(data.run_id)}</title><style>{style}</style></head><body>"
         f'{_header(data)}<main class="page">{_cards(data)}{sections}'
-        f"<footer>shardmill · run {_text(data.run_id)} · made from summary.json and the stage records beside this file"
+        f"<footer>shardmill · run {text(data.run_id)} · made from summary.json and the stage records beside this file"
         "</footer></main></body></html>\n"
     )
 
 
-def _has(section: Any, data: ReportData) -> bool:
+def _has(part: Any, data: ReportData) -> bool:
     needed = {_data: data.class_counts, _rejected: data.class_counts, _training: data.history}
     needed |= {_evaluation: data.evaluation, _decision: data.summary.get("promotion")}
-    return bool(needed.get(section, True))
+    return bool(needed.get(part, True))
 
 
 def _header(data: ReportData) -> str:
@@ -54,8 +55,8 @@ def _header(data: ReportData) -> str:
     dataset = _part(data, "dataset")
     named = f"{dataset['uri']}@{dataset['version']}" if dataset.get("version") else "no dataset version"
     return (
-        f'<header><div class="page"><h1>shardmill run <span class="pill {kind}">{_text(status)}</span></h1>'
-        f"<p>{_text(data.run_id)} &nbsp;·&nbsp; {_text(named)}</p></div></header>"
+        f'<header><div class="page"><h1>shardmill run <span class="pill {kind}">{text(status)}</span></h1>'
+        f"<p>{text(data.run_id)} &nbsp;·&nbsp; {text(named)}</p></div></header>"
     )
 
 
@@ -63,18 +64,22 @@ def _cards(data: ReportData) -> str:
     summary = data.summary
     counts = _part(data, "dataset").get("counts", {})
     seconds = sum(record.seconds for record in data.stages)
-    cards = [("images accepted", _number(counts.get("accepted"))), ("images refused", _number(counts.get("rejected")))]
+    cards = [("images accepted", number(counts.get("accepted"))), ("images refused", number(counts.get("rejected")))]
     if summary.get("train"):
-        cards.append((f"ranks, {summary['train'].get('strategy', '')}", _number(summary["train"].get("world_size"))))
+        size = summary["train"].get("world_size") or 1
+        cards.append((f"rank{'s' * (size > 1)}, {summary['train'].get('strategy', '')}", number(size)))
     if data.evaluation is not None:
         cards.append((f"accuracy on {data.evaluation.split}", f"{data.evaluation.accuracy:.2%}"))
     if summary.get("promotion"):
         cards.append(("decision", str(summary["promotion"].get("decision", "-")).replace("_", " ")))
-    cards.append(("all stages together", _duration(seconds)))
-    shown = "".join(f'<div class="card"><b>{_text(value)}</b><span>{_text(name)}</span></div>' for name, value in cards)
+    cards.append(("all stages together", duration(seconds)))
+    shown = "".join(f'<div class="card"><b>{text(value)}</b><span>{text(name)}</span></div>' for name, value in cards)
     error = data.summary.get("error")
-    line = f'<p class="error"><b>ERROR {data.summary.get("exit_code")}</b> {_text(error)}</p>' if error else ""
-    return f'<div class="cards">{shown}</div>{line}'
+    line = f'<p class="error"><b>ERROR {data.summary.get("exit_code")}</b> {text(error)}</p>' if error else ""
+    warned = [(stage, each) for stage, messages in (summary.get("warnings") or {}).items() for each in messages]
+    items = "".join(f"<li><b>{text(stage)}</b> {text(each)}</li>" for stage, each in warned)
+    warnings = f'<section class="warnings"><h2>Warnings</h2><ul>{items}</ul></section>' if warned else ""
+    return f'<div class="cards">{shown}</div>{line}{warnings}'
 
 
 def _data(data: ReportData) -> str:
@@ -88,14 +93,14 @@ def _data(data: ReportData) -> str:
     ] or [Bar(split, (float(counts.get(split, 0)),)) for split in splits]
     part_names = splits if data.class_names else ["images"]
     etl = _part(data, "etl")
-    notes = ", ".join(f"{_text(name)} {count:,}" for name, count in sorted(data.notes.items()))
-    return _section(
+    notes = ", ".join(f"{text(name)} {count:,}" for name, count in sorted(data.notes.items()))
+    return section(
         "The images",
-        f"{_number(counts and sum(counts.values()))} samples in "
-        + _text(", ".join(f"{split} {counts.get(split, 0):,}" for split in splits))
-        + (f"; engine {_text(etl.get('engine', ''))}" if etl.get("engine") else "")
+        f"{number(counts and sum(counts.values()))} samples in "
+        + text(", ".join(f"{split} {counts.get(split, 0):,}" for split in splits))
+        + (f"; engine {text(etl.get('engine', ''))}" if etl.get("engine") else "")
         + (f", {etl['images_per_second']:,.0f} images a second." if etl.get("images_per_second") else "."),
-        f'<div class="grid">{"".join(map(_figure, data.samples))}</div>'
+        f'<div class="grid">{"".join(map(figure, data.samples))}</div>'
         f'<div class="two"><div><h3>Class balance per split</h3>'
         f"{bar_chart(bars, part_names=part_names, title='class balance')}</div>"
         f"<div><h3>Accepted with care</h3>"
@@ -107,9 +112,9 @@ def _data(data: ReportData) -> str:
 def _stage_bars(data: ReportData) -> str:
     longest = max((record.seconds for record in data.stages), default=0) or 1
     rows = "".join(
-        f"<tr><td>{_text(record.stage)}</td><td>{_text(record.status)}</td>"
+        f"<tr><td>{text(record.stage)}</td><td>{text(record.status)}</td>"
         f'<td class="bar"><i style="width:{100 * record.seconds / longest:.1f}%"></i></td>'
-        f'<td class="number">{_text(_duration(record.seconds))}</td></tr>'
+        f'<td class="number">{text(duration(record.seconds))}</td></tr>'
         for record in data.stages
     )
     return f'<table><tr><th>stage</th><th>status</th><th></th><th class="number">time</th></tr>{rows}</table>'
@@ -117,19 +122,19 @@ def _stage_bars(data: ReportData) -> str:
 
 def _rejected(data: ReportData) -> str:
     if not data.rejected:
-        return _section("What was refused", "Every listed input became a sample.", "")
+        return section("What was refused", "Every listed input became a sample.", "")
     bars = [Bar(group.reason, (float(group.count),)) for group in data.rejected]
     rows = "".join(
-        f"<tr><td>{_thumb(picture)}</td><td><code>{_text(group.reason)}</code></td><td>{_text(rejection.key)}</td>"
-        f'<td>{_text(rejection.detail)}</td><td class="number">{rejection.size_bytes:,} B</td></tr>'
+        f"<tr><td>{thumb(picture)}</td><td><code>{text(group.reason)}</code></td><td>{text(rejection.key)}</td>"
+        f'<td>{text(rejection.detail)}</td><td class="number">{rejection.size_bytes:,} B</td></tr>'
         for group in data.rejected
         for picture, rejection in group.examples
     )
     counts = _part(data, "dataset").get("counts", {})
     total = sum(group.count for group in data.rejected)
-    return _section(
+    return section(
         "What was refused",
-        f"{total:,} of {_number(counts.get('listed'))} listed inputs are in the rejects ledger, each with its reason. "
+        f"{total:,} of {number(counts.get('listed'))} listed inputs are in the rejects ledger, each with its reason. "
         "None is uncounted: listed = accepted + rejected.",
         f"{bar_chart(bars, part_names=['inputs'], title='rejects by reason')}<h3>A few of each</h3>"
         '<table><tr><th></th><th>reason</th><th>path</th><th>detail</th><th class="number">size</th></tr>'
@@ -152,11 +157,12 @@ def _training(data: ReportData) -> str:
     num_train = _part(data, "dataset").get("counts", {}).get("by_split", {}).get("train", 0)
     rates = Line("training", epochs, tuple(num_train / max(record.seconds, 1e-9) for record in history))
     learning = Line("rate", epochs, tuple(record.learning_rate for record in history))
-    return _section(
+    return section(
         "Training",
-        f"{_text(train.get('strategy', ''))} on {_number(train.get('world_size'))} ranks, {len(history)} epochs, "
-        f"{_number(train.get('steps'))} steps in {_text(_duration(train.get('seconds', 0)))}"
-        f", {train.get('images_per_second', 0):,.0f} images a second. Every sample counts once per epoch.",
+        f"{text(train.get('strategy', ''))} on {counted(train.get('world_size') or 1, 'rank')}, "
+        f"{counted(len(history), 'epoch')}, {counted(train.get('steps') or 0, 'step')} in "
+        f"{text(duration(train.get('seconds', 0)))}, {train.get('images_per_second', 0):,.0f} images a second. "
+        "Every sample counts once per epoch.",
         f'<div class="two"><div><h3>Loss</h3>{line_chart(losses, y_label="loss", x_label="epoch")}</div>'
         f"<div><h3>Accuracy</h3>"
         f"{line_chart(accuracies, y_label='accuracy', x_label='epoch', y_format='{:.1f}%')}</div>"
@@ -178,10 +184,11 @@ def _evaluation(data: ReportData) -> str:
     evaluation = data.evaluation
     assert evaluation is not None
     names, top5 = [figures.name for figures in evaluation.per_class], evaluation.top5_accuracy
-    worst = sorted(evaluation.per_class, key=lambda figures: figures.recall)[:12]
+    worst = sorted(evaluation.per_class, key=lambda figures: (figures.num_samples == 0, figures.recall))[:12]
     rows = "".join(
-        f'<tr><td>{_text(figures.name)}</td><td class="number">{figures.num_samples:,}</td>'
-        f'<td class="number">{figures.precision:.1%}</td><td class="number">{figures.recall:.1%}</td></tr>'
+        f'<tr><td>{text(figures.name)}</td><td class="number">{figures.num_samples:,}</td>'
+        f'<td class="number">{_share(figures.precision, figures)}</td>'
+        f'<td class="number">{_share(figures.recall, figures)}</td></tr>'
         for figures in worst
     )
     table = (
@@ -193,7 +200,7 @@ def _evaluation(data: ReportData) -> str:
         if len(names) <= MAX_CONFUSION_CLASSES
         else _confused_pairs(names, evaluation.confusion)
     )
-    return _section(
+    return section(
         f"On the {evaluation.split} split",
         f"{evaluation.num_samples:,} samples, each counted once: loss {evaluation.loss:.4f}, accuracy "
         f"{evaluation.accuracy:.2%}" + (f", in the first five {top5:.2%}." if top5 is not None else "."),
@@ -202,13 +209,18 @@ def _evaluation(data: ReportData) -> str:
     )
 
 
+def _share(value: float, figures: ClassFigures) -> str:
+    """Of a class without samples nothing is known."""
+    return f"{value:.1%}" if figures.num_samples else "-"
+
+
 def _confused_pairs(names: list[str], confusion: Iterable[Iterable[int]]) -> str:
     pairs = sorted(
         ((count, true, predicted) for true, row in enumerate(confusion) for predicted, count in enumerate(row)),
         reverse=True,
     )
     rows = "".join(
-        f'<tr><td>{_text(names[true])}</td><td>{_text(names[predicted])}</td><td class="number">{count:,}</td></tr>'
+        f'<tr><td>{text(names[true])}</td><td>{text(names[predicted])}</td><td class="number">{count:,}</td></tr>'
         for count, true, predicted in [pair for pair in pairs if pair[0] and pair[1] != pair[2]][:25]
     )
     return f'<table><tr><th>true</th><th>predicted</th><th class="number">samples</th></tr>{rows}</table>'
@@ -225,11 +237,11 @@ def _decision(data: ReportData) -> str:
         ("export", export.get("path")),
         ("largest difference to the training model", export.get("parity_max_abs_diff")),
     ]
-    return _section(
+    return section(
         "The gate's decision",
         "",
-        f'<p class="decision"><span class="pill {kind}" style="margin-left:0">{_text(decision)}</span>'
-        f"&ensp;{_text(promotion.get('reason') or '')}</p>{_facts(facts)}",
+        f'<p class="decision"><span class="pill {kind}" style="margin-left:0">{text(decision)}</span>'
+        f"&ensp;{text(promotion.get('reason') or '')}</p>{facts_table(facts)}",
     )
 
 
@@ -241,62 +253,18 @@ def _how(data: ReportData) -> str:
         ("content digest", dataset.get("content_digest")),
         ("layout digest", dataset.get("layout_digest")),
         ("weights SHA-256", train.get("weights_sha256")),
-        ("final loss", _hex_loss(train.get("final_loss_hex"))),
+        ("final loss", hex_loss(train.get("final_loss_hex"))),
         ("strategy chosen because", train.get("strategy_reason")),
     ]
-    config = f"<details><summary>The resolved config</summary><pre>{_text(data.config_toml)}</pre></details>"
+    config = f"<details><summary>The resolved config</summary><pre>{text(data.config_toml)}</pre></details>"
     raw = json.dumps(data.summary, indent=2)
-    return _section(
+    return section(
         "How it was run",
         "",
-        f"{_facts(facts)}<h3></h3>{config if data.config_toml else ''}"
-        f"<details><summary>summary.json</summary><pre>{_text(raw)}</pre></details>",
+        f"{facts_table(facts)}<h3></h3>{config if data.config_toml else ''}"
+        f"<details><summary>summary.json</summary><pre>{text(raw)}</pre></details>",
     )
 
 
 def _part(data: ReportData, name: str) -> dict[str, Any]:
     return data.summary.get(name) or {}
-
-
-def _facts(facts: Iterable[tuple[str, Any]]) -> str:
-    rows = "".join(
-        f"<tr><td>{_text(name)}</td><td><code>{_text(value)}</code></td></tr>"
-        for name, value in facts
-        if value not in (None, "")
-    )
-    return f'<table class="facts">{rows}</table>'
-
-
-def _section(title: str, lead: str, body: str) -> str:
-    return f"<section><h2>{_text(title)}</h2>{f'<p class=lead>{lead}</p>' if lead else ''}{body}</section>"
-
-
-def _figure(picture: Picture) -> str:
-    return f'<figure title="{_text(picture.tip)}">{_image(picture, "")}{_text(picture.caption)}</figure>'
-
-
-def _thumb(picture: Picture) -> str:
-    return _image(picture, "thumb") if picture.png else '<div class="thumb none" title="not decodable">✕</div>'
-
-
-def _image(picture: Picture, style: str) -> str:
-    encoded = base64.b64encode(picture.png).decode()
-    classes = f"{style} {'small' if picture.is_small else ''}".strip()
-    return f'<img class="{classes}" alt="{_text(picture.tip)}" src="data:image/png;base64,{encoded}">'
-
-
-def _hex_loss(loss_hex: str | None) -> str | None:
-    return f"{float.fromhex(loss_hex):.6f} ({loss_hex})" if loss_hex else None
-
-
-def _number(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else "-"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 100 else f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-
-
-def _text(value: Any) -> str:
-    # Names that are not UTF-8 travel as surrogates, which no encoder takes.
-    return escape(str(value).encode("utf-8", "replace").decode(), quote=True)

@@ -32,16 +32,21 @@ class ObserverReporter:
         return
 
 
+def check_one_rank(num_ranks: int) -> None:
+    """Raises UsageError for more than one rank."""
+    if num_ranks != 1:
+        raise UsageError(
+            f"train.launcher = 'inline' with train.num_workers = {num_ranks}",
+            "it runs one worker, in this process",
+            "set train.launcher to 'local' or 'horovod_spark', or train.num_workers to 1",
+        )
+
+
 def launch_inline(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
     """Run the only rank here. Raises UsageError for more than one, TrainingError for what is not a ShardmillError."""
-    if task.config.num_workers != 1:
-        raise UsageError(
-            f"train.launcher = 'inline' with train.num_workers = {task.config.num_workers}",
-            "it runs one worker, in this process",
-            "set train.launcher to 'local' or 'horovod_spark', or train.num_workers to 1",
-        )
+    check_one_rank(task.config.num_workers)
     reporter = ObserverReporter(observer)
     try:
         return load_worker(worker)(task, World(), reporter)

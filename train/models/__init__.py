@@ -63,7 +63,7 @@ def build_model(config: TrainConfig, image_shape_HWC: tuple[int, int, int], num_
         if ":" in config.model:
             model = call_factory(config.model, image_shape_HWC, num_classes)
         else:
-            model = _named_factory(config.model)(image_shape_HWC, num_classes)
+            model = named_factory(config.model)(image_shape_HWC, num_classes)
         outputs_are_logits = are_outputs_logits(config, model)
         loss = choose_loss(config, model, outputs_are_logits, num_classes)
         _check_outputs(config.model, model, loss, image_shape_HWC, num_classes)
@@ -91,7 +91,8 @@ def standardize(images_NHWC: Any, channel_mean: tuple[float, ...], channel_std: 
     )
 
 
-def _named_factory(name: str) -> Callable[[tuple[int, int, int], int], Any]:
+def named_factory(name: str) -> Callable[[tuple[int, int, int], int], Any]:
+    """The built-in model of that name. Raises UsageError with the nearest one if there is none."""
     if name in MODELS:
         return MODELS[name]
     near = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.4)

@@ -1,0 +1,168 @@
+"""What can be known before any work starts: `run` refuses on it, and `doctor` shows it row by row."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from pipeline.config import PipelineTree
+from shardmill.dataset.dataset import split_version
+from shardmill.errors import ShardmillError, StorageError, UsageError
+from shardmill.events import FieldValue, Observer
+from shardmill.registry import Registry, install_hint
+from shardmill.storage import open_store
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing to look at: `look` says what it found, or raises the ShardmillError that a run would end with."""
+
+    subject: str
+    look: Callable[[], str]
+
+
+def checks(tree: PipelineTree, workdir: str) -> list[Check]:
+    """All that a run of the whole pipeline needs, in the order of the story. Places are written to, and cleaned."""
+    return [
+        Check("source.uri", lambda: look_at_source(tree.source.uri)),
+        Check("--workdir", lambda: look_at_place(workdir)),
+        Check("dataset.uri", lambda: look_at_place(tree.dataset.uri)),
+        Check("models.uri", lambda: look_at_place(tree.models.uri)),
+        Check("etl", lambda: _look_at_etl(tree)),
+        Check("train.model", lambda: _look_at_model(tree)),
+        Check("train.launcher", lambda: _look_at_launch(tree)),
+    ]
+
+
+def refuse_what_cannot_work(tree: PipelineTree, workdir: str) -> None:
+    """Raise all at once what is wrong already, as one error: UsageError if a person must change something."""
+    errors: list[ShardmillError] = []
+    for check in checks(tree, workdir):
+        try:
+            check.look()
+        except ShardmillError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        kind = next((type(error) for error in errors if isinstance(error, UsageError)), type(errors[0]))
+        numbered = "; ".join(f"({number}) {error}" for number, error in enumerate(errors, start=1))
+        raise kind(f"{len(errors)} things would stop this run: {numbered}")
+
+
+class TrainableListing:
+    """The ETL's observer in a run that will train: a listing that no classifier can learn from ends it at once."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        self._observer.event(name, fields)
+        if name == "etl.inferred":
+            check_classes(fields)
+
+
+def check_classes(inferred: Mapping[str, FieldValue]) -> None:
+    """Raises UsageError if the classes that a listing shows are too few to train on."""
+    num_classes = int(inferred.get("num_classes") or 0)
+    if num_classes < 2:
+        raise UsageError(
+            f"the source has {num_classes} classes ({inferred.get('classes', '')})",
+            "expected at least 2 to train a classifier: one folder per class",
+            "sort the images into class folders; `shardmill etl` makes a dataset without training",
+        )
+
+
+def look_at_source(uri: str) -> str:
+    """A folder that can be listed; what lies in a bucket is seen by the ETL alone."""
+    if "://" not in uri and not os.path.isdir(uri):
+        raise UsageError(
+            f"source {uri} is not a folder", "expected one folder per class below it", "correct source.uri"
+        )
+    return uri
+
+
+def look_at_place(uri: str) -> str:
+    """Whether the one primitive that commits stand on works here: the second writer must be told that it lost."""
+    store = open_store(split_version(uri)[0])
+    path = f"preflight-{secrets.token_hex(6)}"
+    try:
+        first, second = store.put_if_absent(path, b"first"), store.put_if_absent(path, b"second")
+        kept = store.read(path)
+    finally:
+        store.delete(path)
+    if (first, second, kept) != (True, False, b"first"):
+        raise StorageError(
+            f"{uri} let a second writer win",
+            "nothing can be committed to it",
+            "use a store with conditional writes (If-None-Match)",
+        )
+    return f"{store.uri}: put_if_absent works"
+
+
+def listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:
+    """What the ETL would infer from the listing, as (subject, found); reads names and sizes, and no image.
+
+    Raises what the ETL and the training would raise for this listing.
+    """
+    from etl.inferred import inferred_facts, inferred_warnings
+    from etl.job import check_limits
+    from etl.plan import plan_build
+
+    plan = plan_build(tree.etl_tree(), run_id="preflight")
+    check_limits(plan, plan.build.list_rejections)
+    facts = inferred_facts(plan)
+    check_classes(facts)
+    yield from ((name, str(facts[name])) for name in ("classes", "splits", "image"))
+    yield from (("warning", message) for message in inferred_warnings(plan))
+
+
+def _look_at_etl(tree: PipelineTree) -> str:
+    from etl.engines import ENGINES
+    from shardmill.formats import SHARD_FORMATS
+
+    _require_packages(ENGINES, tree.etl.engine)
+    for name in tree.etl.formats:
+        _require_packages(SHARD_FORMATS, name)
+    return f"{tree.etl.engine}, {tree.etl.image_size} pixels, {', '.join(tree.etl.formats)}"
+
+
+def _look_at_model(tree: PipelineTree) -> str:
+    from train.models.find import find_model
+
+    missing = [name for name in ("tensorflow", "keras") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"training needs {', '.join(missing)}", "which is not installed", install_hint("tensorflow"))
+    return f"{tree.train.model}: {find_model(tree.train.model)}"
+
+
+def _look_at_launch(tree: PipelineTree) -> str:
+    from shardmill.spark import is_under_spark_submit
+    from train.launchers import LAUNCHERS
+    from train.strategies import STRATEGIES, find_strategy
+
+    train = tree.train
+    _require_packages(STRATEGIES, train.strategy)
+    _require_packages(LAUNCHERS, train.launcher)
+    find_strategy(train.strategy, train.num_workers)
+    if train.launcher == "inline":
+        from train.launchers.inline import check_one_rank
+
+        check_one_rank(train.num_workers)
+    elif train.launcher == "horovod_spark" and not is_under_spark_submit():
+        from train.launchers.horovod_spark import check_slots
+
+        check_slots(train.num_workers, tree.spark.master, tree.spark.train.conf)
+    return f"{train.num_workers} rank(s) by {train.launcher}, strategy {train.strategy}"
+
+
+def _require_packages(registry: Registry[Any], name: str) -> None:
+    entry = registry.entries[name]
+    if missing := entry.missing_packages():
+        raise UsageError(
+            f"{registry.key} = {name!r} needs {', '.join(missing)}", "which is not installed", install_hint(entry.extra)
+        )

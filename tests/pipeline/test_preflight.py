@@ -1,0 +1,86 @@
+"""What a run is refused for before any work starts, told all at once; and what doctor shows of the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load_pipeline
+from pipeline.doctor import examine
+from pipeline.preflight import TrainableListing, look_at_place, refuse_what_cannot_work
+from shardmill.errors import StorageError, UsageError
+from shardmill.events import SilentObserver
+from tests.support import write_images
+from train.models.find import find_model
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    (folder / "images").mkdir(exist_ok=True)
+    tree = load_pipeline(str(folder / "images"), overrides, str(folder / "work"))
+    with pytest.raises((UsageError, StorageError)) as caught:
+        refuse_what_cannot_work(tree, str(folder / "work"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["train.model=small_cmm"], ["'small_cmm'", "did you mean 'small_cnn'"]),
+        (["train.model=mine:bild"], ["mine.py has no function 'bild'", "did you mean mine:build?"]),
+        (["train.model=absent:build"], ["there is no module 'absent'", "start shardmill in the folder"]),
+        (["train.model=broken:build"], ["broken.py:1: "]),
+        (["train.num_workers=2"], ["train.num_workers = 2", "horovod"]),
+        (["train.num_workers=2", "train.strategy=horovod"], ["'inline'", "one worker"]),
+        (
+            ["train.num_workers=4", "train.strategy=horovod", "train.launcher=horovod_spark", "spark.master=local[2]"],
+            ["runs 2 task(s) at a time", "expected at least 4 slots"],
+        ),
+        (["models.uri=/proc/nowhere"], ["/proc/nowhere"]),
+        (
+            ["source.uri=gone", "train.model=small_cmm"],
+            ["2 things would stop this run: (1) source ", "(2) train.model"],
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(
+    overrides: list[str], parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("import nothing_of_this_name\ndef build(image_shape, num_classes): ...\n")
+    Path("broken.py").write_text("def (\n")
+    line = refused(tmp_path, *overrides)
+    assert all(part in line for part in parts), line
+    assert not list(tmp_path.glob("work/**/preflight-*"))
+
+
+def test_a_model_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("raise SystemExit\ndef build(image_shape, num_classes): ...\nother = build\n")
+    assert find_model("small_cnn") == "built in"
+    assert find_model("mine:build") == find_model("mine:other") == str(tmp_path / "mine.py")
+
+
+@pytest.mark.parametrize("num_classes", [0, 1])
+def test_a_listing_without_classes_ends_a_run_that_would_train(num_classes: int):
+    with pytest.raises(UsageError, match=f"has {num_classes} classes .*at least 2"):
+        TrainableListing(SilentObserver()).event("etl.inferred", {"num_classes": num_classes, "classes": "one"})
+    TrainableListing(SilentObserver()).event("etl.inferred", {"num_classes": 2})
+
+
+def test_doctor_shows_what_the_listing_says(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=20, num_classes=2)
+    tree = load_pipeline(str(tmp_path / "images"), (), str(tmp_path / "work"))
+    rows = {each.subject: each for each in examine(tree, str(tmp_path / "work"))}
+    assert rows["source: classes"].found == "class_0, class_1"
+    assert rows["source: warning"].status == "warn" and "figures on it mean little" in rows["source: warning"].found
+    for number in range(9):
+        (tmp_path / "images" / f"notes{number}.txt").write_text("no image")
+    tree = load_pipeline(str(tmp_path / "images"), ("train.model=small_cmm",), str(tmp_path / "work"))
+    rows = {each.subject: each for each in examine(tree, str(tmp_path / "work"))}
+    assert rows["train.model"].status == "fail" and "small_cnn" in rows["train.model"].found + rows["train.model"].fix
+
+
+def test_a_place_is_left_as_it_was(tmp_path: Path):
+    assert "put_if_absent works" in look_at_place(str(tmp_path / "place"))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

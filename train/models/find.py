@@ -1,0 +1,47 @@
+"""Whether `train.model` names a model at all, found out without importing TensorFlow or a user's module."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardmill.errors import UsageError
+from train.models import named_factory
+from train.models.user import find_user_module
+
+
+def find_model(name: str) -> str:
+    """Where the model of that name comes from. Raises UsageError with the nearest name if there is none."""
+    if ":" not in name:
+        named_factory(name)
+        return "built in"
+    module_name, _, function = name.partition(":")
+    origin = find_user_module(module_name, name).spec.origin
+    if origin is None or not origin.endswith(".py"):
+        # A compiled module, or a namespace: only importing it would tell.
+        return origin or module_name
+    try:
+        tree = ast.parse(Path(origin).read_bytes())
+    except SyntaxError as error:
+        raise UsageError(f"train.model = {name!r}: {origin}:{error.lineno}: {error.msg}") from None
+    bound = set(_bound_names(tree))
+    if function not in bound and "*" not in bound and "__getattr__" not in bound:
+        near = difflib.get_close_matches(function, bound, n=1)
+        raise UsageError(
+            f"train.model = {name!r}: {origin} has no function {function!r}",
+            "expected package.module:function",
+            f"did you mean {module_name}:{near[0]}?" if near else "",
+        )
+    return origin
+
+
+def _bound_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
