@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from etl.config import EtlConfig
 from shardmill.config import DatasetConfig, ModelsConfig
@@ -142,16 +143,17 @@ def test_a_missing_shard_is_named_before_anything_starts(dataset_uri, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("train", "said"),
-    [
-        ({"launcher": "lokal"}, "did you mean 'local'"),
-        ({"strategy": "horovodd", "launcher": "local"}, "did you mean 'horovod'"),
-        ({"num_workers": 2, "launcher": "local"}, "'single' with train.num_workers = 2"),
-    ],
+    ("key", "given", "meant"), [("launcher", "lokal", "local"), ("strategy", "horovodd", "horovod")]
 )
-def test_what_cannot_run_is_refused_before_anything_starts(dataset_uri, tmp_path, train, said):
-    with pytest.raises(UsageError, match=said):
-        train_model(tree_of(dataset_uri, tmp_path / "models", **train), SilentObserver())
+def test_a_wrong_name_is_refused_with_the_one_that_was_meant(key, given, meant):
+    with pytest.raises(ValidationError, match=f"did you mean '{meant}'"):
+        TrainConfig(**{key: given})
+
+
+def test_what_cannot_run_is_refused_before_anything_starts(dataset_uri, tmp_path):
+    tree = tree_of(dataset_uri, tmp_path / "models", num_workers=2, launcher="local")
+    with pytest.raises(UsageError, match="'single' with train.num_workers = 2"):
+        train_model(tree, SilentObserver())
     assert not (tmp_path / "models").exists()
 
 
