@@ -148,7 +148,7 @@ def test_sigkill_of_the_whole_run_leaves_nothing_visible_and_a_rerun_completes(i
     command = [sys.executable, "etl/job.py", "--config", str(config), "--workdir", str(images / "work")]
     run = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not any(root.glob(f"{PENDING}/*.json")):
             assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
