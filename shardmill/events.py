@@ -19,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
 from shardmill.redact import redacted, redacted_text
+from shardmill.sealed import seal, unseal
 from shardmill.signals import why_ended
-from shardmill.storage import LocalStore, Store, as_storage_error, check_relative_path, open_store
+from shardmill.storage import LocalStore, Store, as_storage_error, check_relative_path, join_uri, open_store
 
 FieldValue = str | int | float | bool | None
 STAGES = ("etl", "verify", "train", "export", "evaluate", "gate", "promote", "report")
@@ -85,7 +86,7 @@ def write_stage_record(
 
     `is_last` says that nothing follows in this process: a run that goes on, or is killed, is not summed up as `ok`.
     """
-    body = redacted_record(record).model_dump_json(indent=2).encode() + b"\n"
+    body = seal(redacted_record(record).model_dump_json(indent=2).encode())
     open_store(workdir).put(f"{run_folder(run_id)}/{stage}.json", body)
     ended = is_last or record.status == "failed"
     write_summary(workdir, run_id, record.exit_code if ended else None, record.error)
@@ -96,7 +97,8 @@ def write_summary(workdir: str | Path, run_id: str, exit_code: int | None, error
 
     Every key of SUMMARY_SECTIONS is there, null where no stage has decided it.
     """
-    records = read_stage_records(workdir, run_id)
+    # The way a run ends must be told even if an earlier stage's record was damaged since.
+    records = read_stage_records(workdir, run_id, whole_only=True)
     summary: dict[str, Any] = {
         "run_id": run_id,
         "status": "running" if exit_code is None else "failed" if exit_code else "ok",
@@ -136,13 +138,26 @@ def how_run_ended(workdir: str | Path, run_id: str) -> tuple[int | None, str]:
             raise UsageError(
                 f"no run {run_id!r} below {workdir}", "expected one that left its record there", "check --run-id"
             ) from None
+    except (ValueError, KeyError, TypeError):
+        # A damaged summary says nothing that the stages do not say.
+        pass
     failed = next((record for record in records if record.status == "failed"), None)
     return (failed.exit_code, failed.error) if failed else (0, "")
 
 
-def read_stage_records(workdir: str | Path, run_id: str) -> tuple[StageRecord, ...]:
-    """The records that a run has so far, in the order of the story."""
-    return tuple(record for stage in STAGES if (record := read_stage_record(workdir, run_id, stage)) is not None)
+def read_stage_records(workdir: str | Path, run_id: str, *, whole_only: bool = False) -> tuple[StageRecord, ...]:
+    """The records that a run has so far, in the order of the story.
+
+    Raises IntegrityError for a damaged one, or leaves it out with `whole_only`.
+    """
+    found: list[StageRecord | None] = []
+    for stage in STAGES:
+        try:
+            found.append(read_stage_record(workdir, run_id, stage))
+        except IntegrityError:
+            if not whole_only:
+                raise
+    return tuple(record for record in found if record is not None)
 
 
 def redacted_record(record: StageRecord) -> StageRecord:
@@ -174,16 +189,20 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def read_stage_record(workdir: str | Path, run_id: str, stage: str) -> StageRecord | None:
-    """What `write_stage_record` left, or None. Raises IntegrityError where the file is not a record."""
+    """What `write_stage_record` left, or None. Raises IntegrityError if it was altered."""
     path = f"{run_folder(run_id)}/{stage}.json"
     try:
         data = open_store(workdir).read(path)
     except FileNotFoundError:
         return None
+    where, again = join_uri(workdir, path), "delete it: its stage then runs again, or finds its result"
     try:
-        return StageRecord.model_validate_json(data)
+        return StageRecord.model_validate_json(unseal(data, where))
+    except IntegrityError as error:
+        raise IntegrityError(error.what, error.expected, again) from None
     except ValidationError as error:
-        raise IntegrityError(f"{workdir}/{path} is not a stage record: {error.errors()[0]['msg']}") from None
+        message = error.errors(include_url=False)[0]["msg"]
+        raise IntegrityError(f"{where} is not a stage record: {message}", "", again) from None
 
 
 class LineLog:

@@ -14,7 +14,15 @@ import pytest
 
 from pipeline.record import RunRecord
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.events import LineLog, StageRecord, new_run_id, read_lines, read_stage_record, write_stage_record
+from shardmill.events import (
+    LineLog,
+    StageRecord,
+    how_run_ended,
+    new_run_id,
+    read_lines,
+    read_stage_record,
+    write_stage_record,
+)
 from shardmill.stage_process import Terminated
 from shardmill.storage import open_store
 from tests.pipeline.command import BIN, ENVIRONMENT, ROOT, last_line, shardmill
@@ -228,9 +236,25 @@ def test_stages_in_processes_of_their_own_make_one_summary(tmp_path: Path):
     summary = json.loads((tmp_path / "runs/r/summary.json").read_text())
     # Later stages of the story win, in whatever order they were written.
     assert summary["x"] == {"a": 1, "b": 2} and summary["evaluation"] is None
-    (tmp_path / "runs/r/etl.json").write_text("{}")
-    with pytest.raises(IntegrityError, match=r"etl\.json is not a stage record"):
-        read_stage_record(tmp_path, "r", "etl")
+
+
+def test_a_damaged_record_of_a_run_is_one_line_and_ends_no_other_stage(tmp_path: Path):
+    write_stage_record(tmp_path, "r", "etl", StageRecord(stage="etl", sections={"x": {"a": 0}}))
+    file = tmp_path / "runs/r/etl.json"
+    whole = file.read_bytes()
+    flipped = [
+        whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :] for place in range(len(whole))
+    ]
+    for damaged in (b"", b"{}", b"\xff" * 100, whole[:-1], *flipped):
+        file.write_bytes(damaged)
+        with pytest.raises(IntegrityError, match=r"etl\.json was altered; .*delete it"):
+            read_stage_record(tmp_path, "r", "etl")
+    write_stage_record(tmp_path, "r", "train", StageRecord(stage="train"))
+    assert list(json.loads((tmp_path / "runs/r/summary.json").read_text())["stages"]) == ["train"]
+    file.unlink()
+    for damaged in (b"", b"[]", b"\xff", b"{}"):
+        (tmp_path / "runs/r/summary.json").write_bytes(damaged)
+        assert how_run_ended(tmp_path, "r") == (0, "")
 
 
 def test_line_logs_on_a_store_without_append(s3_bucket: str):
