@@ -202,7 +202,7 @@ def test_a_full_disk_is_told_with_path_and_bytes(config: Path):
 
 def test_a_folder_that_was_never_committed_is_not_a_dataset(tmp_path: Path):
     for mistyped in (tmp_path, tmp_path / "nothing", f"{tmp_path}@4", f"{tmp_path}@\N{SUPERSCRIPT TWO}"):
-        refused(shardmill("inspect", mistyped, cwd=tmp_path), 2, "there is no dataset at", str(tmp_path))
+        refused(shardmill("inspect", mistyped, cwd=tmp_path), 2, str(tmp_path))
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "left.parquet").write_bytes(b"")
     refused(shardmill("verify", tmp_path, cwd=tmp_path), 3, f"{tmp_path} is not a committed dataset")
