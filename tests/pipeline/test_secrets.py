@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -25,11 +27,16 @@ def write_config(folder: Path, **settings: str) -> Path:
 @pytest.mark.parametrize("command", ["run", "etl", "train", "config show", "config show --json"])
 def test_a_run_that_ends_early_leaves_no_secret(command: str, tmp_path: Path):
     file = write_config(tmp_path)
-    done = shardmill(*command.split(), file, "--workdir", tmp_path / "work", "--debug", cwd=tmp_path)
+    done = shardmill(
+        *command.split(), file, "--workdir", tmp_path / "work", "--debug", cwd=tmp_path, preexec=lambda: os.umask(0o027)
+    )
     assert done.returncode == (0 if "show" in command else 2 if command != "train" else 3), done.stderr
     assert "canary" not in (done.stdout + done.stderr).lower()
     (tmp_path / "work").mkdir(exist_ok=True)
     assert files_with_canaries(tmp_path / "work") == []
+    # Who may read it is for the umask to say, the same for every file.
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "work").rglob("*") if path.is_file()}
+    assert modes <= {0o640}
 
 
 def test_a_wrong_setting_is_named_without_its_value(tmp_path: Path):
