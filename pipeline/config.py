@@ -50,14 +50,14 @@ class PipelineTree(Section):
 def load_pipeline(
     source_or_config: str | None, overrides: tuple[str, ...] = (), workdir: str = DEFAULT_WORKDIR
 ) -> PipelineTree:
-    """The tree of a TOML file, or of a folder (or `s3://` prefix) of images with defaults for everything else.
+    """The tree of a TOML file, or of a folder (or `s3://` prefix) of images and the sections' defaults.
 
     Local URIs come back absolute: Spark's executors and the ranks need not share this process's working directory.
     """
     if source_or_config is None or source_or_config.endswith(".toml"):
         tree = load_tree(PipelineTree, source_or_config, overrides)
     elif "://" in source_or_config or Path(source_or_config).is_dir():
-        below = {"source": {"uri": source_or_config}, "dataset": {"uri": f"{workdir}/dataset"}, **folder_defaults()}
+        below = {"source": {"uri": source_or_config}, "dataset": {"uri": f"{workdir}/dataset"}}
         tree = load_tree(PipelineTree, None, overrides, below)
     else:
         existing_path(source_or_config, "a folder of images or a .toml file")
@@ -68,7 +68,7 @@ def load_pipeline(
 def load_for_dataset(
     dataset_or_config: str, overrides: tuple[str, ...] = (), workdir: str = DEFAULT_WORKDIR
 ) -> PipelineTree:
-    """The tree of a TOML file, or of a committed `DATASET` or `DATASET@N` with defaults for everything else."""
+    """The tree of a TOML file, or of a committed `DATASET` or `DATASET@N` and the sections' defaults."""
     from shardmill.dataset.dataset import split_version
     from shardmill.dataset.versions import latest_version
     from shardmill.storage import open_store
@@ -81,7 +81,7 @@ def load_for_dataset(
             "expected DATASET, DATASET@N or a .toml file",
             f"`shardmill etl FOLDER` makes one of a folder of images: then give {workdir}/dataset here",
         )
-    below = {"dataset": {"uri": dataset_or_config}, **folder_defaults()}
+    below = {"dataset": {"uri": dataset_or_config}}
     return _with_absolute_uris(load_tree(PipelineTree, None, overrides, below), workdir)
 
 
@@ -115,15 +115,6 @@ def existing_path(uri: str, expected: str = "a dataset's folder or URI, or a .to
     raise UsageError(
         f"{uri} does not exist", f"expected {expected}", f"did you mean {path.parent / near[0]}?" if near else ""
     )
-
-
-def folder_defaults() -> dict[str, Any]:
-    """What `run FOLDER` lays over the sections' own defaults: a size and a model that train in minutes on a CPU."""
-    return {
-        "etl": {"image_size": 64},
-        "train": {"model": "small_cnn", "epochs": 10},
-        "spark": {"master": "local[*]"},
-    }
 
 
 def absolute_uri(uri: str) -> str:

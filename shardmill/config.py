@@ -53,8 +53,8 @@ class SparkApplicationConfig(Section):
 class SparkConfig(Section):
     """How the two Spark applications start. Under `spark-submit`, its own `--master` wins."""
 
-    master: str = "local[2]"
-    """Spark master URL."""
+    master: str = "local[*]"
+    """Spark master URL; `local[*]` is every core of this machine."""
     etl: SparkApplicationConfig = SparkApplicationConfig()
     """Settings for the ETL's application."""
     train: SparkApplicationConfig = SparkApplicationConfig()

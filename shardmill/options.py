@@ -18,8 +18,8 @@ class Section(BaseModel):
 class NormalizeOptions(Section):
     """How every source image becomes uint8 pixels of one size. Equal options and kernels give equal pixels."""
 
-    image_size: int = Field(default=224, ge=1, le=8192)
-    """Height and width in pixels of every stored image."""
+    image_size: int = Field(default=64, ge=1, le=8192)
+    """Height and width in pixels of every stored image; 64 trains in minutes on a CPU, photographs deserve 224."""
     resize_mode: Literal["crop", "pad"] = "crop"
     """`crop` keeps the centre square, `pad` keeps everything and fills with black."""
     color: Literal["rgb", "gray"] = "rgb"

@@ -55,7 +55,11 @@ def test_a_folder_needs_no_config(tmp_path: Path):
     assert tree.source.uri == str(tmp_path)
     assert tree.dataset.uri == str(tmp_path / "work" / "dataset")
     assert tree.models.uri == str(tmp_path / "work" / "models")
-    assert (tree.etl.image_size, tree.train.model) == (64, "small_cnn")
+    # The sections' own defaults, which `init` writes down, are the only ones.
+    file = tmp_path / "c.toml"
+    file.write_text(commented_toml())
+    written = load_pipeline(str(file), (), str(tmp_path / "work"))
+    assert (written.etl, written.train, written.spark, written.gate) == (tree.etl, tree.train, tree.spark, tree.gate)
 
 
 def test_local_uris_become_absolute_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
