@@ -60,24 +60,40 @@ def print_failure(code: int, message: str, run_id: str | None) -> None:
 
 
 def end_children(patience_seconds: float = 5.0) -> None:
-    """End what this process started and did not end: a JVM that was still starting does not notice that we are gone."""
+    """End what this process started and did not end: a JVM that was still starting does not notice that we are gone.
+
+    Children of children as well: once the script that starts the JVM is killed, nobody else knows of them.
+    """
     deadline = time.monotonic() + patience_seconds
+    found: set[int] = set()
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in _children():
+        found |= _descendants("self")
+        for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        while _children() and time.monotonic() < deadline:
+        while any(map(_is_alive, found)) and time.monotonic() < deadline:
             time.sleep(0.05)
+        found = set(filter(_is_alive, found))
+        deadline += 1.0
 
 
-def _children() -> list[int]:
-    # Each thread's own, as Linux tells them; a zombie counts until it is waited for.
-    for listing in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError, ChildProcessError):
-            for pid in map(int, listing.read_text().split()):
-                os.waitpid(pid, os.WNOHANG)
-    listings = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for listing in listings for pid in listing.read_text().split()]
+def _descendants(process: str) -> set[int]:
+    """Each thread's own children, as Linux tells them, and theirs."""
+    found: set[int] = set()
+    for listing in Path("/proc", process, "task").glob("*/children"):
+        with suppress(OSError):
+            found |= set(map(int, listing.read_text().split()))
+    return found.union(*(_descendants(str(pid)) for pid in found))
+
+
+def _is_alive(pid: int) -> bool:
+    # A child of ours is a zombie until it is waited for.
+    with suppress(OSError):
+        os.waitpid(pid, os.WNOHANG)
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _end(error: BaseException) -> int:

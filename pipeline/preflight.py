@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -89,12 +90,16 @@ def look_at_source(uri: str) -> str:
 def look_at_place(uri: str) -> str:
     """Whether the one primitive that commits stand on works here: the second writer must be told that it lost."""
     store = open_store(split_version(uri)[0])
+    was_absent = not os.path.lexists(store.uri)
     path = f"preflight-{secrets.token_hex(6)}"
     try:
         first, second = store.put_if_absent(path, b"first"), store.put_if_absent(path, b"second")
         kept = store.read(path)
     finally:
         store.delete(path)
+        if was_absent and "://" not in store.uri:
+            with suppress(OSError):
+                os.rmdir(store.uri)
     if (first, second, kept) != (True, False, b"first"):
         raise StorageError(
             f"{uri} let a second writer win",

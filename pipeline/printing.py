@@ -98,7 +98,10 @@ def _evaluation_rows(sections: Mapping[str, Any]) -> Rows:
 
 def _decision_rows(sections: Mapping[str, Any]) -> Rows:
     decided = sections.get("promotion") or sections.get("gate")
-    return [("model", f"{decided['decision']}: {decided['reason']}")] if decided else []
+    if not decided:
+        return []
+    store = [("models", decided["models"])] if decided.get("models") else []
+    return [*store, ("model", f"{decided['decision']}: {decided['reason']}")]
 
 
 def flat_rows(value: dict[str, Any], prefix: str = "") -> Rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from pipeline.progress import RunProgress
 from pipeline.record import RunRecord
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.events import (
@@ -48,18 +50,8 @@ def processes_of_session(session: int) -> list[str]:
     return [row[2] for row in rows if row[0] == str(session) and not row[1].startswith("Z")]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    write_images(folder / "photos", num_images=150, num_classes=3, image_size=20)
-    return folder
-
-
-# The three tests below are one story, in this order.
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_nothing_half_visible(number: signal.Signals, folder: Path):
+def interrupt(folder: Path, number: signal.Signals) -> None:
+    """Start the run, end it by a signal while the JVM comes up, and see that nothing half-done is left."""
     started = subprocess.Popen(
         [str(BIN / "shardmill"), "run", "photos", *OPTIONS],
         cwd=folder,
@@ -70,7 +62,6 @@ def test_an_interrupted_run_leaves_nothing_half_visible(number: signal.Signals, 
         start_new_session=True,
     )
     assert started.stderr is not None
-    # Once the JVM is coming up.
     next(line for line in started.stderr if line.startswith("etl: 0 of"))
     time.sleep(2.0)
     if number == signal.SIGINT:
@@ -90,11 +81,25 @@ def test_an_interrupted_run_leaves_nothing_half_visible(number: signal.Signals, 
     assert summary["dataset"] is None
 
 
-def test_the_same_command_finishes_the_run(folder: Path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images, and a work directory with one run that was interrupted once, then finished by the same command."""
+    folder = tmp_path_factory.mktemp("run")
+    write_images(folder / "photos", num_images=150, num_classes=3, image_size=20)
+    interrupt(folder, signal.SIGINT)
     done = shardmill("run", "photos", *OPTIONS, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == summary_of(folder)
+    return folder
+
+
+def test_sigterm_leaves_nothing_half_visible_either(tmp_path: Path):
+    write_images(tmp_path / "photos", num_images=150, num_classes=3, image_size=20)
+    interrupt(tmp_path, signal.SIGTERM)
+
+
+def test_the_same_command_finishes_an_interrupted_run(folder: Path):
     summary = summary_of(folder)
-    assert json.loads(done.stdout) == summary
     assert summary["status"] == "ok" and summary["exit_code"] == 0 and summary["error"] is None
     counts = summary["dataset"]["counts"]
     assert (counts["listed"], counts["accepted"]) == (150, 150)
@@ -145,7 +150,9 @@ def test_a_model_predicts_ordinary_files_and_rejects_the_rest(folder: Path):
     assert found[1]["rejection"].startswith("not_an_image") and found[1]["label"] == ""
 
 
-def test_promote_works_on_a_models_store_and_says_which(folder: Path):
+def test_promote_works_on_a_models_store_and_says_which(folder: Path, tmp_path: Path):
+    # A copy: what is current here is nobody else's business.
+    folder = shutil.copytree(folder, tmp_path / "copy")
     # A folder of images holds no models, whatever the work directory holds.
     for store in ("photos", "nowhere"):
         for more in ((), ("--rollback",)):
@@ -186,6 +193,43 @@ def test_promote_works_on_a_models_store_and_says_which(folder: Path):
     # It stays below the floor, current or not.
     insisting = shardmill("promote", "work/models", *strict, "--require", cwd=folder)
     assert insisting.returncode == 9 and "is the current one, but accuracy" in last_line(insisting)
+
+
+def test_a_failed_run_has_a_report_and_is_the_latest(tmp_path: Path):
+    write_images(tmp_path / "photos", num_images=8, num_classes=1)
+    done = shardmill("run", "photos", "--json", cwd=tmp_path)
+    told = json.loads(done.stdout)
+    assert done.returncode == 2 and "has 1 classes (class_0)" in told["error"]["message"]
+    record = tmp_path / "shardmill-work" / "runs" / told["run_id"]
+    assert "has 1 classes" in (record / "report.html").read_text() and f"report: {record}/report.html" in done.stderr
+    assert not (tmp_path / "shardmill-work" / "dataset").exists()
+    summary = json.loads((record / "summary.json").read_text())
+    jsonschema.validate(summary, SCHEMA)
+    assert summary["exit_code"] == 2
+    (record / "report.html").unlink()
+    again = shardmill("report", "--json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["run_id"] == told["run_id"] and (record / "report.html").is_file()
+    assert json.loads((record / "summary.json").read_text())["exit_code"] == 2
+
+
+def test_warnings_are_said_and_stay_with_their_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    record = RunRecord(str(tmp_path), "r")
+    progress = RunProgress(record, num_epochs=12)
+
+    def work() -> StageRecord:
+        progress.event("etl.warning", {"message": "few \x1b[2J images"})
+        progress.event("train.resumed", {"epoch": 2, "step": 4, "rank": 0})
+        return StageRecord(stage="etl")
+
+    record.stage("etl", work)
+    record.stage("train", lambda: StageRecord(stage="train"))
+    summary = record.close()
+    jsonschema.validate(summary, SCHEMA)
+    assert list(summary["warnings"]) == ["etl"] and len(summary["warnings"]["etl"]) == 1
+    said = capsys.readouterr().err
+    # People count from 1, and a name cannot command their terminal.
+    assert r"WARNING: few \x1b[2J images" in said and "continues at epoch 3/12, step 5" in said
 
 
 def test_run_ids_are_unique_and_plain():
