@@ -43,17 +43,14 @@ class RunFolder:
         except FileNotFoundError:
             return {}
 
-    def failure(self, stage: str, ended: str, own_code: int = 0) -> AirflowException:
-        """The exception that says why the stage failed, and by its type whether another try makes sense.
-
-        `own_code` is the exit code of a command of ours, which may leave no record; spark-submit's would say nothing.
-        """
+    def failure(self, stage: str, ended: str) -> AirflowException:
+        """The exception that says why the stage failed, and by its type whether another try makes sense."""
         summary = self.read("summary")
-        code = summary.get("exit_code") or (own_code if own_code in EXIT_CODES_WITHOUT_RETRY else 0)
+        code = summary.get("exit_code")
         if not code:
-            # Killed, or never started: nothing is known against trying again.
-            return AirflowException(f"{stage} {ended} and left no reason in summary.json")
-        line = f"{stage} failed with exit code {code}: {summary.get('error') or 'the log above says why'}"
+            # Killed, never started, or `doctor`, whose next try may meet a sound machine: nothing is known against it.
+            return AirflowException(f"{stage} {ended} and left no reason in summary.json; see the log above")
+        line = f"{stage} failed with exit code {code}: {summary.get('error')}"
         return AirflowFailException(line) if code in EXIT_CODES_WITHOUT_RETRY else AirflowException(line)
 
 
@@ -118,7 +115,7 @@ class ShardmillOperator(BaseOperator):
             self.log.info("%s", line.rstrip())
         exit_code = self._process.wait()
         if exit_code:
-            raise folder.failure(self.stage, f"ended with exit code {exit_code}", exit_code)
+            raise folder.failure(self.stage, f"ended with exit code {exit_code}")
         return hand_on(self, context, folder)
 
     def on_kill(self) -> None:
