@@ -116,6 +116,21 @@ def test_the_same_training_is_exported_once(models, dataset):
     assert record_numbers(open_store(models), EXPORTS) == [1]
 
 
+def test_the_weights_that_the_result_speaks_of_are_exported(dataset, tmp_path):
+    """The best epoch's and the last one's differ here: a rate this high makes the model worse in the end."""
+    results = {}
+    for choice in ("best", "last"):
+        config = config_of(epochs=4, learning_rate=0.3, schedule="constant", export=choice)
+        results[choice] = result = trained(dataset, tmp_path, config)
+        record = export_training(str(tmp_path), config, result, "run")[0].record
+        assert (record.checkpoint, record.weights_sha256) == (result.checkpoint, result.weights_sha256)
+        assert record.evaluation.loss == pytest.approx(result.evaluation.loss, rel=1e-4, abs=1e-6)
+    best, last = results["best"], results["last"]
+    assert last.weights_epoch == 3 and last.checkpoint == last.last_checkpoint
+    assert best.weights_epoch < 3, [epoch.validation.loss for epoch in best.history]
+    assert best.weights_sha256 != last.weights_sha256
+
+
 def test_an_export_that_answers_otherwise_than_was_recorded_is_none(dataset, tmp_path):
     """Edited code of the model, or an edited result: then nobody has measured what would be promoted."""
     config = config_of(epochs=1)
