@@ -133,7 +133,7 @@ print(json.dumps(seen))
     )
     seen = json.loads(printed.splitlines()[-1])
     assert seen["command"][0] == seen["spark"][0] == "AirflowFailException"
-    assert "exit code 3" in seen["command"][1] and "is not a committed dataset" in seen["command"][1]
+    assert "exit code 2" in seen["command"][1] and "there is no dataset at" in seen["command"][1]
     assert "exit code 2" in seen["spark"][1] and "nowhere" in seen["spark"][1]
     assert seen["wrong config"] == ["AirflowFailException", "no section"]
     assert seen["killed"][0] == "AirflowException" and "left no reason" in seen["killed"][1]
