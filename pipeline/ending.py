@@ -17,6 +17,7 @@ from typing import NoReturn
 import typer
 from pydantic import BaseModel
 
+from shardmill.scratch import private_temporary_folder
 from shardmill.signals import Terminated, raise_on_signals
 from shardmill.stage_process import error_line, tell_error, tell_line
 
@@ -28,8 +29,9 @@ def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoR
         # Libraries log tracebacks of what they raise as well (py4j on Ctrl-C); people get one line.
         logging.getLogger().addHandler(logging.NullHandler())
     try:
-        prepare()
-        code = app(standalone_mode=False)
+        with private_temporary_folder():
+            prepare()
+            code = app(standalone_mode=False)
         if code == 130:
             # typer turns Ctrl-C into this code without a word.
             raise KeyboardInterrupt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -51,6 +52,9 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
     submitted = is_under_spark_submit()
     if not submitted and spark.master.startswith("local"):
         settings |= {**_LOCAL_CONF, "spark.executorEnv.PYTHONPATH": python_path()}
+        # Java does not ask TMPDIR: what Spark leaves there goes with this process's own temporary folder.
+        settings["spark.local.dir"] = tempfile.gettempdir()
+        settings["spark.driver.extraJavaOptions"] += f' "-Djava.io.tmpdir={tempfile.gettempdir()}"'
         # Spark's own default is whatever `python3` is on the PATH.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")

@@ -25,6 +25,7 @@ from shardmill.events import (
 from shardmill.printable import printable
 from shardmill.redact import redacted, redacted_text
 from shardmill.registry import install_hint
+from shardmill.scratch import private_temporary_folder
 from shardmill.signals import Terminated, raise_on_signals, why_ended
 from shardmill.spark_jvm import spark_log
 from shardmill.storage import open_store
@@ -51,7 +52,7 @@ def run_stage_process(
     started = time.monotonic()
     try:
         log = spark_log(open_store(workdir), f"{run_folder(run_id)}/spark.log")
-        with log, closing(_FileObserver(workdir, run_id)) as observer:
+        with private_temporary_folder(), log, closing(_FileObserver(workdir, run_id)) as observer:
             record = work(run_id, observer)
     except (Exception, KeyboardInterrupt, Terminated) as error:  # the outermost frame: every end gets its line and code
         record = failed_stage(stage, error, time.monotonic() - started)

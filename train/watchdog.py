@@ -47,11 +47,18 @@ class Watchdog:
     """Listens from its construction; `watch`, in the main thread, does the rest. Leaving its `with` ends all ranks."""
 
     def __init__(
-        self, task: WorkerTask, worker: str, observer: TrainObserver, bind_host: str, advertised_host: str | None = None
+        self,
+        task: WorkerTask,
+        worker: str,
+        observer: TrainObserver,
+        bind_host: str,
+        advertised_host: str | None = None,
+        token: str = "",
     ) -> None:
+        """`token`: what the launcher gives its ranks by a way of its own; empty for a new one."""
         self._task = task
         self._observer = observer
-        self._token = new_token()
+        self._token = token or new_token()
         self._inbox: queue.SimpleQueue[Said | RankFault] = queue.SimpleQueue()
         self._deadlines = Deadlines(task.config, time.monotonic())
         self._ranks = self._deadlines.ranks

@@ -8,25 +8,37 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import secrets
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from shardmill.config import SparkConfig
 from shardmill.errors import TrainingError, UsageError
-from shardmill.import_path import SAFE_PATH, python_path
+from shardmill.import_path import SAFE_PATH
 from shardmill.registry import install_hint
 from shardmill.spark import is_under_spark_submit, spark_session
 from train.faults import FIX
 from train.launchers.keeper import keep_rank
 from train.launchers.local import GLOO_TIMEOUT_SECONDS, LOOPBACK
+from train.launchers.rendezvous import (
+    GLOO_ADDRESS,
+    GLOO_PORT,
+    GuardedRendezvous,
+    address_variables,
+    derive,
+    guarded_mapper,
+    listening_on,
+)
 from train.observer import TrainObserver
 from train.rank import DEFAULT_WORKER
 from train.values import TrainResult, WorkerTask
 from train.watchdog import Watchdog
+from train.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
+TOKEN_PURPOSE, PATH_PURPOSE = "shardmill watchdog", "shardmill rendezvous"
 APPLICATION_NAME = "shardmill-train"
 # After the ranks have ended, Spark's tasks get so long to end as well (Horovod keeps each alive for 3 s at least).
 FINISH_SECONDS = 30.0
@@ -48,8 +60,10 @@ def launch_horovod_spark(
         bind_host, advertised_host = LOOPBACK, LOOPBACK
         if not is_local:
             bind_host, advertised_host = "", context.getConf().get("spark.driver.host")
-        with Watchdog(task, worker, observer, bind_host, advertised_host) as watchdog:
-            run = _HorovodRun(task, watchdog, is_local)
+        secret = secrets.token_bytes(32)
+        token = derive(secret, TOKEN_PURPOSE)
+        with Watchdog(task, worker, observer, bind_host, advertised_host, token) as watchdog:
+            run = _HorovodRun(task, watchdog, secret, is_local)
             try:
                 result = watchdog.watch()
                 run.finish()
@@ -98,12 +112,28 @@ def _require_horovod() -> None:
         raise UsageError("train.launcher = 'horovod_spark' needs Horovod", fix=install_hint("horovod"))
 
 
+def keep_rank_of_horovod() -> int:
+    """What Horovod runs in the process that it starts for each rank, on the executor.
+
+    Horovod's key came with Spark's task. The token and the path to the rendezvous follow from it, and cross no wire.
+    """
+    from horovod.runner.common.util import codec, secret
+
+    # Taken out: user code may print its environment.
+    key = codec.loads_base64(os.environ.pop(secret.HOROVOD_SECRET_KEY))
+    os.environ[TOKEN_VARIABLE] = derive(key, TOKEN_PURPOSE)
+    host, port = os.environ[GLOO_ADDRESS], int(os.environ[GLOO_PORT])
+    os.environ.update(address_variables(host, port, derive(key, PATH_PURPOSE)))
+    return keep_rank()
+
+
 class _HorovodRun:
     """`horovod.spark.run` in a thread of its own, so that the main thread is free to watch the ranks."""
 
-    def __init__(self, task: WorkerTask, watchdog: Watchdog, is_local: bool) -> None:
+    def __init__(self, task: WorkerTask, watchdog: Watchdog, secret: bytes, is_local: bool) -> None:
         self._task = task
         self._watchdog = watchdog
+        self._secret = secret
         self._is_local = is_local
         self._stop = threading.Event()
         self._failure = ""
@@ -130,21 +160,23 @@ class _HorovodRun:
         self._thread.join(CANCEL_SECONDS)
 
     def _run(self) -> None:
+        # Not the token: Horovod sends this over the network as it is.
         environment = {
             "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT_SECONDS),
+            ADDRESS_VARIABLE: self._watchdog.environment()[ADDRESS_VARIABLE],
             **SAFE_PATH,
-            **self._watchdog.environment(),
         }
         config = self._task.config
         nics = set(config.nics) or None
         executable = os.environ.get("PYSPARK_PYTHON", sys.executable)
         if self._is_local:
-            environment["PYTHONPATH"] = python_path()
             nics, executable = nics or {"lo"}, sys.executable
         try:
-            with _tamed_horovod(self._stop, self._output) as horovod_spark:
+            with _tamed_horovod(self._stop, self._output, self._secret), listening_on(nics):
+                import horovod.spark as horovod_spark
+
                 horovod_spark.run(
-                    keep_rank,
+                    keep_rank_of_horovod,
                     num_proc=config.num_workers,
                     start_timeout=int(config.start_timeout_seconds) + 1,
                     use_gloo=True,
@@ -197,26 +229,47 @@ class _Tail:
 
 
 @contextmanager
-def _tamed_horovod(stop: threading.Event, output: _Tail) -> Iterator[Any]:
-    """The module `horovod.spark`, for a thread of a driver that has other things to do.
+def _tamed_horovod(stop: threading.Event, output: _Tail, secret: bytes) -> Iterator[None]:
+    """Make `horovod.spark.run` fit for a thread of a driver that has other things to do, and close its doors.
 
     - `launch_gloo` installs handlers for SIGINT and SIGTERM, which Python allows in the main thread only, and which
       would take Ctrl-C away from the command line: it waits for `stop` instead.
     - `run_controller` forks this process, JVM connection and all, to import TensorFlow and see whether Gloo was built
       in: the ranks find that out themselves.
     - Its own thread dies of an exception when Spark's job is cancelled: that goes to `output`, not to the terminal.
+    - Its rendezvous and its tasks are the guarded ones; its key is `secret`.
     """
+    import horovod.runner.common.util.secret as horovod_secret
     import horovod.runner.gloo_run as gloo_run
     import horovod.runner.launch as launch
-    import horovod.spark
+    import horovod.spark.gloo_run as spark_gloo_run
+    import horovod.spark.runner as runner
 
-    register, gloo_built, excepthook = gloo_run.register_shutdown_event, launch.gloo_built, threading.excepthook
-    gloo_run.register_shutdown_event = lambda: stop
-    launch.gloo_built = lambda verbose=False: True
-    threading.excepthook = lambda args: output.write_if_empty(_text_of(args.exc_value or args.exc_type()))
-    try:
-        yield horovod.spark
-    finally:
-        gloo_run.register_shutdown_event = register
-        launch.gloo_built = gloo_built
-        threading.excepthook = excepthook
+    opened: list[GuardedRendezvous] = []
+    launch_gloo = spark_gloo_run.launch_gloo
+
+    def launch_guarded(*arguments: Any) -> None:
+        # The last argument is the address at which the ranks look for the rendezvous.
+        opened.append(GuardedRendezvous(arguments[-1], derive(secret, PATH_PURPOSE)))
+        launch_gloo(*arguments)
+
+    def write_thread_error(args: threading.ExceptHookArgs) -> None:
+        output.write_if_empty(_text_of(args.exc_value or args.exc_type()))
+
+    with ExitStack() as stack:
+        for module, name, replacement in (
+            (gloo_run, "register_shutdown_event", lambda: stop),
+            (gloo_run, "RendezvousServer", lambda verbose: opened[-1]),
+            (launch, "gloo_built", lambda verbose=False: True),
+            (runner, "_make_mapper", guarded_mapper),
+            (spark_gloo_run, "launch_gloo", launch_guarded),
+            (horovod_secret, "make_secret_key", lambda: secret),
+            (threading, "excepthook", write_thread_error),
+        ):
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, replacement)
+        try:
+            yield
+        finally:
+            for rendezvous in opened:
+                rendezvous.stop()

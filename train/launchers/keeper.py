@@ -10,6 +10,7 @@ import sys
 import threading
 
 from shardmill.import_path import SAFE_PATH
+from shardmill.scratch import Scratch
 from train.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, RankExit, call_driver
 
 NUM_OUTPUT_LINES = 40
@@ -18,12 +19,16 @@ OUTPUT_SECONDS = 1.0
 
 
 class RankProcess:
-    """A running `python -m train.rank`, in a session of its own: a Ctrl-C at the driver's terminal passes it by."""
+    """A running `python -m train.rank`, in a session of its own: a Ctrl-C at the driver's terminal passes it by.
+
+    It has a temporary folder of its own, too: a rank never ends in a way in which Python or TensorFlow clean up.
+    """
 
     def __init__(self, environment: dict[str, str]) -> None:
+        self._scratch = Scratch()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "train.rank"],
-            env={"TF_CPP_MIN_LOG_LEVEL": "2", **environment, **SAFE_PATH},
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **environment, **SAFE_PATH, "TMPDIR": str(self._scratch.path)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -37,6 +42,7 @@ class RankProcess:
         """Return when the process has ended."""
         returncode = self._process.wait()
         self._reader.join(OUTPUT_SECONDS)
+        self._scratch.remove()
         return RankExit(returncode, b"".join(self._lines).decode(errors="replace").strip())
 
     def is_running(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from shardmill.errors import UsageError
 from shardmill.import_path import python_path
 from shardmill.registry import install_hint
 from train.launchers.keeper import RankProcess
+from train.launchers.rendezvous import GuardedRendezvous, address_variables
 from train.observer import TrainObserver
 from train.rank import DEFAULT_WORKER
 from train.values import TrainResult, WorkerTask
@@ -79,27 +81,22 @@ def _rank_environment(rank: int, num_ranks: int, more: dict[str, str]) -> dict[s
 
 @contextmanager
 def _rendezvous(num_ranks: int) -> Iterator[dict[str, str]]:
-    """Where Gloo's processes find each other: Horovod's own key-value server, on the loopback interface alone.
-
-    Horovod's `RendezvousServer` listens on every interface and asks nobody who he is (CVE-2024-10190).
-    """
+    """Where Gloo's processes find each other."""
     try:
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
     except ImportError as error:
         raise UsageError(f"train.launcher = 'local' needs Horovod: {error}", fix=install_hint("horovod")) from error
-    server = RendezvousHTTPServer((LOOPBACK, 0), RendezvousHandler, verbose=0)
+    path = secrets.token_hex(32)
+    server = GuardedRendezvous(LOOPBACK, path)
     server.init(get_host_assignments(parse_hosts(f"{LOOPBACK}:{num_ranks}"), num_ranks))
-    threading.Thread(target=server.serve_forever, name="gloo-rendezvous", daemon=True).start()
+    port = server.start()
     try:
         yield {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
+            **address_variables(LOOPBACK, port, path),
             "HOROVOD_GLOO_IFACE": "lo",
             "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT_SECONDS),
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
         }
     finally:
-        server.shutdown()
-        server.server_close()
+        server.stop()

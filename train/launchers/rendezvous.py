@@ -1,0 +1,142 @@
+"""Where Horovod's processes find each other, closed to others: one interface, a secret path, and no key written twice.
+
+Horovod's own servers listen on every interface, and its key-value store believes whoever asks it (CVE-2024-10190,
+CVE-2026-31234): one PUT of a wrong port made a training hang. What remains open is in docs/decisions/0006.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shardmill.import_path import python_path
+
+GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+GLOO_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+# What Gloo stores is a few hundred bytes for each pair of ranks.
+MAX_VALUE_BYTES = 1 << 24
+
+
+def derive(secret: bytes, purpose: str) -> str:
+    """A secret of its own for each purpose, from one that both sides have."""
+    return hmac.new(secret, purpose.encode(), hashlib.sha256).hexdigest()
+
+
+def address_variables(host: str, port: int, path: str) -> dict[str, str]:
+    """What tells a rank's Gloo where the store is; only who has them can use it.
+
+    Gloo asks `http://<address>:<port>/<scope>/<key>`, whatever the address holds: with a path inside it, the store is
+    at `http://<host>:<port>/<path>:<port>/`.
+    """
+    return {GLOO_ADDRESS: f"{host}:{port}/{path}", GLOO_PORT: str(port)}
+
+
+def open_rendezvous(host: str, path: str) -> Any:
+    """Horovod's key-value server on one interface, not yet serving; it answers below the secret `path` only."""
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    class GuardedHandler(RendezvousHandler):
+        def parse_request(self) -> bool:
+            if not super().parse_request():
+                return False
+            server: Any = self.server
+            root = f"/{path}:{server.server_port}"
+            if not hmac.compare_digest(self.path[: len(root)].encode(), root.encode()):
+                self.send_status_code(403)
+                return False
+            self.path = self.path[len(root) :]
+            return True
+
+        def do_PUT(self) -> None:
+            scope, _, key = self.path.strip("/").partition("/")
+            num_bytes = int(self.headers.get("Content-Length", "0"))
+            if not 0 <= num_bytes <= MAX_VALUE_BYTES:
+                self.send_status_code(413)
+                return
+            value = self.rfile.read(num_bytes)
+            server: Any = self.server
+            with server.cache_lock:
+                kept = server.cache.setdefault(scope, {}).setdefault(key, value)
+            # A rank that did not hear our answer says the same once more.
+            self.send_status_code(200 if kept == value else 409)
+
+        def do_DELETE(self) -> None:
+            # A rank leaves. The store ends with the training; until then nobody may make room for other values.
+            self.send_status_code(200)
+
+        def do_HEAD(self) -> None:
+            # Inherited, it would tell which files are in the working directory.
+            self.send_status_code(405)
+
+    return RendezvousHTTPServer((host, 0), GuardedHandler, verbose=0)
+
+
+class GuardedRendezvous:
+    """What `launch_gloo` takes for Horovod's `RendezvousServer`."""
+
+    def __init__(self, host: str, path: str) -> None:
+        self._server = open_rendezvous(host, path)
+
+    def start(self) -> int:
+        threading.Thread(target=self._server.serve_forever, name="gloo-rendezvous", daemon=True).start()
+        return self._server.server_address[1]
+
+    def init(self, host_alloc_plan: Any) -> None:
+        self._server.init(host_alloc_plan)
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextmanager
+def listening_on(nics: set[str] | None) -> Iterator[None]:
+    """Let Horovod's services in this process listen on the chosen interface alone; on all if there is no single one."""
+    import horovod.runner.common.util.network as network
+
+    host = _ipv4_of(next(iter(nics))) if nics and len(nics) == 1 else ""
+    find_port = network.find_port
+
+    def open_port(server_at: Callable[[tuple[str, int]], Any]) -> tuple[Any, int]:
+        server = server_at((host, 0))
+        return server, server.socket.getsockname()[1]
+
+    network.find_port = open_port
+    try:
+        yield
+    finally:
+        network.find_port = find_port
+
+
+def guarded_mapper(driver_addresses: Any, settings: Any, use_gloo: bool, is_elastic: bool) -> Callable[..., Any]:
+    """In place of `horovod.spark.runner._make_mapper`: what Spark ships to its tasks."""
+    key = settings.key
+
+    def mapper(index: int, _: Any) -> Iterator[Any]:
+        from horovod.spark.runner import _task_fn  # pyright: ignore[reportPrivateUsage]
+
+        # The rank's process inherits the environment, and what Spark added to this process's path is not in there.
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = python_path()
+        try:
+            with listening_on(settings.nics):
+                yield _task_fn(index, driver_addresses, key, settings, use_gloo, is_elastic)
+        finally:
+            os.environ.pop("PYTHONPATH")
+            if before is not None:
+                os.environ["PYTHONPATH"] = before
+
+    return mapper
+
+
+def _ipv4_of(nic: str) -> str:
+    import psutil
+
+    addresses = psutil.net_if_addrs().get(nic, [])
+    return next((each.address for each in addresses if each.family == socket.AF_INET), "")
