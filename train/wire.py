@@ -1,6 +1,11 @@
 """What ranks and their driver say to each other over TCP: JSON lines, once both have proved that they know the token.
 
-The token itself never crosses the wire: each side answers the other's nonce with HMAC-SHA256(token, role + nonce).
+Each side answers the other's fresh nonce with HMAC-SHA256(token, role + nonce): neither the token nor anything that
+could be used again, or in the other direction, is sent here. How the token comes to the ranks is the launcher's matter:
+`local` puts it into their environment, `horovod_spark` derives it on both sides from the key in Spark's own task.
+
+That proves who is there when a conversation starts, and no more: what follows is neither encrypted nor authenticated
+line by line. Who can change packets between two hosts can read the task and forge reports (docs/decisions/0006).
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from shardmill.dataset import open_dataset
 from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import UsageError
 from shardmill.reach import plant_nonce, remove_nonce
+from shardmill.scratch import PREFIX
 from shardmill.storage import open_store
 from tests.support import make_dataset
 from train.config import TrainConfig
@@ -44,6 +45,7 @@ class Driver:
 
     process: subprocess.Popen[str]
     mark: str
+    temporary: Path | None = None
     lines: list[str] = field(default_factory=list)
 
     def wait_for_step(self) -> None:
@@ -67,6 +69,12 @@ class Driver:
             except OSError:
                 continue
         return left
+
+    def assert_no_file_left(self) -> None:
+        """Of the ranks: what a driver that is no command leaves goes with its command's own folder."""
+        assert self.temporary is not None
+        assert not list(self.temporary.rglob("__autograph_generated_file*"))
+        assert not list(self.temporary.glob(f"{PREFIX}*"))
 
     def assert_nothing_left(self, within_seconds: float) -> None:
         deadline = time.monotonic() + within_seconds
@@ -98,15 +106,17 @@ def start(tmp_path):
             "reach": reach,
         }
         mark = f"mark-{uuid.uuid4()}"
+        temporary = tmp_path / "temporary"
+        temporary.mkdir(exist_ok=True)
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.train.launch_driver", json.dumps(given)],
             cwd=ROOT,
-            env={**os.environ, MARK: mark},
+            env={**os.environ, MARK: mark, "TMPDIR": str(temporary)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        drivers.append(Driver(process, mark))
+        drivers.append(Driver(process, mark, temporary))
         return drivers[-1]
 
     yield start
@@ -134,6 +144,7 @@ def test_every_rank_runs_and_rank_0_answers(start, launcher, num_ranks):
     assert outcome["sample_ids"] == expected
     assert sorted(rank for rank, name in outcome["events"] if name == "resumed") == list(range(num_ranks))
     driver.assert_nothing_left(within_seconds=5)
+    driver.assert_no_file_left()
 
 
 @pytest.mark.parametrize(
@@ -195,6 +206,7 @@ def test_real_training_tells_the_cause_and_not_the_survivors_echo(start, dataset
     assert outcome["message"].startswith("rank 1 ") and said in outcome["message"], outcome["message"]
     assert outcome["seconds_after_step"] < 10
     driver.assert_nothing_left(within_seconds=2)
+    driver.assert_no_file_left()
 
 
 @pytest.mark.parametrize("lost", ["models", "dataset"])
@@ -287,10 +299,12 @@ def test_interrupted_command_ends_its_ranks_and_says_so(tmp_path, dataset, comma
         record_samples = true
         """
     )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     process = subprocess.Popen(
         [*COMMANDS[command], str(file), "--workdir", str(tmp_path / "work"), "--run-id", "run"],
         cwd=tmp_path,
-        env={**os.environ, MARK: mark},
+        env={**os.environ, MARK: mark, "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -312,6 +326,8 @@ def test_interrupted_command_ends_its_ranks_and_says_so(tmp_path, dataset, comma
     summary = json.loads((tmp_path / "work/runs/run/summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("failed", 128 + number)
     driver.assert_nothing_left(within_seconds=3)
+    # Of TensorFlow and of Spark: `spark-*`, `blockmgr-*`, compiled functions.
+    assert not list(temporary.iterdir())
 
 
 def test_inline_runs_one_rank_only():

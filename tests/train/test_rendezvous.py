@@ -92,6 +92,7 @@ def test_training_under_attack_ends_well_and_listens_to_this_machine_only(start,
         time.sleep(0.05)
     outcome = driver.outcome()
     assert outcome.get("world_size") == 2, outcome
+    driver.assert_no_file_left()
     assert len(seen) >= 4 and set(seen.values()) <= LOCAL, seen
     # The rendezvous was among those who were asked, and refused.
     assert 403 in answers and not any(200 <= answer < 300 for answer in answers), answers
