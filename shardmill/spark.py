@@ -19,6 +19,7 @@ from shardmill.registry import install_hint
 from shardmill.spark_jvm import REDACTION, start_jvm, where_spark_says_more
 
 if TYPE_CHECKING:
+    from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
 _QUIET_LOG = Path(__file__).with_name("spark-log4j2.properties")
@@ -48,10 +49,9 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
         raise UsageError("Spark needs the package pyspark", "", install_hint("spark")) from None
     # Nobody reads Spark's progress bar between ours.
     settings = {"spark.ui.showConsoleProgress": "false", **REDACTION}
-    settings |= {f"spark.executorEnv.{name}": value for name, value in SAFE_PATH.items()}
     submitted = is_under_spark_submit()
     if not submitted and spark.master.startswith("local"):
-        settings |= {**_LOCAL_CONF, "spark.executorEnv.PYTHONPATH": python_path()}
+        settings |= _LOCAL_CONF
         # Java does not ask TMPDIR: what Spark leaves there goes with this process's own temporary folder.
         settings["spark.local.dir"] = tempfile.gettempdir()
         settings["spark.driver.extraJavaOptions"] += f' "-Djava.io.tmpdir={tempfile.gettempdir()}"'
@@ -74,6 +74,8 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
             "expected a master that answers and settings that Spark takes",
             where_spark_says_more(),
         ) from error
+    # Spark's Python processes get it with each task.
+    session.sparkContext.environment |= _worker_environment(session.sparkContext)
     warning = protection_warning(str(session.sparkContext.master), session.sparkContext.getConf().get)
     if warning:
         sys.stderr.write(f"WARNING: {warning}\n")
@@ -103,6 +105,13 @@ def _start_context(app_name: str, master: str | None, settings: Mapping[str, str
         SparkContext.getOrCreate(conf)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, before)
+
+
+def _worker_environment(context: SparkContext) -> dict[str, str]:
+    if not str(context.master).startswith("local"):
+        return SAFE_PATH
+    given = context.environment.get("PYTHONPATH", "")
+    return {**SAFE_PATH, "PYTHONPATH": os.pathsep.join(filter(None, (given, python_path())))}
 
 
 def protection_warning(master: str, setting: Callable[[str, str], str | None]) -> str:
