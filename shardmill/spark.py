@@ -76,8 +76,7 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
         ) from error
     # Spark's Python processes get it with each task.
     session.sparkContext.environment |= _worker_environment(session.sparkContext)
-    warning = protection_warning(str(session.sparkContext.master), session.sparkContext.getConf().get)
-    if warning:
+    if warning := protection_warning(str(session.sparkContext.master), session.sparkContext.getConf().get):
         sys.stderr.write(f"WARNING: {warning}\n")
     try:
         yield session
