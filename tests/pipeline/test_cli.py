@@ -169,7 +169,7 @@ def test_a_flipped_byte_is_named_by_verify_and_on_every_rank(config: Path):
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["train.model=nowhere:build"], ["nowhere:build", "No module named"]),
+        (["train.model=nowhere:build"], ["nowhere:build", "there is no module 'nowhere'"]),
         (["train.model=user_models:absent"], ["user_models", "absent"]),
         (["train.model=small_cmm"], ["small_cmm", "small_cnn"]),
         (["train.model=user_models:too_narrow"], ["gives 2 outputs", "expected 3 outputs", "3 classes"]),
