@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardmill.errors import IntegrityError, SecurityRefusal
-from shardmill.sealed import read_sealed, seal, seal_file, unseal
+from shardmill.sealed import check_sealed, read_sealed, seal, seal_file, unseal
 from shardmill.storage import open_store
 
 
@@ -38,9 +38,25 @@ def test_a_sealed_file_is_read_only_as_it_was(tmp_path: Path):
     store.put("models/a.bin", b"weights")
     file = seal_file("a.bin", b"weights")
     assert read_sealed(store, file, "models") == b"weights"
-    with pytest.raises(IntegrityError, match="altered"):
-        read_sealed(store, replace(file, sha256="0" * 64), "models")
-    with pytest.raises(IntegrityError, match=r"b\.bin is missing"):
-        read_sealed(store, replace(file, path="b.bin"), "models")
-    with pytest.raises(SecurityRefusal):
-        read_sealed(store, replace(file, path="../models/a.bin"), "models")
+    check_sealed(store, file, "models")
+    for look in (read_sealed, check_sealed):
+        for wrong in (replace(file, sha256="0" * 64), replace(file, size_bytes=1 << 50), replace(file, size_bytes=0)):
+            with pytest.raises(IntegrityError, match="altered"):
+                look(store, wrong, "models")
+        with pytest.raises(IntegrityError, match=r"b\.bin is missing"):
+            look(store, replace(file, path="b.bin"), "models")
+        with pytest.raises(SecurityRefusal):
+            look(store, replace(file, path="../models/a.bin"), "models")
+
+
+def test_a_file_is_checked_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shardmill.sealed._BLOCK_BYTES", 7)
+    store = open_store(tmp_path)
+    for size in (0, 1, 6, 7, 8, 21, 50):
+        data = bytes(range(size))
+        store.put("file", data)
+        check_sealed(store, seal_file("file", data))
+        if size:
+            store.put("file", data[:-1] + b"x")
+            with pytest.raises(IntegrityError, match="altered"):
+                check_sealed(store, seal_file("file", data))
