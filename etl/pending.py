@@ -67,7 +67,7 @@ def clear_pending(store: Store, units: Sequence[WorkUnit], version: int) -> None
     """Delete the records that nobody will ask for again, now that `version` holds these units.
 
     These units' own, those that a kill left behind an earlier commit, and what was abandoned. Records of a build
-    with other units that was interrupted, or runs at this moment, stay: they cost it nothing but time.
+    with other units that was interrupted, or runs at this moment, stay: it need not repeat them.
     """
     own = {pending_path(unit) for unit in units}
     # Looked up only if there is a record that is not ours.
