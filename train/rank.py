@@ -97,7 +97,7 @@ def check_places(task: WorkerTask) -> None:
     check_nonce(task.reach)
     try:
         open_pinned(task.dataset)
-    except IntegrityError as error:
+    except (IntegrityError, UsageError) as error:
         raise UsageError(
             f"host {socket.gethostname()} does not see the driver's dataset {task.dataset.uri}: {error.what}",
             "expected a place that every host of the job can read",

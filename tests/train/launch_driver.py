@@ -17,6 +17,7 @@ from shardmill.reach import Nonce
 from shardmill.signals import Terminated, raise_on_signals
 from train.config import TrainConfig
 from train.launchers import LAUNCHERS
+from train.models.identity import source_sha256
 from train.values import WorkerTask
 
 
@@ -40,7 +41,9 @@ def main() -> None:
     raise_on_signals()
     given = json.loads(sys.argv[1])
     config = TrainConfig(**given["train"])
-    task = WorkerTask(config, DatasetPin(**given["dataset"]), given["models_uri"], "trainings/test", "")
+    task = WorkerTask(
+        config, DatasetPin(**given["dataset"]), given["models_uri"], "trainings/test", source_sha256(config.model)
+    )
     if given.get("reach"):
         task = replace(task, reach=Nonce(**given["reach"]))
     teller = Teller()

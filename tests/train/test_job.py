@@ -236,7 +236,7 @@ def test_it_stops_where_it_is_told_to(job, tmp_path):
     [
         (["--set", "train.epoch=3"], 2, "unknown config key train.epoch; did you mean train.epochs?"),
         (["--set", "train.global_batch_size=25"], 2, "nearest: 24"),
-        (["--set", "dataset.uri=/nowhere"], 3, "/nowhere is not a committed dataset"),
+        (["--set", "dataset.uri=/nowhere"], 2, "there is no dataset at /nowhere"),
         (
             ["--set", "gate.min_accuracy=1", "--set", "train.learning_rate=1e-9", "--require"],
             9,

@@ -45,9 +45,9 @@ def find_user_module(name: str, model: str) -> FoundModule:
 def find_below(folder: str, name: str) -> ModuleSpec | None:
     """Where `a.b.c` lies below `folder`, found without importing `a` or `a.b`."""
     path, spec = [folder], None
-    parts = name.split(".")
-    for depth in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), path)
+    for part in name.split("."):
+        # By its last name alone: a namespace package with dots in its name looks its parent up among imported modules.
+        spec = PathFinder.find_spec(part, path)
         if spec is None:
             return None
         path = list(spec.submodule_search_locations or [])
