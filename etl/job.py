@@ -29,7 +29,7 @@ from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.pin import DatasetPin
 from shardmill.dataset.unit_result import UnitResult
-from shardmill.dataset.versions import pin_of, read_manifest, read_manifest_bytes
+from shardmill.dataset.versions import pin_of, read_manifest, read_manifest_bytes, remember_if_forgotten
 from shardmill.errors import UsageError
 from shardmill.events import Observer, SilentObserver, StageRecord
 from shardmill.stage_process import run_stage_process
@@ -71,15 +71,15 @@ def build_dataset(
     # List the source and plan the units. What the listing alone refuses may be too much already.
     plan = plan_build(tree, run_id=run_id)
     observer.event("etl.listed", {"listed": plan.build.num_listed, "images": plan.num_images, "units": len(plan.units)})
+    _check_same_source(plan, replace_source=replace_source)
     check_limits(plan, plan.build.list_rejections)
-    if not replace_source:
-        _check_same_source(plan)
     observer.event("etl.inferred", inferred_facts(plan))
     _warn(observer, inferred_warnings(plan))
 
     # Skip all of it if the latest version was made from the same listing and config.
     parent = _up_to_date_parent(plan)
     if parent is not None:
+        remember_if_forgotten(plan.store, parent.version)
         clear_pending(plan.store, plan.units, parent.version)  # of a run that was killed just behind its commit
         observer.event("etl.unchanged", {"version": parent.version})
         return BuildOutcome(
@@ -155,9 +155,9 @@ def _warn(observer: Observer, messages: Iterable[str]) -> None:
         observer.event("etl.warning", {"message": message})
 
 
-def _check_same_source(plan: BuildPlan) -> None:
+def _check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
     """Raise UsageError if the dataset holds the images of another source: one dataset follows one source."""
-    if not plan.parent_version:
+    if replace_source or not plan.parent_version:
         return
     before, now = read_manifest(plan.store, plan.parent_version).source, plan.build.source
     # Where the very same files are listed, the source has moved, or is named in another way.

@@ -85,6 +85,10 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise UsageError(f"no config file {file}", "expected a TOML file", "`shardmill init` writes one") from None
     except IsADirectoryError:
         raise UsageError(f"{file} is a folder", "expected a TOML file") from None
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {file}: {error.strerror}", "expected a TOML file that this user can read"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} is not TOML: {error}", "expected lines like `epochs = 3`") from None
 

@@ -35,7 +35,7 @@ class IntegrityError(ShardmillError):
 
 
 class StorageError(ShardmillError):
-    """A file system or object store refused, vanished or is full."""
+    """A file system or object store refused, vanished or is full, or a machine could not start a decoding process."""
 
     exit_code = 4
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from shardmill.errors import UsageError
+from shardmill.errors import ShardmillError, UsageError
 from shardmill.storage import AccessDenied, Store, open_store
 
-REACH_PREFIX = ".reach-"
+REACH = "reach"
+# No driver starts its ranks or tasks that late: whoever planted it was killed.
+_STALE_SECONDS = 86400
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +32,18 @@ class Nonce:
 
 
 def plant_nonce(store: Store) -> Nonce:
-    """Write a nonce into the root of `store`, under a name of its own."""
-    nonce = Nonce(store.uri, f"{REACH_PREFIX}{secrets.token_hex(8)}", secrets.token_hex(16))
+    """Write a nonce below the root of `store`, under a name of its own; those of killed drivers go."""
+    nonce = Nonce(store.uri, f"{REACH}/{secrets.token_hex(8)}", secrets.token_hex(16))
     store.put(nonce.path, nonce.value.encode())
+    with suppress(ShardmillError):
+        _clear_stale(store)
     return nonce
+
+
+def _clear_stale(store: Store) -> None:
+    for file in list(store.list(REACH)):
+        if file.mtime_ns and time.time() - file.mtime_ns / 1e9 > _STALE_SECONDS:
+            store.delete(file.path)
 
 
 def check_nonce(nonce: Nonce) -> None:
@@ -66,4 +77,6 @@ def planted(store: Store) -> Iterator[Nonce]:
     try:
         yield nonce
     finally:
-        remove_nonce(nonce)
+        # It must not stand in for what went wrong inside; a later driver clears what is left.
+        with suppress(ShardmillError):
+            remove_nonce(nonce)

@@ -7,6 +7,7 @@ let Spark's own lines run through the progress bar.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardmill.errors import ShardmillError
 from shardmill.redact import SPARK_REDACTION
 from shardmill.spark_settings import properties_file
 from shardmill.storage import LocalStore, Store, as_storage_error, join_uri
@@ -50,8 +52,12 @@ class SparkLog:
     def close(self) -> None:
         """Nothing more is expected; whatever the JVM still writes when it ends is not worth waiting for."""
         if not self._is_local and self._file is not None:
-            self._store.put(self._path, self._file.read_bytes())
-            self._file.unlink()
+            try:
+                self._store.put(self._path, self._file.read_bytes())
+            except ShardmillError as error:  # the run's own outcome counts more than its log
+                sys.stderr.write(f"WARNING: Spark's log stays in {self._file}: {error.what}\n")
+            else:
+                self._file.unlink()
 
 
 _log: ContextVar[SparkLog | None] = ContextVar("spark_log", default=None)

@@ -31,7 +31,7 @@ from shardmill.dataset.manifest import (
 )
 from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.dataset.unit_result import UnitResult
-from shardmill.dataset.versions import read_manifest, read_manifest_bytes, remember_commit
+from shardmill.dataset.versions import read_manifest, read_manifest_bytes, remember_commit, remember_if_forgotten
 from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.options import NormalizeOptions
 from shardmill.sealed import SealedFile
@@ -97,7 +97,8 @@ def write_ledger(store: Store, rejections: Sequence[Rejection]) -> tuple[SealedF
 def commit_version(store: Store, build: Build, results: Sequence[UnitResult], parent_version: int) -> Manifest:
     """Make version `parent_version + 1` visible, and return it; or the winner, where another committed the same.
 
-    A build that equals its parent makes no version: the parent is returned, if its files are all there.
+    A build that equals its parent, source included, makes no version: the parent is returned, if its files are all
+    there.
     Raises IntegrityError where the accounting does not add up, CommitConflict (naming the winner) where another writer
     published something else first.
     """
@@ -107,7 +108,8 @@ def commit_version(store: Store, build: Build, results: Sequence[UnitResult], pa
     draft = _draft(store, build, results, rejections, parent_version)
     if parent_version:
         parent = read_manifest(store, parent_version)
-        if draft.says_the_same(parent) and is_whole(store, parent):
+        if draft.says_the_same(parent) and _is_of_source(parent, build.source) and is_whole(store, parent):
+            remember_if_forgotten(store, parent_version)
             return parent
     return publish(store, draft)
 
@@ -127,6 +129,11 @@ def publish(store: Store, draft: Manifest) -> Manifest:
         "expected no other writer; nothing of this run was published",
         f"look at the winner with `shardmill inspect {store.uri}@{draft.version}`, then run again",
     )
+
+
+def _is_of_source(manifest: Manifest, source: SourceRef) -> bool:
+    """Whether the version names this source: the next build is held to the one that it names."""
+    return (manifest.source.kind, manifest.source.uri) == (source.kind, source.uri)
 
 
 def is_whole(store: Store, manifest: Manifest) -> bool:

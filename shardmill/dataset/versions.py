@@ -3,7 +3,7 @@
 A manifest's appearance is the commit. Behind it, `committed/<number>.json` is written, which nothing ever deletes: a
 number that is remembered, or that lies below one that is there, and has no manifest was lost. Nobody then reads an
 older version by accident, and no writer gives the number away a second time. (A crash between the two files leaves the
-newest version unremembered until the next commit.)
+newest version unremembered until the next build.)
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ def latest_version(store: Store) -> int:
 def remember_commit(store: Store, version: int, data: bytes) -> None:
     """Note that `version` was committed with the manifest bytes `data`. Whoever comes later notes the same."""
     store.put(_remembered_path(version), _remembered(version, data))
+
+
+def remember_if_forgotten(store: Store, version: int) -> None:
+    """Note a version whose commit was interrupted before `remember_commit`."""
+    if store.stat(_remembered_path(version)) is None:
+        remember_commit(store, version, read_manifest_bytes(store, version))
 
 
 def check_remembered(store: Store, version: int) -> str:

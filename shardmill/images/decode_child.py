@@ -41,13 +41,19 @@ def main() -> None:
     answers.writelines(pack_message({"decoder_id": DECODER_ID}, b""))
     answers.flush()
     _silence_stderr()  # libtiff complains there about every damaged file; failures to start were still shown
-    _limit_memory(memory_bytes)
+    limited, unlimited = _memory_limits(memory_bytes)
     options = NormalizeOptions()
     while (request := _read_message(requests)) is not None:
         header, data = request
         if "options" in header:
             options = NormalizeOptions.model_validate(header["options"])
-        answers.writelines(_answer(process, SourceImage(**header["source"]), data, options))
+        # The messages are not the image's: without memory for them, nothing could be said about it.
+        resource.setrlimit(resource.RLIMIT_AS, limited)
+        try:
+            outcome = _outcome(process, SourceImage(**header["source"]), data, options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, unlimited)
+        answers.writelines(_pack_outcome(outcome))
         answers.flush()
 
 
@@ -57,7 +63,7 @@ def pack_message(header: dict[str, Any], body: bytes) -> tuple[bytes, bytes]:
 
 
 def unpack_outcome(source: SourceImage, header: dict[str, Any], body: bytes) -> ImageSample | Rejection:
-    """What `_answer` packed. What the parent knows of the source is not taken from the child."""
+    """What `_pack_outcome` packed. What the parent knows of the source is not taken from the child."""
     if "reason" in header:
         return Rejection(
             key=source.key,
@@ -72,11 +78,19 @@ def unpack_outcome(source: SourceImage, header: dict[str, Any], body: bytes) -> 
     return ImageSample(image=body, **{**header, **{name: tuple(header[name]) for name in lists}})
 
 
-def _answer(process: Process, source: SourceImage, data: bytes, options: NormalizeOptions) -> tuple[bytes, bytes]:
+def _outcome(
+    process: Process, source: SourceImage, data: bytes, options: NormalizeOptions
+) -> ImageSample | Rejection | None:
+    """None if memory ran out."""
     try:
-        outcome = process(source, data, options)
-    except MemoryError as error:
-        return pack_message({"memory_error": str(error)}, b"")
+        return process(source, data, options)
+    except MemoryError:
+        return None
+
+
+def _pack_outcome(outcome: ImageSample | Rejection | None) -> tuple[bytes, bytes]:
+    if outcome is None:
+        return pack_message({"memory_error": True}, b"")
     if isinstance(outcome, Rejection):
         told = {"reason": outcome.reason, "detail": outcome.detail, "source_sha256": outcome.source_sha256}
         return pack_message(told, b"")
@@ -109,11 +123,11 @@ def _silence_stderr() -> None:
     os.close(nowhere)
 
 
-def _limit_memory(num_bytes: int) -> None:
-    """On top of what the imports have mapped: libraries and thread stacks are not the image's."""
+def _memory_limits(num_bytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Inside and outside of an image: on top of what the imports have mapped, libraries and thread stacks, and none."""
     with open("/proc/self/statm") as statm:
         mapped_bytes = int(statm.read().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = mapped_bytes + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = mapped_bytes + num_bytes
+    return (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard), (before, hard)

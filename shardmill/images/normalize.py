@@ -106,8 +106,9 @@ def decode_stored(data: bytes | memoryview, encoding: str, shape_HWC: tuple[int,
         image_HWC = stored.decode(data, shape_HWC)
     except (ValueError, cv2.error) as error:
         raise IntegrityError(f"a stored {encoding} image does not decode: {error}") from error
-    if image_HWC.shape != shape_HWC:
-        raise IntegrityError(f"a stored {encoding} image has shape {image_HWC.shape}", f"expected {shape_HWC}")
+    if image_HWC.shape != shape_HWC or image_HWC.dtype != np.uint8:
+        found = f"{image_HWC.dtype} of shape {image_HWC.shape}"
+        raise IntegrityError(f"a stored {encoding} image has {found}", f"expected uint8 of shape {shape_HWC}")
     return image_HWC
 
 
@@ -126,6 +127,8 @@ def _decode_jpeg(data: bytes | memoryview, shape_HWC: tuple[int, int, int]) -> n
 
 
 def _read_jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
+    if data[:2] != b"\xff\xd8":
+        raise ValueError("it does not begin like a JPEG")
     height, width, _, _ = simplejpeg.decode_jpeg_header(data)
     return int(height), int(width)
 
@@ -146,8 +149,11 @@ def _decode_png(data: bytes | memoryview, shape_HWC: tuple[int, int, int]) -> np
 
 
 def _read_png_size(data: bytes | memoryview) -> tuple[int, int]:
-    if len(data) < 24:
-        raise ValueError("it ends inside the header")
+    # All that OpenCV could take for another format, of another size, is refused.
+    if data[:8] != b"\x89PNG\r\n\x1a\n" or data[12:16] != b"IHDR":
+        raise ValueError("it does not begin like a PNG")
+    if len(data) < 25 or data[24] != 8:
+        raise ValueError("its header is cut, or has another depth than 8 bits")
     return int.from_bytes(data[20:24]), int.from_bytes(data[16:20])
 
 

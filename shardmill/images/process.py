@@ -16,6 +16,7 @@ from shardmill.images.decode import decode_image, has_other_extension
 from shardmill.images.normalize import encode_image, normalize
 from shardmill.images.pixels import Refused, prepare_opencv
 from shardmill.options import NormalizeOptions
+from shardmill.printable import printable
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 
 # Sources with a shorter side than this are accepted; the note lets one find them.
@@ -42,7 +43,7 @@ def process_image(source: SourceImage, data: bytes, options: NormalizeOptions) -
     return Rejection(
         key=source.key,
         reason=reason,
-        detail=_printable(detail),
+        detail=printable(detail)[:MAX_DETAIL_CHARACTERS],  # parts of it come from the file
         size_bytes=source.size_bytes,
         mtime_ns=source.mtime_ns,
         etag=source.etag,
@@ -88,8 +89,3 @@ def _channel_sums(image_HWC: np.ndarray) -> tuple[int, ...]:
 def _channel_square_sums(image_HWC: np.ndarray) -> tuple[int, ...]:
     squares = cv2.multiply(image_HWC, image_HWC, dtype=cv2.CV_16U)  # 255^2 fits into 16 bits
     return tuple(int(total) for total in cv2.sumElems(squares)[: image_HWC.shape[2]])
-
-
-def _printable(detail: str) -> str:
-    """Details reach terminals and reports, and parts of them come from the file."""
-    return "".join(c if c.isprintable() else "?" for c in detail)[:MAX_DETAIL_CHARACTERS]

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 import shardmill
-from shardmill.errors import UsageError
+from shardmill.errors import StorageError, UsageError
 from shardmill.images.decode import DECODER_ID
 from shardmill.images.decode_child import LENGTHS, pack_message, unpack_outcome
 from shardmill.options import NormalizeOptions
@@ -34,6 +34,7 @@ PROCESS_IMAGE = "shardmill.images.process:process_image"
 # The interpreter's own paths come first, and the working directory is in none of them.
 _BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from shardmill.images.decode_child import main; main()"
 _START_SECONDS = 120.0
+_END_SECONDS = 10.0
 # A child that neither works nor answers is given this many times its limit: a loaded machine may not let it run.
 _CLOCK_PER_CPU_SECOND = 6
 _PIPE_BYTES = 1 << 20
@@ -148,7 +149,7 @@ class _Child:
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment())
         except OSError as error:
-            raise UsageError(
+            raise StorageError(
                 f"the decoding process does not start: {error}", "expected this interpreter", f"see {sys.executable}"
             ) from error
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -158,8 +159,11 @@ class _Child:
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)  # most images then pass in one write
             except OSError:
                 pass  # the user's pipes are at the system's limit; smaller ones only take longer
-        self._poll = select.poll()
-        self._poll.register(self._answers, select.POLLIN)
+        os.set_blocking(self._requests.fileno(), False)
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(self._answers, select.POLLIN)
+        self._writable.register(self._requests, select.POLLOUT)
+        self._failed: _Failed | None = None
         self._cpu_clock = ~self._process.pid << 3 | 2  # as clock_getcpuclockid(3) makes it
         self._cpu_start = 0.0
         self._options: NormalizeOptions | None = None
@@ -179,16 +183,21 @@ class _Child:
             header["options"], self._options = options.model_dump(), options
         try:
             for part in pack_message(header, data):
-                self._requests.write(part)
-            self._requests.flush()
+                self._write(part)
         except BrokenPipeError:
             pass  # `receive` will find out how it ended
+        except _Failed as failed:
+            self._failed = failed  # for `receive`: an outcome belongs to `finish`
 
     def receive(self) -> tuple[dict[str, Any], bytes]:
+        if self._failed is not None:
+            raise self._failed
+        # The parent may have read the next source since `send`, and the child cannot write more than the pipe holds.
+        self._clock_start = time.monotonic()
         buffer = bytearray()
         answers, expected = self._answers.fileno(), LENGTHS.size
         while len(buffer) < expected:
-            self._wait()
+            self._wait(self._readable)
             piece = os.read(answers, _READ_BYTES)
             if not piece:
                 raise _Failed(*self._how_it_ended())
@@ -203,18 +212,24 @@ class _Child:
         self._process.kill()
         self._process.wait()
         self._answers.close()
-        try:
-            self._requests.close()
-        except BrokenPipeError:
-            pass  # a request that it never took was still in our buffer
+        self._requests.close()
 
-    def _wait(self) -> None:
-        """Until the child says something, or its time is over."""
+    def _write(self, part: bytes) -> None:
+        left = memoryview(part)
+        while left:
+            self._wait(self._writable)
+            try:
+                left = left[os.write(self._requests.fileno(), left) :]
+            except BlockingIOError:
+                pass
+
+    def _wait(self, pipe: select.poll) -> None:
+        """Until the child says something or takes more, or its time is over."""
         limit = self._limits.timeout_seconds
         while True:
             cpu_left = limit - (self._cpu_seconds() - self._cpu_start)
             clock_left = _CLOCK_PER_CPU_SECOND * limit - (time.monotonic() - self._clock_start)
-            if self._poll.poll(1000 * max(0.001, min(cpu_left, clock_left))):
+            if pipe.poll(1000 * max(0.001, min(cpu_left, clock_left))):
                 return
             if cpu_left <= 0 or clock_left <= 0:
                 raise _Failed(
@@ -229,7 +244,11 @@ class _Child:
             return self._cpu_start
 
     def _how_it_ended(self) -> tuple[RejectReason, str]:
-        status = self._process.wait()
+        try:
+            status = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return RejectReason.DECODER_CRASH, "closes the decoding process's pipe"
         if status == -signal.SIGKILL:  # not by us, and it ignores all other signals that ask
             return RejectReason.DECODER_MEMORY, "killed from outside, as the kernel does when memory runs out"
         if status < 0:
@@ -239,11 +258,18 @@ class _Child:
     def _expect_hello(self) -> None:
         """Its imports take a moment; a process that cannot import is no image's fault."""
         decoder_id = ""
-        if self._poll.poll(1000 * _START_SECONDS):
+        if self._readable.poll(1000 * _START_SECONDS):
             try:
                 decoder_id = self.receive()[0]["decoder_id"]
             except _Failed:
                 pass  # what it printed on stderr is there to be read
+        if not decoder_id:
+            self.kill()
+            raise StorageError(
+                "the decoding process does not start",
+                f"expected an answer within {_START_SECONDS:g} s",
+                f"see that {sys.executable} alone can import this shardmill and its packages, then run it again",
+            )
         if decoder_id != DECODER_ID:
             self.kill()
             raise UsageError(

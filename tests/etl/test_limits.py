@@ -15,7 +15,7 @@ from etl.write_unit import write_unit
 from pipeline.inspection import read_ledger
 from shardmill.config import DatasetConfig
 from shardmill.dataset.versions import latest_version
-from shardmill.errors import IntegrityError, RejectLimitExceeded, ShardmillError, StorageError
+from shardmill.errors import IntegrityError, RejectLimitExceeded, ShardmillError, StorageError, UsageError
 from shardmill.storage import AccessDenied, LocalStore, open_store
 from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION, RejectReason
 from tests.support import write_images
@@ -83,6 +83,18 @@ def test_a_limit_that_the_listing_breaks_ends_before_any_unit(tmp_path: Path):
     message = str(caught.value)
     assert message.count(": dangling_symlink") == 3 and r"dangling\x1b[2J0.png" in message and "\x1b" not in message
     assert {file.path.split("/")[0] for file in open_store(tmp_path / "dataset").list("")} == {"rejects"}
+
+
+def test_a_wrong_source_is_named_before_its_rejects_are_counted(tmp_path: Path):
+    write_images(tmp_path / "right" / "images", num_images=20)
+    build(tree_for(tmp_path / "right"))
+    broken_listing(tmp_path / "wrong")
+    tree = tree_for(tmp_path / "wrong").model_copy(
+        update={"dataset": DatasetConfig(uri=str(tmp_path / "right" / "dataset"))}
+    )
+    with pytest.raises(UsageError, match="--replace-source"):
+        build_dataset(tree, run_id="b")
+    assert not (tmp_path / "right" / "dataset" / "rejects").exists()
 
 
 @pytest.mark.parametrize("allowed", [0.0, 0.5])

@@ -56,6 +56,32 @@ def test_a_source_that_has_moved_goes_on_and_a_changed_one_when_it_is_said(tmp_p
     assert (outcome.manifest.version, outcome.manifest.source.uri) == (2, str(tmp_path / "moved"))
 
 
+def test_a_copied_source_replaces_the_first_one_for_good(tmp_path: Path):
+    write_images(tmp_path / "cats", num_images=40)
+    build_here(str(tmp_path / "cats"), str(tmp_path / "dataset"), ETL)
+    write_images(tmp_path / "copy", num_images=40)
+    tree = tree_for(tmp_path / "copy", tmp_path / "dataset")
+    plan = plan_build(tree, run_id="b")
+    for unit in plan.units:
+        write_unit(unit, plan.task)
+    replaced = build_dataset(tree, run_id="b", replace_source=True)
+    assert (replaced.manifest.version, replaced.manifest.source.uri) == (2, str(tmp_path / "copy"))
+    assert build_dataset(tree, run_id="c").skipped
+
+
+def test_a_commit_that_was_interrupted_is_remembered_by_the_next_build(tmp_path: Path):
+    write_images(tmp_path / "cats", num_images=40)
+    build_here(str(tmp_path / "cats"), str(tmp_path / "dataset"), ETL)
+    remembered = tmp_path / "dataset" / "committed" / "00000001.json"
+    before = remembered.read_bytes()
+    remembered.unlink()
+    assert build_dataset(tree_for(tmp_path / "cats", tmp_path / "dataset"), run_id="b").skipped
+    assert remembered.read_bytes() == before
+    remembered.unlink()
+    build_here(str(tmp_path / "cats"), str(tmp_path / "dataset"), ETL)
+    assert remembered.read_bytes() == before
+
+
 def test_what_was_inferred_is_said_and_what_looks_wrong_is_warned_of(tmp_path: Path):
     write_images(tmp_path / "images" / "train", num_images=30)
     write_images(tmp_path / "images" / "test", num_images=4, num_classes=4)

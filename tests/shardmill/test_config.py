@@ -63,6 +63,13 @@ def test_a_file_that_is_no_config_is_one_line(tmp_path: Path, content: bytes | N
         load_tree(EtlTree, file)
 
 
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path):
+    (tmp_path / "file").touch()
+    for file in (tmp_path / "file" / "c.toml", tmp_path / ("x" * 300)):
+        with pytest.raises(UsageError, match=f"cannot read {file}: "):
+            load_tree(EtlTree, file)
+
+
 def test_trees_are_frozen():
     tree = load_tree(EtlTree, None)
     with pytest.raises(ValueError, match="frozen"):

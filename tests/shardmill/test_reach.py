@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 from dataclasses import asdict
@@ -25,6 +26,17 @@ def test_a_nonce_is_read_back_and_leaves_nothing(tmp_path: Path):
     remove_nonce(nonce)
 
 
+def test_what_a_killed_driver_left_goes_after_a_day_and_a_cleanup_that_fails_hides_no_cause(tmp_path: Path):
+    store = open_store(tmp_path / "dataset")
+    old, young = plant_nonce(store), plant_nonce(store)
+    os.utime(tmp_path / "dataset" / old.path, (1, 1))
+    with pytest.raises(ZeroDivisionError), planted(store) as nonce:
+        assert {file.path for file in store.list("reach")} == {young.path, nonce.path}
+        (tmp_path / "dataset" / nonce.path).unlink()
+        (tmp_path / "dataset" / nonce.path).mkdir()
+        raise ZeroDivisionError
+
+
 def test_a_host_with_another_folder_of_that_name_is_told_which_place_and_host(tmp_path: Path):
     root = tmp_path / "models"
     nonce = plant_nonce(open_store(root))
@@ -32,7 +44,7 @@ def test_a_host_with_another_folder_of_that_name_is_told_which_place_and_host(tm
     with pytest.raises(UsageError, match=f"{socket.gethostname()} does not share {root}") as caught:
         check_nonce(nonce)
     assert "s3://" in str(caught.value)
-    root.mkdir()
+    (root / nonce.path).parent.mkdir(parents=True)
     (root / nonce.path).write_text("of another run")
     with pytest.raises(UsageError, match="does not share"):
         check_nonce(nonce)

@@ -32,6 +32,9 @@ def misbehave(source: SourceImage, data: bytes, options: NormalizeOptions) -> Im
                 pass
         case "sleep":
             time.sleep(1000)
+        case "close":
+            os.closerange(3, 100)
+            time.sleep(1000)
         case "allocate":
             np.ones(400_000_000, np.uint8)
         case "print":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import resource
 
+import cv2
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -165,3 +166,18 @@ def test_a_bomb_in_a_shard_is_refused_by_its_header(encoding: str) -> None:
     for cut in (0, 3, 20):
         with pytest.raises(IntegrityError):
             decode_stored(bomb[:cut], encoding, (24, 24, 3))
+
+
+def test_stored_png_is_8_bit_png_and_nothing_else() -> None:
+    shape_HWC = (24, 24, 3)
+    good = png(np.zeros(shape_HWC, np.uint8))
+    _, bmp = cv2.imencode(".bmp", np.zeros((300, 300, 3), np.uint8))
+    disguised = bytearray(bmp.tobytes())
+    disguised[16:24] = good[16:24]
+    _, deep = cv2.imencode(".png", np.zeros(shape_HWC, np.uint16))
+    for data in (bytes(disguised), deep.tobytes(), jpeg(np.zeros(shape_HWC, np.uint8)), good[:24]):
+        with pytest.raises(IntegrityError, match="like a PNG|8 bits"):
+            decode_stored(memoryview(data), "png", shape_HWC)
+    assert decode_stored(memoryview(good), "png", shape_HWC).shape == shape_HWC
+    with pytest.raises(IntegrityError, match="like a JPEG"):
+        decode_stored(memoryview(good), "jpeg", shape_HWC)

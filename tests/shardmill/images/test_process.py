@@ -149,7 +149,7 @@ def test_a_bug_in_a_decoder_becomes_a_rejection(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(process, "decode_image", broken)
     rejection = run(b"x")
     assert isinstance(rejection, Rejection)
-    assert (rejection.reason, rejection.detail) == (RejectReason.DECODER_ERROR, "ZeroDivisionError: on?this file")
+    assert (rejection.reason, rejection.detail) == (RejectReason.DECODER_ERROR, "ZeroDivisionError: on\\nthis file")
 
 
 def test_running_out_of_memory_is_not_the_images_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardmill.errors import UsageError
+from shardmill.errors import StorageError
 from shardmill.images.process import process_image
 from shardmill.images.sandbox import DecodeLimits, DecodeSandbox
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
@@ -91,6 +91,45 @@ def test_an_answer_that_nobody_asked_for_is_not_the_next_images(sandbox: DecodeS
         sandbox.finish(forgotten)
 
 
+@pytest.mark.parametrize("num_bytes", [len(DATA), 8_000_000])
+def test_a_child_that_takes_nothing_more_is_given_up_in_time(num_bytes: int) -> None:
+    data = DATA + bytes(num_bytes - len(DATA))
+    others = child_pids()
+    with DecodeSandbox(DecodeLimits(timeout_seconds=0.3), MISBEHAVE) as sandbox:
+        sandbox.process(GOOD, DATA, OPTIONS)
+        [child] = child_pids() - others
+        os.kill(child, signal.SIGSTOP)
+        assert isinstance(sandbox.process(SourceImage("good", len(data)), data, OPTIONS), ImageSample)
+        assert child not in child_pids()
+
+
+def test_a_child_that_closes_its_pipe_and_lives_on_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardmill.images.sandbox._END_SECONDS", 0.2)
+    with DecodeSandbox(LIMITS, MISBEHAVE) as sandbox:
+        outcome = sandbox.process(SourceImage("close", len(DATA)), DATA, OPTIONS)
+        assert isinstance(outcome, Rejection) and outcome.reason is RejectReason.DECODER_CRASH
+
+
+def test_a_message_beyond_the_memory_limit_is_no_crash() -> None:
+    data = DATA + bytes(60_000_000)
+    with DecodeSandbox(DecodeLimits(memory_bytes=30_000_000)) as sandbox:
+        outcome = sandbox.process(SourceImage("large", len(data)), data, OPTIONS)
+        assert isinstance(outcome, Rejection) and outcome.reason is RejectReason.TOO_LARGE_BYTES, outcome
+
+
+def test_the_parents_own_reading_is_not_the_childs_time() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (1500, 1500, 3), np.uint8)
+    options = OPTIONS.model_copy(update={"encoding": "raw", "image_size": 1500})
+    data = png(pixels)
+    with DecodeSandbox(DecodeLimits(timeout_seconds=0.4)) as sandbox:
+        sandbox.process(GOOD, DATA, OPTIONS)
+        first = child_pids()
+        pending = sandbox.start(SourceImage("raw", len(data)), data, options)
+        time.sleep(2.6)  # its answer is larger than the pipe: it cannot finish before we read
+        assert isinstance(sandbox.finish(pending), ImageSample)
+        assert child_pids() == first
+
+
 def test_real_limits_of_memory_count_what_decoders_take() -> None:
     """A 49-megapixel PNG of a few kilobytes: 147 MB of pixels, and their copies."""
     bomb = png(np.zeros((7000, 7000, 3), np.uint8))
@@ -112,7 +151,7 @@ def test_files_in_the_working_directory_are_never_imported(tmp_path: Path, monke
 
 def test_a_child_that_cannot_start_is_no_images_fault() -> None:
     with DecodeSandbox(entry="no.such.module:function") as sandbox:
-        with pytest.raises(UsageError, match="can import this shardmill"):
+        with pytest.raises(StorageError, match="can import this shardmill"):
             sandbox.process(GOOD, DATA, OPTIONS)
     assert len(child_pids()) <= 1  # the other tests' own
 
