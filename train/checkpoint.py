@@ -189,7 +189,7 @@ def save_checkpoint(
         all_files = tuple(file for of_rank in of_all_ranks for file in of_rank)
         marker = CheckpointMarker(identity, collective.num_ranks, global_step, progress, all_files)
         folder.store.put(f"{path}/{MARKER}", seal(to_json(marker)))
-        _delete_older(folder)
+        _delete_older(folder, keep={path, progress.best.checkpoint} if progress.best else {path})
     return path
 
 
@@ -225,7 +225,7 @@ def _list_checkpoints(store: Store, training_dir: str) -> dict[str, set[str]]:
     return names_of
 
 
-def _delete_older(folder: CheckpointFolder) -> None:
+def _delete_older(folder: CheckpointFolder, keep: set[str]) -> None:
     # By steps, not by folders: one without a marker, or of the same step, may belong to another attempt that is alive
     # (a scheduler's retry beside a driver that it lost sight of).
     names_of = _list_checkpoints(folder.store, folder.training_dir)
@@ -233,7 +233,8 @@ def _delete_older(folder: CheckpointFolder) -> None:
     oldest_kept = complete_steps[-folder.keep_checkpoints :][0]
     old = {path for path in names_of if _step_of(path) < oldest_kept}
     best = {_best_of(folder.store, path) for path, names in names_of.items() if path not in old and MARKER in names}
-    for path in old - best:
+    # `keep`: an older attempt that is alive may be ahead of this one, which still needs its own.
+    for path in old - best - keep:
         _delete_checkpoint(folder.store, path, names_of[path])
 
 

@@ -38,7 +38,7 @@ class Pointer(Section):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Every change of the current export, oldest first; None in place of a record that was damaged."""
+    """Every change of the current export, oldest first; None in place of a record that cannot be read."""
 
     pointers: tuple[Pointer | None, ...]
     next_number: int
@@ -53,6 +53,22 @@ class History:
     def current(self) -> Pointer | None:
         """What is current now; None if nothing is, or if nobody knows (`damage`)."""
         return self.pointers[-1] if self.pointers else None
+
+    @property
+    def stack(self) -> list[int]:
+        """The exports to which rollbacks go back, oldest first, and on top the current one."""
+        stack: list[int] = []
+        for pointer in self.readable:
+            below = [] if pointer.previous is None else [pointer.previous]
+            if pointer.decision == "rolled_back":
+                del stack[-1:]
+                if stack[-1:] != [pointer.export]:
+                    # What it undid cannot be read.
+                    stack = [*below, pointer.export]
+            else:
+                # The record before it may have been damaged.
+                stack = [*(stack if stack[-1:] == below else below), pointer.export]
+        return stack
 
     def was_taken_out(self, export: int) -> bool:
         """Was this export rolled back, and has nobody made it current since? If in doubt, it was."""
@@ -70,19 +86,25 @@ class History:
         return export in out
 
 
-def read_history(store: Store) -> History:
-    """The pointer and all before it. A damaged record is no error: it must not keep anybody from setting a new one."""
+def read_history(store: Store, *, is_layout_free: bool = False) -> History:
+    """The pointer and all before it. A damaged record is no error: it must not keep anybody from setting a new one.
+
+    Raises UsageError if the newest is intact but of another layout; with `is_layout_free` that counts as damage.
+    """
     numbers = record_numbers(store, CURRENT)
     pointers: list[Pointer | None] = []
-    damage = ""
+    newest_error: IntegrityError | UsageError | None = None
     for number in numbers:
         try:
             pointers.append(read_record(store, CURRENT, number, Pointer))
-            damage = ""
-        except IntegrityError as error:
+            newest_error = None
+        except (IntegrityError, UsageError) as error:
             pointers.append(None)
-            damage = error.what
-    return History(tuple(pointers), max(numbers, default=0) + 1, damage)
+            newest_error = error
+    if isinstance(newest_error, UsageError) and not is_layout_free:
+        fix = f"use that version, or `shardmill promote {store.uri}@N`"
+        raise UsageError(newest_error.what, newest_error.expected, fix)
+    return History(tuple(pointers), max(numbers, default=0) + 1, newest_error.what if newest_error else "")
 
 
 def set_current(store: Store, history: History, pointer: Pointer) -> bool:

@@ -57,7 +57,9 @@ class Deadlines:
         rank.doing = beat
 
     def progress(self, rank: RankState, now: float) -> None:
-        self._longest_pause_seconds = max(self._longest_pause_seconds, now - rank.progress_seconds)
+        # Neither a start nor the wait for another rank says how long a step may take.
+        if rank.last_step is not None and not rank.doing.waits:
+            self._longest_pause_seconds = max(self._longest_pause_seconds, now - rank.progress_seconds)
         rank.progress_seconds = max(rank.progress_seconds, now)
 
     def forgive(self, now: float) -> None:
@@ -104,10 +106,11 @@ class Deadlines:
                 rank.fault(FaultKind.STALLED, now, f"{self._pause(rank, now)}{_while(rank)}{behind_it}")
                 for rank in causes
             ]
-        if len(late) == len(self.ranks) > 1:
+        if late and len(late) == len(at_work):
             # Nobody is missing, and yet they do not come together: the network between them, or what told them where
             # to find each other.
-            what = f"all ranks wait for each other, {self._pause(late[0], now)}: {_named(late)}"
+            wait = "all ranks wait for each other" if len(late) > 1 else "the only rank at work waits for others"
+            what = f"{wait}, {self._pause(late[0], now)}: {_named(late)}"
             return [RankFault(FaultKind.STALLED, -1, "", now, what)]
         return []
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from shardmill.dataset import Dataset, open_pinned
-from shardmill.errors import IntegrityError, TrainingError
+from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store, open_store
 from train.checkpoint import WEIGHTS, FoundCheckpoint, rank_file, read_checkpoint
@@ -134,7 +134,8 @@ def _find_whole_export(models_uri: str, result: TrainResult) -> Export | None:
             if (record.training_dir, record.weights_sha256) == (result.training_dir, result.weights_sha256):
                 verify_export(models_uri, export)
                 return export
-        except IntegrityError:
+        except (IntegrityError, UsageError):
+            # Damaged, or of another version of this program.
             continue
     return None
 
@@ -156,7 +157,7 @@ def _restore(store: Store, config: TrainConfig, result: TrainResult, dataset: Da
     if weights_sha256(built.model) != result.weights_sha256:
         raise IntegrityError(
             f"{source} gives weights {weights_sha256(built.model)}",
-            f"expected {result.weights_sha256}, with which the training ended",
+            f"expected {result.weights_sha256}, which the training recorded",
             "train.model must build the model that it built then",
         )
     return ServingModel(
@@ -170,13 +171,13 @@ def _restore(store: Store, config: TrainConfig, result: TrainResult, dataset: Da
 
 
 def find_final_checkpoint(store: Store, result: TrainResult) -> FoundCheckpoint:
-    """The checkpoint with which a training ended. Raises IntegrityError where it is no longer whole."""
+    """The checkpoint that a training recommends. Raises IntegrityError if it is no longer whole."""
     try:
         return read_checkpoint(store, result.checkpoint)
     except IntegrityError as error:
         raise IntegrityError(
-            f"the final checkpoint {store.uri}/{result.checkpoint} is missing or damaged",
-            "the training says that it ended with it",
+            f"the training's checkpoint {store.uri}/{result.checkpoint} is missing or damaged",
+            "the training's result names it",
             f"delete {store.uri}/{result.training_dir}/result.json and train again: it goes on from what is whole",
         ) from error
 

@@ -63,7 +63,7 @@ def choose_export(models_uri: str, number: int, run_id: str) -> Promotion:
     verify_export(models_uri, export)
     accuracy = export.record.evaluation.accuracy if export.record.evaluation is not None else None
     while True:
-        history = read_history(open_store(models_uri))
+        history = read_history(open_store(models_uri), is_layout_free=True)
         before = history.current.export if history.current is not None else None
         if before == number:
             decision = GateDecision("already_current", f"export {number} is the current one", accuracy, accuracy)
@@ -84,20 +84,19 @@ def roll_back(models_uri: str, run_id: str) -> Promotion:
     history = read_history(store)
     if history.damage:
         raise unknown_current(models_uri, history)
-    current = history.current
-    if current is None or current.previous is None:
+    current, below = history.current, history.stack[:-1]
+    if current is None or not below:
         raise UsageError(
             f"{models_uri} has nothing to roll back to",
             "expected an export that was current before",
             f"`shardmill promote {models_uri}@N` makes any export current",
         )
-    target = current.previous
+    target = below.pop()
     verify_export(models_uri, read_export(models_uri, target))
-    # What was current before the target: so a second rollback goes further back, not forth again.
     promoted = next((each for each in reversed(history.readable[:-1]) if each.export == target), None)
     new = Pointer(
         export=target,
-        previous=promoted.previous if promoted is not None else None,
+        previous=below[-1] if below else None,
         replaced=current.export,
         decision="rolled_back",
         reason=f"export {current.export} was rolled back",

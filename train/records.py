@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from shardmill.errors import IntegrityError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.sealed import seal, unseal
 from shardmill.storage import Store, join_uri
 
@@ -40,7 +40,7 @@ def put_record(store: Store, folder: str, number: int, record: BaseModel) -> boo
 
 
 def read_record(store: Store, folder: str, number: int, kind: type[Record]) -> Record:
-    """Raises IntegrityError if the record is missing, was altered, or is of another kind."""
+    """Raises IntegrityError if the record is missing or was altered, UsageError if it is of another layout."""
     path = record_path(folder, number)
     where = join_uri(store.uri, path)
     try:
@@ -50,5 +50,10 @@ def read_record(store: Store, folder: str, number: int, kind: type[Record]) -> R
     body = unseal(data, where)
     try:
         return kind.model_validate_json(json.dumps(json.loads(body)["record"]))
-    except (ValidationError, ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(f"{where} is not a {kind.__name__}", " ".join(str(error).split())) from None
+    except (ValidationError, ValueError, KeyError, TypeError):
+        # Not damage: nobody may take it for lost and go on without it.
+        raise UsageError(
+            f"{where} has another layout",
+            f"expected a {kind.__name__} of this version; another version of this program wrote it",
+            "use that version, or another models.uri",
+        ) from None

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardmill.dataset import Dataset
 from shardmill.epoch_plan import PlanSpec
+from shardmill.errors import IntegrityError
 from train.checkpoint import (
     OPTIMIZER,
     WEIGHTS,
@@ -88,7 +89,10 @@ def resume(session: Session) -> FoundCheckpoint | None:
 
         found = find_checkpoint(checkpoints.store, checkpoints.training_dir, tell_discarded)
         if found is None and session.task.continues:
-            found = read_checkpoint(checkpoints.store, session.task.continues)
+            try:
+                found = read_checkpoint(checkpoints.store, session.task.continues)
+            except IntegrityError as error:
+                tell_discarded(session.task.continues, str(error))
     choice = collective.broadcast_bytes(to_json(found) if found else b"")
     found = from_json(FoundCheckpoint, choice) if choice else None
 

@@ -42,6 +42,14 @@ class FreshTraining(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class Discarded:
+    """A shorter training that could have been continued, if its result could be read."""
+
+    training_dir: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingChoice:
     """What a job has to train: the version, the folder, and what is there already."""
 
@@ -53,6 +61,7 @@ class TrainingChoice:
     """Of a training that has finished: nothing is left to do."""
     continues: TrainResult | None
     """The finished shorter training from whose last checkpoint this one goes on, if it has none of its own yet."""
+    discarded: tuple[Discarded, ...]
     unfinished_versions: tuple[int, ...]
     """Older dataset versions on which the same training was begun and not finished."""
 
@@ -61,6 +70,8 @@ class TrainingChoice:
         for version in self.unfinished_versions:
             fields = {"version": version, "dataset": f"{self.dataset.uri}@{version}", "trains": self.dataset.version}
             observer.on_event(0, "unfinished", fields)
+        for each in self.discarded:
+            observer.on_event(0, "training_discarded", {"path": each.training_dir, "reason": each.reason})
         if self.continues is not None:
             shorter = self.continues.num_epochs
             # A cosine of the shorter length has brought the learning rate near 0; the longer one raises it again, so
@@ -107,12 +118,14 @@ def choose_training(store: Store, config: TrainConfig, dataset: DatasetPin, fres
     result = read_result(store, folder)
     paths = [file.path for file in store.list(first.rsplit("/", 2)[0])]
     is_new = result is None and folder == first
+    continues, discarded = _shorter_training(store, config, first, paths) if is_new else (None, ())
     return TrainingChoice(
         dataset=dataset,
         training_dir=folder,
         model_source_sha256=source,
         result=result,
-        continues=_shorter_training(store, config, first, paths) if is_new else None,
+        continues=continues,
+        discarded=discarded,
         unfinished_versions=_unfinished_versions(first, paths),
     )
 
@@ -155,19 +168,27 @@ def _newest_attempt(store: Store, first: str, fresh_for: str) -> str:
     return f"{first}/{FRESH}-{number:08d}" if number else first
 
 
-def _shorter_training(store: Store, config: TrainConfig, first: str, paths: list[str]) -> TrainResult | None:
-    """The longest finished training that differs in nothing but `FOLDER_SETTINGS`, and is not longer than this one.
+def _shorter_training(
+    store: Store, config: TrainConfig, first: str, paths: list[str]
+) -> tuple[TrainResult | None, tuple[Discarded, ...]]:
+    """The longest finished training that differs in nothing but `FOLDER_SETTINGS`, and is not longer than this one;
+    and those of which the result cannot be read.
 
     One that stopped early had enough of its own: only another choice of weights is made from it.
     """
     version = first.rpartition("/")[0]
     pattern = re.compile(rf"({re.escape(version)}/epochs-(\d+)-\w+(?:/{FRESH}-\d+)?)/{RESULT}")
     finished = [match for path in paths if (match := pattern.fullmatch(path)) and int(match[2]) <= config.epochs]
+    discarded: list[Discarded] = []
     for match in sorted(finished, key=lambda match: (int(match[2]), match[1]), reverse=True):
-        result = read_result(store, match[1])
+        try:
+            result = read_result(store, match[1])
+        except IntegrityError as error:
+            discarded.append(Discarded(match[1], str(error)))
+            continue
         if result is not None and (int(match[2]) == config.epochs or not result.stopped_early):
-            return result
-    return None
+            return result, tuple(discarded)
+    return None, tuple(discarded)
 
 
 def _unfinished_versions(first: str, paths: list[str]) -> tuple[int, ...]:

@@ -20,12 +20,16 @@ from train.checkpoint import (
     MARKER,
     OPTIMIZER,
     WEIGHTS,
+    CheckpointFolder,
     find_checkpoint,
     read_checkpoint,
+    save_checkpoint,
     settings_that_matter,
 )
 from train.config import TrainConfig
 from train.export import find_final_checkpoint
+from train.progress import BestEpoch, Progress
+from train.strategies.single import SingleCollective
 from train.values import to_json
 
 CONFIG = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 1, "keep_checkpoints": 3}
@@ -137,6 +141,18 @@ def test_the_newest_are_kept_and_half_written_ones_go_when_they_are_old(tiny_uri
     kept = [read_checkpoint(open_store(models), f"t/checkpoints/{name}") for name in (first, second)]
     assert {each.marker.progress.best.checkpoint for each in kept} == {f"t/checkpoints/{name}" for name in best}
     assert not old.exists() and new.exists()
+
+
+def test_an_attempt_keeps_what_it_wrote_beside_newer_checkpoints_of_an_older_one(models):
+    store = open_store(models)
+    identity = find_checkpoint(store, "t").marker.identity
+    late = CheckpointFolder(store, "t", "late", keep_checkpoints=1)
+    progress = Progress(best=BestEpoch(0, 1.0, late.path_of(0)))
+    for step in (0, 1):
+        save_checkpoint(late, SingleCollective(), {WEIGHTS: b"w"}, identity, progress, step)
+    for step in (0, 1):
+        assert read_checkpoint(store, late.path_of(step)).marker.global_step == step
+    assert len(checkpoints(models)) == 3
 
 
 def test_two_live_drivers_of_one_training_leave_each_other_their_checkpoints(tiny_uri, tmp_path, whole):

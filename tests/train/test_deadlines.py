@@ -55,12 +55,36 @@ def test_ranks_that_all_wait_for_each_other_are_a_fault_of_none():
     assert "all ranks wait for each other" in told and "rank 0 waiting in an allreduce; rank 1 waiting in a" in told
 
 
+def test_ranks_that_wait_for_one_that_has_finished_are_found():
+    deadlines = started(2, progress_timeout_seconds=10)
+    left, waiting = deadlines.ranks
+    left.is_connected = False
+    deadlines.heartbeat(waiting, Heartbeat(1, "an allreduce", waits=True), 2.0)
+    assert deadlines.missed(11.0) == []
+    (fault,) = deadlines.missed(13.0)
+    assert (fault.kind, fault.rank) == (FaultKind.STALLED, -1)
+    assert "the only rank at work waits for others" in str(error_of(fault))
+
+
+def test_neither_the_start_nor_waiting_makes_the_driver_patient():
+    deadlines = started(2, progress_timeout_seconds=10)
+    one, other = deadlines.ranks
+    other.last_step = None
+    deadlines.progress(other, 50.0)
+    other.last_step = Cursor(0, 0)
+    deadlines.heartbeat(one, Heartbeat(1, "an allreduce", waits=True), 2.0)
+    deadlines.progress(one, 50.0)
+    one.doing = Heartbeat(1, "its own work")
+    assert deadlines.missed(59.0) == []
+    assert len(deadlines.missed(61.0)) == 2
+
+
 def test_patience_grows_with_the_longest_pause_so_far():
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
     deadlines = started(3, progress_timeout_seconds=5)
-    now, longest = 1.0, 1.0
+    now, longest = 1.0, 0.0
     for _ in range(200):
         pause = rng.uniform(0, max(5.0, PATIENCE * longest))
         now += pause

@@ -249,7 +249,7 @@ def test_a_damaged_checkpoint_is_not_exported(dataset, tmp_path):
     result = trained(dataset, tmp_path, config)
     weights = tmp_path / result.checkpoint / "weights.npz"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(IntegrityError, match=r"final checkpoint .*step-.* is missing or damaged"):
+    with pytest.raises(IntegrityError, match=r"training's checkpoint .*step-.* is missing or damaged"):
         export_training(str(tmp_path), config, result, "run-1")
 
 

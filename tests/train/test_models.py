@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,10 @@ from tests.train.training import MODELS as USER_MODELS
 from tests.train.training import Recorder, train_here
 from train.config import TrainConfig
 from train.models import MODELS, InputScale, build_model
+from train.models.find import find_model
+from train.models.identity import source_sha256
 from train.models.small_cnn import small_cnn
+from train.models.user import load_factory
 from train.optimizer import build_optimizer
 from train.step import TrainStep
 
@@ -210,3 +215,37 @@ def test_label_smoothing_spreads_the_label():
     np.testing.assert_allclose(
         loss(tf.constant([0], tf.int64), tf.constant(logits_NK, tf.float32)), [expected], rtol=1e-5
     )
+
+
+def test_a_module_of_an_editable_install_is_found(tmp_path, monkeypatch):
+    package = tmp_path / "src" / "editable_models"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "nets.py").write_text("def model(image_shape, num_classes): ...\n")
+
+    class Finder:
+        """As setuptools installs it: no folder of it is on the path."""
+
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "editable_models":
+                return importlib.util.spec_from_file_location(
+                    name, package / "__init__.py", submodule_search_locations=[str(package)]
+                )
+            return None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert find_model("editable_models.nets:model") == str(package / "nets.py")
+    assert source_sha256("editable_models.nets:model")
+    assert load_factory("editable_models.nets:model").__module__ == "editable_models.nets"
+
+
+def test_a_module_in_a_zip_archive_is_found(tmp_path, monkeypatch):
+    archive = tmp_path / "models.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("zipped_models.py", "def model(image_shape, num_classes): ...\n")
+    monkeypatch.syspath_prepend(archive)
+    assert find_model("zipped_models:model") == f"{archive}/zipped_models.py"
+    with pytest.raises(UsageError, match="did you mean zipped_models:model"):
+        find_model("zipped_models:modle")

@@ -9,11 +9,12 @@ import pytest
 
 from shardmill.dataset import open_dataset
 from shardmill.errors import CommitConflict, GateNotPassed, IntegrityError, UsageError
+from shardmill.sealed import seal
 from shardmill.storage import LocalStore, open_store
 from tests.train.exports import put_export
 from train.config import GateConfig
 from train.current import CURRENT, Pointer, current_export, read_history
-from train.exported import Export, load_exported
+from train.exported import Export, load_exported, read_export
 from train.gate import by_name, evaluate_export
 from train.promote import choose_export, promote_export, roll_back
 from train.records import put_record
@@ -173,3 +174,42 @@ def test_what_is_damaged_is_neither_chosen_nor_rolled_back_to(exports, tmp_path)
             ask()
     choose_export(root, good.number, "run-4")
     assert current_export(root).number == good.number
+
+
+def test_rollbacks_go_further_back_after_an_export_was_chosen(promoted):
+    choose_export(promoted, 1, "run")
+    assert [roll_back(promoted, "run").current for _ in range(3)] == [3, 2, 1]
+    with pytest.raises(UsageError, match="nothing to roll back to"):
+        roll_back(promoted, "run")
+
+
+def test_rollbacks_go_back_from_what_was_chosen_after_a_rollback(promoted):
+    roll_back(promoted, "run")
+    choose_export(promoted, 3, "run")
+    choose_export(promoted, 1, "run")
+    assert [roll_back(promoted, "run").current for _ in range(3)] == [3, 2, 1]
+
+
+def test_a_pointer_of_another_version_is_no_damage(promoted):
+    store = open_store(promoted)
+    store.put(f"{CURRENT}/00000004.json", seal(b'{"attempt": "a", "record": {"export": 2, "colour": "blue"}}'))
+    candidate = read_export(promoted, 1)
+    asks = (
+        lambda: current_export(promoted),
+        lambda: roll_back(promoted, "run"),
+        lambda: promote_export(promoted, candidate, GateConfig(min_accuracy=0.0), "run", replace_current=True),
+    )
+    for ask in asks:
+        with pytest.raises(UsageError, match=rf"00000004.json has another layout; .*promote {promoted}@N`"):
+            ask()
+    assert read_history(store, is_layout_free=True).next_number == 5
+    choose_export(promoted, 2, "run")
+    assert current_export(promoted).number == 2
+
+
+def test_an_export_of_another_version_is_no_damage(promoted, tiny_uri):
+    candidate = put_export(promoted, tiny_uri)
+    open_store(promoted).put("exports/00000003.json", seal(b'{"attempt": "a", "record": {"colour": "blue"}}'))
+    with pytest.raises(UsageError, match=r"exports/00000003.json has another layout"):
+        promote_export(promoted, candidate, GateConfig(min_accuracy=0.0), "run")
+    choose_export(promoted, candidate.number, "run")

@@ -9,14 +9,16 @@ from __future__ import annotations
 import http.client
 import re
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from shardmill.errors import UsageError
 from tests.train.test_launchers import Driver, dataset, start
-from train.launchers.rendezvous import GLOO_ADDRESS, GuardedRendezvous, address_variables
+from train.launchers.rendezvous import GLOO_ADDRESS, GuardedRendezvous, address_variables, listening_on
 
 __all__ = ["dataset", "start"]
 
@@ -60,6 +62,25 @@ def test_a_key_is_written_once_and_by_those_who_know_the_path(store):
     for method in ("GET", "HEAD", "PUT", "DELETE"):
         assert ask(port, method, "/pyproject.toml", b"")[0] == 403
         assert ask(port, method, f"/{'t' * 64}:{port}/global/0", b"")[0] == 403
+
+
+def test_the_end_waits_for_nobody():
+    GuardedRendezvous("127.0.0.1", "s" * 64).stop()
+    server = GuardedRendezvous("127.0.0.1", "s" * 64)
+    server.init([])
+    with socket.create_connection(("127.0.0.1", server.start())) as silent:
+        silent.sendall(b"GET /")
+        time.sleep(0.2)
+        end = threading.Thread(target=server.stop, daemon=True)
+        end.start()
+        end.join(10)
+        assert not end.is_alive()
+
+
+def test_an_interface_that_is_not_there_is_refused():
+    with pytest.raises(UsageError, match=r"train.nics: .* has no interface 'nosuch0' with an IPv4"):
+        with listening_on({"nosuch0"}):
+            pass
 
 
 @dataclass(frozen=True)

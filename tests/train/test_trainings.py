@@ -23,7 +23,7 @@ from train.job import export_model, train_model
 from train.models import input_scale, standardize
 from train.models.identity import source_sha256
 from train.preflight import window_memory
-from train.trainings import RESULT, read_result
+from train.trainings import RESULT, choose_training, read_result
 
 FACTORY = """
 import keras
@@ -267,3 +267,21 @@ def test_without_standardize_the_model_gets_pixels(tiny_uri):
     raw = input_scale(TrainConfig(standardize=False), manifest)
     images = np.arange(12, dtype=np.uint8).reshape(1, 2, 2, 3)
     assert np.array_equal(np.asarray(standardize(images, raw.mean, raw.std)), images.astype(np.float32))
+
+
+def test_a_damaged_shorter_training_blocks_no_longer_one(finished):
+    file = result_file(finished)
+    good = file.read_bytes()
+    config = finished.train.model_copy(update={"epochs": finished.train.epochs + 1})
+    store, pin = open_store(finished.models.uri), open_dataset(finished.dataset.uri).pin
+    assert choose_training(store, config, pin).continues is not None
+    try:
+        file.write_bytes(good[:-1])
+        choice = choose_training(store, config, pin)
+        observer = Observer()
+        choice.tell(config, observer)
+    finally:
+        file.write_bytes(good)
+    assert choice.continues is None
+    [fields] = [fields for name, fields in observer.events if name == "training_discarded"]
+    assert "result.json was altered" in fields["reason"]

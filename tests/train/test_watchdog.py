@@ -33,6 +33,7 @@ from train.wire import (
     Hello,
     ProtocolError,
     call_driver,
+    is_proof,
     new_token,
     proof_of,
 )
@@ -109,6 +110,10 @@ def test_a_rank_obeys_nobody_without_the_token():
     # What a rank proves is of no use to one who wants to pose as the driver.
     assert proof_of(token, "rank", "0" * 32) != proof_of(token, "driver", "0" * 32)
     listener.close()
+
+
+def test_a_proof_that_is_no_ascii_is_wrong():
+    assert not is_proof(new_token(), "rank", "nonce", "\u00e9\ud800")
 
 
 def connected(watchdog: Watchdog) -> socket.socket:

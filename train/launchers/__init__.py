@@ -28,7 +28,12 @@ LAUNCHERS: Registry[Launcher] = Registry(
     "train.launcher",
     {
         "inline": Entry("train.launchers.inline:launch_inline", "this process, one rank"),
-        "local": Entry("train.launchers.local:launch_local", "processes on this machine"),
+        "local": Entry(
+            "train.launchers.local:launch_local",
+            "processes on this machine",
+            extra="horovod",
+            packages=("horovod",),
+        ),
         "horovod_spark": Entry(
             "train.launchers.horovod_spark:launch_horovod_spark",
             "Spark tasks, through horovod.spark.run",

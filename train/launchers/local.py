@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardmill.config import SparkConfig
-from shardmill.errors import UsageError
 from shardmill.import_path import python_path
-from shardmill.registry import install_hint
 from train.launchers.keeper import RankProcess
 from train.launchers.rendezvous import GuardedRendezvous, address_variables
 from train.observer import TrainObserver
@@ -82,15 +80,13 @@ def _rank_environment(rank: int, num_ranks: int, more: dict[str, str]) -> dict[s
 @contextmanager
 def _rendezvous(num_ranks: int) -> Iterator[dict[str, str]]:
     """Where Gloo's processes find each other."""
-    try:
-        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    except ImportError as error:
-        raise UsageError(f"train.launcher = 'local' needs Horovod: {error}", fix=install_hint("horovod")) from error
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+
     path = secrets.token_hex(32)
     server = GuardedRendezvous(LOOPBACK, path)
-    server.init(get_host_assignments(parse_hosts(f"{LOOPBACK}:{num_ranks}"), num_ranks))
-    port = server.start()
     try:
+        server.init(get_host_assignments(parse_hosts(f"{LOOPBACK}:{num_ranks}"), num_ranks))
+        port = server.start()
         yield {
             **address_variables(LOOPBACK, port, path),
             "HOROVOD_GLOO_IFACE": "lo",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from shardmill.errors import UsageError
 from shardmill.import_path import python_path
 
 GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
@@ -82,16 +83,22 @@ class GuardedRendezvous:
 
     def __init__(self, host: str, path: str) -> None:
         self._server = open_rendezvous(host, path)
+        # A peer that keeps its connection open must not hold up the end.
+        self._server.daemon_threads, self._server.block_on_close = True, False
+        self._is_serving = False
 
     def start(self) -> int:
         threading.Thread(target=self._server.serve_forever, name="gloo-rendezvous", daemon=True).start()
+        self._is_serving = True
         return self._server.server_address[1]
 
     def init(self, host_alloc_plan: Any) -> None:
         self._server.init(host_alloc_plan)
 
     def stop(self) -> None:
-        self._server.shutdown()
+        if self._is_serving:
+            # It waits for the serving thread, forever if there is none.
+            self._server.shutdown()
         self._server.server_close()
 
 
@@ -138,5 +145,13 @@ def guarded_mapper(driver_addresses: Any, settings: Any, use_gloo: bool, is_elas
 def _ipv4_of(nic: str) -> str:
     import psutil
 
-    addresses = psutil.net_if_addrs().get(nic, [])
-    return next((each.address for each in addresses if each.family == socket.AF_INET), "")
+    nics = psutil.net_if_addrs()
+    address = next((each.address for each in nics.get(nic, []) if each.family == socket.AF_INET), "")
+    if not address:
+        # An empty address would listen on every interface.
+        raise UsageError(
+            f"train.nics: {socket.gethostname()} has no interface {nic!r} with an IPv4 address",
+            f"it has {', '.join(sorted(nics))}",
+            "name one that every host has, or leave train.nics empty",
+        )
+    return address

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 from shardmill.errors import UsageError
 from train.models import named_factory
@@ -18,12 +18,15 @@ def find_model(name: str) -> str:
         named_factory(name)
         return "built in"
     module_name, _, function = name.partition(":")
-    origin = find_user_module(module_name, name).spec.origin
+    spec = find_user_module(module_name, name).spec
+    origin = spec.origin
     if origin is None or not origin.endswith(".py"):
         # A compiled module, or a namespace: only importing it would tell.
         return origin or module_name
     try:
-        tree = ast.parse(Path(origin).read_bytes())
+        # A module may lie in a zip archive.
+        loader: Any = spec.loader
+        tree = ast.parse(loader.get_data(origin))
     except SyntaxError as error:
         raise UsageError(f"train.model = {name!r}: {origin}:{error.lineno}: {error.msg}") from None
     bound = set(_bound_names(tree))

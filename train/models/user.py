@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def find_user_module(name: str, model: str) -> FoundModule:
 
     Raises UsageError with where was looked.
     """
-    folders = [os.getcwd(), *filter(None, sys.path)]
+    folders = [os.getcwd(), *filter(None, sys.path), *_folder_of_finders(name.partition(".")[0])]
     for folder in folders:
         if (spec := find_below(folder, name)) is not None:
             return FoundModule(folder, spec)
@@ -40,6 +41,18 @@ def find_user_module(name: str, model: str) -> FoundModule:
         f"looked in {', '.join(dict.fromkeys(folders))}",
         "start shardmill in the folder that holds the module, or set PYTHONPATH (on Spark also --py-files)",
     )
+
+
+def _folder_of_finders(top: str) -> list[str]:
+    """The folder of a package that is on no path: an editable install brings a finder of its own."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:
+        return []
+    if spec is None:
+        return []
+    files = [*(spec.submodule_search_locations or []), *([spec.origin] if spec.origin and spec.has_location else [])]
+    return [os.path.dirname(files[0])] if files else []
 
 
 def find_below(folder: str, name: str) -> ModuleSpec | None:
