@@ -152,7 +152,6 @@ def test_an_attempt_keeps_what_it_wrote_beside_newer_checkpoints_of_an_older_one
         save_checkpoint(late, SingleCollective(), {WEIGHTS: b"w"}, identity, progress, step)
     for step in (0, 1):
         assert read_checkpoint(store, late.path_of(step)).marker.global_step == step
-    assert len(checkpoints(models)) == 3
 
 
 def test_two_live_drivers_of_one_training_leave_each_other_their_checkpoints(tiny_uri, tmp_path, whole):
