@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from etl.config import SourceConfig
 from etl.sources.folders import list_folders
 from pipeline.demo_data import DemoImages, OddFile, digit_key, encode_digit, load_digits, odd_files, write_demo_images
 from shardmill.images.normalize import decode_stored
@@ -54,7 +55,7 @@ def test_writing_again_touches_no_file(demo: DemoImages) -> None:
 
 
 def test_the_other_odd_files_are_refused_while_listing(demo: DemoImages) -> None:
-    listing = list_folders(str(demo.folder), OPTIONS.max_source_bytes)
+    listing = list_folders(SourceConfig(uri=str(demo.folder)), OPTIONS.max_source_bytes)
     expected = {f.key: f.expected_reason for f in odd_files() if f.expected_reason in FOUND_WHILE_LISTING}
     assert {rejection.key: rejection.reason for rejection in listing.rejections} == expected
     assert len(listing.images) + len(listing.rejections) == demo.num_files
