@@ -114,7 +114,7 @@ def test_a_wheel_without_extras_names_what_is_missing(wheel: Path, tmp_path: Pat
         [tmp_path / "venv/bin/shardmill", "etl", "images"], cwd=tmp_path, env=CLEAN, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("ERROR 2: ") and "shardmill[spark]" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("ERROR 2: ") and "'.[spark]'" in done.stderr
 
 
 def seconds_of(*command: str) -> float:
