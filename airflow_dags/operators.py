@@ -138,7 +138,7 @@ def hand_on(task: Any, context: Context, folder: RunFolder) -> dict[str, Any]:
     }
     ids = {name: value for name, value in found.items() if value is not None}
     # `published` is about the run, not the try: one that died after its commit is followed by one that only finds it.
-    is_published = (sections.get("etl") or {}).get("published") or promotion.get("decision") == "promoted"
+    is_published = (sections.get("etl") or {}).get("published") or promotion.get("published")
     for alias in task.outlets:
         if is_published:
             asset = Asset(name=alias.name.removesuffix(":new"), uri=task.publishes)

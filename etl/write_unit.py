@@ -102,7 +102,7 @@ def _check_host(task: UnitTask, source: Store) -> None:
 def _process(unit: WorkUnit, task: UnitTask, store: Store) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
     """The outcome of each source in turn; the next one is read while the sandbox decodes."""
     sandbox = _warm_sandbox(
-        os.getpid(), DecodeLimits(task.config.decode_timeout_seconds, task.config.decode_memory_bytes)
+        os.getpid(), DecodeLimits(task.config.decode_timeout_seconds, task.config.decode_memory_bytes, "etl")
     )
     normalize = task.config.normalize_options()
     pending: PendingImage | None = None

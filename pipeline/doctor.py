@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Literal
 
 from pipeline.config import PipelineTree
@@ -19,15 +20,6 @@ from shardmill.registry import install_hint
 
 Status = Literal["ok", "warn", "fail"]
 
-# Package, extra that brings it, and what it is for.
-PACKAGES = (
-    ("pyspark", "spark", "etl.engine = spark, launcher horovod_spark"),
-    ("pandas", "spark", "Spark, which asks for it wherever Arrow carries rows into Python"),
-    ("tensorflow-cpu", "tensorflow", "training"),
-    ("keras", "tensorflow", "training"),
-    ("horovod", "horovod", "strategy horovod"),
-    ("s3fs", "s3", "s3:// URIs"),
-)
 JAVA_VERSIONS = (17, 21)
 
 
@@ -55,14 +47,23 @@ def examine(tree: PipelineTree, workdir: str) -> list[Finding]:
 
 def _packages(tree: PipelineTree) -> Iterator[Finding]:
     uses_s3 = any(uri.startswith("s3://") for uri in (tree.source.uri, tree.dataset.uri, tree.models.uri))
-    needed = {"pyspark", "pandas", "tensorflow-cpu", "keras"}
-    needed |= {"horovod"} if tree.train.strategy == "horovod" else set()
-    needed |= {"s3fs"} if uses_s3 else set()
-    for package, extra, purpose in PACKAGES:
-        try:
-            yield Finding("ok", package, metadata.version(package))
-        except metadata.PackageNotFoundError:
-            status: Status = "fail" if package in needed else "warn"
+    # Importable name, extra that brings it, what it is for, and whether this config needs it.
+    packages = (
+        ("pyspark", "spark", "etl.engine = spark, launcher horovod_spark", True),
+        ("pandas", "spark", "Spark, which asks for it wherever Arrow carries rows into Python", True),
+        ("tensorflow", "tensorflow", "training", True),
+        ("keras", "tensorflow", "training", True),
+        ("horovod", "horovod", "strategy horovod", tree.train.strategy == "horovod"),
+        ("s3fs", "s3", "s3:// URIs", uses_s3),
+    )
+    # One name may come from several distributions: `tensorflow` is in `tensorflow-cpu`, too.
+    distributions = metadata.packages_distributions()
+    for package, extra, purpose, is_needed in packages:
+        if find_spec(package) is not None:
+            versions = {f"{name} {metadata.version(name)}" for name in distributions.get(package, ())}
+            yield Finding("ok", package, ", ".join(sorted(versions)) or "installed")
+        else:
+            status: Status = "fail" if is_needed else "warn"
             yield Finding(status, package, f"not installed; it is for {purpose}", install_hint(extra))
 
 

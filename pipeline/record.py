@@ -33,6 +33,7 @@ class RunRecord:
         self._is_single_stage = is_single_stage
         self._events = LineLog(self.store, f"{self.folder}/events.jsonl")
         self._warnings: list[str] = []
+        self._failed: StageRecord | None = None
 
     def open(self, config_toml: str) -> None:
         """The run goes on from here: keep its config, and say so in the summary."""
@@ -61,8 +62,8 @@ class RunRecord:
         return record
 
     def close(self, error: BaseException | None = None) -> dict[str, Any]:
-        """The last word: the summary as it stays."""
-        end = failed_stage("run", error) if error is not None else StageRecord(stage="run")
+        """The last word: the summary as it stays. A stage that has failed without raising fails the run, too."""
+        end = failed_stage("run", error) if error is not None else self._failed or StageRecord(stage="run")
         summary = write_summary(self.workdir, self.run_id, end.exit_code, end.error)
         self.event("run.ended", exit_code=end.exit_code)
         self._events.close()
@@ -87,5 +88,6 @@ class RunRecord:
     def _end(self, record: StageRecord) -> None:
         record = with_warnings(record, self._warnings)
         self._warnings = []
+        self._failed = record if record.status == "failed" else self._failed
         write_stage_record(self.workdir, self.run_id, record.stage, record, is_last=self._is_single_stage)
         self.event("stage.ended", stage=record.stage, status=record.status, seconds=round(record.seconds, 3))

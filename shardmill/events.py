@@ -184,7 +184,7 @@ def with_warnings(record: StageRecord, messages: Sequence[str]) -> StageRecord:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What the command line exits with: the error's own code, 130 for Ctrl-C, 1 for what nobody foresaw."""
+    """What the command line exits with: the error's own code, 130 for Ctrl-C, 1 for an unexpected error."""
     return 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
 
 

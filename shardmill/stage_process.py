@@ -91,7 +91,7 @@ def error_line(error: BaseException) -> str:
     elif isinstance(error, ImportError):
         line = f"{error}; a package of an extra may be missing; {install_hint('all')}"
     else:
-        line = f"{type(error).__name__}: {error}; nobody foresaw this; --debug shows where"
+        line = f"{type(error).__name__}: {error}; unexpected error; --debug shows where"
     return redacted_text(printable(" ".join(line.split())))
 
 

@@ -201,6 +201,7 @@ def promotion_record(promotion: Promotion, seconds: float = 0.0) -> StageRecord:
         "reason": promotion.gate.reason,
         "previous": promotion.previous,
         "current": promotion.current,
+        "published": promotion.is_published,
         "candidate_accuracy": promotion.gate.candidate_accuracy,
         "current_accuracy": promotion.gate.current_accuracy,
     }

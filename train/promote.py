@@ -23,6 +23,8 @@ class Promotion:
     """The export that was current before."""
     current: int | None
     """The export that is current now."""
+    is_published: bool = False
+    """The gate let it pass in this run: in this call, or in an earlier try of the same run."""
 
 
 def promote_export(
@@ -49,9 +51,9 @@ def promote_export(
                 f"export {before} stays current" if before is not None else "there is no current export",
             )
         if decision.decision != "promoted":
-            return Promotion(models_uri, decision, before, before)
+            return Promotion(models_uri, decision, before, before, _was_promoted(history, candidate.number, run_id))
         if _set(models_uri, history, candidate.number, decision, run_id):
-            return Promotion(models_uri, decision, before, candidate.number)
+            return Promotion(models_uri, decision, before, candidate.number, True)
 
 
 def choose_export(models_uri: str, number: int, run_id: str) -> Promotion:
@@ -114,6 +116,11 @@ def roll_back(models_uri: str, run_id: str) -> Promotion:
         )
     decision = GateDecision("rolled_back", new.reason, new.accuracy, current.accuracy)
     return Promotion(models_uri, decision, current.export, target)
+
+
+def _was_promoted(history: History, number: int, run_id: str) -> bool:
+    current = history.current
+    return current is not None and (current.export, current.decision, current.run_id) == (number, "promoted", run_id)
 
 
 def _set(models_uri: str, history: History, number: int, decision: GateDecision, run_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""The driver's side of a training in other processes: hands out the task, hears every rank, ends all when one fails.
+"""The driver's side of a training in other processes: hands out the task, listens to the ranks, ends all if one fails.
 
 The open connection is a rank's sign of life: the kernel closes it when the process dies, however it dies. Heartbeats
 find what keeps a connection open without living (a stopped process, a host that is gone), and a rank that lives and

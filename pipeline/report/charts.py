@@ -1,4 +1,4 @@
-"""The report's pictures: numbers in, inline SVG out. No script and no network, so a report opens anywhere, for ever."""
+"""The report's pictures: numbers in, inline SVG out. No script and no network, so a report opens anywhere, forever."""
 
 from __future__ import annotations
 

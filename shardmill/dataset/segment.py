@@ -62,7 +62,9 @@ def _check_footer(footer: pq.FileMetaData, schema: pa.Schema, max_rows: int, num
         raise IntegrityError(f"{where} has {footer.num_rows} rows", f"expected at most {max_rows}, which were counted")
     # Each of our rows has a digest or a key of its own, so even the best compression needs a byte for it.
     if footer.num_rows > num_bytes:
-        raise IntegrityError(f"{where} claims {footer.num_rows} rows in {num_bytes} bytes", "no honest segment does")
+        raise IntegrityError(
+            f"{where} claims {footer.num_rows} rows in {num_bytes} bytes", "expected at least one byte a row"
+        )
     groups = [footer.row_group(number).total_byte_size for number in range(footer.num_row_groups)]
     _check_size(sum(groups), num_bytes, where)
 

@@ -49,6 +49,12 @@ class DecodeLimits:
     """CPU time, so that a busy machine rejects nothing; by the clock, six times as long."""
     memory_bytes: int = 2_000_000_000
     """On top of what the decoders take when they are idle."""
+    config_section: str = ""
+    """The config section whose keys set these limits, for a rejection to name; empty if none does."""
+
+    def named(self, key: str) -> str:
+        """What a rejection adds about its limit."""
+        return f"; {self.config_section}.{key} is the limit" if self.config_section else ""
 
 
 class _Failed(Exception):
@@ -134,7 +140,7 @@ class DecodeSandbox:
         header, body = self._child.receive()
         self._pending = None
         if "memory_error" in header:
-            detail = f"needs more than {self._limits.memory_bytes} bytes; etl.decode_memory_bytes is the limit"
+            detail = f"needs more than {self._limits.memory_bytes} bytes{self._limits.named('decode_memory_bytes')}"
             raise _Failed(RejectReason.DECODER_MEMORY, detail)
         return unpack_outcome(pending.source, header, body)
 
@@ -234,7 +240,7 @@ class _Child:
             if cpu_left <= 0 or clock_left <= 0:
                 raise _Failed(
                     RejectReason.DECODER_TIMEOUT,
-                    f"takes more than {limit:g} s; etl.decode_timeout_seconds is the limit",
+                    f"takes more than {limit:g} s{self._limits.named('decode_timeout_seconds')}",
                 )
 
     def _cpu_seconds(self) -> float:

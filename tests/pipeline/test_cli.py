@@ -218,6 +218,16 @@ def test_inspect_lists_files_for_other_tools(dataset: str, tmp_path: Path):
     assert plain.stdout.splitlines() == [each["uri"] for each in files]
 
 
+def test_a_failed_verify_is_what_the_summary_says(dataset: str, tmp_path: Path):
+    shutil.copytree(dataset, tmp_path / "dataset")
+    next(path for path in (tmp_path / "dataset" / "shards").rglob("*.parquet")).unlink()
+    (tmp_path / "c.toml").write_text(f'[dataset]\nuri = "{tmp_path}/dataset"\n')
+    done = shardmill("verify", "c.toml", "--workdir", "work", "--run-id", "r", cwd=tmp_path)
+    summary = json.loads((tmp_path / "work/runs/r/summary.json").read_text())
+    assert (done.returncode, summary["exit_code"], summary["status"]) == (3, 3, "failed"), done.stderr
+    assert summary["stages"]["verify"]["status"] == "failed" and ".parquet" in summary["error"]
+
+
 def test_json_output_is_all_of_stdout(dataset: str, tmp_path: Path):
     done = shardmill("verify", f"{dataset}@1", "--json", cwd=tmp_path)
     report = json.loads(done.stdout)
@@ -244,7 +254,7 @@ def test_doctor_finds_what_would_fail(tmp_path: Path):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a\nb"), KeyError("x"), RecursionError("deep")])
-def test_what_nobody_foresaw_is_one_line_too(
+def test_an_unexpected_error_is_one_line_too(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     def fail(*_: object) -> None:

@@ -72,6 +72,7 @@ def test_doctor_shows_what_the_listing_says(tmp_path: Path):
     write_images(tmp_path / "images", num_images=20, num_classes=2)
     tree = load_pipeline(str(tmp_path / "images"), (), str(tmp_path / "work"))
     rows = {each.subject: each for each in examine(tree, str(tmp_path / "work"))}
+    assert rows["tensorflow"].status == "ok" and "tensorflow" in rows["tensorflow"].found
     assert rows["source: classes"].found == "class_0, class_1"
     assert rows["source: warning"].status == "warn" and "figures on it mean little" in rows["source: warning"].found
     for number in range(9):

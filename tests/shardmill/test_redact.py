@@ -44,6 +44,11 @@ SECRET_NAMES = (
     "encryption.key",
     "accountKey",
     "passphrase",
+    "DB_PASS",
+    "SMTP_PASS",
+    "authtoken",
+    "mytoken",
+    "GITHUB_PAT",
 )
 PLAIN_NAMES = (
     "keep_checkpoints",
@@ -68,6 +73,10 @@ PLAIN_NAMES = (
     "content_digest",
     "bypass",
     "compass",
+    "path",
+    "PATH",
+    "extraClassPath",
+    "passed",
 )
 
 
@@ -100,7 +109,11 @@ def test_what_is_no_secret_stays():
         "abfss://container@account.dfs.core.windows.net/x",
         "jdbc:postgresql://db:5432/images?ssl=true",
         "cannot access /data/passage=3/keys/monkey.jpg",
-        "http://user@host/x and mail me@example.org",
+        "ssh://user@host/x and mail me@example.org",
+        "http://minio:9000/bucket/dataset@2",
+        "hdfs://name:8020/dataset@2",
+        "/data/private: no such file",
+        "token: true",
     ):
         assert redacted_text(text) == text
 
@@ -113,6 +126,39 @@ def test_what_stands_around_a_secret_stays():
     assert redacted_text(f"before\n{PEM}\nafter") == f"before\n{HIDDEN}\nafter"
     assert redacted_text("https://u:p@host/x") == f"https://{HIDDEN}@host/x"
     assert redacted_text(redacted_text("password=x y")) == f"password={HIDDEN} y"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "password: hunter2-canary",
+        "X-Auth-Token:canary",
+        "mysql --password canary --user x",
+        "postgres://u:p@canary@host/db",
+        "postgres://u:pa/canary@host/db",
+        "https://canary@host/x",
+        "password=abc,canary;canary",
+        '{"password": 12345, "api_key": {"canary": 1}}',
+        '{"api_key": {"a": {"canary": [1]}}}',
+        "cloned with ghp_canarycanarycanarycanary0123456789",
+        "hf_canarycanarycanarycanary0123",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJjYW5hcnkifQ.canary",
+    ],
+)
+def test_a_secret_in_text_is_hidden_however_it_is_written(text: str):
+    hidden = redacted_text(text)
+    assert "canary" not in hidden and "12345" not in hidden and HIDDEN in hidden
+    assert redacted_text(hidden) == hidden
+
+
+def test_numbers_and_nested_values_under_a_secret_name():
+    record = {"password": 12345, "api_key": {"a": 1, "b": [2.5, "x"]}, "token": True, "num_tokens": 3}
+    assert redacted(record) == {
+        "password": HIDDEN,
+        "api_key": {"a": HIDDEN, "b": [HIDDEN, HIDDEN]},
+        "token": True,
+        "num_tokens": 3,
+    }
 
 
 def test_a_line_of_error_holds_none(capsys: pytest.CaptureFixture[str]):

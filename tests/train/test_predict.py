@@ -87,6 +87,8 @@ def test_an_image_that_takes_too_much_is_rejected_and_the_next_one_is_not(folder
     assert [each.rejection for each in predict_files(model, good)] == ["", ""]
     too_little = predict_files(model, [str(folder / "bomb.png"), good[0]], limits=DecodeLimits(memory_bytes=20_000_000))
     assert [each.rejection.split(":")[0] for each in too_little] == ["decoder_memory", ""]
+    # The ETL's config keys have no effect here, so none is named.
+    assert "etl." not in too_little[0].rejection
 
 
 def test_folders_are_their_files_in_order(folder, tmp_path):

@@ -16,6 +16,7 @@ from train.config import GateConfig
 from train.current import CURRENT, Pointer, current_export, read_history
 from train.exported import Export, load_exported, read_export
 from train.gate import by_name, evaluate_export
+from train.job import promotion_record
 from train.promote import choose_export, promote_export, roll_back
 from train.records import put_record
 
@@ -46,6 +47,12 @@ def test_exports_come_and_go_through_the_gate(exports, tiny_uri):
     assert second.gate.current_accuracy == bad.record.evaluation.accuracy < good.record.evaluation.accuracy
     again = promote_export(root, good, gate, "run-3")
     assert (again.gate.decision, again.previous, again.current) == ("already_current", good.number, good.number)
+    # A second try of the run that promoted it finds it current, and that its own run has published it.
+    retried = promote_export(root, good, gate, "run-2")
+    assert retried.gate.decision == "already_current"
+    assert [each.is_published for each in (first, second, again, retried)] == [True, True, False, True]
+    assert promotion_record(retried).sections["promotion"]["published"] is True
+    assert promotion_record(again).sections["promotion"]["published"] is False
     assert len(read_history(store).pointers) == 2
 
     # The worse one is kept out; with `require` that is an error.

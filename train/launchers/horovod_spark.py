@@ -78,7 +78,7 @@ def launch_horovod_spark(
 def check_slots(num_ranks: int, master: str, conf: dict[str, str]) -> None:
     """Raises UsageError with the numbers where fewer than `num_ranks` tasks can run at once, as far as that is known.
 
-    Spark would start as many as fit and wait for ever with the rest.
+    Spark would start as many as fit and wait forever with the rest.
     """
     num_slots = num_slots_of(master, conf)
     if num_slots is not None and num_slots < num_ranks:

@@ -14,7 +14,7 @@ from shardmill.scratch import Scratch
 from train.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, RankExit, call_driver
 
 NUM_OUTPUT_LINES = 40
-# After the process has ended, what it wrote is read for so long; a child of its own may hold the pipe open for ever.
+# After the process has ended, what it wrote is read for so long; a child of its own may hold the pipe open forever.
 OUTPUT_SECONDS = 1.0
 
 

@@ -21,7 +21,7 @@ from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 from tests.shardmill.images.make import OPTIONS, gray_photo, jpeg, one_of_each_format, photo, png
 
 MISBEHAVE = "tests.shardmill.images.misbehaving:misbehave"
-LIMITS = DecodeLimits(timeout_seconds=0.5, memory_bytes=300_000_000)
+LIMITS = DecodeLimits(timeout_seconds=0.5, memory_bytes=300_000_000, config_section="etl")
 DATA = jpeg(photo())
 GOOD = SourceImage("good", len(DATA))
 
