@@ -23,7 +23,7 @@ SECRET_NAME = (
 # GitHub, Hugging Face, and JSON web tokens.
 _TOKEN = r"\b(?:gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|hf_[A-Za-z0-9]{16,}|eyJ[\w-]{8,}\.[\w-]{4,}(?:\.[\w-]*)?)"
 # `user:password` of a URL, up to the last @ before the path. A password may hold a `/`; a port is no password.
-_USERINFO = r"[^\s/?#@\"':]*:(?:[^\s/\"']*|(?!\d+/)[^\s\"']*)@"
+_USERINFO = r"[^\s/?#@\"':]*:(?:[^\s/\"']*|(?!\d+/)[^\s\"']{0,256})@"
 
 # Spark looks for one pattern in names and values alike.
 SPARK_REDACTION = (
