@@ -36,16 +36,26 @@ class RunFolder:
         """So that what is read after a failure was written by this attempt, and not by an earlier one."""
         self._store.delete(f"{self._folder}/summary.json")
 
-    def read(self, name: str) -> dict[str, Any]:
-        """One JSON file of the record; empty where there is none."""
+    def summary(self) -> dict[str, Any]:
+        """What the run says of itself; empty if it says nothing yet."""
         try:
-            return json.loads(self._store.read(f"{self._folder}/{name}.json"))
+            return json.loads(self._store.read(f"{self._folder}/summary.json"))
+        except FileNotFoundError:
+            return {}
+
+    def sections_of(self, stage: str) -> dict[str, Any]:
+        """What a stage decided, from its own record. Raises IntegrityError if that was altered."""
+        from shardmill.sealed import unseal
+
+        path = f"{self._folder}/{stage}.json"
+        try:
+            return json.loads(unseal(self._store.read(path), path)).get("sections", {})
         except FileNotFoundError:
             return {}
 
     def failure(self, stage: str, ended: str) -> AirflowException:
         """The exception that says why the stage failed, and by its type whether another try makes sense."""
-        summary = self.read("summary")
+        summary = self.summary()
         code = summary.get("exit_code")
         if not code:
             # Killed, never started, or `doctor`, whose next try may meet a sound machine: nothing is known against it.
@@ -126,8 +136,7 @@ class ShardmillOperator(BaseOperator):
 
 def hand_on(task: Any, context: Context, folder: RunFolder) -> dict[str, Any]:
     """Ids and digests for XCom; and an asset event, if this stage has published something that was not there before."""
-    record = folder.read(task.stage)
-    sections = record.get("sections", {})
+    sections = folder.sections_of(task.stage)
     dataset, promotion = sections.get("dataset") or {}, sections.get("promotion") or {}
     found = {
         "version": dataset.get("version"),
