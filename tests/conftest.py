@@ -23,6 +23,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `pytest -n`: tests of a file share its fixtures, those of the demo its one run; long files start first."""
     groups = {item: "demo" if "demo" in getattr(item, "fixturenames", ()) else item.path.name for item in items}
