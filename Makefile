@@ -13,7 +13,7 @@ setup:
 	@scripts/setup.sh all
 
 test: setup
-	@$(RUN) pytest -n 2 --dist loadgroup -m "not drill"
+	@$(RUN) pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not drill"
 
 lint: setup
 	@$(RUN) ruff format --check .

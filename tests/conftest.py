@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.demo import demo
 from tests.services.s3 import s3_bucket, s3_server
@@ -23,18 +25,32 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `pytest -n`: tests of a file share its fixtures, those of the demo its one run; long files start first."""
-    groups = {item: "demo" if "demo" in getattr(item, "fixturenames", ()) else item.path.name for item in items}
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    seconds: Counter[str] = Counter()
-    for item, group in groups.items():
-        seconds[group] += _SECONDS_OF_A_TEST.get(item.path.parent.name, 0.1)
-    # Stable: inside a group the order stays as written.
-    items.sort(key=lambda item: (groups[item] != "demo", -seconds[groups[item]], groups[item]))
-
-
 # Roughly, on two cores; only the order in which files start depends on it.
 _SECONDS_OF_A_TEST = {"train": 4.0, "etl": 3.0, "pipeline": 2.0, "airflow_dags": 10.0, "tests": 5.0}
+# They share the one run of the demo.
+_FILES_OF_THE_DEMO = ("test_readme.py", "test_whole_pipeline.py")
+
+
+def scope_of(nodeid: str) -> str:
+    """Tests of one scope run in one process, because they share fixtures: those of a file, and those of the demo."""
+    file = nodeid.partition("::")[0]
+    return "demo" if file.endswith(_FILES_OF_THE_DEMO) else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long scopes start first, the demo's before all; inside a scope the order stays as written."""
+    seconds: Counter[str] = Counter()
+    for item in items:
+        seconds[scope_of(item.nodeid)] += _SECONDS_OF_A_TEST.get(item.path.parent.name, 0.1)
+    items.sort(key=lambda item: (scope_of(item.nodeid) != "demo", -seconds[scope_of(item.nodeid)]))
+
+
+class ScopeScheduling(LoadScopeScheduling):
+    """Hands out whole scopes. (`--dist loadgroup` sets no groups with pytest 9.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return ScopeScheduling(config, log)
