@@ -32,9 +32,18 @@ def sandbox() -> Iterator[DecodeSandbox]:
         yield sandbox
 
 
+# What this process had started before: the servers and the warm child of other tests.
+OTHERS: set[int] = set()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def others() -> None:
+    OTHERS.update(child_pids())
+
+
 def child_pids() -> set[int]:
-    """Of this process, zombies included."""
-    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+    """Children that the tests of this file have started, zombies included."""
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())) - OTHERS
 
 
 def test_answers_are_those_of_process_image(sandbox: DecodeSandbox) -> None:
@@ -153,7 +162,7 @@ def test_a_child_that_cannot_start_is_no_images_fault() -> None:
     with DecodeSandbox(entry="no.such.module:function") as sandbox:
         with pytest.raises(StorageError, match="can import this shardmill"):
             sandbox.process(GOOD, DATA, OPTIONS)
-    assert len(child_pids()) <= 1  # the other tests' own
+    assert len(child_pids()) <= 1  # the warm child of the other tests
 
 
 def test_no_child_outlives_a_killed_parent() -> None:
