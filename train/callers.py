@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from train.values import WorkerTask
-from train.wire import Abort, Connection, Message, ProtocolError, answer_caller
+from train.wire import Abort, Connection, Message, ProtocolError, answer_caller, message_adapter
 
 NUM_STRANGERS = 64
 NUM_STRANGERS_PER_RANK = 4
@@ -49,6 +49,8 @@ class Door:
         """In the order in which they called."""
         self._connections: list[Connection] = []
         self._is_closed = False
+        # Building it imports modules of pydantic, for which no file descriptor may be left when a rank calls.
+        message_adapter()
         self._listener = socket.create_server((bind_host, 0), backlog=256)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="watchdog-accept", daemon=True).start()

@@ -147,7 +147,8 @@ class ProtocolError(Exception):
 
 
 @functools.cache
-def _messages() -> TypeAdapter[Message]:
+def message_adapter() -> TypeAdapter[Message]:
+    """Built on first use, because it takes a moment that not every importer of this module needs."""
     return TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 
 
@@ -162,7 +163,7 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Raises OSError if the other side is gone."""
-        line = _messages().dump_json(message) + b"\n"
+        line = message_adapter().dump_json(message) + b"\n"
         with self._sending:
             self._socket.sendall(line)
 
@@ -194,7 +195,7 @@ class Connection:
         if max_bytes is not None and len(line) > max_bytes:
             raise ProtocolError(f"no message of at most {max_bytes} bytes")
         try:
-            return _messages().validate_json(line)
+            return message_adapter().validate_json(line)
         except ValidationError as error:
             raise ProtocolError(str(error)) from None
 
