@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.digests import content_digest, layout_digest, ledger_digest
-from shardmill.dataset.ids import add_digests, format_digest, key_hash
+from shardmill.dataset.ids import add_digests, format_digest, key_bytes, key_hash
 from shardmill.dataset.index import ROWS_SCHEMA, Contents, count_contents, index_table, ledger_table, rows_file
 from shardmill.dataset.manifest import (
     ChannelSums,
@@ -86,7 +86,7 @@ def check_accounting(build: Build, results: Sequence[UnitResult]) -> None:
 def all_rejections(build: Build, results: Sequence[UnitResult]) -> list[Rejection]:
     """Every refused input of a build, in the order of the keys' bytes."""
     rejections = [*build.list_rejections, *(rejection for result in results for rejection in result.rejections)]
-    return sorted(rejections, key=lambda rejection: rejection.key.encode("utf-8", "surrogateescape"))
+    return sorted(rejections, key=lambda rejection: key_bytes(rejection.key))
 
 
 def write_ledger(store: Store, rejections: Sequence[Rejection]) -> tuple[SealedFile, ...]:
