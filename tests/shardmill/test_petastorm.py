@@ -22,7 +22,8 @@ def test_make_batch_reader_gives_the_same_images_and_labels(encoding: str, tmp_p
     expected = {sample.sample_id: sample for sample in dataset.read_samples("train", 10**6)}
     urls = [Path(uri).as_uri() for uri in dataset.files("train", "parquet")]
     seen = []
-    with make_batch_reader(urls, num_epochs=1, reader_pool_type="thread", workers_count=2) as reader:
+    # Its thread and process pools may end an epoch before it began: see docs/LOG.md.
+    with make_batch_reader(urls, num_epochs=1, reader_pool_type="dummy") as reader:
         for batch in reader:
             for image, label, sample_id in zip(batch.image, batch.label, batch.sample_id, strict=True):
                 # NumPy strips trailing zero bytes from fixed-size strings; the size is known, so nothing is lost.
