@@ -61,8 +61,8 @@ def plain_settings(config: dict[str, Any], stage: str) -> dict[str, str]:
 
     The job itself reads all of them from its config file, before its Spark context starts.
     """
-    from shardmill.redact import redacted
-    from shardmill.spark_settings import flat_settings
+    from shardmill.jobs.redact import redacted
+    from shardmill.jobs.spark_settings import flat_settings
 
     settings = flat_settings(config.get("spark", {}).get(stage, {}).get("conf", {}))
     return {name: value for name, value in settings.items() if redacted(value, name) == value}
@@ -142,7 +142,7 @@ def config_error_dag(config_file: Path, dag_id: str, problem: str) -> DAG:
 
 def dags_of_folder(folder: Path) -> dict[str, DAG]:
     """A DAG for each config file of the folder, by id. Raises OSError if there is no such folder."""
-    from shardmill.redact import redacted_text
+    from shardmill.jobs.redact import redacted_text
 
     files: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()):

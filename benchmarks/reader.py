@@ -13,12 +13,12 @@ from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
 from etl.job import commit_results
 from etl.plan import plan_build
 from etl.write_unit import write_unit
-from shardmill.config import DatasetConfig
 from shardmill.dataset import open_dataset
+from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.images.normalize import decode_stored
+from shardmill.jobs.config import DatasetConfig
 from shardmill.options import AugmentOptions
 from shardmill.reader import ReaderOptions, read_batches
-from shardmill.reader.fetch import ChunkFetcher
 
 _NUM_THREADS = 2
 

@@ -15,7 +15,7 @@ import simplejpeg
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.plan import plan_build
 from etl.write_unit import write_unit
-from shardmill.config import DatasetConfig
+from shardmill.jobs.config import DatasetConfig
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from pydantic import Field, field_validator
 
 from etl.engines import ENGINES
 from etl.sources import SOURCES
-from shardmill.config import DatasetConfig, SparkConfig
 from shardmill.formats import SHARD_FORMATS
+from shardmill.jobs.config import DatasetConfig, SparkConfig
 from shardmill.options import NormalizeOptions, Section
 from shardmill.registry import OneOf
 

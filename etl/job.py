@@ -23,18 +23,17 @@ from etl.inferred import inferred_facts, inferred_warnings, version_warnings
 from etl.limits import broken_limit, limit_error
 from etl.pending import clear_pending, kept_and_missing
 from etl.plan import BuildPlan, plan_build
-from shardmill.config import load_tree
 from shardmill.dataset.commit import all_rejections, commit_version, is_whole, write_ledger
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.pin import DatasetPin
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import pin_of, read_manifest, read_manifest_bytes, remember_if_forgotten
 from shardmill.errors import UsageError
-from shardmill.events import Observer, SilentObserver, StageRecord
-from shardmill.stage_process import run_stage_process
+from shardmill.jobs.config import load_tree
+from shardmill.jobs.events import Observer, SilentObserver, StageRecord
+from shardmill.jobs.stage_process import run_stage_process
 from shardmill.storage import Store, join_uri
-from shardmill.values import TRANSIENT_REASONS, Rejection
+from shardmill.values import TRANSIENT_REASONS, DatasetPin, Rejection
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from shardmill.formats.parquet import parquet_schema
 from shardmill.formats.rows import RowSchema
 from shardmill.images.decode import DECODER_ID
 from shardmill.images.normalize import normalization_fingerprint
-from shardmill.redact import redacted
+from shardmill.jobs.redact import redacted
 from shardmill.storage import Store, open_store
 
 

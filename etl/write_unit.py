@@ -16,14 +16,14 @@ from etl.pending import keep_result
 from etl.read_source import check_source, read_source
 from etl.split import split_of
 from etl.units import WorkUnit
-from shardmill.dataset.ids import add_digests, format_digest, key_hash
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
+from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decode import DECODER_ID
 from shardmill.images.sandbox import DecodeLimits, DecodeSandbox, PendingImage
-from shardmill.reach import Nonce, check_nonce
+from shardmill.jobs.reach import Nonce, check_nonce
 from shardmill.storage import Store, open_store
 from shardmill.values import ImageSample, Rejection, ShardInfo, SourceImage
 

@@ -22,11 +22,11 @@ from pipeline.config import (
 from pipeline.ending import run_app
 from pipeline.printing import flat_rows, plain, print_result, stage_rows, summary_rows, verify_document, verify_rows
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.events import latest_run
-from shardmill.stage_process import tell_error
+from shardmill.jobs.events import latest_run
+from shardmill.jobs.stage_process import tell_error
 
 if TYPE_CHECKING:
-    from shardmill.events import StageRecord
+    from shardmill.jobs.events import StageRecord
 
 app = typer.Typer(
     help="Images to committed training shards with Spark; exact, resumable training on them.",
@@ -164,7 +164,7 @@ def predict(
 ) -> None:
     """Label and probability of image files, through the ETL's own decoding. Exit 2 if every file is rejected."""
     from pipeline.predictions import check_any_predicted, prediction_csv, prediction_rows
-    from train.predict import predict_images
+    from train.published.predict import predict_images
 
     predictions = predict_images(model, images, top)
     if as_csv:

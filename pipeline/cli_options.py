@@ -12,7 +12,7 @@ import typer
 from pipeline.config import DEFAULT_WORKDIR
 from pipeline.ending import tell_failure
 from shardmill.errors import ShardmillError
-from shardmill.events import how_run_ended, new_run_id
+from shardmill.jobs.events import how_run_ended, new_run_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from shardmill.config import DatasetConfig, ModelsConfig, SparkConfig, load_tree
 from shardmill.errors import UsageError
+from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkConfig, load_tree
+from shardmill.jobs.redact import redacted
 from shardmill.options import Section
-from shardmill.redact import redacted
 from shardmill.registry import OneOf
 from train.config import GateConfig, TrainConfig, TrainTree
 

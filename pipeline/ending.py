@@ -17,9 +17,9 @@ from typing import NoReturn
 import typer
 from pydantic import BaseModel
 
-from shardmill.scratch import private_temporary_folder
-from shardmill.signals import Terminated, raise_on_signals
-from shardmill.stage_process import error_line, tell_error, tell_line
+from shardmill.jobs.scratch import private_temporary_folder
+from shardmill.jobs.signals import Terminated, raise_on_signals
+from shardmill.jobs.stage_process import error_line, tell_error, tell_line
 
 
 def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardmill.errors import UsageError
 
 if TYPE_CHECKING:
-    from train.predict import Prediction
+    from train.published.predict import Prediction
 
 # A cell that begins with one of these is a formula to a spreadsheet, which may run commands.
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")

@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.config import PipelineTree
 from shardmill.dataset.dataset import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
-from shardmill.events import FieldValue, Observer
+from shardmill.jobs.events import FieldValue, Observer
 from shardmill.registry import Registry, install_hint
 from shardmill.storage import open_store
 
@@ -146,8 +146,8 @@ def _look_at_model(tree: PipelineTree) -> str:
 
 
 def _look_at_launch(tree: PipelineTree) -> str:
-    from shardmill.spark import is_under_spark_submit
-    from train.launchers import LAUNCHERS
+    from shardmill.jobs.spark import is_under_spark_submit
+    from train.launching import LAUNCHERS
     from train.strategies import STRATEGIES, find_strategy
 
     train = tree.train
@@ -155,11 +155,11 @@ def _look_at_launch(tree: PipelineTree) -> str:
     _require_packages(LAUNCHERS, train.launcher)
     find_strategy(train.strategy, train.num_workers)
     if train.launcher == "inline":
-        from train.launchers.inline import check_one_rank
+        from train.launching.inline import check_one_rank
 
         check_one_rank(train.num_workers)
     elif train.launcher == "horovod_spark" and not is_under_spark_submit():
-        from train.launchers.horovod_spark import check_slots
+        from train.launching.horovod_spark import check_slots
 
         check_slots(train.num_workers, tree.spark.master, tree.spark.train.conf)
     return f"{train.num_workers} rank(s) by {train.launcher}, strategy {train.strategy}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.record import RunRecord
-from shardmill.events import FieldValue
+from shardmill.jobs.events import FieldValue
 from shardmill.printable import printable
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shardmill.events import (
+from shardmill.jobs.events import (
     LineLog,
     StageRecord,
     failed_stage,
@@ -17,7 +17,7 @@ from shardmill.events import (
     write_stage_record,
     write_summary,
 )
-from shardmill.redact import redacted
+from shardmill.jobs.redact import redacted
 from shardmill.storage import join_uri, open_store
 
 

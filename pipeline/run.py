@@ -21,7 +21,7 @@ from pipeline.stages import (
     train,
     verify,
 )
-from shardmill.events import write_summary
+from shardmill.jobs.events import write_summary
 
 if TYPE_CHECKING:
     from pipeline.cli_options import Common

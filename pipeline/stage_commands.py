@@ -9,7 +9,7 @@ from pipeline.config import existing_path, load_for_dataset, load_for_models, lo
 from pipeline.stages import Run, build, evaluation_record, gate_record, open_run, run_export, train, verify
 from shardmill.dataset.dataset import split_version
 from shardmill.errors import UsageError
-from shardmill.events import StageRecord, how_run_ended, read_stage_record, write_stage_record, write_summary
+from shardmill.jobs.events import StageRecord, how_run_ended, read_stage_record, write_stage_record, write_summary
 
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
@@ -42,9 +42,9 @@ def promote_stage(
     models_or_config: str, common: Common, *, rollback: bool, require: bool, replace_current: bool
 ) -> StageRecord:
     """Through the gate (a config's export, or the newest one of a models URI), by name (`MODELS@N`), or back."""
-    from train.exported import newest_export, require_exports
     from train.job import promotion_record
-    from train.promote import Promotion, choose_export, promote_export, roll_back
+    from train.published.exported import newest_export, require_exports
+    from train.published.promote import Promotion, choose_export, promote_export, roll_back
 
     uri, number = split_version(models_or_config)
     named = {
@@ -91,8 +91,8 @@ def _export_of_run(run: Run) -> ExportOutcome:
     """The export that an earlier stage of this run made; without one, that of the finished training of this config."""
     from shardmill.dataset import open_dataset
     from shardmill.storage import open_store
-    from train.exported import read_export
     from train.job import ExportOutcome, export_model, finished_training
+    from train.published.exported import read_export
 
     earlier = read_stage_record(run.record.workdir, run.id, "export")
     if earlier is not None and earlier.status != "failed":

@@ -12,13 +12,13 @@ from pipeline.config import PipelineTree, load_pipeline, to_toml, without_secret
 from pipeline.preflight import TrainableListing
 from pipeline.progress import RunProgress
 from pipeline.record import RunRecord
-from shardmill.events import StageRecord, failed_stage, write_summary
-from shardmill.spark_jvm import spark_log
+from shardmill.jobs.events import StageRecord, failed_stage, write_summary
+from shardmill.jobs.spark_jvm import spark_log
 
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
-    from shardmill.dataset.pin import DatasetPin
     from shardmill.dataset.verify import VerifyReport
+    from shardmill.values import DatasetPin
     from train.job import ExportOutcome, TrainOutcome
 
 OUTCOMES = {"done": "done", "skipped": "skipped, its result is there already", "failed": "failed"}
@@ -177,9 +177,9 @@ def evaluation_record(run: Run, exported: ExportOutcome) -> StageRecord:
     from shardmill.dataset import open_dataset
     from shardmill.dataset.dataset import split_version
     from shardmill.storage import open_store
-    from train.exported import load_exported
-    from train.gate import evaluate_export
     from train.job import evaluation_section
+    from train.published.exported import load_exported
+    from train.published.gate import evaluate_export
     from train.trainings import read_result
     from train.values import Evaluation
 
@@ -201,7 +201,7 @@ def evaluation_record(run: Run, exported: ExportOutcome) -> StageRecord:
 
 def gate_record(run: Run, exported: ExportOutcome) -> StageRecord:
     """What `promote` would decide now."""
-    from train.gate import judge
+    from train.published.gate import judge
 
     judgement = judge(exported.models_uri, exported.export, run.tree.gate)
     current = judgement.history.current

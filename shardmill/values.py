@@ -159,3 +159,13 @@ class Cursor:
 
     epoch: int
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetPin:
+    """A dataset version, resolved once by a job's driver and passed to every rank, so that all read the same one."""
+
+    uri: str
+    version: int
+    manifest_sha256: str
+    """Of the manifest file's bytes."""

@@ -12,7 +12,7 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import commit_results
 from etl.plan import plan_build
 from etl.write_unit import write_unit
-from shardmill.config import DatasetConfig
+from shardmill.jobs.config import DatasetConfig
 
 
 def write_images(

@@ -6,11 +6,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shardmill.config import DatasetConfig, ModelsConfig, SparkConfig
 from shardmill.formats import SHARD_FORMATS
+from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkConfig
 from shardmill.options import AugmentOptions, Section
 from shardmill.registry import OneOf
-from train.launchers import LAUNCHERS
+from train.launching import LAUNCHERS
 from train.strategies import STRATEGIES
 
 

@@ -21,23 +21,23 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from shardmill.config import load_tree
 from shardmill.dataset import open_dataset, open_pinned
 from shardmill.dataset.dataset import split_version
-from shardmill.dataset.pin import DatasetPin
 from shardmill.dataset.verify import verify_present
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.events import Observer, StageRecord, new_run_id, run_folder
-from shardmill.reach import planted
-from shardmill.stage_process import run_stage_process
+from shardmill.jobs.config import load_tree
+from shardmill.jobs.events import Observer, StageRecord, new_run_id, run_folder
+from shardmill.jobs.reach import planted
+from shardmill.jobs.stage_process import run_stage_process
 from shardmill.storage import join_uri, open_store
+from shardmill.values import DatasetPin
 from train.config import TrainTree
-from train.export import export_training
-from train.exported import Export
-from train.launchers import LAUNCHERS
+from train.launching import LAUNCHERS
 from train.observer import TrainObserver
 from train.preflight import check_trainable, window_memory
-from train.promote import Promotion, promote_export
+from train.published.export import export_training
+from train.published.exported import Export
+from train.published.promote import Promotion, promote_export
 from train.steps_log import RunLog, StepsLog
 from train.strategies import find_strategy
 from train.trainings import TrainingChoice, choose_training, read_result

@@ -9,6 +9,10 @@ from typing import Any
 from shardmill.dataset import Dataset
 from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import IntegrityError
+from train.backends.keras.optimizer import ChosenOptimizer
+from train.backends.keras.runtime import decorrelate_seed_states
+from train.backends.keras.step import TrainStep
+from train.backends.keras.weights import assign_variables, dump_variables
 from train.checkpoint import (
     OPTIMIZER,
     WEIGHTS,
@@ -23,13 +27,9 @@ from train.checkpoint import (
 )
 from train.evaluate import evaluate_split
 from train.models import BuiltModel
-from train.optimizer import ChosenOptimizer
 from train.progress import BestEpoch, Progress, TimeSpent
-from train.runtime import decorrelate_seed_states
-from train.step import TrainStep
 from train.strategies.strategy import Collective
 from train.values import Evaluation, Reporter, WorkerTask, from_json, to_json
-from train.weights import assign_variables, dump_variables
 
 
 class Stopwatch:

@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any
 
-from shardmill.events import LineLog, Observer, read_lines
+from shardmill.jobs.events import LineLog, Observer, read_lines
 from shardmill.storage import Store
 from train.observer import GlobalStep
 

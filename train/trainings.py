@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import IntegrityError
+from shardmill.jobs.reach import Nonce
 from shardmill.options import Section
-from shardmill.reach import Nonce
 from shardmill.sealed import unseal
 from shardmill.storage import Store, check_relative_path, join_uri
+from shardmill.values import DatasetPin
 from train.checkpoint import MARKER, settings_that_matter
 from train.config import TrainConfig
 from train.models.identity import source_sha256

@@ -7,9 +7,8 @@ from typing import Literal, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
-from shardmill.dataset.pin import DatasetPin
-from shardmill.reach import Nonce
-from shardmill.values import Cursor
+from shardmill.jobs.reach import Nonce
+from shardmill.values import Cursor, DatasetPin
 from train.config import TrainConfig
 
 Value = TypeVar("Value")

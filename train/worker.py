@@ -8,24 +8,25 @@ from __future__ import annotations
 import secrets
 
 from shardmill.dataset import open_pinned
-from shardmill.dataset.ids import format_sample_id
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import TrainingError
+from shardmill.ids import format_sample_id
 from shardmill.reader import ReaderOptions, read_batches
 from shardmill.sealed import seal
 from shardmill.storage import open_store
 from shardmill.values import Batch
+from train.backends.keras.optimizer import build_optimizer
+from train.backends.keras.runtime import start_tensorflow
+from train.backends.keras.step import TrainStep
+from train.backends.keras.weights import weights_sha256
 from train.checkpoint import CheckpointFolder, TrainingIdentity, settings_that_matter
 from train.evaluate import average_moving_statistics
 from train.models import build_model, input_scale
 from train.models.identity import identify_model
-from train.optimizer import build_optimizer
 from train.preflight import check_trainable, plan_training
 from train.progress import EarlyStop, Progress, TimeSpent, is_stuck
-from train.runtime import start_tensorflow
 from train.schedule import lr_at
 from train.session import Session, evaluate, load_best, resume, save
-from train.step import TrainStep
 from train.strategies import find_strategy
 from train.strategies.announced import AnnouncedCollective
 from train.trainings import RESULT
@@ -40,7 +41,6 @@ from train.values import (
     from_json,
     to_json,
 )
-from train.weights import weights_sha256
 
 # What a person who brings a model cannot see in it, and most often is the cause when it does not learn.
 INPUTS_HINT = (

@@ -10,8 +10,8 @@ from shardmill.registry import Entry, Registry
 if TYPE_CHECKING:
     from etl.units import WorkUnit
     from etl.write_unit import UnitTask
-    from shardmill.config import SparkConfig
     from shardmill.dataset.unit_result import UnitResult
+    from shardmill.jobs.config import SparkConfig
 
     # (units, what they share, Spark's settings, told how many units are done) -> every unit's result
     Engine = Callable[[Sequence[WorkUnit], UnitTask, SparkConfig, Callable[[int], None]], list[UnitResult]]

@@ -13,11 +13,11 @@ from pydantic import TypeAdapter
 from etl.units import WorkUnit
 from etl.write_unit import UnitTask, write_unit
 from shardmill import errors
-from shardmill.config import SparkConfig
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
-from shardmill.reach import planted
-from shardmill.spark import spark_session
-from shardmill.spark_jvm import where_spark_says_more
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.reach import planted
+from shardmill.jobs.spark import spark_session
+from shardmill.jobs.spark_jvm import where_spark_says_more
 from shardmill.storage import open_store
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etl.sources.listing import Listing
-from shardmill.dataset.ids import assign_sample_ids, key_bytes
 from shardmill.errors import StorageError, UsageError
+from shardmill.ids import assign_sample_ids, key_bytes
 from shardmill.printable import printable
 from shardmill.storage import NoSuchRoot, open_store
 from shardmill.values import Rejection, RejectReason, SourceImage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from shardmill.dataset.ids import add_digests, format_digest, key_bytes, key_hash
+from shardmill.ids import add_digests, format_digest, key_bytes, key_hash
 from shardmill.values import Rejection, SourceImage
 
 

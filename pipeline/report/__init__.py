@@ -10,7 +10,7 @@ def write_report(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> s
     """Write `<workdir>/runs/<run_id>/report.html` and return its URI."""
     from pipeline.report.data import gather
     from pipeline.report.page import render
-    from shardmill.events import run_folder
+    from shardmill.jobs.events import run_folder
     from shardmill.storage import join_uri, open_store
 
     path = f"{run_folder(run_id)}/report.html"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from shardmill.errors import ShardmillError
-from shardmill.events import StageRecord, read_stage_records, run_folder
+from shardmill.jobs.events import StageRecord, read_stage_records, run_folder
 from shardmill.storage import Store, open_store
 from shardmill.values import Rejection, RejectReason
 from train.values import EpochRecord, Evaluation

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset, StoredSample, open_dataset, open_pinned
     from shardmill.dataset.manifest import Manifest
-    from shardmill.dataset.pin import DatasetPin
     from shardmill.dataset.verify import verify_dataset
 
 _HOMES = {
@@ -17,11 +16,10 @@ _HOMES = {
     "open_dataset": "dataset",
     "open_pinned": "dataset",
     "Manifest": "manifest",
-    "DatasetPin": "pin",
     "verify_dataset": "verify",
 }
 
-__all__ = ["Dataset", "DatasetPin", "Manifest", "StoredSample", "open_dataset", "open_pinned", "verify_dataset"]
+__all__ = ["Dataset", "Manifest", "StoredSample", "open_dataset", "open_pinned", "verify_dataset"]
 
 
 def __getattr__(name: str) -> Any:

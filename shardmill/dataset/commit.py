@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from shardmill.dataset.dataset import open_dataset
 from shardmill.dataset.digests import content_digest, layout_digest, ledger_digest
-from shardmill.dataset.ids import add_digests, format_digest, key_bytes, key_hash
 from shardmill.dataset.index import ROWS_SCHEMA, Contents, count_contents, index_table, ledger_table, rows_file
 from shardmill.dataset.manifest import (
     ChannelSums,
@@ -33,6 +32,7 @@ from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import read_manifest, read_manifest_bytes, remember_commit, remember_if_forgotten
 from shardmill.errors import CommitConflict, IntegrityError
+from shardmill.ids import add_digests, format_digest, key_bytes, key_hash
 from shardmill.options import NormalizeOptions
 from shardmill.sealed import SealedFile
 from shardmill.storage import Store

@@ -16,13 +16,12 @@ from shardmill.dataset.index import (
     shards_of_table,
 )
 from shardmill.dataset.manifest import Manifest, parse_manifest
-from shardmill.dataset.pin import DatasetPin
 from shardmill.dataset.segment import RESTORE, read_segment
 from shardmill.dataset.versions import latest_version, pin_of, read_manifest_bytes
 from shardmill.epoch_plan import EpochPlan, PlanSpec, plan_epoch, window_chunks_within
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, join_uri, open_store
-from shardmill.values import Rejection, ShardInfo
+from shardmill.values import DatasetPin, Rejection, ShardInfo
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,8 +138,8 @@ class Dataset:
         return list(self._iterate_samples(split, limit))
 
     def _iterate_samples(self, split: str, limit: int) -> Iterator[StoredSample]:
+        from shardmill.dataset.chunks import ChunkFetcher
         from shardmill.images.normalize import decode_stored
-        from shardmill.reader.fetch import ChunkFetcher
 
         fetcher = ChunkFetcher(self.store, self.index(split))
         options = self.manifest.normalize

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.ids import row_digest
 from shardmill.dataset.index import shard_file
 from shardmill.dataset.rules import RecordRules, require
 from shardmill.dataset.segment import RESTORE
 from shardmill.dataset.shard import chunk_digest
 from shardmill.formats.rows import ChunkRows
+from shardmill.ids import row_digest
 from shardmill.images.normalize import decode_stored
-from shardmill.reader.fetch import ChunkFetcher
 from shardmill.sealed import read_sealed
 from shardmill.storage import join_uri
 from shardmill.values import ShardInfo

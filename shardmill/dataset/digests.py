@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardmill.dataset.ids import add_digests, format_digest, key_hash
 from shardmill.dataset.manifest import SplitInfo, canonical_digest
+from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.values import Rejection, ShardInfo
 
 

@@ -10,13 +10,13 @@ import pyarrow as pa
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.digests import content_digest, layout_digest, ledger_digest
-from shardmill.dataset.ids import add_digests, format_digest, key_hash, sample_id_of
 from shardmill.dataset.index import ROWS_SCHEMA, Contents, count_contents, rows_file
 from shardmill.dataset.manifest import ChannelSums
 from shardmill.dataset.segment import read_segment
 from shardmill.dataset.shard import chunk_digest
 from shardmill.dataset.versions import check_remembered
 from shardmill.errors import IntegrityError
+from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
 from shardmill.values import Rejection, ShardInfo
 
 

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardmill.dataset.manifest import MANIFESTS, Manifest, manifest_path, parse_manifest
-from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
 from shardmill.sealed import seal, unseal
 from shardmill.storage import NoSuchRoot, Store, join_uri
+from shardmill.values import DatasetPin
 
 COMMITTED = "committed"
 # A manifest names segments, not shards: whatever the dataset's size, more than this is no manifest of ours.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardmill.dataset.ids import row_digest
+from shardmill.ids import row_digest
 from shardmill.options import Encoding
 from shardmill.values import ImageSample, SourceImage
 

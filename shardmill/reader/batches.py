@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
 from shardmill.formats.rows import ChunkRows
-from shardmill.images.augment import augment as augment_image
 from shardmill.images.normalize import decode_stored
 from shardmill.options import AugmentOptions
-from shardmill.reader.fetch import ChunkFetcher
+from shardmill.reader.augment import augment as augment_image
 from shardmill.values import Batch
 
 

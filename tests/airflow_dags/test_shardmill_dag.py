@@ -98,7 +98,7 @@ import json
 from airflow_dags.operators import ShardmillOperator, ShardmillSparkOperator, RunFolder, hand_on
 from airflow_dags.shardmill_dag import job_file
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
-from shardmill.events import StageRecord, write_stage_record
+from shardmill.jobs.events import StageRecord, write_stage_record
 
 workdir, config = {str(tmp_path / "work")!r}, {str(tmp_path / "configs" / "bad.toml")!r}
 common = ["--workdir", workdir, "--run-id", "r"]

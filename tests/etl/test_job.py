@@ -19,11 +19,11 @@ from etl.job import BuildOutcome, build_dataset, commit_results
 from etl.pending import PENDING, kept_result
 from etl.plan import plan_build
 from etl.write_unit import write_unit
-from shardmill.config import DatasetConfig, SparkApplicationConfig, SparkConfig
 from shardmill.dataset import open_dataset, verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import RejectLimitExceeded, StorageError, UsageError
-from shardmill.events import FieldValue
+from shardmill.jobs.config import DatasetConfig, SparkApplicationConfig, SparkConfig
+from shardmill.jobs.events import FieldValue
 from shardmill.storage import LocalStore, open_store
 from tests.support import build_here, write_images
 

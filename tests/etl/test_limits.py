@@ -13,9 +13,9 @@ from etl.limits import LIMITS
 from etl.plan import plan_build
 from etl.write_unit import write_unit
 from pipeline.inspection import read_ledger
-from shardmill.config import DatasetConfig
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import IntegrityError, RejectLimitExceeded, ShardmillError, StorageError, UsageError
+from shardmill.jobs.config import DatasetConfig
 from shardmill.storage import AccessDenied, LocalStore, open_store
 from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION, RejectReason
 from tests.support import write_images

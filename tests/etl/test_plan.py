@@ -11,10 +11,10 @@ from etl.inferred import inferred_facts, inferred_warnings, version_warnings
 from etl.job import build_dataset
 from etl.plan import plan_build
 from etl.write_unit import write_unit
-from shardmill.config import DatasetConfig
 from shardmill.dataset import open_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import UsageError
+from shardmill.jobs.config import DatasetConfig
 from shardmill.storage import open_store
 from tests.support import build_here, write_images
 

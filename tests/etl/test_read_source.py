@@ -16,9 +16,9 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.plan import BuildPlan, plan_build
 from etl.read_source import read_source
 from etl.write_unit import write_unit
-from shardmill.config import DatasetConfig
 from shardmill.errors import StorageError, UsageError
-from shardmill.reach import plant_nonce, remove_nonce
+from shardmill.jobs.config import DatasetConfig
+from shardmill.jobs.reach import plant_nonce, remove_nonce
 from shardmill.storage import open_store
 from shardmill.values import Rejection
 from tests.support import write_images

@@ -13,7 +13,7 @@ from etl.config import EtlConfig, SplitFractions
 from etl.sources.listing import Listing
 from etl.split import split_of
 from etl.units import plan_units, unit_contract
-from shardmill.dataset.ids import sample_id_of
+from shardmill.ids import sample_id_of
 from shardmill.values import SourceImage
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.predictions import check_any_predicted, prediction_csv, prediction_rows
 from shardmill.errors import UsageError
-from train.predict import Guess, Prediction
+from train.published.predict import Guess, Prediction
 
 GOOD = Prediction("a.png", "cat", 0.75, "", (Guess("cat", 0.75), Guess("dog", 0.25)))
 HOSTILE = Prediction("=cmd|' /C calc'!A0.png", "@SUM(1)", 0.5, "", (Guess("@SUM(1)", 0.5), Guess("+1", 0.5)))

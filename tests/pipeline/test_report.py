@@ -10,7 +10,7 @@ from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, line_c
 from pipeline.report.data import ReportData, gather
 from pipeline.report.page import render
 from shardmill.dataset import open_dataset
-from shardmill.events import StageRecord, write_stage_record
+from shardmill.jobs.events import StageRecord, write_stage_record
 from tests.support import make_dataset, write_images
 from train.values import ClassFigures, EpochRecord, Evaluation
 

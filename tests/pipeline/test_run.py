@@ -16,7 +16,7 @@ import pytest
 from pipeline.progress import RunProgress
 from pipeline.record import RunRecord
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.events import (
+from shardmill.jobs.events import (
     LineLog,
     StageRecord,
     how_run_ended,
@@ -25,7 +25,7 @@ from shardmill.events import (
     read_stage_record,
     write_stage_record,
 )
-from shardmill.stage_process import Terminated
+from shardmill.jobs.stage_process import Terminated
 from shardmill.storage import open_store
 from tests.pipeline.command import BIN, ENVIRONMENT, ROOT, last_line, shardmill
 from tests.support import write_images

@@ -13,12 +13,12 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import commit_results
 from etl.plan import BuildPlan, plan_build
 from etl.write_unit import write_unit
-from shardmill.config import DatasetConfig
 from shardmill.dataset import open_dataset, open_pinned, verify_dataset
 from shardmill.dataset.commit import commit_version, publish
 from shardmill.dataset.manifest import Manifest, manifest_path
 from shardmill.dataset.versions import read_manifest
 from shardmill.errors import CommitConflict, IntegrityError
+from shardmill.jobs.config import DatasetConfig
 from shardmill.storage import LocalStore, open_store
 from tests.support import build_here, make_dataset, write_images
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlTree
-from shardmill.config import load_tree
 from shardmill.errors import UsageError
+from shardmill.jobs.config import load_tree
 from train.config import TrainTree
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmill.dataset import ids
+from shardmill import ids
 
 keys = st.lists(st.text(st.characters(exclude_categories=()), min_size=1), unique=True, max_size=20)
 

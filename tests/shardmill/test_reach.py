@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardmill.errors import UsageError
-from shardmill.reach import Nonce, check_nonce, plant_nonce, planted, remove_nonce
+from shardmill.jobs.reach import Nonce, check_nonce, plant_nonce, planted, remove_nonce
 from shardmill.storage import open_store
 
 

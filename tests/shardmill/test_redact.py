@@ -7,8 +7,8 @@ import json
 import pytest
 
 from shardmill.errors import StorageError
-from shardmill.redact import HIDDEN, is_secret_name, redacted, redacted_text
-from shardmill.stage_process import tell_error
+from shardmill.jobs.redact import HIDDEN, is_secret_name, redacted, redacted_text
+from shardmill.jobs.stage_process import tell_error
 from tests.canaries import PEM, PLAIN_SETTINGS, SECRET_SETTINGS
 
 SECRET_NAMES = (

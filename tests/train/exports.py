@@ -11,10 +11,10 @@ import numpy as np
 from shardmill.dataset import open_dataset
 from shardmill.sealed import seal_file
 from shardmill.storage import open_store
+from train.backends.keras.serving import ServingModel, load_saved_model, write_saved_model
 from train.evaluate import evaluate_predictions
-from train.exported import ARTIFACTS, EXPORTS, SAVED_MODEL, Export, ExportRecord
+from train.published.exported import ARTIFACTS, EXPORTS, SAVED_MODEL, Export, ExportRecord
 from train.records import put_record, record_numbers
-from train.serving import ServingModel, load_saved_model, write_saved_model
 
 
 def put_export(models_uri: str, dataset_uri: str, *, is_good: bool = True, split: str | None = "test") -> Export:

@@ -10,13 +10,13 @@ import sys
 import time
 from dataclasses import replace
 
-from shardmill.config import SparkConfig
-from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import ShardmillError
-from shardmill.reach import Nonce
-from shardmill.signals import Terminated, raise_on_signals
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.reach import Nonce
+from shardmill.jobs.signals import Terminated, raise_on_signals
+from shardmill.values import DatasetPin
 from train.config import TrainConfig
-from train.launchers import LAUNCHERS
+from train.launching import LAUNCHERS
 from train.models.identity import source_sha256
 from train.values import WorkerTask
 

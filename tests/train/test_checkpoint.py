@@ -27,8 +27,8 @@ from train.checkpoint import (
     settings_that_matter,
 )
 from train.config import TrainConfig
-from train.export import find_final_checkpoint
 from train.progress import BestEpoch, Progress
+from train.published.export import find_final_checkpoint
 from train.strategies.single import SingleCollective
 from train.values import to_json
 

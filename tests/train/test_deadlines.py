@@ -6,9 +6,9 @@ import random
 
 from shardmill.values import Cursor
 from train.config import TrainConfig
-from train.deadlines import PATIENCE, Deadlines
-from train.faults import FaultKind, error_of
-from train.wire import Heartbeat, Hello
+from train.launching.deadlines import PATIENCE, Deadlines
+from train.launching.faults import FaultKind, error_of
+from train.launching.wire import Heartbeat, Hello
 
 
 def started(num_ranks: int, **limits: float) -> Deadlines:

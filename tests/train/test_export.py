@@ -12,18 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardmill.config import SparkConfig
 from shardmill.dataset import Dataset, open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
+from shardmill.jobs.config import SparkConfig
 from shardmill.options import Section
 from shardmill.storage import LocalStore, open_store
 from tests.support import make_dataset
 from train.config import TrainConfig
-from train.export import export_training
-from train.exported import EXPORTS, KERAS_FILE, load_exported, number_of_artifact, read_export, verify_export
-from train.launchers import LAUNCHERS
+from train.launching import LAUNCHERS
 from train.models.identity import source_sha256
 from train.observer import SilentObserver
+from train.published.export import export_training
+from train.published.exported import EXPORTS, KERAS_FILE, load_exported, number_of_artifact, read_export, verify_export
 from train.records import put_record, read_record, record_numbers
 from train.trainings import training_dir
 from train.values import TrainResult, WorkerTask

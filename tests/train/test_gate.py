@@ -14,10 +14,10 @@ from shardmill.storage import open_store
 from tests.support import build_here, make_dataset, write_images
 from tests.train.exports import put_export
 from train.config import GateConfig
-from train.current import read_history
-from train.exported import Export
-from train.gate import FEW_SAMPLES, Comparison, Incomparable, decide
-from train.promote import Promotion, choose_export, promote_export, roll_back
+from train.published.current import read_history
+from train.published.exported import Export
+from train.published.gate import FEW_SAMPLES, Comparison, Incomparable, decide
+from train.published.promote import Promotion, choose_export, promote_export, roll_back
 from train.values import Evaluation
 
 TABLE = Path(__file__).resolve().parent.parent.parent / "docs" / "promotion.md"

@@ -13,15 +13,15 @@ import pytest
 from pydantic import ValidationError
 
 from etl.config import EtlConfig
-from shardmill.config import DatasetConfig, ModelsConfig
 from shardmill.dataset import open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
+from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.storage import open_store
 from tests.support import build_here, make_dataset, write_images
 from train.config import TrainConfig, TrainTree
 from train.job import export_model, finished_training, promote_model, train_model
 from train.observer import SilentObserver
-from train.predict import predict_images
+from train.published.predict import predict_images
 from train.trainings import choose_training, training_id
 
 ROOT = Path(__file__).parents[2]

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.config import SparkConfig
 from shardmill.dataset import open_dataset
-from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import UsageError
-from shardmill.reach import plant_nonce, remove_nonce
-from shardmill.scratch import PREFIX
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.reach import plant_nonce, remove_nonce
+from shardmill.jobs.scratch import PREFIX
 from shardmill.storage import open_store
+from shardmill.values import DatasetPin
 from tests.support import make_dataset
 from train.config import TrainConfig
-from train.launchers import LAUNCHERS
-from train.launchers.horovod_spark import num_slots_of
+from train.launching import LAUNCHERS
+from train.launching.horovod_spark import num_slots_of
 from train.observer import SilentObserver
 from train.values import WorkerTask
 

@@ -17,14 +17,14 @@ from shardmill.errors import UsageError
 from shardmill.values import Batch
 from tests.train.training import MODELS as USER_MODELS
 from tests.train.training import Recorder, train_here
+from train.backends.keras.optimizer import build_optimizer
+from train.backends.keras.step import TrainStep
 from train.config import TrainConfig
 from train.models import MODELS, InputScale, build_model
 from train.models.find import find_model
 from train.models.identity import source_sha256
 from train.models.small_cnn import small_cnn
 from train.models.user import load_factory
-from train.optimizer import build_optimizer
-from train.step import TrainStep
 
 SHAPE = (16, 16, 3)
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.train.test_models import SHAPE, batch_of, step_of
 from tests.train.training import Killed, Recorder, train_here
+from train.backends.keras.optimizer import OPTIMIZERS
 from train.config import TrainConfig
 from train.models import DTYPE_POLICIES
-from train.optimizer import OPTIMIZERS
 from train.schedule import SCHEDULES, lr_at
 
 

@@ -10,16 +10,16 @@ import cv2
 import numpy as np
 import pytest
 
-from shardmill.config import DatasetConfig, ModelsConfig
 from shardmill.dataset import open_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.images.sandbox import DecodeLimits
+from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from tests.support import make_dataset
 from train.config import GateConfig, TrainConfig, TrainTree
-from train.exported import load_exported
 from train.job import export_model, promote_model, train_model
 from train.observer import SilentObserver
-from train.predict import MAX_BATCH_SIZE, open_model, predict_files, predict_images
+from train.published.exported import load_exported
+from train.published.predict import MAX_BATCH_SIZE, open_model, predict_files, predict_images
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from shardmill.sealed import seal
 from shardmill.storage import LocalStore, open_store
 from tests.train.exports import put_export
 from train.config import GateConfig
-from train.current import CURRENT, Pointer, current_export, read_history
-from train.exported import Export, load_exported, read_export
-from train.gate import by_name, evaluate_export
 from train.job import promotion_record
-from train.promote import choose_export, promote_export, roll_back
+from train.published.current import CURRENT, Pointer, current_export, read_history
+from train.published.exported import Export, load_exported, read_export
+from train.published.gate import by_name, evaluate_export
+from train.published.promote import choose_export, promote_export, roll_back
 from train.records import put_record
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from tests.train.test_launchers import Driver, dataset, start
-from train.launchers.rendezvous import GLOO_ADDRESS, GuardedRendezvous, address_variables, listening_on
+from train.launching.rendezvous import GLOO_ADDRESS, GuardedRendezvous, address_variables, listening_on
 
 __all__ = ["dataset", "start"]
 
@@ -97,7 +97,7 @@ def listeners(driver: Driver) -> set[Listener]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if driver.mark.encode() in (folder / "environ").read_bytes():
-                is_rank = b"train.rank" in (folder / "cmdline").read_bytes()
+                is_rank = b"train.launching.rank" in (folder / "cmdline").read_bytes()
                 for link in (folder / "fd").iterdir():
                     inodes[re.sub(r"socket:\[(\d+)\]", r"\1", str(link.readlink()))] = is_rank
         except OSError:

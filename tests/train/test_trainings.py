@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardmill.config import DatasetConfig, ModelsConfig
 from shardmill.dataset import open_dataset
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
+from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.sealed import seal
 from shardmill.storage import open_store
 from tests.train.training import Recorder as Reporter

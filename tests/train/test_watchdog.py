@@ -12,18 +12,15 @@ from pathlib import Path
 
 import pytest
 
-import train.wire
-from shardmill.dataset.pin import DatasetPin
+import train.launching.wire
 from shardmill.errors import IntegrityError, TrainingError
-from shardmill.values import Cursor
+from shardmill.values import Cursor, DatasetPin
 from tests.train.launch_workers import result_of
-from train.callers import NUM_STRANGERS, NUM_STRANGERS_PER_RANK
 from train.config import TrainConfig
-from train.faults import FaultKind, RankFault, error_of, failure_of, merged, root_cause
-from train.observer import SilentObserver, StepAssembler
-from train.values import StepReport, WorkerTask, World
-from train.watchdog import Watchdog
-from train.wire import (
+from train.launching.callers import NUM_STRANGERS, NUM_STRANGERS_PER_RANK
+from train.launching.faults import FaultKind, RankFault, error_of, failure_of, merged, root_cause
+from train.launching.watchdog import Watchdog
+from train.launching.wire import (
     ADDRESS_VARIABLE,
     TOKEN_VARIABLE,
     Abort,
@@ -37,6 +34,8 @@ from train.wire import (
     new_token,
     proof_of,
 )
+from train.observer import SilentObserver, StepAssembler
+from train.values import StepReport, WorkerTask, World
 
 ROOT = Path(__file__).parents[2]
 ECHO = RuntimeError("HorovodInternalError: [gloo/transport/tcp/pair.cc:598] Connection closed by peer")
@@ -134,7 +133,7 @@ def is_open(caller: socket.socket) -> bool:
 
 
 def test_a_stranger_who_dribbles_has_one_deadline_for_the_whole_handshake(watchdog, monkeypatch):
-    monkeypatch.setattr(train.wire, "HANDSHAKE_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(train.launching.wire, "HANDSHAKE_TIMEOUT_SECONDS", 1.0)
     slow = connected(watchdog)
     started = time.monotonic()
     while is_open(slow) and time.monotonic() < started + 20:

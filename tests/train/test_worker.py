@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from shardmill.dataset import open_dataset
-from shardmill.dataset.ids import format_sample_id
 from shardmill.errors import IntegrityError, TrainingError, UsageError
+from shardmill.ids import format_sample_id
 from shardmill.reader import read_batches
 from shardmill.storage import open_store
 from tests.support import build_here, make_dataset, write_images

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from train.launching.wire import Abort, Connection, Message, ProtocolError, answer_caller, message_adapter
 from train.values import WorkerTask
-from train.wire import Abort, Connection, Message, ProtocolError, answer_caller, message_adapter
 
 NUM_STRANGERS = 64
 NUM_STRANGERS_PER_RANK = 4

@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardmill.config import SparkConfig
-from shardmill.import_path import python_path
-from train.launchers.keeper import RankProcess
-from train.launchers.rendezvous import GuardedRendezvous, address_variables
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.import_path import python_path
+from train.launching.keeper import RankProcess
+from train.launching.rank import DEFAULT_WORKER
+from train.launching.rendezvous import GuardedRendezvous, address_variables
+from train.launching.watchdog import Watchdog
 from train.observer import TrainObserver
-from train.rank import DEFAULT_WORKER
 from train.values import TrainResult, WorkerTask
-from train.watchdog import Watchdog
 
 LOOPBACK = "127.0.0.1"
 # The watchdog finds lost ranks; Gloo's own 30 s would end the job of a rank that is only slow.

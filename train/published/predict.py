@@ -17,9 +17,9 @@ from shardmill.images.normalize import decode_stored, normalization_fingerprint
 from shardmill.images.sandbox import DecodeLimits, DecodeSandbox
 from shardmill.options import NormalizeOptions
 from shardmill.values import Rejection, SourceImage
-from train.current import current_export
-from train.exported import ARTIFACTS, ExportedModel, load_exported, number_of_artifact
-from train.image_files import list_files, read_file
+from train.published.current import current_export
+from train.published.exported import ARTIFACTS, ExportedModel, load_exported, number_of_artifact
+from train.published.image_files import list_files, read_file
 
 MAX_BATCH_SIZE = 64
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from shardmill.dataset.pin import DatasetPin
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.options import NormalizeOptions, Section
 from shardmill.sealed import SealedFile, read_sealed
 from shardmill.storage import check_relative_path, open_store
+from shardmill.values import DatasetPin
+from train.backends.keras.serving import load_saved_model
 from train.records import read_record, record_numbers
-from train.serving import load_saved_model
 from train.values import Evaluation
 
 EXPORTS = "exports"

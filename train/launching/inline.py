@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shardmill.config import SparkConfig
 from shardmill.errors import ShardmillError, UsageError
+from shardmill.jobs.config import SparkConfig
 from shardmill.values import Cursor
-from train.faults import FaultKind, RankFault, error_of, failure_of
+from train.launching.faults import FaultKind, RankFault, error_of, failure_of
+from train.launching.rank import DEFAULT_WORKER, load_worker
 from train.observer import StepAssembler, TrainObserver
-from train.rank import DEFAULT_WORKER, load_worker
 from train.values import StepReport, TrainResult, WorkerTask, World
 
 

@@ -1,4 +1,4 @@
-"""The process of one rank, `python -m train.rank`: asks its driver what to do, does it, and never outlives it."""
+"""One rank's process, `python -m train.launching.rank`: asks its driver what to do, does it, never outlives it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from typing import Any, NoReturn, Protocol
 
 from shardmill.dataset import open_pinned
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.reach import check_nonce
-from train.faults import failure_of
-from train.values import Reporter, StepReport, TrainResult, WorkerTask, World
-from train.wire import (
+from shardmill.jobs.reach import check_nonce
+from train.launching.faults import failure_of
+from train.launching.wire import (
     ADDRESS_VARIABLE,
     TOKEN_VARIABLE,
     Abort,
@@ -29,6 +28,7 @@ from train.wire import (
     Step,
     call_driver,
 )
+from train.values import Reporter, StepReport, TrainResult, WorkerTask, World
 
 DEFAULT_WORKER = "train.worker:run_worker"
 HEARTBEAT_SECONDS = 1.0

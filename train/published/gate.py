@@ -15,9 +15,9 @@ from shardmill.dataset import Dataset, open_pinned
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import open_store
 from train.config import GateConfig
-from train.current import History, read_history
 from train.evaluate import evaluate_predictions
-from train.exported import EXPORTS, Export, ExportedModel, load_exported
+from train.published.current import History, read_history
+from train.published.exported import EXPORTS, Export, ExportedModel, load_exported
 from train.records import record_numbers
 from train.values import Evaluation
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from shardmill.errors import ERROR_BY_EXIT_CODE, ShardmillError, TrainingError
 from shardmill.values import Cursor
-from train.wire import Failure
+from train.launching.wire import Failure
 
 FIX = "fix the cause, then run the same command again: it continues at the last complete checkpoint"
 NUM_TRACEBACK_LINES = 30

@@ -12,7 +12,7 @@ from typing import Literal
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.options import Section
 from shardmill.storage import Store, open_store
-from train.exported import Export, read_export
+from train.published.exported import Export, read_export
 from train.records import put_record, read_record, record_numbers
 
 CURRENT = "current"

@@ -18,9 +18,9 @@ from typing import IO, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
-from shardmill.redact import redacted, redacted_text
+from shardmill.jobs.redact import redacted, redacted_text
+from shardmill.jobs.signals import why_ended
 from shardmill.sealed import seal, unseal
-from shardmill.signals import why_ended
 from shardmill.storage import LocalStore, Store, as_storage_error, check_relative_path, join_uri, open_store
 
 FieldValue = str | int | float | bool | None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 
 from shardmill.errors import ShardmillError, TrainingError
-from shardmill.events import (
+from shardmill.jobs.events import (
     FieldValue,
     LineLog,
     Observer,
@@ -22,12 +22,12 @@ from shardmill.events import (
     run_folder,
     write_stage_record,
 )
+from shardmill.jobs.redact import redacted, redacted_text
+from shardmill.jobs.scratch import private_temporary_folder
+from shardmill.jobs.signals import Terminated, raise_on_signals, why_ended
+from shardmill.jobs.spark_jvm import spark_log
 from shardmill.printable import printable
-from shardmill.redact import redacted, redacted_text
 from shardmill.registry import install_hint
-from shardmill.scratch import private_temporary_folder
-from shardmill.signals import Terminated, raise_on_signals, why_ended
-from shardmill.spark_jvm import spark_log
 from shardmill.storage import open_store
 
 _LINE_EVERY_SECONDS = 5.0

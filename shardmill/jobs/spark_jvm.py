@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import ShardmillError
-from shardmill.redact import SPARK_REDACTION
-from shardmill.spark_settings import properties_file
+from shardmill.jobs.redact import SPARK_REDACTION
+from shardmill.jobs.spark_settings import properties_file
 from shardmill.storage import LocalStore, Store, as_storage_error, join_uri
 
 if TYPE_CHECKING:

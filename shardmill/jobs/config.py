@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from shardmill.errors import UsageError
+from shardmill.jobs.spark_settings import flat_settings
 from shardmill.options import Section
-from shardmill.spark_settings import flat_settings
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from shardmill.values import Cursor
 from train.config import TrainConfig
-from train.faults import FaultKind, RankFault
+from train.launching.faults import FaultKind, RankFault
+from train.launching.wire import Heartbeat, Hello
 from train.values import TrainResult
-from train.wire import Heartbeat, Hello
 
 # A rank may pause for so many times the longest pause that any rank has made so far: a straggler is no fault.
 PATIENCE = 10.0

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from shardmill.errors import CommitConflict, GateNotPassed, UsageError
 from shardmill.storage import open_store
 from train.config import GateConfig
-from train.current import CURRENT, History, Pointer, now, read_history, set_current, unknown_current
-from train.exported import Export, read_export, verify_export
-from train.gate import GateDecision, judge
+from train.published.current import CURRENT, History, Pointer, now, read_history, set_current, unknown_current
+from train.published.exported import Export, read_export, verify_export
+from train.published.gate import GateDecision, judge
 from train.records import read_record
 
 

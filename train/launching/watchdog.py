@@ -16,12 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardmill.values import Cursor
-from train.callers import Door, Said
-from train.deadlines import Deadlines
-from train.faults import RANK_OF_KIND, FaultKind, RankFault, error_of, merged, root_cause
-from train.observer import StepAssembler, TrainObserver
-from train.values import TrainResult, WorkerTask
-from train.wire import (
+from train.launching.callers import Door, Said
+from train.launching.deadlines import Deadlines
+from train.launching.faults import RANK_OF_KIND, FaultKind, RankFault, error_of, merged, root_cause
+from train.launching.wire import (
     ADDRESS_VARIABLE,
     TOKEN_VARIABLE,
     Abort,
@@ -34,6 +32,8 @@ from train.wire import (
     Step,
     new_token,
 )
+from train.observer import StepAssembler, TrainObserver
+from train.values import TrainResult, WorkerTask
 
 # After the first fault, faults of the same cause come within this time, and so does the cause of an echo.
 GRACE_SECONDS = 1.0

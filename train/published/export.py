@@ -14,10 +14,15 @@ from shardmill.dataset import Dataset, open_pinned
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store, open_store
+from train.backends.keras.runtime import start_tensorflow
+from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
+from train.backends.keras.weights import assign_variables, weights_sha256
 from train.checkpoint import WEIGHTS, FoundCheckpoint, rank_file, read_checkpoint
 from train.config import TrainConfig
 from train.evaluate import evaluate_predictions
-from train.exported import (
+from train.models import build_model, input_scale
+from train.models.identity import check_same_model, source_sha256
+from train.published.exported import (
     ARTIFACTS,
     EXPORTS,
     KERAS_FILE,
@@ -27,13 +32,8 @@ from train.exported import (
     read_export,
     verify_export,
 )
-from train.models import build_model, input_scale
-from train.models.identity import check_same_model, source_sha256
 from train.records import put_record, record_numbers
-from train.runtime import start_tensorflow
-from train.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.values import Evaluation, ModelIdentity, TrainResult, World
-from train.weights import assign_variables, weights_sha256
 
 MAX_PARITY_DIFF = 1e-5
 NUM_PARITY_IMAGES = 64

@@ -15,15 +15,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from shardmill.config import SparkConfig
 from shardmill.errors import TrainingError, UsageError
-from shardmill.import_path import SAFE_PATH
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.import_path import SAFE_PATH
+from shardmill.jobs.spark import is_under_spark_submit, spark_session
 from shardmill.registry import install_hint
-from shardmill.spark import is_under_spark_submit, spark_session
-from train.faults import FIX
-from train.launchers.keeper import keep_rank
-from train.launchers.local import GLOO_TIMEOUT_SECONDS, LOOPBACK
-from train.launchers.rendezvous import (
+from train.launching.faults import FIX
+from train.launching.keeper import keep_rank
+from train.launching.local import GLOO_TIMEOUT_SECONDS, LOOPBACK
+from train.launching.rank import DEFAULT_WORKER
+from train.launching.rendezvous import (
     GLOO_ADDRESS,
     GLOO_PORT,
     GuardedRendezvous,
@@ -32,11 +33,10 @@ from train.launchers.rendezvous import (
     guarded_mapper,
     listening_on,
 )
+from train.launching.watchdog import Watchdog
+from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from train.observer import TrainObserver
-from train.rank import DEFAULT_WORKER
 from train.values import TrainResult, WorkerTask
-from train.watchdog import Watchdog
-from train.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 TOKEN_PURPOSE, PATH_PURPOSE = "shardmill watchdog", "shardmill rendezvous"
 APPLICATION_NAME = "shardmill-train"

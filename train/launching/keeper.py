@@ -9,9 +9,9 @@ import subprocess
 import sys
 import threading
 
-from shardmill.import_path import SAFE_PATH
-from shardmill.scratch import Scratch
-from train.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, RankExit, call_driver
+from shardmill.jobs.import_path import SAFE_PATH
+from shardmill.jobs.scratch import Scratch
+from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, RankExit, call_driver
 
 NUM_OUTPUT_LINES = 40
 # After the process has ended, what it wrote is read for so long; a child of its own may hold the pipe open forever.
@@ -19,7 +19,7 @@ OUTPUT_SECONDS = 1.0
 
 
 class RankProcess:
-    """A running `python -m train.rank`, in a session of its own: a Ctrl-C at the driver's terminal passes it by.
+    """A running `python -m train.launching.rank`, in a session of its own: Ctrl-C at the terminal does not reach it.
 
     It has a temporary folder of its own, too: a rank never ends in a way in which Python or TensorFlow clean up.
     """
@@ -27,7 +27,7 @@ class RankProcess:
     def __init__(self, environment: dict[str, str]) -> None:
         self._scratch = Scratch()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "train.rank"],
+            [sys.executable, "-m", "train.launching.rank"],
             env={"TF_CPP_MIN_LOG_LEVEL": "2", **environment, **SAFE_PATH, "TMPDIR": str(self._scratch.path)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

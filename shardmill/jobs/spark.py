@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardmill.config import SparkConfig
 from shardmill.errors import UsageError
-from shardmill.import_path import SAFE_PATH, python_path
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.import_path import SAFE_PATH, python_path
+from shardmill.jobs.spark_jvm import REDACTION, start_jvm, where_spark_says_more
 from shardmill.registry import install_hint
-from shardmill.spark_jvm import REDACTION, start_jvm, where_spark_says_more
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

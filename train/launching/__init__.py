@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from shardmill.registry import Entry, Registry
 
 if TYPE_CHECKING:
-    from shardmill.config import SparkConfig
+    from shardmill.jobs.config import SparkConfig
     from train.observer import TrainObserver
     from train.values import TrainResult, WorkerTask
 
@@ -27,15 +27,15 @@ class Launcher(Protocol):
 LAUNCHERS: Registry[Launcher] = Registry(
     "train.launcher",
     {
-        "inline": Entry("train.launchers.inline:launch_inline", "this process, one rank"),
+        "inline": Entry("train.launching.inline:launch_inline", "this process, one rank"),
         "local": Entry(
-            "train.launchers.local:launch_local",
+            "train.launching.local:launch_local",
             "processes on this machine",
             extra="horovod",
             packages=("horovod",),
         ),
         "horovod_spark": Entry(
-            "train.launchers.horovod_spark:launch_horovod_spark",
+            "train.launching.horovod_spark:launch_horovod_spark",
             "Spark tasks, through horovod.spark.run",
             extra="spark,horovod",
             packages=("pyspark", "horovod"),

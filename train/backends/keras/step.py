@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmill.values import Batch
+from train.backends.keras.optimizer import ChosenOptimizer
 from train.models import BuiltModel, InputScale, standardize
-from train.optimizer import ChosenOptimizer
 
 
 @dataclass(frozen=True, slots=True)
