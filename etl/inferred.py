@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from etl.config import SPLITS
 from etl.plan import BuildPlan
 from shardmill.dataset.manifest import Counts
-from shardmill.jobs.events import FieldValue
+from shardmill.jobs.observer import FieldValue
 from shardmill.printable import printable
 from shardmill.values import SourceImage
 

@@ -30,7 +30,8 @@ from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import pin_of, read_manifest, read_manifest_bytes, remember_if_forgotten
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
-from shardmill.jobs.events import Observer, SilentObserver, StageRecord
+from shardmill.jobs.events import StageRecord
+from shardmill.jobs.observer import Observer, SilentObserver
 from shardmill.jobs.stage_process import run_stage_process
 from shardmill.storage import Store, join_uri
 from shardmill.values import TRANSIENT_REASONS, DatasetPin, Rejection

@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.config import PipelineTree
 from shardmill.dataset.dataset import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
-from shardmill.jobs.events import FieldValue, Observer
+from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.registry import Registry, install_hint
 from shardmill.storage import open_store
 

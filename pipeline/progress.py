@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.record import RunRecord
-from shardmill.jobs.events import FieldValue
+from shardmill.jobs.observer import FieldValue
 from shardmill.printable import printable
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class RunProgress:
                 unit = f"steps, loss {numbers['loss']:.4f}"
                 self._advance(label, int(numbers["step"]) + 1, int(numbers["num_steps"]), unit)
             case _:
-                self._record.event(name, **fields)
+                self._record.event(name, fields)
                 if name == "train.epoch" and fields.get("rank", 0) == 0:
                     self.finish(_epoch_line(self._epoch(numbers), numbers))
                 elif name in SENTENCES and fields.get("rank", 0) == 0:

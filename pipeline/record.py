@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardmill.jobs.events import (
@@ -17,6 +17,7 @@ from shardmill.jobs.events import (
     write_stage_record,
     write_summary,
 )
+from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.redact import redacted
 from shardmill.storage import join_uri, open_store
 
@@ -40,9 +41,9 @@ class RunRecord:
         self.store.put(f"{self.folder}/config.toml", config_toml.encode())
         write_summary(self.workdir, self.run_id, None)
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         """One line of `events.jsonl`."""
-        self._events.append({"time": round(time.time(), 3), "event": name, **redacted(fields)})
+        self._events.append({"time": round(time.time(), 3), "event": name, **redacted(dict(fields))})
 
     def warn(self, message: str) -> None:
         """Keep a warning of the stage that is under way, for the summary and the report."""
@@ -50,7 +51,7 @@ class RunRecord:
 
     def stage(self, name: str, work: Callable[[], StageRecord]) -> StageRecord:
         """Do one stage and record how it ended; its error is raised on."""
-        self.event("stage.started", stage=name)
+        self.event("stage.started", {"stage": name})
         started = time.monotonic()
         try:
             record = work()
@@ -65,7 +66,7 @@ class RunRecord:
         """The last word: the summary as it stays. A stage that has failed without raising fails the run, too."""
         end = failed_stage("run", error) if error is not None else self._failed or StageRecord(stage="run")
         summary = write_summary(self.workdir, self.run_id, end.exit_code, end.error)
-        self.event("run.ended", exit_code=end.exit_code)
+        self.event("run.ended", {"exit_code": end.exit_code})
         self._events.close()
         return summary
 
@@ -81,7 +82,7 @@ class RunRecord:
             record = StageRecord(stage="report", sections={"report": {"path": path}})
             write_stage_record(self.workdir, self.run_id, "report", record, is_last=False)
         except Exception as problem:  # the run's own error is the one that counts
-            self.event("report.warning", message=f"no report could be written: {problem}")
+            self.event("report.warning", {"message": f"no report could be written: {problem}"})
         else:
             say(f"report: {path}")
 
@@ -90,4 +91,5 @@ class RunRecord:
         self._warnings = []
         self._failed = record if record.status == "failed" else self._failed
         write_stage_record(self.workdir, self.run_id, record.stage, record, is_last=self._is_single_stage)
-        self.event("stage.ended", stage=record.stage, status=record.status, seconds=round(record.seconds, 3))
+        fields = {"stage": record.stage, "status": record.status, "seconds": round(record.seconds, 3)}
+        self.event("stage.ended", fields)

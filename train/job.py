@@ -26,7 +26,8 @@ from shardmill.dataset.dataset import split_version
 from shardmill.dataset.verify import verify_present
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import load_tree
-from shardmill.jobs.events import Observer, StageRecord, new_run_id, run_folder
+from shardmill.jobs.events import StageRecord, new_run_id, run_folder
+from shardmill.jobs.observer import Observer
 from shardmill.jobs.reach import planted
 from shardmill.jobs.stage_process import run_stage_process
 from shardmill.storage import join_uri, open_store
@@ -97,7 +98,7 @@ def train_model(
     check_trainable(tree.train, dataset)
     memory = window_memory(tree.train, dataset)
     verify_present(dataset)
-    observer.on_event(0, "plan", memory.as_fields())
+    observer.event("plan", {"rank": 0, **memory.as_fields()})
 
     # Train, on ranks that see the same storage as this process.
     with planted(models) as nonce:

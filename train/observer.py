@@ -1,10 +1,11 @@
-"""How the driver of a training tells others what happens: callbacks, and global steps put together from all ranks."""
+"""What the driver of a training reports: events, and global steps assembled from the reports of all ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
+from shardmill.jobs.observer import Observer
 from train.values import StepReport
 
 
@@ -23,26 +24,12 @@ class GlobalStep:
     """In rank order."""
 
 
-class TrainObserver(Protocol):
-    """What `launch` calls in the driver's main thread while ranks train."""
+class TrainObserver(Observer, Protocol):
+    """An observer that takes global steps too. The fields of its events begin with the `rank` that they are about."""
 
-    def on_step(self, step: GlobalStep) -> None:
+    def step(self, step: GlobalStep) -> None:
         """All ranks have done this step; steps come in order."""
         ...
-
-    def on_event(self, rank: int, name: str, fields: dict[str, str | int | float]) -> None:
-        """A rank called `Reporter.event`, or (`rank_started`, `rank_failed`) the watchdog saw something of it."""
-        ...
-
-
-class SilentObserver:
-    """Looks away."""
-
-    def on_step(self, step: GlobalStep) -> None:
-        return
-
-    def on_event(self, rank: int, name: str, fields: dict[str, str | int | float]) -> None:
-        return
 
 
 class StepAssembler:

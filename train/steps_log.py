@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from shardmill.jobs.events import LineLog, Observer, read_lines
+from shardmill.jobs.events import LineLog, read_lines
+from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.storage import Store
 from train.observer import GlobalStep
 
@@ -38,14 +40,14 @@ class StepsLog:
 
 
 class RunLog:
-    """The `TrainObserver` of a stage that runs by itself: passes on events, and now and then a step."""
+    """The `TrainObserver` of a stage: passes events on, named `train.*`, and a step about once a second."""
 
-    def __init__(self, observer: Observer, steps: StepsLog | None) -> None:
+    def __init__(self, observer: Observer, steps: StepsLog | None = None) -> None:
         self._observer = observer
         self._steps = steps
         self._next_progress = 0.0
 
-    def on_step(self, step: GlobalStep) -> None:
+    def step(self, step: GlobalStep) -> None:
         if self._steps is not None:
             self._steps.append(step)
         if time.monotonic() >= self._next_progress:
@@ -54,8 +56,8 @@ class RunLog:
             fields = {"epoch": step.epoch, "step": step.step, "num_steps": step.num_steps, "loss": loss}
             self._observer.event("train.progress", fields)
 
-    def on_event(self, rank: int, name: str, fields: dict[str, str | int | float]) -> None:
-        self._observer.event(f"train.{name}", {"rank": rank, **fields})
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        self._observer.event(f"train.{name}", fields)
 
     def close(self) -> None:
         """Nothing comes after this."""

@@ -68,18 +68,20 @@ class TrainingChoice:
     def tell(self, config: TrainConfig, observer: TrainObserver) -> None:
         """What a person should know of other trainings before this one starts or is skipped."""
         for version in self.unfinished_versions:
-            fields = {"version": version, "dataset": f"{self.dataset.uri}@{version}", "trains": self.dataset.version}
-            observer.on_event(0, "unfinished", fields)
+            dataset = f"{self.dataset.uri}@{version}"
+            fields = {"rank": 0, "version": version, "dataset": dataset, "trains": self.dataset.version}
+            observer.event("unfinished", fields)
         for each in self.discarded:
-            observer.on_event(0, "training_discarded", {"path": each.training_dir, "reason": each.reason})
+            fields = {"rank": 0, "path": each.training_dir, "reason": each.reason}
+            observer.event("training_discarded", fields)
         if self.continues is not None:
             shorter = self.continues.num_epochs
             # A cosine of the shorter length has brought the learning rate near 0; the longer one raises it again, so
             # this is not what one long training gives. The other schedules do not know how long they are.
             is_same = config.schedule != "cosine" or shorter == config.epochs
             note = "the same as one long training" if is_same else "the cosine schedule goes on with its new length"
-            fields = {"training_dir": self.continues.training_dir, "epochs_done": shorter, "epochs": config.epochs}
-            observer.on_event(0, "continues", {**fields, "note": note})
+            fields = {"rank": 0, "training_dir": self.continues.training_dir, "epochs_done": shorter}
+            observer.event("continues", {**fields, "epochs": config.epochs, "note": note})
 
     def task(self, config: TrainConfig, reach: Nonce) -> WorkerTask:
         """What the ranks have to do, once they have read back what the driver planted in the models' root."""

@@ -7,6 +7,7 @@ from typing import Literal, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
+from shardmill.jobs.observer import Observer
 from shardmill.jobs.reach import Nonce
 from shardmill.values import Cursor, DatasetPin
 from train.config import TrainConfig
@@ -165,15 +166,14 @@ class StepReport:
     before it, and their `total`."""
 
 
-class Reporter(Protocol):
-    """How a rank tells its driver what happens; launchers give each rank one."""
+class Reporter(Observer, Protocol):
+    """How a rank reports to its driver: events (`resumed`, `epoch`, `early_stop`, ...), steps, and what it does now.
+
+    Launchers give each rank one.
+    """
 
     def step(self, report: StepReport) -> None:
         """One step is done."""
-        ...
-
-    def event(self, name: str, fields: dict[str, str | int | float]) -> None:
-        """Something worth a line in `events.jsonl` happened (`resumed`, `epoch`, `checkpoint`, `early_stop`, ...)."""
         ...
 
     def doing(self, what: str, *, waits: bool = False) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,26 +23,10 @@ from shardmill.jobs.signals import why_ended
 from shardmill.sealed import seal, unseal
 from shardmill.storage import LocalStore, Store, as_storage_error, check_relative_path, join_uri, open_store
 
-FieldValue = str | int | float | bool | None
 STAGES = ("etl", "verify", "train", "export", "evaluate", "gate", "promote", "report")
 """In the order of the story; `summary.json` takes a section from the last stage that decided it."""
 
 SUMMARY_SECTIONS = ("dataset", "etl", "train", "evaluation", "export", "promotion")
-
-
-class Observer(Protocol):
-    """How a stage tells its caller what happens while it happens; called on the driver, from one thread."""
-
-    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        """Something worth a line in `events.jsonl` happened, such as `etl.progress` or `etl.committed`."""
-        ...
-
-
-class SilentObserver:
-    """Passes over everything."""
-
-    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        return
 
 
 class StageRecord(BaseModel):

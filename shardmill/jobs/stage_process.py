@@ -11,9 +11,7 @@ from contextlib import closing
 
 from shardmill.errors import ShardmillError, TrainingError
 from shardmill.jobs.events import (
-    FieldValue,
     LineLog,
-    Observer,
     StageRecord,
     exit_code_of,
     failed_stage,
@@ -22,6 +20,7 @@ from shardmill.jobs.events import (
     run_folder,
     write_stage_record,
 )
+from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.jobs.redact import redacted, redacted_text
 from shardmill.jobs.scratch import private_temporary_folder
 from shardmill.jobs.signals import Terminated, raise_on_signals, why_ended

@@ -23,7 +23,7 @@ from shardmill.dataset import open_dataset, verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import RejectLimitExceeded, StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig, SparkApplicationConfig, SparkConfig
-from shardmill.jobs.events import FieldValue
+from shardmill.jobs.observer import FieldValue
 from shardmill.storage import LocalStore, open_store
 from tests.support import build_here, write_images
 

@@ -10,7 +10,7 @@ from pipeline.config import load_pipeline
 from pipeline.doctor import examine
 from pipeline.preflight import TrainableListing, look_at_place, refuse_what_cannot_work
 from shardmill.errors import StorageError, UsageError
-from shardmill.jobs.events import SilentObserver
+from shardmill.jobs.observer import SilentObserver
 from tests.support import write_images
 from train.models.find import find_model
 

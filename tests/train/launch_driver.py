@@ -27,14 +27,14 @@ class Teller:
         self.events: list[tuple[int, str]] = []
         self.step_seconds = time.monotonic()
 
-    def on_step(self, step) -> None:
+    def step(self, step) -> None:
         self.sample_ids.append(step.sample_ids)
         self.step_seconds = time.monotonic()
         sys.stdout.write(f"step {step.step}\n")
         sys.stdout.flush()
 
-    def on_event(self, rank, name, fields) -> None:
-        self.events.append((rank, name))
+    def event(self, name, fields) -> None:
+        self.events.append((fields["rank"], name))
 
 
 def main() -> None:

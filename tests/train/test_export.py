@@ -15,16 +15,17 @@ import pytest
 from shardmill.dataset import Dataset, open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.observer import SilentObserver
 from shardmill.options import Section
 from shardmill.storage import LocalStore, open_store
 from tests.support import make_dataset
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.models.identity import source_sha256
-from train.observer import SilentObserver
 from train.published.export import export_training
 from train.published.exported import EXPORTS, KERAS_FILE, load_exported, number_of_artifact, read_export, verify_export
 from train.records import put_record, read_record, record_numbers
+from train.steps_log import RunLog
 from train.trainings import training_dir
 from train.values import TrainResult, WorkerTask
 
@@ -59,7 +60,7 @@ def config_of(**train: object) -> TrainConfig:
 def trained(dataset: Dataset, models_uri: Path, config: TrainConfig) -> TrainResult:
     source = source_sha256(config.model)
     task = WorkerTask(config, dataset.pin, str(models_uri), training_dir(config, dataset.pin, source), source)
-    return LAUNCHERS["inline"](task, SparkConfig(), SilentObserver())
+    return LAUNCHERS["inline"](task, SparkConfig(), RunLog(SilentObserver()))
 
 
 def images_of(dataset: Dataset) -> np.ndarray:

@@ -16,12 +16,13 @@ from etl.config import EtlConfig
 from shardmill.dataset import open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
+from shardmill.jobs.observer import SilentObserver
 from shardmill.storage import open_store
 from tests.support import build_here, make_dataset, write_images
 from train.config import TrainConfig, TrainTree
 from train.job import export_model, finished_training, promote_model, train_model
-from train.observer import SilentObserver
 from train.published.predict import predict_images
+from train.steps_log import RunLog
 from train.trainings import choose_training, training_id
 
 ROOT = Path(__file__).parents[2]
@@ -37,12 +38,12 @@ class Recorder:
         self.fields: dict[str, dict] = {}
         self._fail_after_steps = fail_after_steps
 
-    def on_step(self, step) -> None:
+    def step(self, step) -> None:
         self.steps.append((step.epoch, step.step, step.loss_hex))
         if len(self.steps) == self._fail_after_steps:
             raise RuntimeError("stopped here")
 
-    def on_event(self, rank, name, fields) -> None:
+    def event(self, name, fields) -> None:
         self.events.append(name)
         self.fields[name] = fields
 
@@ -100,7 +101,7 @@ def test_a_finished_training_is_not_done_again(dataset_uri, tmp_path):
     assert second.result == first.result == finished_training(tree).result
     assert recorder.steps == []
     # Other settings are another training.
-    assert not train_model(tree_of(dataset_uri, tmp_path / "models", seed=1), SilentObserver()).skipped
+    assert not train_model(tree_of(dataset_uri, tmp_path / "models", seed=1), RunLog(SilentObserver())).skipped
 
 
 def test_a_run_trains_its_own_version_and_tells_of_an_older_one_that_is_unfinished(dataset_uri, tmp_path):
@@ -153,14 +154,14 @@ def test_a_wrong_name_is_refused_with_the_one_that_was_meant(key, given, meant):
 def test_what_cannot_run_is_refused_before_anything_starts(dataset_uri, tmp_path):
     tree = tree_of(dataset_uri, tmp_path / "models", num_workers=2, launcher="local")
     with pytest.raises(UsageError, match="'single' with train.num_workers = 2"):
-        train_model(tree, SilentObserver())
+        train_model(tree, RunLog(SilentObserver()))
     assert not (tmp_path / "models").exists()
 
 
 def test_the_whole_story_with_models_in_a_bucket(dataset_uri, s3_bucket):
     tree = tree_of(dataset_uri, f"{s3_bucket}/models", epochs=1)
     for skipped in (False, True):
-        outcome = train_model(tree, SilentObserver())
+        outcome = train_model(tree, RunLog(SilentObserver()))
         exported = export_model(tree, outcome, "run")
         promotion = promote_model(tree, exported, "run")
         assert (outcome.skipped, exported.skipped, promotion.current) == (skipped, skipped, 1)

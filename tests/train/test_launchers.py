@@ -18,6 +18,7 @@ import pytest
 from shardmill.dataset import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.observer import SilentObserver
 from shardmill.jobs.reach import plant_nonce, remove_nonce
 from shardmill.jobs.scratch import PREFIX
 from shardmill.storage import open_store
@@ -26,7 +27,7 @@ from tests.support import make_dataset
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.horovod_spark import num_slots_of
-from train.observer import SilentObserver
+from train.steps_log import RunLog
 from train.values import WorkerTask
 
 ROOT = Path(__file__).parents[2]
@@ -333,14 +334,14 @@ def test_interrupted_command_ends_its_ranks_and_says_so(tmp_path, dataset, comma
 def test_inline_runs_one_rank_only():
     task = WorkerTask(TrainConfig(num_workers=2, strategy="horovod"), PIN, "/nowhere", "trainings/test", "")
     with pytest.raises(UsageError, match="num_workers = 2.*'local' or 'horovod_spark'"):
-        LAUNCHERS["inline"](task, SparkConfig(), SilentObserver())
+        LAUNCHERS["inline"](task, SparkConfig(), RunLog(SilentObserver()))
 
 
 def test_spark_with_too_few_slots_is_refused_before_it_starts():
     config = TrainConfig(num_workers=3, strategy="horovod", launcher="horovod_spark")
     task = WorkerTask(config, PIN, "/nowhere", "trainings/test", "")
     with pytest.raises(UsageError, match=r"num_workers = 3, but Spark at 'local\[2\]' runs 2 task.*local\[3\]"):
-        LAUNCHERS["horovod_spark"](task, SparkConfig(master="local[2]"), SilentObserver())
+        LAUNCHERS["horovod_spark"](task, SparkConfig(master="local[2]"), RunLog(SilentObserver()))
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,12 @@ class Watcher:
     sample_ids: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
 
-    def on_step(self, step: GlobalStep) -> None:
+    def step(self, step: GlobalStep) -> None:
         assert {report.loss_hex for report in step.reports} == {step.loss_hex}, "every rank has the same global loss"
         self.losses[step.epoch, step.step] = step.loss_hex
         self.sample_ids[step.epoch, step.step] = step.sample_ids
 
-    def on_event(self, rank: int, name: str, fields: dict) -> None:
+    def event(self, name: str, fields: dict) -> None:
         self.events.append(name)
 
 

@@ -14,12 +14,13 @@ from shardmill.dataset import open_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.images.sandbox import DecodeLimits
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
+from shardmill.jobs.observer import SilentObserver
 from tests.support import make_dataset
 from train.config import GateConfig, TrainConfig, TrainTree
 from train.job import export_model, promote_model, train_model
-from train.observer import SilentObserver
 from train.published.exported import load_exported
 from train.published.predict import MAX_BATCH_SIZE, open_model, predict_files, predict_images
+from train.steps_log import RunLog
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def folder(tmp_path_factory) -> Path:
         train=config,
         gate=GateConfig(min_accuracy=0.9),
     )
-    exported = export_model(tree, train_model(tree, SilentObserver()), "run")
+    exported = export_model(tree, train_model(tree, RunLog(SilentObserver())), "run")
     assert promote_model(tree, exported, "run").gate.decision == "promoted"
     # 48 megapixels in some kilobytes: as large as is allowed, and 144 MB when it is decoded.
     assert cv2.imwrite(str(folder / "bomb.png"), np.zeros((6000, 8000, 3), np.uint8))

@@ -38,11 +38,8 @@ def model(image_shape, num_classes):
 class Observer(Reporter):
     """The driver's side of a recorder."""
 
-    def on_step(self, step) -> None:
+    def step(self, step) -> None:
         self.steps.append(step)
-
-    def on_event(self, rank, name, fields) -> None:
-        self.events.append((name, fields))
 
     @property
     def losses(self):

@@ -14,6 +14,7 @@ import pytest
 
 import train.launching.wire
 from shardmill.errors import IntegrityError, TrainingError
+from shardmill.jobs.observer import SilentObserver
 from shardmill.values import Cursor, DatasetPin
 from tests.train.launch_workers import result_of
 from train.config import TrainConfig
@@ -34,7 +35,8 @@ from train.launching.wire import (
     new_token,
     proof_of,
 )
-from train.observer import SilentObserver, StepAssembler
+from train.observer import StepAssembler
+from train.steps_log import RunLog
 from train.values import StepReport, WorkerTask, World
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +55,7 @@ def fault(kind: FaultKind, rank: int, seen_seconds: float, error: Exception | No
 
 @pytest.fixture
 def watchdog():
-    with Watchdog(task_of(2, start_timeout_seconds=2), "none:none", SilentObserver(), "127.0.0.1") as watchdog:
+    with Watchdog(task_of(2, start_timeout_seconds=2), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
         yield watchdog
 
 
@@ -157,9 +159,9 @@ def test_a_crowd_of_strangers_keeps_no_rank_out_and_holds_few_places(watchdog):
 
 OUT_OF_FILES = """
 import os, resource, socket, time
-from tests.train.test_watchdog import ADDRESS_VARIABLE, Challenge, Connection, SilentObserver, Watchdog, task_of
+from tests.train.test_watchdog import ADDRESS_VARIABLE, Challenge, Connection, RunLog, SilentObserver, Watchdog, task_of
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-with Watchdog(task_of(2), "none:none", SilentObserver(), "127.0.0.1") as watchdog:
+with Watchdog(task_of(2), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
     caller, fillers = socket.socket(), []
     try:
         while True:
@@ -182,7 +184,7 @@ def test_the_door_stays_open_after_file_descriptors_ran_out():
 
 
 def test_a_closed_door_frees_its_port():
-    with Watchdog(task_of(1), "none:none", SilentObserver(), "127.0.0.1") as watchdog:
+    with Watchdog(task_of(1), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
         host, port = watchdog.environment()[ADDRESS_VARIABLE].split(":")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=5)
@@ -197,7 +199,7 @@ def test_ranks_that_do_not_start_are_named(watchdog):
 
 def test_when_it_fails_all_ranks_are_told_to_end():
     with pytest.raises(TrainingError, match="rank 1 .* was killed"):
-        with Watchdog(task_of(2), "none:none", SilentObserver(), "127.0.0.1") as watchdog:
+        with Watchdog(task_of(2), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
             survivor, victim = called(watchdog, 0), called(watchdog, 1)
             victim.close()
             watchdog.watch()
@@ -206,7 +208,7 @@ def test_when_it_fails_all_ranks_are_told_to_end():
 
 
 def test_a_rank_with_an_open_connection_that_says_nothing_is_silent():
-    with Watchdog(task_of(2, silent_seconds=1), "none:none", SilentObserver(), "127.0.0.1") as watchdog:
+    with Watchdog(task_of(2, silent_seconds=1), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
         connections = called(watchdog, 0), called(watchdog, 1)
         finish(watchdog, 0)
         started = time.monotonic()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.observer import FieldValue
 from shardmill.values import Cursor
 from train.launching.faults import FaultKind, RankFault, error_of, failure_of
 from train.launching.rank import DEFAULT_WORKER, load_worker
@@ -23,10 +26,10 @@ class ObserverReporter:
         self.last_step = Cursor(report.epoch, report.step)
         step = self._steps.add(report)
         assert step is not None
-        self._observer.on_step(step)
+        self._observer.step(step)
 
-    def event(self, name: str, fields: dict[str, str | int | float]) -> None:
-        self._observer.on_event(0, name, fields)
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        self._observer.event(name, {"rank": 0, **fields})
 
     def doing(self, what: str, *, waits: bool = False) -> None:
         return

@@ -10,10 +10,12 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
 
 from shardmill.dataset import open_pinned
 from shardmill.errors import IntegrityError, UsageError
+from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.reach import check_nonce
 from train.launching.faults import failure_of
 from train.launching.wire import (
@@ -53,8 +55,8 @@ class DriverReporter:
     def step(self, report: StepReport) -> None:
         self._connection.send(Step(report))
 
-    def event(self, name: str, fields: dict[str, str | int | float]) -> None:
-        self._connection.send(Event(name, fields))
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        self._connection.send(Event(name, dict(fields)))
 
     def doing(self, what: str, *, waits: bool = False) -> None:
         self.heartbeat = Heartbeat(self.heartbeat.num_calls + 1, what, waits)

@@ -108,7 +108,8 @@ class Watchdog:
                 self._note(fault)
             if self._faults and self._is_cause_known(now):
                 cause = root_cause(self._faults.values())
-                self._observer.on_event(cause.rank, "rank_failed", {"kind": str(cause.kind), "where": cause.where})
+                fields = {"rank": cause.rank, "kind": str(cause.kind), "where": cause.where}
+                self._observer.event("rank_failed", fields)
                 raise error_of(cause)
         result = self._ranks[0].result
         assert result is not None
@@ -151,17 +152,17 @@ class Watchdog:
         match said.message:
             case Hello(role="rank", host=host, pid=pid) as hello:
                 rank.hello, rank.is_connected, rank.progress_seconds = hello, True, said.seen_seconds
-                self._observer.on_event(said.rank, "rank_started", {"host": host, "pid": pid})
+                self._observer.event("rank_started", {"rank": said.rank, "host": host, "pid": pid})
             case Heartbeat() as beat if said.role == "rank":
                 self._deadlines.heartbeat(rank, beat, said.seen_seconds)
             case Step(report):
                 self._deadlines.progress(rank, said.seen_seconds)
                 rank.last_step = Cursor(report.epoch, report.step)
                 if (step := self._steps.add(report)) is not None:
-                    self._observer.on_step(step)
+                    self._observer.step(step)
             case Event(name, fields):
                 self._deadlines.progress(rank, said.seen_seconds)
-                self._observer.on_event(said.rank, name, fields)
+                self._observer.event(name, {"rank": said.rank, **fields})
             case Finished(result):
                 rank.result = result
                 # Its process may have been seen to end before its last words were read.

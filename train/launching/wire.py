@@ -22,6 +22,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from shardmill.jobs.observer import FieldValue
 from train.values import StepReport, TrainResult, WorkerTask
 
 ADDRESS_VARIABLE = "SHARDMILL_DRIVER_ADDRESS"
@@ -91,7 +92,7 @@ class Event:
     """`Reporter.event`."""
 
     name: str
-    fields: dict[str, str | int | float] = field(default_factory=dict)
+    fields: dict[str, FieldValue] = field(default_factory=dict)
     kind: Literal["event"] = "event"
 
 
