@@ -27,7 +27,7 @@ class RunFolder:
     def __init__(self, workdir: str, run_id: str) -> None:
         # At parse time this file must stay light.
         from shardmill.jobs.events import run_folder
-        from shardmill.storage import open_store
+        from shardmill.stores import open_store
 
         self._store = open_store(workdir)
         self._folder = run_folder(run_id)

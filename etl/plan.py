@@ -19,7 +19,8 @@ from shardmill.formats.rows import RowSchema
 from shardmill.images.decode import DECODER_ID
 from shardmill.images.normalize import normalization_fingerprint
 from shardmill.jobs.redact import redacted
-from shardmill.storage import Store, open_store
+from shardmill.storage import Store
+from shardmill.stores import open_store
 
 
 @dataclass(frozen=True, slots=True)

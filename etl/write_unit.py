@@ -24,7 +24,8 @@ from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decode import DECODER_ID
 from shardmill.images.sandbox import DecodeLimits, DecodeSandbox, PendingImage
 from shardmill.jobs.reach import Nonce, check_nonce
-from shardmill.storage import Store, open_store
+from shardmill.storage import Store
+from shardmill.stores import open_store
 from shardmill.values import ImageSample, Rejection, ShardInfo, SourceImage
 
 

@@ -71,7 +71,7 @@ def load_for_dataset(
     """The tree of a TOML file, or of a committed `DATASET` or `DATASET@N` and the sections' defaults."""
     from shardmill.dataset.dataset import split_version
     from shardmill.dataset.versions import latest_version
-    from shardmill.storage import open_store
+    from shardmill.stores import open_store
 
     if dataset_or_config.endswith(".toml"):
         return load_pipeline(dataset_or_config, overrides, workdir)

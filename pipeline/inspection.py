@@ -9,7 +9,7 @@ from shardmill.dataset.index import LEDGER_SCHEMA, rejections_of_table
 from shardmill.dataset.segment import read_segment
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.sealed import seal_file
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from shardmill.values import Rejection
 
 

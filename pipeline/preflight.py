@@ -15,7 +15,7 @@ from shardmill.dataset.dataset import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.registry import Registry, install_hint
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 
 
 @dataclass(frozen=True, slots=True)

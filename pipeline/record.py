@@ -19,7 +19,8 @@ from shardmill.jobs.events import (
 )
 from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.redact import redacted
-from shardmill.storage import join_uri, open_store
+from shardmill.storage import join_uri
+from shardmill.stores import open_store
 
 
 class RunRecord:

@@ -90,7 +90,7 @@ def report_again(common: Common) -> StageRecord:
 def _export_of_run(run: Run) -> ExportOutcome:
     """The export that an earlier stage of this run made; without one, that of the finished training of this config."""
     from shardmill.dataset import open_dataset
-    from shardmill.storage import open_store
+    from shardmill.stores import open_store
     from train.job import ExportOutcome, export_model, finished_training
     from train.published.exported import read_export
 

@@ -176,7 +176,7 @@ def evaluation_record(run: Run, exported: ExportOutcome) -> StageRecord:
 
     from shardmill.dataset import open_dataset
     from shardmill.dataset.dataset import split_version
-    from shardmill.storage import open_store
+    from shardmill.stores import open_store
     from train.job import evaluation_section
     from train.published.exported import load_exported
     from train.published.gate import evaluate_export

@@ -1,27 +1,24 @@
-"""The only place that knows `file://` and `s3://`: a store is a root, and every path below is relative to it.
+"""What a store is: a root on some kind of storage, with every path below relative to it.
 
-The dataset commit stands on one primitive of it, `put_if_absent`: of any number of writers, exactly one is told True.
-Local: a synced temporary file, `os.link`, a synced folder. S3: PUT with `If-None-Match: *`.
+`shardmill.stores` opens one by its URI. The dataset commit stands on one primitive, `put_if_absent`: of any number of
+writers, exactly one gets True.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import re
-import stat
 import urllib.parse
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
-from shardmill.errors import SecurityRefusal, StorageError, UsageError
+from shardmill.errors import SecurityRefusal, StorageError
 
 TEMPORARY_PREFIX = ".tmp-"
-_MAX_TRIES = 100
+"""Names of files that are not published yet; a listing never shows them."""
 
 
 class AccessDenied(StorageError):
@@ -34,7 +31,7 @@ class NoSuchRoot(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """What a store tells of one file without reading it."""
+    """What a store knows of one file without reading it."""
 
     path: str
     size_bytes: int
@@ -46,9 +43,11 @@ class Store(Protocol):
     """A root on one kind of storage. Paths are relative, `/`-separated, and stay below the root."""
 
     uri: str
+    local_root: Path | None
+    """The root as a folder that this machine's programs can open; None for remote storage."""
 
     def read(self, path: str) -> bytes:
-        """The whole file. Raises FileNotFoundError where there is none, StorageError for anything else."""
+        """The whole file. Raises FileNotFoundError if there is none, StorageError for anything else."""
         ...
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
@@ -56,11 +55,11 @@ class Store(Protocol):
         ...
 
     def put(self, path: str, data: bytes) -> None:
-        """Publish a whole file at once; an older file of that name is replaced."""
+        """Publish a whole file atomically; an older file of that name is replaced."""
         ...
 
     def put_file(self, path: str, local_file: Path) -> None:
-        """Publish a spooled local file at once."""
+        """Publish a spooled local file atomically."""
         ...
 
     def put_if_absent(self, path: str, data: bytes) -> bool:
@@ -70,29 +69,17 @@ class Store(Protocol):
     def list(self, prefix: str) -> Iterator[StoredFile]:
         """Every file below the folder `prefix`, in no particular order; nothing if there is no such folder.
 
-        Raises StorageError if any of it cannot be read: a listing is whole, or it is none.
+        Raises StorageError if any part of it cannot be read: a listing is complete, or it fails.
         """
         ...
 
     def stat(self, path: str) -> StoredFile | None:
-        """Size and time of one file, or None where there is none."""
+        """Size and time of one file, or None if there is none."""
         ...
 
     def delete(self, path: str) -> None:
         """Remove one file; a file that is not there is not an error."""
         ...
-
-
-def open_store(uri: str | Path) -> Store:
-    """The store rooted at a local path, `file://` or `s3://` URI. Raises UsageError for another scheme."""
-    text = str(uri)
-    scheme = text.split("://", 1)[0] if "://" in text else "file"
-    if scheme not in STORES:
-        raise UsageError(
-            f"no storage for {scheme}:// (given {text!r})",
-            f"expected a local path or one of {', '.join(f'{name}://' for name in STORES)}",
-        )
-    return STORES[scheme](text)
 
 
 def join_uri(uri: str | Path, path: str) -> str:
@@ -122,150 +109,13 @@ def check_relative_path(path: str) -> str:
     return path
 
 
-class LocalStore:
-    """A folder of a POSIX file system."""
-
-    def __init__(self, uri: str) -> None:
-        path = urllib.parse.unquote(uri[len("file://") :]) if uri.startswith("file://") else uri
-        self._root = Path(os.path.abspath(os.path.expanduser(path)))
-        self.uri = str(self._root)
-
-    def read(self, path: str) -> bytes:
-        with as_storage_error(self._root / path, denied=AccessDenied), open(self._root / path, "rb") as file:
-            return file.read()
-
-    def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
-        with as_storage_error(self._root / path), open(self._root / path, "rb") as file:
-            return os.pread(file.fileno(), num_bytes, start)
-
-    def put(self, path: str, data: bytes) -> None:
-        target = self._root / path
-        with _temporary_beside(target, len(data)) as (file, temporary):
-            file.write(data)
-            _sync(file)
-            os.replace(temporary, target)
-            _sync_folder(target.parent)
-
-    def put_file(self, path: str, local_file: Path) -> None:
-        target = self._root / path
-        with _temporary_beside(target, local_file.stat().st_size) as (file, temporary):
-            with open(local_file, "rb") as source:
-                while block := source.read(1 << 20):
-                    file.write(block)
-            _sync(file)
-            os.replace(temporary, target)
-            _sync_folder(target.parent)
-
-    def put_if_absent(self, path: str, data: bytes) -> bool:
-        target = self._root / path
-        with _temporary_beside(target, len(data)) as (file, temporary):
-            file.write(data)
-            _sync(file)
-            try:
-                os.link(temporary, target)
-            except FileExistsError:
-                return False
-            _sync_folder(target.parent)
-            return True
-
-    def list(self, prefix: str) -> Iterator[StoredFile]:
-        top = self._root / prefix
-
-        def refuse(error: OSError) -> None:
-            # A folder that is not there holds nothing; one that cannot be read may hold anything.
-            if not isinstance(error, FileNotFoundError):
-                with as_storage_error(error.filename or top):
-                    raise error
-
-        for directory, _, names in os.walk(top, onerror=refuse):
-            for name in names:
-                if not name.startswith(TEMPORARY_PREFIX):
-                    found = self.stat(str(Path(directory, name).relative_to(self._root)))
-                    if found is not None:
-                        yield found
-
-    def stat(self, path: str) -> StoredFile | None:
-        try:
-            with as_storage_error(self._root / path):
-                status = os.stat(self._root / path)
-        except FileNotFoundError:
-            return None
-        return None if stat.S_ISDIR(status.st_mode) else StoredFile(path, status.st_size, status.st_mtime_ns)
-
-    def delete(self, path: str) -> None:
-        target = self._root / path
-        with as_storage_error(target):
-            target.unlink(missing_ok=True)
-        # Folders go with their last file: checkpoints come and go by the thousand.
-        for folder in target.parents:
-            if folder == self._root or not _is_removed(folder):
-                return
-
-
-@contextmanager
-def _temporary_beside(target: Path, num_bytes: int) -> Iterator[tuple[IO[bytes], Path]]:
-    with as_storage_error(target, num_bytes):
-        file, temporary = _create_beside(target)
-        try:
-            with file:
-                yield file, temporary
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def _create_beside(target: Path) -> tuple[IO[bytes], Path]:
-    """A new file in `target`'s folder, with the permissions that the umask leaves (`tempfile` makes private ones)."""
-    temporary = target.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
-    for _ in range(_MAX_TRIES):
-        try:
-            _make_folder(target.parent)
-            return open(temporary, "xb"), temporary
-        except FileNotFoundError:
-            # A `delete` took the empty folder away in between; or nobody can make one there, as in /proc.
-            continue
-    raise StorageError(f"cannot write {target}", "its folder cannot be made, or vanishes again and again")
-
-
-def _make_folder(folder: Path) -> None:
-    """Make `folder` and its parents; each new name is synced into the folder above: a crash loses none of them."""
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        _make_folder(folder.parent)
-        with suppress(FileExistsError):
-            os.mkdir(folder)
-    _sync_folder(folder.parent)
-
-
-def _is_removed(folder: Path) -> bool:
-    try:
-        os.rmdir(folder)
-    except OSError:
-        # Not empty, or not ours to remove: the file is gone, and that is what was asked for.
-        return False
-    return True
-
-
-def _open_s3(uri: str) -> Store:
-    # Loaded on first use: s3_store is written in terms of this module.
-    from shardmill.s3_store import S3Store
-
-    return S3Store(uri)
-
-
-# hdfs:// is the next entry (docs/decisions/0004).
-STORES: dict[str, Callable[[str], Store]] = {"file": LocalStore, "s3": _open_s3}
-
-
 @contextmanager
 def as_storage_error(
     path: Path | str, num_bytes: int | None = None, *, denied: type[StorageError] = StorageError
 ) -> Iterator[None]:
     """Turn what a file system or S3 client raises into one StorageError line; only absence passes through.
 
-    `denied` is raised where permission is lacking.
+    `denied` is the class raised for a lack of permission.
     """
     try:
         yield
@@ -281,20 +131,7 @@ def as_storage_error(
         kind = denied if isinstance(error, PermissionError) else StorageError
         raise kind(f"cannot access {path}{size}: {reason}") from error
     except Exception as error:
-        # botocore and aiohttp raise their own families of exceptions; each means that the store did not answer well.
+        # botocore and aiohttp raise their own families of exceptions; each means that the request failed.
         if type(error).__module__.split(".")[0] in ("botocore", "aiobotocore", "aiohttp"):
             raise StorageError(f"cannot access {path}: {error}") from error
         raise
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmill.dataset import open_dataset, verify_dataset
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from tests.support import write_images
 
 

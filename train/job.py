@@ -30,7 +30,8 @@ from shardmill.jobs.events import StageRecord, new_run_id, run_folder
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.reach import planted
 from shardmill.jobs.stage_process import run_stage_process
-from shardmill.storage import join_uri, open_store
+from shardmill.storage import join_uri
+from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from train.config import TrainTree
 from train.launching import LAUNCHERS

@@ -13,7 +13,7 @@ from shardmill.errors import TrainingError
 from shardmill.ids import format_sample_id
 from shardmill.reader import ReaderOptions, read_batches
 from shardmill.sealed import seal
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from shardmill.values import Batch
 from train.backends.keras.optimizer import build_optimizer
 from train.backends.keras.runtime import start_tensorflow

@@ -18,7 +18,7 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.reach import planted
 from shardmill.jobs.spark import spark_session
 from shardmill.jobs.spark_jvm import where_spark_says_more
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 
 if TYPE_CHECKING:
     import pyarrow as pa

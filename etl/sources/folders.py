@@ -17,7 +17,8 @@ from etl.sources.listing import Listing
 from shardmill.errors import StorageError, UsageError
 from shardmill.ids import assign_sample_ids, key_bytes
 from shardmill.printable import printable
-from shardmill.storage import NoSuchRoot, open_store
+from shardmill.storage import NoSuchRoot
+from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:

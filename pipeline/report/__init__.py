@@ -11,7 +11,8 @@ def write_report(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> s
     from pipeline.report.data import gather
     from pipeline.report.page import render
     from shardmill.jobs.events import run_folder
-    from shardmill.storage import join_uri, open_store
+    from shardmill.storage import join_uri
+    from shardmill.stores import open_store
 
     path = f"{run_folder(run_id)}/report.html"
     store = open_store(workdir)

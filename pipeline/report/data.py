@@ -11,7 +11,8 @@ from pydantic import TypeAdapter
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.events import StageRecord, read_stage_records, run_folder
-from shardmill.storage import Store, open_store
+from shardmill.storage import Store
+from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
 from train.values import EpochRecord, Evaluation
 

@@ -20,7 +20,8 @@ from shardmill.dataset.segment import RESTORE, read_segment
 from shardmill.dataset.versions import latest_version, pin_of, read_manifest_bytes
 from shardmill.epoch_plan import EpochPlan, PlanSpec, plan_epoch, window_chunks_within
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.storage import Store, join_uri, open_store
+from shardmill.storage import Store, join_uri
+from shardmill.stores import open_store
 from shardmill.values import DatasetPin, Rejection, ShardInfo
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from shardmill.errors import IntegrityError, ShardmillError, UsageError
 from shardmill.jobs.redact import redacted, redacted_text
 from shardmill.jobs.signals import why_ended
 from shardmill.sealed import seal, unseal
-from shardmill.storage import LocalStore, Store, as_storage_error, check_relative_path, join_uri, open_store
+from shardmill.storage import Store, as_storage_error, check_relative_path, join_uri
+from shardmill.stores import open_store
 
 STAGES = ("etl", "verify", "train", "export", "evaluate", "gate", "promote", "report")
 """In the order of the story; `summary.json` takes a section from the last stage that decided it."""
@@ -204,8 +205,8 @@ class LineLog:
         self._next_rewrite = 0.0
         self._file: IO[bytes] | None = None
         self._lines: list[bytes] = []
-        if isinstance(store, LocalStore):
-            target = Path(store.uri, path)
+        if store.local_root is not None:
+            target = store.local_root / path
             with as_storage_error(target):
                 self._file = _open_to_append(target)
         else:

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from shardmill.errors import ShardmillError, UsageError
-from shardmill.storage import AccessDenied, Store, open_store
+from shardmill.storage import AccessDenied, Store
+from shardmill.stores import open_store
 
 REACH = "reach"
 # No driver starts its ranks or tasks that late: whoever planted it was killed.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shardmill.errors import ShardmillError
 from shardmill.jobs.redact import SPARK_REDACTION
 from shardmill.jobs.spark_settings import properties_file
-from shardmill.storage import LocalStore, Store, as_storage_error, join_uri
+from shardmill.storage import Store, as_storage_error, join_uri
 
 if TYPE_CHECKING:
     from py4j.java_gateway import JavaGateway
@@ -36,8 +36,8 @@ class SparkLog:
     def __init__(self, store: Store, path: str) -> None:
         self.uri = join_uri(store.uri, path)
         self._store, self._path = store, path
-        self._is_local = isinstance(store, LocalStore)
-        self._file = Path(store.uri, path) if self._is_local else None
+        self._is_local = store.local_root is not None
+        self._file = None if store.local_root is None else store.local_root / path
 
     def open(self) -> Any:
         """The file to append to."""

@@ -27,7 +27,7 @@ from shardmill.jobs.signals import Terminated, raise_on_signals, why_ended
 from shardmill.jobs.spark_jvm import spark_log
 from shardmill.printable import printable
 from shardmill.registry import install_hint
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 
 _LINE_EVERY_SECONDS = 5.0
 _CONTINUE = "run the same command again: it continues where it stopped"

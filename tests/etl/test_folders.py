@@ -13,8 +13,8 @@ from etl.sources import SOURCES
 from etl.sources.listing import Listing
 from shardmill.errors import UsageError
 from shardmill.printable import printable
-from shardmill.s3_store import S3Store
 from shardmill.storage import StoredFile
+from shardmill.stores.s3 import S3Store
 from shardmill.values import RejectReason
 
 MAX_BYTES = 1_000

@@ -24,7 +24,8 @@ from shardmill.dataset.versions import latest_version
 from shardmill.errors import RejectLimitExceeded, StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig, SparkApplicationConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
-from shardmill.storage import LocalStore, open_store
+from shardmill.stores import open_store
+from shardmill.stores.local import LocalStore
 from tests.support import build_here, write_images
 
 ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000, formats=("parquet", "tfrecord"))

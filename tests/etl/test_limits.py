@@ -16,7 +16,9 @@ from pipeline.inspection import read_ledger
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import IntegrityError, RejectLimitExceeded, ShardmillError, StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig
-from shardmill.storage import AccessDenied, LocalStore, open_store
+from shardmill.storage import AccessDenied
+from shardmill.stores import open_store
+from shardmill.stores.local import LocalStore
 from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION, RejectReason
 from tests.support import write_images
 

@@ -17,7 +17,7 @@ from etl.plan import BuildPlan, plan_build
 from etl.write_unit import write_unit
 from shardmill.dataset import open_dataset, verify_dataset
 from shardmill.jobs.config import DatasetConfig
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from tests.support import write_images
 
 _SEED = random.SystemRandom().randrange(2**32)

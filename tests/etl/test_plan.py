@@ -15,7 +15,7 @@ from shardmill.dataset import open_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from tests.support import build_here, write_images
 
 ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20)

@@ -19,7 +19,7 @@ from etl.write_unit import write_unit
 from shardmill.errors import StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.reach import plant_nonce, remove_nonce
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from shardmill.values import Rejection
 from tests.support import write_images
 

@@ -26,7 +26,7 @@ from shardmill.jobs.events import (
     write_stage_record,
 )
 from shardmill.jobs.stage_process import Terminated
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from tests.pipeline.command import BIN, ENVIRONMENT, ROOT, last_line, shardmill
 from tests.support import write_images
 

@@ -19,7 +19,8 @@ from shardmill.dataset.manifest import Manifest, manifest_path
 from shardmill.dataset.versions import read_manifest
 from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.jobs.config import DatasetConfig
-from shardmill.storage import LocalStore, open_store
+from shardmill.stores import open_store
+from shardmill.stores.local import LocalStore
 from tests.support import build_here, make_dataset, write_images
 
 _NUM_WRITERS, _NUM_ROUNDS = 8, 100

@@ -13,7 +13,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.reach import Nonce, check_nonce, plant_nonce, planted, remove_nonce
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 
 
 def test_a_nonce_is_read_back_and_leaves_nothing(tmp_path: Path):

@@ -21,7 +21,7 @@ from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.dataset.versions import remember_commit
 from shardmill.errors import IntegrityError
 from shardmill.sealed import seal_file
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, ShardInfo
 from tests.support import build_here, make_dataset, write_images
 

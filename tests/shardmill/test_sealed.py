@@ -10,7 +10,7 @@ import pytest
 
 from shardmill.errors import IntegrityError, SecurityRefusal
 from shardmill.sealed import check_sealed, read_sealed, seal, seal_file, unseal
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 
 
 def test_an_envelope_is_json_and_opens_again():

@@ -20,8 +20,9 @@ import pytest
 from etl.config import SourceConfig
 from etl.sources import SOURCES
 from shardmill.errors import SecurityRefusal, StorageError, UsageError
-from shardmill.s3_store import S3Store, _s3_filesystem
-from shardmill.storage import Store, check_relative_path, open_store
+from shardmill.storage import Store, check_relative_path
+from shardmill.stores import open_store
+from shardmill.stores.s3 import S3Store, _s3_filesystem
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -249,15 +250,15 @@ def test_a_hostile_path_is_refused(path: str):
 
 
 def test_an_unknown_scheme_names_the_known_ones():
-    with pytest.raises(UsageError, match=r"no storage for gs://.*file://, s3://"):
-        open_store("gs://bucket/x")
+    with pytest.raises(UsageError, match=r"no storage for s4:// .*one of file, s3; did you mean 's3'\?"):
+        open_store("s4://bucket/x")
 
 
 def test_a_full_disk_is_one_line_with_path_and_bytes(tmp_path: Path):
     # A file size limit makes write() fail as a full disk does, in a process of its own.
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "from shardmill.storage import open_store\n"
+        "from shardmill.stores import open_store\n"
         "from shardmill.errors import StorageError\n"
         "try: open_store(sys.argv[1]).put('shard', b'x' * 5000)\n"
         "except StorageError as error: print(error)"

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardmill.dataset import open_dataset
 from shardmill.sealed import seal_file
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from train.backends.keras.serving import ServingModel, load_saved_model, write_saved_model
 from train.evaluate import evaluate_predictions
 from train.published.exported import ARTIFACTS, EXPORTS, SAVED_MODEL, Export, ExportRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from train.values import Reporter, StepReport, TrainResult, WorkerTask, World
 from train.worker import run_worker
 

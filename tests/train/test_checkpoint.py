@@ -11,7 +11,7 @@ import pytest
 from shardmill.dataset import open_dataset
 from shardmill.errors import SecurityRefusal, StorageError, UsageError
 from shardmill.sealed import seal
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from tests.support import make_dataset
 from tests.train.training import MODELS, Killed, Recorder, train_here
 from train.checkpoint import (
@@ -282,14 +282,14 @@ def test_nothing_in_a_checkpoint_is_code(models):
 
 
 def test_a_full_disk_ends_the_training_and_leaves_the_last_checkpoint(tiny_uri, models, monkeypatch):
-    import shardmill.storage
+    import shardmill.stores.local
 
     before = newest(models)
 
     def no_room(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shardmill.storage, "_sync", no_room)
+    monkeypatch.setattr(shardmill.stores.local, "_sync", no_room)
     with pytest.raises(StorageError, match=r"no room to write .*npz \(\d+ bytes\): No space left on device"):
         train_here(tiny_uri, models, **CONFIG)
     monkeypatch.undo()

@@ -17,7 +17,8 @@ from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.options import Section
-from shardmill.storage import LocalStore, open_store
+from shardmill.stores import open_store
+from shardmill.stores.local import LocalStore
 from tests.support import make_dataset
 from train.config import TrainConfig
 from train.launching import LAUNCHERS

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardmill.errors import GateNotPassed, IntegrityError
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from tests.support import build_here, make_dataset, write_images
 from tests.train.exports import put_export
 from train.config import GateConfig

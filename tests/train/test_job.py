@@ -17,7 +17,7 @@ from shardmill.dataset import open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from tests.support import build_here, make_dataset, write_images
 from train.config import TrainConfig, TrainTree
 from train.job import export_model, finished_training, promote_model, train_model

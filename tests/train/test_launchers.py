@@ -21,7 +21,7 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.jobs.reach import plant_nonce, remove_nonce
 from shardmill.jobs.scratch import PREFIX
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from tests.support import make_dataset
 from train.config import TrainConfig

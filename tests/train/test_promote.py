@@ -10,7 +10,8 @@ import pytest
 from shardmill.dataset import open_dataset
 from shardmill.errors import CommitConflict, GateNotPassed, IntegrityError, UsageError
 from shardmill.sealed import seal
-from shardmill.storage import LocalStore, open_store
+from shardmill.stores import open_store
+from shardmill.stores.local import LocalStore
 from tests.train.exports import put_export
 from train.config import GateConfig
 from train.job import promotion_record

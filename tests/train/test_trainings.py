@@ -17,7 +17,7 @@ from shardmill.dataset import open_dataset
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.sealed import seal
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from tests.train.training import Recorder as Reporter
 from train.config import TrainConfig, TrainTree
 from train.job import export_model, train_model

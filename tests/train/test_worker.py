@@ -12,7 +12,7 @@ from shardmill.dataset import open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.ids import format_sample_id
 from shardmill.reader import read_batches
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from tests.support import build_here, make_dataset, write_images
 from tests.train.training import MODELS, Killed, Recorder, task_of, train_here
 from train.checkpoint import find_checkpoint, read_checkpoint

@@ -11,7 +11,8 @@ from typing import Literal
 
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.options import Section
-from shardmill.storage import Store, open_store
+from shardmill.storage import Store
+from shardmill.stores import open_store
 from train.published.exported import Export, read_export
 from train.records import put_record, read_record, record_numbers
 

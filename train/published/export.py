@@ -13,7 +13,8 @@ import numpy as np
 from shardmill.dataset import Dataset, open_pinned
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.sealed import SealedFile, seal_file
-from shardmill.storage import Store, open_store
+from shardmill.storage import Store
+from shardmill.stores import open_store
 from train.backends.keras.runtime import start_tensorflow
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.backends.keras.weights import assign_variables, weights_sha256

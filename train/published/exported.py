@@ -16,7 +16,8 @@ import numpy as np
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.options import NormalizeOptions, Section
 from shardmill.sealed import SealedFile, read_sealed
-from shardmill.storage import check_relative_path, open_store
+from shardmill.storage import check_relative_path
+from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from train.backends.keras.serving import load_saved_model
 from train.records import read_record, record_numbers

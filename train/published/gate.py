@@ -13,7 +13,7 @@ import numpy as np
 
 from shardmill.dataset import Dataset, open_pinned
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from train.config import GateConfig
 from train.evaluate import evaluate_predictions
 from train.published.current import History, read_history

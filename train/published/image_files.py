@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator, Sequence
 
 from shardmill.errors import UsageError
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardmill.errors import CommitConflict, GateNotPassed, UsageError
-from shardmill.storage import open_store
+from shardmill.stores import open_store
 from train.config import GateConfig
 from train.published.current import CURRENT, History, Pointer, now, read_history, set_current, unknown_current
 from train.published.exported import Export, read_export, verify_export

@@ -1,4 +1,4 @@
-"""A store on S3, for `shardmill.storage`: s3fs does the talking, conditional PUT does the committing."""
+"""A store on S3: s3fs makes the requests, conditional PUT makes the commit atomic."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardmill.errors import StorageError, UsageError
-from shardmill.registry import install_hint
+from shardmill.errors import StorageError
 from shardmill.storage import TEMPORARY_PREFIX, NoSuchRoot, StoredFile, as_storage_error
 
 
@@ -19,6 +18,7 @@ class S3Store:
 
     def __init__(self, uri: str) -> None:
         self.uri = uri.rstrip("/")
+        self.local_root: Path | None = None
         self._root = self.uri[len("s3://") :]
         self._is_conditional = False
 
@@ -104,11 +104,9 @@ class S3Store:
 
 @functools.cache
 def _s3_filesystem() -> Any:
-    try:
-        import s3fs
-    except ImportError:
-        raise UsageError("s3:// needs the package s3fs", "which is not installed", install_hint("s3")) from None
-    # A listing that is remembered would hide what other processes have just committed.
+    import s3fs
+
+    # A cached listing would hide what other processes have just committed.
     return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
 
 

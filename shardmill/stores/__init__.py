@@ -1,0 +1,32 @@
+"""Storage by URI scheme: a new one is a module with a class that is a `Store`, and an entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from shardmill.errors import UsageError
+from shardmill.registry import Entry, Registry
+from shardmill.storage import Store
+
+# hdfs:// is the next entry (docs/decisions/0004).
+STORES: Registry[Callable[[str], Store]] = Registry(
+    "storage scheme",
+    {
+        "file": Entry("shardmill.stores.local:LocalStore", "a local or mounted folder"),
+        "s3": Entry("shardmill.stores.s3:S3Store", "a prefix of an S3 bucket", extra="s3", packages=("s3fs",)),
+    },
+)
+
+
+def open_store(uri: str | Path) -> Store:
+    """The store rooted at a local path or a URI. Raises UsageError for an unknown scheme or one that is not installed.
+
+    Nothing is read or created yet.
+    """
+    text = str(uri)
+    scheme = text.split("://", 1)[0] if "://" in text else "file"
+    problem = STORES.problem_with(scheme)
+    if problem:
+        raise UsageError(f"no storage for {scheme}:// (given {text!r})", f"{problem}; a local path needs no scheme")
+    return STORES[scheme](text)

@@ -1,0 +1,157 @@
+"""A store in a folder of a POSIX file system: what is published is synced, then linked or renamed into place."""
+
+from __future__ import annotations
+
+import os
+import stat
+import urllib.parse
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from shardmill.errors import StorageError
+from shardmill.storage import TEMPORARY_PREFIX, AccessDenied, StoredFile, as_storage_error
+
+_MAX_TRIES = 100
+
+
+class LocalStore:
+    """A folder of a POSIX file system."""
+
+    def __init__(self, uri: str) -> None:
+        path = urllib.parse.unquote(uri[len("file://") :]) if uri.startswith("file://") else uri
+        self._root = Path(os.path.abspath(os.path.expanduser(path)))
+        self.uri = str(self._root)
+        self.local_root: Path | None = self._root
+
+    def read(self, path: str) -> bytes:
+        with as_storage_error(self._root / path, denied=AccessDenied), open(self._root / path, "rb") as file:
+            return file.read()
+
+    def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
+        with as_storage_error(self._root / path), open(self._root / path, "rb") as file:
+            return os.pread(file.fileno(), num_bytes, start)
+
+    def put(self, path: str, data: bytes) -> None:
+        target = self._root / path
+        with _temporary_beside(target, len(data)) as (file, temporary):
+            file.write(data)
+            _sync(file)
+            os.replace(temporary, target)
+            _sync_folder(target.parent)
+
+    def put_file(self, path: str, local_file: Path) -> None:
+        target = self._root / path
+        with _temporary_beside(target, local_file.stat().st_size) as (file, temporary):
+            with open(local_file, "rb") as source:
+                while block := source.read(1 << 20):
+                    file.write(block)
+            _sync(file)
+            os.replace(temporary, target)
+            _sync_folder(target.parent)
+
+    def put_if_absent(self, path: str, data: bytes) -> bool:
+        target = self._root / path
+        with _temporary_beside(target, len(data)) as (file, temporary):
+            file.write(data)
+            _sync(file)
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                return False
+            _sync_folder(target.parent)
+            return True
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        top = self._root / prefix
+
+        def refuse(error: OSError) -> None:
+            # A folder that is not there holds nothing; one that cannot be read may hold anything.
+            if not isinstance(error, FileNotFoundError):
+                with as_storage_error(error.filename or top):
+                    raise error
+
+        for directory, _, names in os.walk(top, onerror=refuse):
+            for name in names:
+                if not name.startswith(TEMPORARY_PREFIX):
+                    found = self.stat(str(Path(directory, name).relative_to(self._root)))
+                    if found is not None:
+                        yield found
+
+    def stat(self, path: str) -> StoredFile | None:
+        try:
+            with as_storage_error(self._root / path):
+                status = os.stat(self._root / path)
+        except FileNotFoundError:
+            return None
+        return None if stat.S_ISDIR(status.st_mode) else StoredFile(path, status.st_size, status.st_mtime_ns)
+
+    def delete(self, path: str) -> None:
+        target = self._root / path
+        with as_storage_error(target):
+            target.unlink(missing_ok=True)
+        # Folders go with their last file: checkpoints come and go by the thousand.
+        for folder in target.parents:
+            if folder == self._root or not _is_removed(folder):
+                return
+
+
+@contextmanager
+def _temporary_beside(target: Path, num_bytes: int) -> Iterator[tuple[IO[bytes], Path]]:
+    with as_storage_error(target, num_bytes):
+        file, temporary = _create_beside(target)
+        try:
+            with file:
+                yield file, temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _create_beside(target: Path) -> tuple[IO[bytes], Path]:
+    """A new file in `target`'s folder, with the permissions that the umask leaves (`tempfile` makes private ones)."""
+    temporary = target.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+    for _ in range(_MAX_TRIES):
+        try:
+            _make_folder(target.parent)
+            return open(temporary, "xb"), temporary
+        except FileNotFoundError:
+            # A `delete` took the empty folder away in between; or nobody can make one there, as in /proc.
+            continue
+    raise StorageError(f"cannot write {target}", "its folder cannot be made, or vanishes again and again")
+
+
+def _make_folder(folder: Path) -> None:
+    """Make `folder` and its parents; each new name is synced into the folder above: a crash loses none of them."""
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        _make_folder(folder.parent)
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+    _sync_folder(folder.parent)
+
+
+def _is_removed(folder: Path) -> bool:
+    try:
+        os.rmdir(folder)
+    except OSError:
+        # Not empty, or not ours to remove: the file is gone, and that is what was asked for.
+        return False
+    return True
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
