@@ -25,7 +25,7 @@ IMAGES_PER_CLASS = 40
 # What differs between two equal runs: nothing that `steps.jsonl` says today, but times may come to it.
 VOLATILE_FIELDS = {"seconds", "time", "ts"}
 # Batch norm, dropout and augmentation: the states of which each rank has its own.
-MODEL = '''
+MODEL = """
 import keras
 
 
@@ -35,7 +35,7 @@ def build(image_shape, num_classes):
     x = keras.layers.BatchNormalization()(x)
     x = keras.layers.Dropout(0.2)(keras.layers.Flatten()(x))
     return keras.Model(inputs, keras.layers.Dense(num_classes, dtype="float32")(x))
-'''
+"""
 ETL = ("spark.master=local[2]", "etl.image_size=24", 'etl.formats=["parquet","tfrecord"]')
 TRAIN = (
     "train.epochs=2",
