@@ -1,4 +1,4 @@
-"""A small run whose results must never change: digests of a dataset, of trained weights and of the steps that led there.
+"""A small run whose results must never change: digests of a dataset, of trained weights and of the steps.
 
     .venv/bin/python benchmarks/reference_run.py --shardmill .venv/bin/shardmill
 
@@ -22,9 +22,9 @@ from PIL import Image
 
 CLASSES = ("bars", "disc", "noise")
 IMAGES_PER_CLASS = 40
-# What differs between two equal runs: nothing that `steps.jsonl` says today, but times may come to it.
-VOLATILE_FIELDS = {"seconds", "time", "ts"}
-# Batch norm, dropout and augmentation: the states of which each rank has its own.
+# Times would differ between two equal runs; today `steps.jsonl` has none.
+VOLATILE_FIELDS = {"seconds", "time"}
+# With batch norm and dropout, whose states differ from rank to rank.
 MODEL = """
 import keras
 
