@@ -1,13 +1,38 @@
-"""One tiny dataset for all training tests."""
+"""One tiny dataset for all training tests, and one training on it, whole and interrupted."""
 
 from __future__ import annotations
+
+import shutil
+from pathlib import Path
 
 import pytest
 
 from tests.support import make_dataset
+from tests.train.checkpoints import CONFIG, KILLED_AT
+from tests.train.training import Killed, Recorder, train_here
 
 
 @pytest.fixture(scope="session")
 def tiny_uri(tmp_path_factory) -> str:
     """120 images of 16 x 16 in 3 classes, in both formats, with all three splits."""
     return make_dataset(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def whole(tiny_uri, tmp_path_factory):
+    """The result of a training that nothing disturbed."""
+    return train_here(tiny_uri, tmp_path_factory.mktemp("whole"), **CONFIG)
+
+
+@pytest.fixture(scope="session")
+def interrupted(tiny_uri, tmp_path_factory) -> Path:
+    """A models folder with three checkpoints, after 2, 3 and 4 steps; copy it before use."""
+    models = tmp_path_factory.mktemp("interrupted")
+    with pytest.raises(Killed):
+        train_here(tiny_uri, models, Recorder(killed_at=KILLED_AT), **CONFIG)
+    return models
+
+
+@pytest.fixture
+def models(interrupted, tmp_path) -> Path:
+    return Path(shutil.copytree(interrupted, tmp_path / "models"))

@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.dataset import open_dataset
-from shardmill.errors import SecurityRefusal, StorageError, UsageError
+from shardmill.errors import SecurityRefusal, StorageError
 from shardmill.sealed import seal
 from shardmill.stores import open_store
-from tests.support import make_dataset
-from tests.train.training import MODELS, Killed, Recorder, train_here
+from tests.train.checkpoints import CONFIG, KILLED_AT, newest
+from tests.train.training import Killed, Recorder, train_here
 from train.checkpoint import (
-    FOLDER_SETTINGS,
-    FREE_SETTINGS,
     MARKER,
     OPTIMIZER,
     WEIGHTS,
@@ -24,42 +21,10 @@ from train.checkpoint import (
     find_checkpoint,
     read_checkpoint,
     save_checkpoint,
-    settings_that_matter,
 )
-from train.config import TrainConfig
 from train.progress import BestEpoch, Progress
 from train.published.export import find_final_checkpoint
 from train.strategies.single import SingleCollective
-from train.values import to_json
-
-CONFIG = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 1, "keep_checkpoints": 3}
-KILLED_AT = 4
-
-
-@pytest.fixture(scope="module")
-def whole(tiny_uri, tmp_path_factory):
-    """The result of a training that nothing disturbed."""
-    return train_here(tiny_uri, tmp_path_factory.mktemp("whole"), **CONFIG)
-
-
-@pytest.fixture(scope="module")
-def interrupted(tiny_uri, tmp_path_factory) -> Path:
-    """A models folder with three checkpoints, after 2, 3 and 4 steps; copy it before use."""
-    models = tmp_path_factory.mktemp("interrupted")
-    with pytest.raises(Killed):
-        train_here(tiny_uri, models, Recorder(killed_at=KILLED_AT), **CONFIG)
-    return models
-
-
-@pytest.fixture
-def models(interrupted, tmp_path) -> Path:
-    return Path(shutil.copytree(interrupted, tmp_path / "models"))
-
-
-def newest(models: Path) -> Path:
-    found = find_checkpoint(open_store(models), "t")
-    assert found is not None
-    return models / found.path
 
 
 def checkpoints(models: Path) -> list[str]:
@@ -174,72 +139,6 @@ def test_two_live_drivers_of_one_training_leave_each_other_their_checkpoints(tin
         assert find_final_checkpoint(open_store(tmp_path), result).marker.global_step == whole.num_steps
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seed": 1}, r"train.seed: then 0, now 1;"),
-        ({"model": "small_cnn"}, r'train.model: then "tests.*:stateful", now "small_cnn"'),
-        (
-            {"optimizer": "sgd", "momentum": 0.5},
-            r'train.momentum: then 0.9, now 0.5; train.optimizer: then "auto", now "sgd"',
-        ),
-        ({"global_batch_size": 16}, r"train.global_batch_size: then 32, now 16"),
-        ({"augment": {"random_flip": False}}, r"train.augment: then .*true.* now .*false"),
-    ],
-)
-def test_another_training_is_refused_with_each_difference(tiny_uri, models, change, message):
-    with pytest.raises(UsageError, match=f"belongs to another training: .*{message}"):
-        train_here(tiny_uri, models, **{**CONFIG, **change})
-
-
-def test_another_dataset_version_is_refused(models, tmp_path):
-    other = make_dataset(tmp_path / "other", num_images=90)
-    with pytest.raises(UsageError, match="dataset: then version 1, now version 1"):
-        train_here(other, models, **CONFIG)
-
-
-def test_a_factory_that_builds_something_else_is_refused(tiny_uri, tmp_path, monkeypatch):
-    for width in (4, 8):
-        (tmp_path / f"v{width}").mkdir()
-        (tmp_path / f"v{width}" / "changing_factory.py").write_text(
-            "import keras\n"
-            "def model(image_shape, num_classes):\n"
-            f"    layers = [keras.layers.Flatten(), keras.layers.Dense({width}), keras.layers.Dense(num_classes)]\n"
-            "    return keras.Sequential([keras.Input(image_shape), *layers])\n"
-        )
-    import sys
-
-    config = {"model": "changing_factory:model", "checkpoint_every_steps": 1}
-    monkeypatch.syspath_prepend(tmp_path / "v4")
-    with pytest.raises(Killed):
-        train_here(tiny_uri, tmp_path / "models", Recorder(killed_at=2), **config)
-    del sys.modules["changing_factory"]
-    monkeypatch.syspath_prepend(tmp_path / "v8")
-    with pytest.raises(UsageError, match=r"source of train.model: then SHA-256 \w+, now \w+; built model: then"):
-        train_here(tiny_uri, tmp_path / "models", **config)
-
-
-def test_a_factory_that_builds_something_else_from_the_same_source_is_refused(tiny_uri, tmp_path, monkeypatch):
-    """It reads a setting from the environment: nothing in its source shows it, and no shape of a weight."""
-    (tmp_path / "swaying_factory.py").write_text(
-        "import os\n"
-        "import keras\n"
-        "def model(image_shape, num_classes):\n"
-        "    layers = [keras.layers.Activation(os.environ['ACTIVATION']), keras.layers.Flatten()]\n"
-        "    return keras.Sequential([keras.Input(image_shape), *layers, keras.layers.Dense(num_classes)])\n"
-    )
-    config = {"model": "swaying_factory:model", "checkpoint_every_steps": 1}
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("ACTIVATION", "relu")
-    with pytest.raises(Killed):
-        train_here(tiny_uri, tmp_path / "models", Recorder(killed_at=2), **config)
-    monkeypatch.setenv("ACTIVATION", "tanh")
-    with pytest.raises(UsageError, match="belongs to another training: built model: then configuration"):
-        train_here(tiny_uri, tmp_path / "models", **config)
-    with pytest.raises(UsageError, match="the source here has SHA-256 .* which the driver found"):
-        train_here(tiny_uri, tmp_path / "models", expect_source="0" * 64, **config)
-
-
 @pytest.mark.parametrize("path", ["../../outside", "/etc/passwd"])
 def test_a_marker_whose_names_leave_its_folder_is_refused(tiny_uri, models, path):
     marker = newest(models) / MARKER
@@ -248,27 +147,6 @@ def test_a_marker_whose_names_leave_its_folder_is_refused(tiny_uri, models, path
     marker.write_bytes(seal(json.dumps(body).encode()))
     with pytest.raises(SecurityRefusal, match="does not stay under its root"):
         train_here(tiny_uri, models, **CONFIG)
-
-
-def test_what_does_not_change_the_outcome_may_change(tiny_uri, models, whole):
-    recorder = Recorder()
-    free = {
-        "format": "tfrecord",
-        "prefetch_bytes": 1,
-        "reader_threads": 1,
-        "checkpoint_every_steps": 0,
-        "strategy": "horovod",
-    }
-    assert free.keys() <= FREE_SETTINGS
-    result = train_here(tiny_uri, models, recorder, **{**CONFIG, **free})
-    assert recorder.named("resumed")
-    assert result.weights_sha256 == whole.weights_sha256
-
-
-def test_every_free_setting_exists():
-    free = FREE_SETTINGS | FOLDER_SETTINGS
-    assert TrainConfig.model_fields.keys() >= free
-    assert settings_that_matter(TrainConfig()).keys() == TrainConfig.model_fields.keys() - free
 
 
 def test_nothing_in_a_checkpoint_is_code(models):
@@ -304,12 +182,3 @@ def test_checkpoints_and_results_live_on_s3(tiny_uri, s3_bucket, tmp_path, whole
     assert train_here(tiny_uri, models, recorder, **CONFIG).weights_sha256 == whole.weights_sha256
     assert recorder.named("resumed")[0]["global_step"] == 3
     assert open_store(models).stat("t/result.json") is not None
-
-
-def test_a_marker_of_another_program_version_is_not_taken_for_damage(tiny_uri, models):
-    marker = newest(models) / MARKER
-    body = to_json(open_dataset(tiny_uri).pin)
-    marker.write_bytes(seal(body))
-    with pytest.raises(UsageError, match="has another layout"):
-        train_here(tiny_uri, models, **CONFIG)
-    assert marker.exists()

@@ -8,10 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 
 import pytest
 
@@ -20,68 +18,20 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.jobs.reach import plant_nonce, remove_nonce
-from shardmill.jobs.scratch import PREFIX
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from tests.support import make_dataset
+from tests.train.driver_process import MARK, PIN, ROOT, WORKERS, Driver
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.horovod_spark import num_slots_of
 from train.steps_log import RunLog
 from train.values import WorkerTask
 
-ROOT = Path(__file__).parents[2]
-WORKERS = "tests.train.launch_workers"
 MODELS = "tests.train.launch_models"
-PIN = DatasetPin("/nowhere", 1, "0" * 64)
-MARK = "SHARDMILL_TEST_MARK"
 
 # Every launcher with the world sizes at which it is tried.
 WORLDS = [("inline", 1), ("local", 1), ("local", 2), ("local", 3), ("horovod_spark", 2)]
-
-
-@dataclass
-class Driver:
-    """A launched driver, and what is left of its processes."""
-
-    process: subprocess.Popen[str]
-    mark: str
-    temporary: Path | None = None
-    lines: list[str] = field(default_factory=list)
-
-    def wait_for_step(self) -> None:
-        while not (line := self.process.stdout.readline()).startswith("step"):
-            assert line, self.process.stderr.read()
-        # So that finding none later means something.
-        assert self.processes_left()
-
-    def outcome(self) -> dict:
-        stdout, stderr = self.process.communicate(timeout=180)
-        assert stdout.strip(), stderr
-        return json.loads(stdout.splitlines()[-1])
-
-    def processes_left(self) -> list[str]:
-        """Command lines of live processes that inherited the mark."""
-        left = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() in (folder / "environ").read_bytes() and int(folder.name) != self.process.pid:
-                    left.append((folder / "cmdline").read_text().replace("\0", " "))
-            except OSError:
-                continue
-        return left
-
-    def assert_no_file_left(self) -> None:
-        """Of the ranks: what a driver that is no command leaves goes with its command's own folder."""
-        assert self.temporary is not None
-        assert not list(self.temporary.rglob("__autograph_generated_file*"))
-        assert not list(self.temporary.glob(f"{PREFIX}*"))
-
-    def assert_nothing_left(self, within_seconds: float) -> None:
-        deadline = time.monotonic() + within_seconds
-        while (left := self.processes_left()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not left
 
 
 @pytest.fixture
@@ -256,79 +206,6 @@ def test_interrupted_driver_ends_its_ranks(start, number, error):
     driver.process.send_signal(number)
     assert driver.outcome()["error"] == error
     driver.assert_nothing_left(within_seconds=3)
-
-
-COMMANDS = {
-    "job.py": (sys.executable, str(ROOT / "train/job.py"), "--config"),
-    "shardmill": (str(Path(sys.executable).with_name("shardmill")), "train"),
-}
-
-
-@pytest.mark.parametrize(
-    ("command", "launcher", "number", "kill"),
-    [
-        ("job.py", "local", signal.SIGTERM, os.kill),
-        ("shardmill", "local", signal.SIGINT, os.killpg),
-        # Spark's JVM, a member of the group, dies first; what then fails in our clean-up is not why we end.
-        ("shardmill", "horovod_spark", signal.SIGTERM, os.killpg),
-        *(
-            pytest.param(command, "horovod_spark", number, kill, marks=pytest.mark.drill)
-            for command, number, kill in (
-                ("job.py", signal.SIGTERM, os.killpg),
-                ("job.py", signal.SIGTERM, os.kill),
-                ("job.py", signal.SIGINT, os.killpg),
-                ("shardmill", signal.SIGTERM, os.kill),
-                ("shardmill", signal.SIGINT, os.killpg),
-            )
-        ),
-    ],
-)
-def test_interrupted_command_ends_its_ranks_and_says_so(tmp_path, dataset, command, launcher, number, kill):
-    file, mark = tmp_path / "config.toml", f"mark-{uuid.uuid4()}"
-    file.write_text(
-        f"""
-        dataset.uri = "{dataset.uri}"
-        models.uri = "{tmp_path / "models"}"
-        spark.master = "local[2]"
-        [train]
-        launcher = "{launcher}"
-        strategy = "horovod"
-        num_workers = 2
-        epochs = 100_000
-        global_batch_size = 24
-        num_streams = 6
-        record_samples = true
-        """
-    )
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    process = subprocess.Popen(
-        [*COMMANDS[command], str(file), "--workdir", str(tmp_path / "work"), "--run-id", "run"],
-        cwd=tmp_path,
-        env={**os.environ, MARK: mark, "TMPDIR": str(temporary)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    driver, steps = Driver(process, mark), tmp_path / "work/runs/run/steps.jsonl"
-    try:
-        while not (steps.exists() and steps.stat().st_size):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.1)
-        assert len(driver.processes_left()) >= 2
-        kill(process.pid, number)
-        _, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + number, errors
-    assert errors.rstrip().splitlines()[-1].startswith(f"ERROR {128 + number}: "), errors
-    assert "Traceback" not in errors
-    summary = json.loads((tmp_path / "work/runs/run/summary.json").read_text())
-    assert (summary["status"], summary["exit_code"]) == ("failed", 128 + number)
-    driver.assert_nothing_left(within_seconds=3)
-    # Of TensorFlow and of Spark: `spark-*`, `blockmgr-*`, compiled functions.
-    assert not list(temporary.iterdir())
 
 
 def test_inline_runs_one_rank_only():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
 import sys
@@ -13,13 +12,12 @@ from pathlib import Path
 import pytest
 
 import train.launching.wire
-from shardmill.errors import IntegrityError, TrainingError
+from shardmill.errors import TrainingError
 from shardmill.jobs.observer import SilentObserver
-from shardmill.values import Cursor, DatasetPin
+from shardmill.values import DatasetPin
 from tests.train.launch_workers import result_of
 from train.config import TrainConfig
 from train.launching.callers import NUM_STRANGERS, NUM_STRANGERS_PER_RANK
-from train.launching.faults import FaultKind, RankFault, error_of, failure_of, merged, root_cause
 from train.launching.watchdog import Watchdog
 from train.launching.wire import (
     ADDRESS_VARIABLE,
@@ -40,17 +38,11 @@ from train.steps_log import RunLog
 from train.values import StepReport, WorkerTask, World
 
 ROOT = Path(__file__).parents[2]
-ECHO = RuntimeError("HorovodInternalError: [gloo/transport/tcp/pair.cc:598] Connection closed by peer")
 
 
 def task_of(num_workers: int, **train: object) -> WorkerTask:
     config = TrainConfig(num_workers=num_workers, strategy="horovod", launcher="local", **train)
     return WorkerTask(config, DatasetPin("/nowhere", 1, "0" * 64), "/nowhere", "trainings/test", "")
-
-
-def fault(kind: FaultKind, rank: int, seen_seconds: float, error: Exception | None = None, **more) -> RankFault:
-    failure = failure_of(error) if error is not None else None
-    return RankFault(kind, rank, "host a, pid 1", seen_seconds, failure=failure, **more)
 
 
 @pytest.fixture
@@ -157,29 +149,9 @@ def test_a_crowd_of_strangers_keeps_no_rank_out_and_holds_few_places(watchdog):
         caller.close()
 
 
-OUT_OF_FILES = """
-import os, resource, socket, time
-from tests.train.test_watchdog import ADDRESS_VARIABLE, Challenge, Connection, RunLog, SilentObserver, Watchdog, task_of
-resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-with Watchdog(task_of(2), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:
-    caller, fillers = socket.socket(), []
-    try:
-        while True:
-            fillers.append(os.open("/dev/null", os.O_RDONLY))
-    except OSError as error:
-        assert error.errno == 24, error
-    host, port = watchdog.environment()[ADDRESS_VARIABLE].split(":")
-    caller.connect((host, int(port)))
-    time.sleep(0.5)
-    for filler in fillers:
-        os.close(filler)
-    caller.settimeout(30)
-    assert isinstance(Connection(caller).receive(), Challenge)
-"""
-
-
 def test_the_door_stays_open_after_file_descriptors_ran_out():
-    done = subprocess.run([sys.executable, "-c", OUT_OF_FILES], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "tests.programs.watch_without_descriptors"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -216,93 +188,6 @@ def test_a_rank_with_an_open_connection_that_says_nothing_is_silent():
             watchdog.watch()
         assert 1 < time.monotonic() - started < 5
         assert len(connections) == 2
-
-
-@pytest.mark.parametrize(
-    ("faults", "rank"),
-    [
-        pytest.param(
-            [fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO), fault(FaultKind.KILLED, 1, 1.1)], 1, id="killed after its echo"
-        ),
-        pytest.param(
-            [fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO), fault(FaultKind.FAILED, 2, 1.2, ValueError("x"))],
-            2,
-            id="own error after its echo",
-        ),
-        pytest.param(
-            [fault(FaultKind.FAILED, 2, 1.2, ValueError("x")), fault(FaultKind.FAILED, 1, 1.1, ValueError("y"))],
-            1,
-            id="the first of two own errors",
-        ),
-        pytest.param(
-            [fault(FaultKind.LAUNCHER, -1, 1.0), fault(FaultKind.KILLED, 1, 2.0)], 1, id="the launcher knows less"
-        ),
-        pytest.param(
-            [fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO), fault(FaultKind.LAUNCHER, -1, 1.5)],
-            -1,
-            id="but more than an echo",
-        ),
-        pytest.param(
-            [
-                fault(
-                    FaultKind.KILLED,
-                    0,
-                    1.0,
-                    returncode=-signal.SIGABRT,
-                    output_tail="terminate called after throwing an instance of 'gloo::IoException'",
-                ),
-                fault(FaultKind.KILLED, 1, 1.1, returncode=-signal.SIGKILL),
-            ],
-            1,
-            id="a survivor that Gloo aborted",
-        ),
-        pytest.param(
-            [fault(FaultKind.COLLECTIVE, 1, 1.1, ECHO), fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO)], 0, id="echoes alone"
-        ),
-    ],
-)
-def test_the_cause_is_chosen(faults, rank):
-    assert root_cause(faults).rank == rank
-    assert root_cause(reversed(faults)).rank == rank
-
-
-def test_two_sights_of_one_end_become_one():
-    lost = fault(FaultKind.KILLED, 1, 1.0, last_step=Cursor(2, 7))
-    seen = fault(FaultKind.KILLED, 1, 1.3, returncode=-signal.SIGSEGV)
-    assert "was killed by SIGSEGV after step 7 of epoch 2" in str(error_of(merged(lost, seen)))
-    told = fault(FaultKind.FAILED, 1, 1.4, ValueError("boom"))
-    both = merged(merged(lost, seen), told)
-    assert both.seen_seconds == 1.0
-    assert "ValueError: boom" in str(error_of(both))
-
-
-def test_an_error_of_ours_keeps_its_class_and_parts():
-    found = IntegrityError("shard a is short", "expected 10 bytes", "run verify")
-    error = error_of(fault(FaultKind.FAILED, 3, 1.0, found))
-    assert isinstance(error, IntegrityError)
-    assert str(error) == "shard a is short (rank 3, host a, pid 1); expected 10 bytes; run verify"
-
-
-def test_a_traceback_is_a_note_and_the_line_names_its_place():
-    try:
-        raise ValueError("boom\nin two lines")
-    except ValueError as error:
-        told = error_of(fault(FaultKind.FAILED, 0, 1.0, error))
-    assert "\n" not in str(told)
-    assert "ValueError: boom in two lines (" in str(told) and "test_watchdog.py:" in str(told)
-    assert "Traceback (most recent call last)" in told.__notes__[0]
-
-
-def test_what_horovod_says_of_another_rank_is_an_echo_however_it_is_wrapped():
-    assert failure_of(ECHO).collective
-    try:
-        try:
-            raise ECHO
-        except RuntimeError as inner:
-            raise ValueError("step failed") from inner
-    except ValueError as outer:
-        assert failure_of(outer).collective
-    assert not failure_of(ValueError("connection to the database refused")).collective
 
 
 def test_a_global_step_comes_when_all_ranks_have_done_it():

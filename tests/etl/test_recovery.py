@@ -1,0 +1,164 @@
+"""What was lost on the way is found by the next try or the next run: workers, runs, shards, faults of the store."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from etl.job import build_dataset, commit_results
+from etl.pending import PENDING, kept_result
+from etl.plan import plan_build
+from etl.write_unit import write_unit
+from shardmill.dataset import open_dataset, verify_dataset
+from shardmill.dataset.versions import latest_version
+from shardmill.errors import StorageError
+from shardmill.jobs.config import SparkConfig
+from shardmill.stores import open_store
+from shardmill.stores.local import LocalStore
+from tests.etl.building import ETL, Recorder, digests, tree_for
+from tests.support import build_here, write_images
+
+
+def test_a_task_whose_python_worker_is_killed_is_retried_and_changes_nothing(images: Path):
+    # local[2,4]: two slots, and up to four tries for each task, as on a cluster.
+    tree = tree_for(images, "retried", SparkConfig(master="local[2,4]"))
+    killed: list[int] = []
+    done = threading.Event()
+
+    def kill_one_worker() -> None:
+        while not done.is_set() and not killed:
+            # Wait until a task has published something, so that the attempt is lost half-way.
+            if any((images / "retried" / "shards").rglob("*.parquet")):
+                workers = spark_python_workers()
+                if workers:
+                    os.kill(workers[0], signal.SIGKILL)
+                    killed.append(workers[0])
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill_one_worker)
+    killer.start()
+    try:
+        outcome = build_dataset(tree, run_id="a")
+    finally:
+        done.set()
+        killer.join()
+    assert killed, "no Python worker was seen"
+    here = open_dataset(build_here(str(images / "images"), str(images / "undisturbed"), ETL)).manifest
+    assert digests(outcome) == (here.content_digest, here.layout_digest)
+    verify_dataset(open_dataset(str(images / "retried")), deep=True).raise_if_failed()
+
+
+def spark_python_workers() -> list[int]:
+    """Forked Python workers (children of a `pyspark.daemon`) below this process."""
+    table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in table.splitlines()[1:]]
+    daemons = {pid for pid, _, args in rows if "pyspark.daemon" in args}
+    return [int(pid) for pid, parent, args in rows if "pyspark.daemon" in args and parent in daemons]
+
+
+def test_a_killed_run_keeps_its_finished_units(images: Path):
+    # What a run that was killed leaves: some units published with their records, one record of it damaged.
+    tree = tree_for(images, "resumed")
+    plan = plan_build(tree, run_id="killed")
+    finished = [write_unit(unit, plan.task) for unit in plan.units[:4]]
+    damaged = finished[3].shards[0]
+    (images / "resumed" / damaged.path).unlink()
+    recorder = Recorder()
+    outcome = build_dataset(tree, run_id="again", observer=recorder)
+    assert outcome.num_units_kept == 3
+    assert recorder.events["etl.units_kept"] == {"kept": 3, "missing": outcome.num_units - 3}
+    kept = {shard.path for result in finished[:3] for shard in result.shards}
+    assert kept <= {shard.path for shard in open_dataset(str(images / "resumed")).shards}
+    here = open_dataset(build_here(str(images / "images"), str(images / "fresh"), ETL)).manifest
+    assert digests(outcome) == (here.content_digest, here.layout_digest)
+    assert list(open_store(images / "resumed").list(PENDING)) == []
+
+
+def test_sigkill_of_the_whole_run_leaves_nothing_visible_and_a_rerun_completes(images: Path):
+    root = images / "killed"
+    config = images / "killed.toml"
+    config.write_text(
+        f'[source]\nuri = "{images}/images"\n[dataset]\nuri = "{root}"\n'
+        '[etl]\nimage_size = 16\nencoding = "png"\nunit_min_images = 20\nchunk_bytes = 8000\n'
+        'formats = ["parquet", "tfrecord"]\n[spark]\nmaster = "local[1]"\n'
+    )
+    command = [sys.executable, "etl/job.py", "--config", str(config), "--workdir", str(images / "work")]
+    run = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 240
+        while not any(root.glob(f"{PENDING}/*.json")):
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+    num_finished = len(list(root.glob(f"{PENDING}/*.json")))
+    assert latest_version(open_store(root)) == 0
+    outcome = build_dataset(tree_for(images, "killed"), run_id="again")
+    assert outcome.num_units_kept == num_finished >= 1
+    here = open_dataset(build_here(str(images / "images"), str(images / "whole"), ETL)).manifest
+    assert digests(outcome) == (here.content_digest, here.layout_digest)
+
+
+def test_a_passing_fault_of_the_store_fails_the_run_and_is_forgotten(images: Path, monkeypatch: pytest.MonkeyPatch):
+    plan = plan_build(tree_for(images, "faulty"), run_id="a")
+    read, calls = LocalStore.read, []
+
+    def sometimes(self: LocalStore, path: str) -> bytes:
+        calls.append(path)
+        if path.endswith(".png") and len(calls) == 5:
+            raise StorageError("cannot access it: Input/output error")
+        return read(self, path)
+
+    monkeypatch.setattr(LocalStore, "read", sometimes)
+    with pytest.raises(StorageError, match="Input/output"):
+        write_unit(plan.units[0], plan.task)
+    assert kept_result(plan.store, plan.units[0]) is None
+    assert write_unit(plan.units[0], plan.task).rejections == ()
+
+
+def test_what_passed_once_is_asked_again(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    tree = tree_for(tmp_path, "dataset", etl=ETL.model_copy(update={"max_changed_fraction": 0.5}))
+    plan = plan_build(tree, run_id="a")
+    gone = tmp_path / "images" / "class_1" / "00001.png"
+    data = gone.read_bytes()
+    gone.rename(tmp_path / "elsewhere.png")
+    results = [write_unit(unit, plan.task) for unit in plan.units]
+    (tmp_path / "elsewhere.png").rename(gone)
+    assert gone.read_bytes() == data
+    kept = [kept_result(plan.store, unit) for unit in plan.units]
+    assert kept.count(None) == 1
+    commit_results(plan, results)
+    assert open_dataset(str(tmp_path / "dataset")).manifest.counts.by_reason == {"missing": 1}
+    again = build_dataset(tree, run_id="b")
+    assert not again.skipped and again.published
+    assert again.manifest.version == 2 and again.manifest.counts.rejected == 0
+
+
+def test_a_lost_shard_is_rebuilt_by_the_next_run(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    tree = tree_for(tmp_path, "dataset")
+    build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), ETL)
+    before = open_dataset(str(tmp_path / "dataset"))
+    (tmp_path / "dataset" / before.shards[0].path).unlink()
+    outcome = build_dataset(tree, run_id="again")
+    assert (outcome.skipped, outcome.published, outcome.manifest.version) == (False, True, 2)
+    assert outcome.manifest.content_digest == before.manifest.content_digest
+    verify_dataset(open_dataset(str(tmp_path / "dataset")), deep=True).raise_if_failed()
+
+
+def test_a_full_scratch_disk_names_the_path_and_the_bytes(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=40)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.programs.build_on_a_full_disk", str(tmp_path)], capture_output=True, text=True
+    )
+    assert re.search(r"no room to write /.*\.parquet \(\d+ bytes\)", done.stdout), done.stderr

@@ -1,0 +1,61 @@
+"""A driver as a process of its own, and what is left of it and its ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardmill.jobs.scratch import PREFIX
+from shardmill.values import DatasetPin
+
+ROOT = Path(__file__).parents[2]
+WORKERS = "tests.train.launch_workers"
+PIN = DatasetPin("/nowhere", 1, "0" * 64)
+MARK = "SHARDMILL_TEST_MARK"
+
+
+@dataclass
+class Driver:
+    """A launched driver, and what is left of its processes."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    temporary: Path | None = None
+    lines: list[str] = field(default_factory=list)
+
+    def wait_for_step(self) -> None:
+        while not (line := self.process.stdout.readline()).startswith("step"):
+            assert line, self.process.stderr.read()
+        # So that finding none later means something.
+        assert self.processes_left()
+
+    def outcome(self) -> dict:
+        stdout, stderr = self.process.communicate(timeout=180)
+        assert stdout.strip(), stderr
+        return json.loads(stdout.splitlines()[-1])
+
+    def processes_left(self) -> list[str]:
+        """Command lines of live processes that inherited the mark."""
+        left = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes() and int(folder.name) != self.process.pid:
+                    left.append((folder / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue
+        return left
+
+    def assert_no_file_left(self) -> None:
+        """Of the ranks: what a driver that is no command leaves goes with its command's own folder."""
+        assert self.temporary is not None
+        assert not list(self.temporary.rglob("__autograph_generated_file*"))
+        assert not list(self.temporary.glob(f"{PREFIX}*"))
+
+    def assert_nothing_left(self, within_seconds: float) -> None:
+        deadline = time.monotonic() + within_seconds
+        while (left := self.processes_left()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left

@@ -1,0 +1,105 @@
+"""Which of several faults was the cause, and what is reported of it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from shardmill.errors import IntegrityError
+from shardmill.values import Cursor
+from train.launching.faults import FaultKind, RankFault, error_of, failure_of, merged, root_cause
+
+ECHO = RuntimeError("HorovodInternalError: [gloo/transport/tcp/pair.cc:598] Connection closed by peer")
+
+
+def fault(kind: FaultKind, rank: int, seen_seconds: float, error: Exception | None = None, **more) -> RankFault:
+    failure = failure_of(error) if error is not None else None
+    return RankFault(kind, rank, "host a, pid 1", seen_seconds, failure=failure, **more)
+
+
+@pytest.mark.parametrize(
+    ("faults", "rank"),
+    [
+        pytest.param(
+            [fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO), fault(FaultKind.KILLED, 1, 1.1)], 1, id="killed after its echo"
+        ),
+        pytest.param(
+            [fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO), fault(FaultKind.FAILED, 2, 1.2, ValueError("x"))],
+            2,
+            id="own error after its echo",
+        ),
+        pytest.param(
+            [fault(FaultKind.FAILED, 2, 1.2, ValueError("x")), fault(FaultKind.FAILED, 1, 1.1, ValueError("y"))],
+            1,
+            id="the first of two own errors",
+        ),
+        pytest.param(
+            [fault(FaultKind.LAUNCHER, -1, 1.0), fault(FaultKind.KILLED, 1, 2.0)], 1, id="the launcher knows less"
+        ),
+        pytest.param(
+            [fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO), fault(FaultKind.LAUNCHER, -1, 1.5)],
+            -1,
+            id="but more than an echo",
+        ),
+        pytest.param(
+            [
+                fault(
+                    FaultKind.KILLED,
+                    0,
+                    1.0,
+                    returncode=-signal.SIGABRT,
+                    output_tail="terminate called after throwing an instance of 'gloo::IoException'",
+                ),
+                fault(FaultKind.KILLED, 1, 1.1, returncode=-signal.SIGKILL),
+            ],
+            1,
+            id="a survivor that Gloo aborted",
+        ),
+        pytest.param(
+            [fault(FaultKind.COLLECTIVE, 1, 1.1, ECHO), fault(FaultKind.COLLECTIVE, 0, 1.0, ECHO)], 0, id="echoes alone"
+        ),
+    ],
+)
+def test_the_cause_is_chosen(faults, rank):
+    assert root_cause(faults).rank == rank
+    assert root_cause(reversed(faults)).rank == rank
+
+
+def test_two_sights_of_one_end_become_one():
+    lost = fault(FaultKind.KILLED, 1, 1.0, last_step=Cursor(2, 7))
+    seen = fault(FaultKind.KILLED, 1, 1.3, returncode=-signal.SIGSEGV)
+    assert "was killed by SIGSEGV after step 7 of epoch 2" in str(error_of(merged(lost, seen)))
+    told = fault(FaultKind.FAILED, 1, 1.4, ValueError("boom"))
+    both = merged(merged(lost, seen), told)
+    assert both.seen_seconds == 1.0
+    assert "ValueError: boom" in str(error_of(both))
+
+
+def test_an_error_of_ours_keeps_its_class_and_parts():
+    found = IntegrityError("shard a is short", "expected 10 bytes", "run verify")
+    error = error_of(fault(FaultKind.FAILED, 3, 1.0, found))
+    assert isinstance(error, IntegrityError)
+    assert str(error) == "shard a is short (rank 3, host a, pid 1); expected 10 bytes; run verify"
+
+
+def test_a_traceback_is_a_note_and_the_line_names_its_place():
+    try:
+        raise ValueError("boom\nin two lines")
+    except ValueError as error:
+        told = error_of(fault(FaultKind.FAILED, 0, 1.0, error))
+    assert "\n" not in str(told)
+    assert "ValueError: boom in two lines (" in str(told) and "test_faults.py:" in str(told)
+    assert "Traceback (most recent call last)" in told.__notes__[0]
+
+
+def test_what_horovod_says_of_another_rank_is_an_echo_however_it_is_wrapped():
+    assert failure_of(ECHO).collective
+    try:
+        try:
+            raise ECHO
+        except RuntimeError as inner:
+            raise ValueError("step failed") from inner
+    except ValueError as outer:
+        assert failure_of(outer).collective
+    assert not failure_of(ValueError("connection to the database refused")).collective

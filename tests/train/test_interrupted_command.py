@@ -1,0 +1,88 @@
+"""A training as a command that a signal ends: its ranks end too, and it says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.train.driver_process import MARK, ROOT, Driver
+
+COMMANDS = {
+    "job.py": (sys.executable, str(ROOT / "train/job.py"), "--config"),
+    "shardmill": (str(Path(sys.executable).with_name("shardmill")), "train"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "launcher", "number", "kill"),
+    [
+        ("job.py", "local", signal.SIGTERM, os.kill),
+        ("shardmill", "local", signal.SIGINT, os.killpg),
+        # Spark's JVM, a member of the group, dies first; what then fails in our clean-up is not why we end.
+        ("shardmill", "horovod_spark", signal.SIGTERM, os.killpg),
+        *(
+            pytest.param(command, "horovod_spark", number, kill, marks=pytest.mark.drill)
+            for command, number, kill in (
+                ("job.py", signal.SIGTERM, os.killpg),
+                ("job.py", signal.SIGTERM, os.kill),
+                ("job.py", signal.SIGINT, os.killpg),
+                ("shardmill", signal.SIGTERM, os.kill),
+                ("shardmill", signal.SIGINT, os.killpg),
+            )
+        ),
+    ],
+)
+def test_interrupted_command_ends_its_ranks_and_says_so(tmp_path, dataset, command, launcher, number, kill):
+    file, mark = tmp_path / "config.toml", f"mark-{uuid.uuid4()}"
+    file.write_text(
+        f"""
+        dataset.uri = "{dataset.uri}"
+        models.uri = "{tmp_path / "models"}"
+        spark.master = "local[2]"
+        [train]
+        launcher = "{launcher}"
+        strategy = "horovod"
+        num_workers = 2
+        epochs = 100_000
+        global_batch_size = 24
+        num_streams = 6
+        record_samples = true
+        """
+    )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [*COMMANDS[command], str(file), "--workdir", str(tmp_path / "work"), "--run-id", "run"],
+        cwd=tmp_path,
+        env={**os.environ, MARK: mark, "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    driver, steps = Driver(process, mark), tmp_path / "work/runs/run/steps.jsonl"
+    try:
+        while not (steps.exists() and steps.stat().st_size):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        assert len(driver.processes_left()) >= 2
+        kill(process.pid, number)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, errors
+    assert errors.rstrip().splitlines()[-1].startswith(f"ERROR {128 + number}: "), errors
+    assert "Traceback" not in errors
+    summary = json.loads((tmp_path / "work/runs/run/summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("failed", 128 + number)
+    driver.assert_nothing_left(within_seconds=3)
+    # Of TensorFlow and of Spark: `spark-*`, `blockmgr-*`, compiled functions.
+    assert not list(temporary.iterdir())
