@@ -22,7 +22,7 @@ class SourceConfig(Section):
     uri: str = ""
     """Root of the source images: a local folder or `s3://bucket/prefix`."""
     kind: Annotated[str, OneOf(SOURCES)] = "folders"
-    """`folders`: one folder per class, optionally inside `train/`, `val/`, `test/`."""
+    """How the images are laid out, and how they are listed."""
     label_level: int = Field(default=0, ge=0, le=32)
     """Which level of folders (below a split folder) names the class; 0: the first one, and no other could be meant."""
     follow_symlinks: bool = False
@@ -43,7 +43,7 @@ class EtlConfig(NormalizeOptions):
     engine: Annotated[str, OneOf(ENGINES)] = "spark"
     """What runs the work units."""
     formats: tuple[Annotated[str, OneOf(SHARD_FORMATS)], ...] = ("parquet",)
-    """Shard formats to write: `parquet`, `tfrecord`, or both."""
+    """Shard formats to write, one or several."""
     split_fractions: SplitFractions = SplitFractions()
     """Used where the source has no split folders."""
     max_reject_fraction: float = Field(default=0.05, ge=0, le=1)

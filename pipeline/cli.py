@@ -12,13 +12,12 @@ import typer
 from pipeline.cli_options import Common, with_common
 from pipeline.config import (
     PipelineTree,
-    commented_toml,
     existing_path,
     load_pipeline,
     require,
-    to_toml,
     without_secrets,
 )
+from pipeline.config_file import commented_toml, to_toml
 from pipeline.ending import run_app
 from pipeline.printing import flat_rows, plain, print_result, stage_rows, summary_rows, verify_document, verify_rows
 from shardmill.errors import IntegrityError, UsageError
@@ -222,7 +221,7 @@ def init(
     """Write a commented config file to start from."""
     try:
         with open(file, "x", encoding="utf-8") as target:
-            target.write(commented_toml())
+            target.write(commented_toml(PipelineTree()))
     except FileExistsError:
         raise UsageError(f"{file} exists already", "expected a new name", "shardmill init OTHER.toml") from None
     except OSError as error:
@@ -239,7 +238,9 @@ def config_show(
 ) -> None:
     """Print the resolved config with every default, as TOML."""
     tree = without_secrets(load_pipeline(source_or_config or None, common.overrides, common.workdir))
-    sys.stdout.write(json.dumps(tree.model_dump(mode="json"), indent=2) + "\n" if common.json else to_toml(tree))
+    sys.stdout.write(
+        json.dumps(tree.model_dump(mode="json"), indent=2) + "\n" if common.json else to_toml(tree, with_choices=True)
+    )
 
 
 def main() -> None:

@@ -1,30 +1,19 @@
-"""The whole config tree, from a TOML file or from nothing but a folder of images; and back to TOML for people."""
+"""The whole config tree, from a TOML file or from nothing but a folder of images."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import os
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
-
-from pydantic import BaseModel
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkConfig, load_tree
 from shardmill.jobs.redact import redacted
 from shardmill.options import Section
-from shardmill.registry import OneOf
 from train.config import GateConfig, TrainConfig, TrainTree
 
 DEFAULT_WORKDIR = "./shardmill-work"
-
-
-# Without a default; `models.uri` falls back to `<workdir>/models`.
-REQUIRED_KEYS = (("source", "uri"), ("dataset", "uri"))
 
 
 class PipelineTree(Section):
@@ -133,68 +122,6 @@ def require(tree: PipelineTree, *sections: str) -> None:
             )
 
 
-def to_toml(tree: Section) -> str:
-    """The tree with every default, as a TOML file that gives the same tree again."""
-    return "\n".join(_toml_lines(tree, (), commented=False)).strip() + "\n"
-
-
 def without_secrets(tree: PipelineTree) -> PipelineTree:
     """The tree as it may be written down. Secrets belong into the environment; one that is here stays in no record."""
     return PipelineTree.model_validate(redacted(tree.model_dump()))
-
-
-def commented_toml() -> str:
-    """A config file to start from: each key with what it means, and commented out where the default will do."""
-    head = (
-        "# shardmill: every key with its meaning and its default. Uncomment what you change.\n"
-        "# `source.uri` and `dataset.uri` must be set; `models.uri` is `models` in the work directory unless set.\n"
-        "# `shardmill run FILE` runs the whole pipeline; `shardmill config show FILE` prints what it resolves to.\n"
-    )
-    return head + "\n".join(_toml_lines(PipelineTree(), (), commented=True)).rstrip() + "\n"
-
-
-def _toml_lines(section: BaseModel, path: tuple[str, ...], *, commented: bool) -> Iterator[str]:
-    if path:
-        yield ""
-        if commented:
-            yield from _comment(type(section).__doc__ or "")
-        yield f"[{'.'.join(path)}]"
-    fields = type(section).model_fields
-    inner = [name for name in fields if isinstance(getattr(section, name), BaseModel)]
-    for name, field in fields.items():
-        if name in inner:
-            continue
-        if commented:
-            choices = ", ".join(dict.fromkeys(_choices(field.annotation, *field.metadata)))
-            yield from _comment(field.description or "", f" One of: {choices}." if choices else "")
-        mark = "# " if commented and (*path, name) not in REQUIRED_KEYS else ""
-        yield f"{mark}{name} = {_toml_value(getattr(section, name))}"
-    for name in inner:
-        yield from _toml_lines(getattr(section, name), (*path, name), commented=commented)
-
-
-def _choices(*annotations: Any) -> Iterator[str]:
-    """The names that a field takes, if it takes no others: those of a `Literal` or of a registry."""
-    for annotation in annotations:
-        if isinstance(annotation, OneOf):
-            yield from annotation.choices
-        elif isinstance(annotation, str):
-            yield annotation
-        else:
-            yield from _choices(*get_args(annotation), *getattr(annotation, "__metadata__", ()))
-
-
-def _comment(text: str, choices: str = "") -> Iterator[str]:
-    for line in textwrap.wrap(" ".join(text.split()) + choices, width=116):
-        yield f"# {line}"
-
-
-def _toml_value(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, float):
-        return repr(value)
-    # Strings, integers and booleans are written alike in JSON and TOML, but for DEL, which TOML wants escaped.
-    return json.dumps(value).replace("\x7f", "\\u007f")

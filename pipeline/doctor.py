@@ -1,4 +1,4 @@
-"""`shardmill doctor`: what would stop a run on this machine, found before it starts, each with its fix."""
+"""`shardmill doctor`: what would stop a run on this machine, found before the run starts, each with its fix."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Literal
 
+from pipeline.choices import Chosen, chosen_entries, registries
 from pipeline.config import PipelineTree
 from pipeline.preflight import Check, checks, listing_facts
 from shardmill.errors import ShardmillError
-from shardmill.registry import install_hint
+from shardmill.registry import Entry, install_hint
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -25,7 +26,7 @@ JAVA_VERSIONS = (17, 21)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     status: Status
     subject: str
@@ -34,37 +35,48 @@ class Finding:
 
 
 def examine(tree: PipelineTree, workdir: str) -> list[Finding]:
-    """Look at everything that a run with this config would need. Writes one small file to each store and removes it."""
+    """Check everything that a run with this config would need. Writes one small file to each store and removes it."""
+    chosen = list(chosen_entries(tree))
     return [
         Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}"),
-        *_packages(tree),
+        *map(_entry, chosen),
+        *_packages(chosen),
         _java(),
         _compiler(),
         *_preflight(tree, workdir),
         _slots(tree),
+        *_window_memory(tree),
     ]
 
 
-def _packages(tree: PipelineTree) -> Iterator[Finding]:
-    uses_s3 = any(uri.startswith("s3://") for uri in (tree.source.uri, tree.dataset.uri, tree.models.uri))
-    # Importable name, extra that brings it, what it is for, and whether this config needs it.
-    packages = (
-        ("pyspark", "spark", "etl.engine = spark, launcher horovod_spark", True),
-        ("pandas", "spark", "Spark, which asks for it wherever Arrow carries rows into Python", True),
-        ("tensorflow", "tensorflow", "training", True),
-        ("keras", "tensorflow", "training", True),
-        ("horovod", "horovod", "strategy horovod", tree.train.strategy == "horovod"),
-        ("s3fs", "s3", "s3:// URIs", uses_s3),
-    )
+def _entry(chosen: Chosen) -> Finding:
+    """Whether a chosen registry entry has the packages that it needs."""
+    entry = chosen.entry
+    if missing := entry.missing_packages():
+        found = f"{chosen.name} ({entry.help}) needs {', '.join(missing)}, which is not installed"
+        return Finding("fail", chosen.key, found, install_hint(entry.extra))
+    return Finding("ok", chosen.key, f"{chosen.name}: {entry.help}")
+
+
+def _packages(chosen: list[Chosen]) -> Iterator[Finding]:
+    """The versions of all packages that registry entries name; the missing ones that only other choices would need."""
+    users: dict[str, list[tuple[str, Entry]]] = {}
+    for registry in registries():
+        for name, entry in registry.entries.items():
+            for package in entry.packages:
+                users.setdefault(package, []).append((f"{registry.key} = {name}", entry))
+    needed = {package for each in chosen for package in each.entry.packages}
     # One name may come from several distributions: `tensorflow` is in `tensorflow-cpu`, too.
     distributions = metadata.packages_distributions()
-    for package, extra, purpose, is_needed in packages:
+    for package, uses in users.items():
         if find_spec(package) is not None:
             versions = {f"{name} {metadata.version(name)}" for name in distributions.get(package, ())}
             yield Finding("ok", package, ", ".join(sorted(versions)) or "installed")
-        else:
-            status: Status = "fail" if is_needed else "warn"
-            yield Finding(status, package, f"not installed; it is for {purpose}", install_hint(extra))
+        elif package not in needed:
+            # The entry with the fewest extras: `horovod` alone, not `spark,horovod`.
+            extra = min((entry.extra for _, entry in uses), key=len)
+            found = f"not installed; needed only by {', '.join(use for use, _ in uses)}"
+            yield Finding("warn", package, found, install_hint(extra))
 
 
 def _java() -> Finding:
@@ -125,3 +137,26 @@ def _slots(tree: PipelineTree) -> Finding:
         found = f"train.num_workers = {needed} on {cores} cores: ranks will share them"
         return Finding("warn", "slots", found, "fewer workers, or a cluster")
     return Finding("ok", "slots", f"{needed} rank(s) by launcher {tree.train.launcher}, {cores} cores here")
+
+
+def _window_memory(tree: PipelineTree) -> Iterator[Finding]:
+    """What the shuffle windows of one rank need on the committed dataset, if there is one."""
+    from shardmill.dataset import open_dataset
+    from shardmill.dataset.dataset import split_version
+    from shardmill.dataset.versions import latest_version
+    from shardmill.stores import open_store
+    from train.preflight import check_trainable, window_memory
+
+    subject = "train.window_budget_bytes"
+    try:
+        if not tree.dataset.uri or not latest_version(open_store(split_version(tree.dataset.uri)[0])):
+            return
+        dataset = open_dataset(tree.dataset.uri)
+        check_trainable(tree.train, dataset)
+        memory = window_memory(tree.train, dataset)
+    except ShardmillError as error:
+        # No failure: the ETL of a run with this config may commit another version first.
+        yield Finding("warn", subject, f"the committed dataset as it is: {error.what}; {error.expected}", error.fix)
+        return
+    found = f"{memory.bytes_per_rank:,} of {memory.budget_bytes:,} bytes on each rank for {dataset.pin.uri}"
+    yield Finding("ok", subject, f"{found}@{dataset.pin.version}")

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from pipeline.config import PipelineTree
 from shardmill.dataset.dataset import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.observer import FieldValue, Observer
-from shardmill.registry import Registry, install_hint
+from shardmill.registry import install_hint
 from shardmill.stores import open_store
 
 
@@ -35,7 +34,7 @@ def checks(tree: PipelineTree, workdir: str) -> list[Check]:
         Check("models.uri", lambda: look_at_place(tree.models.uri)),
         Check("etl", lambda: _look_at_etl(tree)),
         Check("train.model", lambda: _look_at_model(tree)),
-        Check("train.launcher", lambda: _look_at_launch(tree)),
+        Check("train.num_workers", lambda: _look_at_launch(tree)),
     ]
 
 
@@ -128,11 +127,11 @@ def listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:
 
 def _look_at_etl(tree: PipelineTree) -> str:
     from etl.engines import ENGINES
+    from etl.sources import SOURCES
     from shardmill.formats import SHARD_FORMATS
 
-    _require_packages(ENGINES, tree.etl.engine)
-    for name in tree.etl.formats:
-        _require_packages(SHARD_FORMATS, name)
+    # Loading an entry checks its packages, and finds a user's own object.
+    _ = SOURCES[tree.source.kind], ENGINES[tree.etl.engine], [SHARD_FORMATS[name] for name in tree.etl.formats]
     return f"{tree.etl.engine}, {tree.etl.image_size} pixels, {', '.join(tree.etl.formats)}"
 
 
@@ -148,11 +147,10 @@ def _look_at_model(tree: PipelineTree) -> str:
 def _look_at_launch(tree: PipelineTree) -> str:
     from shardmill.jobs.spark import is_under_spark_submit
     from train.launching import LAUNCHERS
-    from train.strategies import STRATEGIES, find_strategy
+    from train.strategies import find_strategy
 
     train = tree.train
-    _require_packages(STRATEGIES, train.strategy)
-    _require_packages(LAUNCHERS, train.launcher)
+    _ = LAUNCHERS[train.launcher]
     find_strategy(train.strategy, train.num_workers)
     if train.launcher == "inline":
         from train.launching.inline import check_one_rank
@@ -163,11 +161,3 @@ def _look_at_launch(tree: PipelineTree) -> str:
 
         check_slots(train.num_workers, tree.spark.master, tree.spark.train.conf)
     return f"{train.num_workers} rank(s) by {train.launcher}, strategy {train.strategy}"
-
-
-def _require_packages(registry: Registry[Any], name: str) -> None:
-    entry = registry.entries[name]
-    if missing := entry.missing_packages():
-        raise UsageError(
-            f"{registry.key} = {name!r} needs {', '.join(missing)}", "which is not installed", install_hint(entry.extra)
-        )

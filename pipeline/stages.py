@@ -8,7 +8,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import PipelineTree, load_pipeline, to_toml, without_secrets
+from pipeline.config import PipelineTree, load_pipeline, without_secrets
+from pipeline.config_file import to_toml
 from pipeline.preflight import TrainableListing
 from pipeline.progress import RunProgress
 from pipeline.record import RunRecord

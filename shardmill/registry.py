@@ -1,7 +1,8 @@
-"""Extension points: a registry names its entries as `module:object` and loads one when it is first asked for.
+"""Extension points: a registry names its entries as `module:object` and loads each on first use.
 
-A new format, source, engine, store, strategy, launcher or model is one file and one `Entry`. Config fields take their
-choices from the registry (`OneOf`), and the command line, `init`, `doctor` and the shared tests read the same entries.
+A new format, source, engine, store, strategy, launcher or model is one file and one `Entry` (docs/extending.md). Config
+fields take their choices from the registry (`OneOf`); `init`, `config show`, `doctor` and the shared tests read the
+same entries.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -30,9 +33,9 @@ class Entry:
     help: str
     """One line for people: `init`, `doctor` and error messages show it."""
     extra: str = ""
-    """The extra of this package that brings what the entry imports; empty if the base has it."""
+    """The extra of this package that installs `packages`; empty if the base installation has them."""
     packages: tuple[str, ...] = ()
-    """Importable names that must be there before the entry can work."""
+    """Importable names that must be installed before the entry can work."""
 
     def missing_packages(self) -> tuple[str, ...]:
         """Those of `packages` that are not installed; nothing is imported to find out."""
@@ -42,7 +45,9 @@ class Entry:
 class Registry(Mapping[str, Value], Generic[Value]):
     """Name -> entry, loaded on first use. Iterating gives the built-in names; `key` is the config key that takes them.
 
-    If `takes_own` is set, a user's own object is named `package.module:object` wherever a built-in name may stand.
+    If `takes_own` is set, a user's own object `package.module:object` is accepted wherever a built-in name is. A
+    registry whose names are stored in datasets does not set it: opening a dataset must not import what its manifest
+    names.
     """
 
     def __init__(self, key: str, entries: dict[str, Entry], *, takes_own: bool = False) -> None:
@@ -64,22 +69,36 @@ class Registry(Mapping[str, Value], Generic[Value]):
         """The entry's object. Raises UsageError for an unknown name, or if a package that it needs is missing."""
         entry = self.entries.get(name)
         if entry is not None and entry in self._loaded:
-            # Readers ask once an image.
+            # Readers look an encoding up once per image.
             return self._loaded[entry]
-        if entry is None:
-            if self.is_own(name):
-                return load_object(name)
-            raise UsageError(f"{self.key} = {name!r}", self.problem_with(name))
+        entry = self.usable(name)
+        if self.is_own(name) and os.getcwd() not in sys.path:
+            # Last, so that a user's `train.py` does not hide our package; kept, so that ranks inherit it (python_path).
+            sys.path.append(os.getcwd())
+        self._loaded[entry] = load_object(entry.target)
+        return self._loaded[entry]
+
+    def entry(self, name: str) -> Entry:
+        """The entry of a built-in name, or one for a user's own object. Raises UsageError for an unknown name."""
+        if name in self.entries:
+            return self.entries[name]
+        problem = self.problem_with(name)
+        if problem:
+            raise UsageError(f"{self.key} = {name!r}", problem)
+        return Entry(name, "your own")
+
+    def usable(self, name: str) -> Entry:
+        """The entry, after checking that the packages it needs are installed; loads nothing. Raises UsageError."""
+        entry = self.entry(name)
         missing = entry.missing_packages()
         if missing:
             raise UsageError(
                 f"{self.key} = {name!r} needs {', '.join(missing)}", "which is not installed", install_hint(entry.extra)
             )
-        self._loaded[entry] = load_object(entry.target)
-        return self._loaded[entry]
+        return entry
 
     def is_own(self, name: str) -> bool:
-        """Whether `name` is the user's own `package.module:object`."""
+        """Whether `name` is a user's own `package.module:object`."""
         return self.takes_own and name not in self.entries and ":" in name
 
     def problem_with(self, name: str) -> str:
@@ -100,9 +119,12 @@ class OneOf:
     """Further choices that stand for a rule instead of an entry, such as `auto`."""
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """Every name that may be given, beside a user's own."""
-        return (*self.also, *self.registry)
+    def choices(self) -> dict[str, str]:
+        """Every name that may be given, with its line of help."""
+        rules = dict.fromkeys(self.also, "chosen by shardmill")
+        entries = {name: entry.help for name, entry in self.registry.entries.items()}
+        own = {"package.module:object": "your own"} if self.registry.takes_own else {}
+        return rules | entries | own
 
     def check(self, name: str) -> str:
         """`name` itself. Raises ValueError, as pydantic's validators do, if it is not among the choices."""
@@ -116,12 +138,13 @@ class OneOf:
 
 
 def load_object(target: str) -> Any:
-    """The object that `package.module:object` names. Raises UsageError if there is none."""
+    """The object that `package.module:object` names. Raises UsageError if there is none, or its module fails."""
     module_name, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{target!r} cannot be loaded: {error}", "expected package.module:object") from error
+    except Exception as error:  # a user's module may raise anything while it is imported
+        reason = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"{target!r} cannot be loaded: {reason}", "expected package.module:object") from error
 
 
 def install_hint(extra: str) -> str:

@@ -26,9 +26,9 @@ class TrainConfig(Section):
     num_workers: int = Field(default=1, ge=1)
     """Ranks: training processes."""
     strategy: Annotated[str, OneOf(STRATEGIES)] = "single"
-    """How ranks combine gradients: `single` or `horovod`."""
+    """How ranks combine gradients."""
     launcher: Annotated[str, OneOf(LAUNCHERS)] = "inline"
-    """How ranks start: `inline` (this process), `local` (processes here), `horovod_spark` (Spark executors)."""
+    """How ranks start."""
     format: Annotated[str, OneOf(SHARD_FORMATS, also=("auto",))] = "auto"
     """Which of the dataset's formats to read; `auto` takes Parquet where there is a choice."""
     seed: int = Field(default=0, ge=0, lt=2**32)

@@ -26,4 +26,5 @@ ENGINES: Registry[Engine] = Registry(
             packages=("pyspark", "pandas"),
         )
     },
+    takes_own=True,
 )

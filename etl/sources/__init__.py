@@ -18,4 +18,5 @@ SOURCES: Registry[Callable[[SourceConfig, int], Listing]] = Registry(
             "etl.sources.folders:list_folders", "one folder per class, optionally inside train/, val/, test/"
         )
     },
+    takes_own=True,
 )

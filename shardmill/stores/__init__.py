@@ -25,8 +25,13 @@ def open_store(uri: str | Path) -> Store:
     Nothing is read or created yet.
     """
     text = str(uri)
-    scheme = text.split("://", 1)[0] if "://" in text else "file"
+    scheme = scheme_of(text)
     problem = STORES.problem_with(scheme)
     if problem:
         raise UsageError(f"no storage for {scheme}:// (given {text!r})", f"{problem}; a local path needs no scheme")
     return STORES[scheme](text)
+
+
+def scheme_of(uri: str) -> str:
+    """The name in `STORES` that a URI asks for; a plain path is `file`."""
+    return uri.split("://", 1)[0] if "://" in uri else "file"

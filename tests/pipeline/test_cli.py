@@ -257,7 +257,7 @@ def test_doctor_finds_what_would_fail(tmp_path: Path):
 def test_an_unexpected_error_is_one_line_too(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.chdir(tmp_path)

@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import (
-    PipelineTree,
-    commented_toml,
-    load_for_dataset,
-    load_pipeline,
-    require,
-    to_toml,
-    without_secrets,
-)
+from pipeline.config import PipelineTree, load_for_dataset, load_pipeline, require, without_secrets
+from pipeline.config_file import commented_toml, to_toml
 from shardmill.errors import UsageError
 from tests.canaries import PLAIN_SETTINGS, SECRET_SETTINGS, toml_table
 from tests.support import make_dataset
@@ -37,7 +30,7 @@ def test_shown_config_gives_the_same_tree_again(tmp_path: Path):
 
 
 def test_init_file_means_all_defaults_and_explains_every_key():
-    text = commented_toml()
+    text = commented_toml(PipelineTree())
     assert PipelineTree.model_validate(tomllib.loads(text)) == PipelineTree()
     uncommented = "\n".join(
         line.removeprefix("# ") if " = " in line.split("`")[0] else line for line in text.splitlines()
@@ -57,7 +50,7 @@ def test_a_folder_needs_no_config(tmp_path: Path):
     assert tree.models.uri == str(tmp_path / "work" / "models")
     # The sections' own defaults, which `init` writes down, are the only ones.
     file = tmp_path / "c.toml"
-    file.write_text(commented_toml())
+    file.write_text(commented_toml(PipelineTree()))
     written = load_pipeline(str(file), (), str(tmp_path / "work"))
     assert (written.etl, written.train, written.spark, written.gate) == (tree.etl, tree.train, tree.spark, tree.gate)
 

@@ -41,4 +41,5 @@ LAUNCHERS: Registry[Launcher] = Registry(
             packages=("pyspark", "horovod"),
         ),
     },
+    takes_own=True,
 )

@@ -21,6 +21,7 @@ STRATEGIES: Registry[Strategy] = Registry(
             packages=("horovod",),
         ),
     },
+    takes_own=True,
 )
 
 

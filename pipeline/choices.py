@@ -1,0 +1,76 @@
+"""Which config keys take their choices from a registry, and which entries a config chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from pipeline.config import PipelineTree
+from shardmill.registry import Entry, OneOf, Registry
+from shardmill.stores import STORES, scheme_of
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """One entry that a config chooses."""
+
+    key: str
+    """The config key, such as `etl.formats`."""
+    name: str
+    registry: Registry[Any]
+
+    @property
+    def entry(self) -> Entry:
+        return self.registry.entry(self.name)
+
+
+def choices_of(*annotations: Any) -> OneOf | None:
+    """The choices of a config field, given its annotation and metadata; also those of each item of a tuple."""
+    for annotation in annotations:
+        if isinstance(annotation, OneOf):
+            return annotation
+        inner = choices_of(*get_args(annotation), *getattr(annotation, "__metadata__", ()))
+        if inner is not None:
+            return inner
+    return None
+
+
+def registry_keys(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, OneOf]]:
+    """Every config key below `section` whose choices are a registry's names."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from registry_keys(kind, f"{path}{name}.")
+        elif one_of := choices_of(kind, *field.metadata):
+            yield f"{path}{name}", one_of
+
+
+def registries() -> list[Registry[Any]]:
+    """Every registry that a config chooses from, in the order of the config file."""
+    of_keys = (one_of.registry for _, one_of in registry_keys(PipelineTree))
+    return list({id(registry): registry for registry in (*of_keys, STORES)}.values())
+
+
+def chosen_entries(tree: PipelineTree) -> Iterator[Chosen]:
+    """Every registry entry that this config chooses: by name, or by the scheme of a URI."""
+    for key, one_of in registry_keys(type(tree)):
+        value = value_at(tree, key)
+        for name in value if isinstance(value, tuple) else (value,):
+            if name not in one_of.also:
+                yield Chosen(key, name, one_of.registry)
+    uris = (tree.source.uri, tree.dataset.uri, tree.models.uri)
+    for scheme in dict.fromkeys(scheme_of(uri) for uri in uris if uri):
+        # An unknown scheme is what the preflight refuses, with the key that names it.
+        if scheme in STORES:
+            yield Chosen("storage", scheme, STORES)
+
+
+def value_at(tree: BaseModel, key: str) -> Any:
+    """The value of a dotted config key."""
+    value: Any = tree
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,109 @@
+"""The config tree as a TOML file: resolved, as `config show` prints it, or commented, as `init` writes it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from pipeline.choices import choices_of
+
+if TYPE_CHECKING:
+    from tomlkit.container import Container
+    from tomlkit.items import Item, Table
+
+# Keys without a usable default; `models.uri` falls back to `<workdir>/models`.
+REQUIRED_KEYS = ("source.uri", "dataset.uri")
+COMMENT_WIDTH = 116
+
+Comments = Literal["none", "choices", "all"]
+
+
+def to_toml(tree: BaseModel, *, with_choices: bool = False) -> str:
+    """The tree with every default, as TOML that gives the same tree again; `with_choices` adds each key's choices."""
+    import tomlkit
+
+    document = tomlkit.document()
+    _fill(document, tree, "", "choices" if with_choices else "none")
+    return document.as_string().strip() + "\n"
+
+
+def commented_toml(tree: BaseModel) -> str:
+    """A config file to start from: each key with its meaning, and commented out if the default will do."""
+    import tomlkit
+
+    document = tomlkit.document()
+    for line in (
+        "shardmill: every key with its meaning and its default. Uncomment what you change.",
+        "`source.uri` and `dataset.uri` must be set; `models.uri` is `models` in the work directory unless set.",
+        "`shardmill run FILE` runs the whole pipeline; `shardmill config show FILE` prints what it resolves to.",
+    ):
+        document.add(tomlkit.comment(line))
+    _fill(document, tree, "", "all")
+    return document.as_string().strip() + "\n"
+
+
+def _fill(target: Container | Table, section: BaseModel, path: str, comments: Comments) -> None:
+    """Add the keys of `section`, then its inner sections as tables of their own."""
+    import tomlkit
+
+    fields = type(section).model_fields
+    inner = {name: getattr(section, name) for name in fields if isinstance(getattr(section, name), BaseModel)}
+    for name, field in fields.items():
+        if name in inner:
+            continue
+        for line in _comment_lines(field.description or "", comments, field.annotation, *field.metadata):
+            target.add(tomlkit.comment(line))
+        item = _item(getattr(section, name))
+        if comments == "all" and f"{path}{name}" not in REQUIRED_KEYS:
+            target.add(tomlkit.comment(f"{name} = {item.as_string()}"))
+        else:
+            target.add(name, item)
+    for name, below in inner.items():
+        table = tomlkit.table()
+        if comments == "all":
+            table.comment(" ".join((type(below).__doc__ or "").split()))
+        _fill(table, below, f"{path}{name}.", comments)
+        target.add(name, table)
+
+
+def _item(value: Any) -> Item:
+    import tomlkit
+
+    if isinstance(value, dict):
+        # A table of its own would end the section in whose middle it stands.
+        table = tomlkit.inline_table()
+        table.update(value)
+        return table
+    return tomlkit.item(list(value) if isinstance(value, tuple) else value)
+
+
+def _comment_lines(description: str, comments: Comments, *annotations: Any) -> Iterator[str]:
+    """The key's meaning, and its choices: a `Literal`'s in one line, a registry's with a line of help each."""
+    if comments == "none":
+        return
+    meaning = description if comments == "all" else ""
+    one_of = choices_of(*annotations)
+    names = [] if one_of else list(dict.fromkeys(_literals(*annotations)))
+    if names:
+        meaning += f" One of: {', '.join(names)}."
+    elif one_of:
+        meaning += " One of:"
+    yield from _wrapped(meaning)
+    if one_of:
+        width = max(map(len, one_of.choices))
+        yield from (f"  {name:{width}}  {help}" for name, help in one_of.choices.items())
+
+
+def _literals(*annotations: Any) -> Iterator[str]:
+    for annotation in annotations:
+        if get_origin(annotation) is Literal:
+            yield from get_args(annotation)
+        else:
+            yield from _literals(*get_args(annotation))
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), width=COMMENT_WIDTH)
