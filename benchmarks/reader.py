@@ -15,7 +15,7 @@ from etl.plan import plan_build
 from etl.write_unit import write_unit
 from shardmill.dataset import open_dataset
 from shardmill.dataset.chunks import ChunkFetcher
-from shardmill.images.normalize import decode_stored
+from shardmill.formats.encodings import decode_stored
 from shardmill.jobs.config import DatasetConfig
 from shardmill.options import AugmentOptions
 from shardmill.reader import ReaderOptions, read_batches

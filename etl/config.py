@@ -10,7 +10,7 @@ from etl.engines import ENGINES
 from etl.sources import SOURCES
 from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import DatasetConfig, SparkConfig
-from shardmill.options import NormalizeOptions, Section
+from shardmill.options import DecodeLimits, NormalizeOptions, Section
 from shardmill.registry import OneOf
 
 SPLITS = ("train", "validation", "test")
@@ -37,7 +37,7 @@ class SplitFractions(Section):
     test: float = Field(default=0.1, ge=0, le=1)
 
 
-class EtlConfig(NormalizeOptions):
+class EtlConfig(DecodeLimits, NormalizeOptions):
     """How images become shards."""
 
     engine: Annotated[str, OneOf(ENGINES)] = "spark"
@@ -60,10 +60,6 @@ class EtlConfig(NormalizeOptions):
     """A chunk, the unit of reading, is closed when its stored images reach this."""
     unit_min_images: int = Field(default=256, ge=1)
     """A work unit holds at least this many sources, so that small datasets do not become tiny shards."""
-    decode_timeout_seconds: float = Field(default=10.0, gt=0)
-    """CPU time (and six times as much by the clock) after which an image is rejected as `decoder_timeout`."""
-    decode_memory_bytes: int = Field(default=2_000_000_000, ge=100_000_000)
-    """An image that needs more memory to decode is rejected as `decoder_memory`."""
     scratch_dir: str = ""
     """Local folder where tasks spool shards before they publish them; empty for the system's temporary folder."""
 
@@ -83,7 +79,7 @@ class EtlConfig(NormalizeOptions):
         return fractions
 
     def normalize_options(self) -> NormalizeOptions:
-        """The part that decides pixels, and so belongs to the dataset's contract."""
+        """The part that decides pixels, and so is written into the dataset's manifest."""
         return NormalizeOptions(**{name: getattr(self, name) for name in NormalizeOptions.model_fields})
 
 

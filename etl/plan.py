@@ -16,8 +16,7 @@ from shardmill.dataset.versions import latest_version
 from shardmill.errors import UsageError
 from shardmill.formats.parquet import parquet_schema
 from shardmill.formats.rows import RowSchema
-from shardmill.images.decode import DECODER_ID
-from shardmill.images.normalize import normalization_fingerprint
+from shardmill.images.decoder_id import DECODER_ID, normalization_fingerprint
 from shardmill.jobs.redact import redacted
 from shardmill.storage import Store
 from shardmill.stores import open_store

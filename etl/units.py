@@ -12,14 +12,11 @@ import numpy as np
 from etl.config import EtlConfig
 from etl.sources.listing import Listing
 from shardmill.mix import mix64_array
-from shardmill.options import NormalizeOptions
+from shardmill.options import ENCODINGS, NormalizeOptions
 from shardmill.values import SourceImage
 
 # Enough units for the last ones to even out, on any cluster that a dataset of that size is given to.
 _TARGET_NUM_UNITS = 64
-
-# Stored bytes per pixel and channel, estimated from photographs; only the balance of units depends on it.
-_BYTES_PER_VALUE = {"jpeg": 0.15, "png": 0.6, "raw": 1.0}
 
 # What may change without making other units.
 _NOT_DECIDING = {"engine", "max_reject_fraction", "max_unreadable_fraction", "max_changed_fraction", "scratch_dir"}
@@ -67,7 +64,7 @@ def unit_contract(config: EtlConfig, class_names: tuple[str, ...], normalization
 
 def _images_per_unit(num_images: int, config: EtlConfig) -> int:
     height, width, channels = config.image_shape_HWC
-    image_bytes = max(1, int(height * width * channels * _BYTES_PER_VALUE[config.encoding]))
+    image_bytes = max(1, int(height * width * channels * ENCODINGS[config.encoding].bytes_per_value))
     fitting = max(1, config.shard_max_bytes // image_bytes)
     return min(fitting, max(config.unit_min_images, -(-num_images // _TARGET_NUM_UNITS)))
 

@@ -21,9 +21,10 @@ from shardmill.dataset.unit_result import SplitSums, UnitResult
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
-from shardmill.images.decode import DECODER_ID
-from shardmill.images.sandbox import DecodeLimits, DecodeSandbox, PendingImage
+from shardmill.images.decoder_id import DECODER_ID
+from shardmill.images.sandbox import DecodeSandbox, PendingImage
 from shardmill.jobs.reach import Nonce, check_nonce
+from shardmill.options import DecodeLimits
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import ImageSample, Rejection, ShardInfo, SourceImage
@@ -102,10 +103,9 @@ def _check_host(task: UnitTask, source: Store) -> None:
 
 def _process(unit: WorkUnit, task: UnitTask, store: Store) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
     """The outcome of each source in turn; the next one is read while the sandbox decodes."""
-    sandbox = _warm_sandbox(
-        os.getpid(), DecodeLimits(task.config.decode_timeout_seconds, task.config.decode_memory_bytes, "etl")
-    )
-    normalize = task.config.normalize_options()
+    config = task.config
+    sandbox = _warm_sandbox(os.getpid(), config.decode_timeout_seconds, config.decode_memory_bytes)
+    normalize = config.normalize_options()
     pending: PendingImage | None = None
     for image in unit.sources:
         data = read_source(store, image, task.witnesses)
@@ -121,9 +121,10 @@ def _process(unit: WorkUnit, task: UnitTask, store: Store) -> Iterator[tuple[Sou
 
 
 @cache
-def _warm_sandbox(process_id: int, limits: DecodeLimits) -> DecodeSandbox:
+def _warm_sandbox(process_id: int, timeout_seconds: float, memory_bytes: int) -> DecodeSandbox:
     """One for all units of this process; its child ends with us. A fork must not talk to its parent's child."""
-    return DecodeSandbox(limits)
+    limits = DecodeLimits(decode_timeout_seconds=timeout_seconds, decode_memory_bytes=memory_bytes)
+    return DecodeSandbox(limits, config_section="etl")
 
 
 def _publish(

@@ -1,12 +1,27 @@
-"""The choices that are part of a dataset's contract: they travel in its manifest and in every export made from it."""
+"""What images become and what decoding one may cost: the options that the library's parts share with the config.
+
+`NormalizeOptions` decide pixels: they travel in a dataset's manifest and in every export made from it.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Encoding = Literal["jpeg", "png", "raw"]
+from shardmill.registry import Entry, OneOf, Registry
+
+if TYPE_CHECKING:
+    from shardmill.formats.encodings import StoredEncoding
+
+ENCODINGS: Registry[StoredEncoding] = Registry(
+    "etl.encoding",
+    {
+        "jpeg": Entry("shardmill.formats.encodings:JPEG", "smallest; 4:4:4, with losses"),
+        "png": Entry("shardmill.formats.encodings:PNG", "lossless"),
+        "raw": Entry("shardmill.formats.encodings:RAW", "uint8 pixels: largest, fastest to read"),
+    },
+)
 
 
 class Section(BaseModel):
@@ -24,7 +39,7 @@ class NormalizeOptions(Section):
     """`crop` keeps the centre square, `pad` keeps everything and fills with black."""
     color: Literal["rgb", "gray"] = "rgb"
     """Channels of the stored image: three, or one."""
-    encoding: Encoding = "jpeg"
+    encoding: Annotated[str, OneOf(ENCODINGS)] = "jpeg"
     """How the shards hold an image: `jpeg`, `png` (lossless), or `raw` uint8 (largest, fastest to read)."""
     jpeg_quality: int = Field(default=90, ge=1, le=100)
     """Quality of the stored JPEG (4:4:4); no effect on other encodings."""
@@ -44,6 +59,15 @@ class NormalizeOptions(Section):
     @property
     def image_shape_HWC(self) -> tuple[int, int, int]:
         return (self.image_size, self.image_size, self.num_channels)
+
+
+class DecodeLimits(Section):
+    """What decoding one image may cost. No pixel depends on these, only which images are rejected."""
+
+    decode_timeout_seconds: float = Field(default=10.0, gt=0)
+    """CPU time (and six times as much by the clock) after which an image is rejected as `decoder_timeout`."""
+    decode_memory_bytes: int = Field(default=2_000_000_000, ge=100_000_000)
+    """Memory, on top of the idle decoders' own, beyond which an image is rejected as `decoder_memory`."""
 
 
 class AugmentOptions(Section):

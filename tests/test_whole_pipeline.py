@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.demo_data import odd_files
 from shardmill.dataset import open_dataset, verify_dataset
-from shardmill.images.normalize import decode_stored
+from shardmill.formats.encodings import decode_stored
 from shardmill.reader import ReaderOptions, read_batches
 from tests.demo import Demo
 

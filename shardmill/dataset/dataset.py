@@ -140,7 +140,7 @@ class Dataset:
 
     def _iterate_samples(self, split: str, limit: int) -> Iterator[StoredSample]:
         from shardmill.dataset.chunks import ChunkFetcher
-        from shardmill.images.normalize import decode_stored
+        from shardmill.formats.encodings import decode_stored
 
         fetcher = ChunkFetcher(self.store, self.index(split))
         options = self.manifest.normalize

@@ -12,9 +12,10 @@ from shardmill.dataset.index import shard_file
 from shardmill.dataset.rules import RecordRules, require
 from shardmill.dataset.segment import RESTORE
 from shardmill.dataset.shard import chunk_digest
+from shardmill.formats.encodings import decode_stored
 from shardmill.formats.rows import ChunkRows
 from shardmill.ids import row_digest
-from shardmill.images.normalize import decode_stored
+from shardmill.options import ENCODINGS
 from shardmill.sealed import read_sealed
 from shardmill.storage import join_uri
 from shardmill.values import ShardInfo
@@ -69,8 +70,8 @@ def _check_rows(dataset: Dataset, rows: ChunkRows, known: list[dict], where: str
         expected = (row["sample_id"], row["label"], row["source"])
         require(stored == expected, f"{where} holds the row {stored}, its row segment {expected}")
         image_HWC = decode_stored(rows.images[place], options.encoding, options.image_shape_HWC)
-        # What a JPEG decodes to is close to what was summed before it was encoded, and never the same.
-        if options.encoding != "jpeg":
+        # The sums are of the pixels before encoding; what a JPEG decodes to is close to them, and never the same.
+        if ENCODINGS[options.encoding].is_lossless:
             pixels = image_HWC.astype(np.int64)
             sums = (pixels.sum(axis=(0, 1)).tolist(), (pixels**2).sum(axis=(0, 1)).tolist())
             same = sums == (row["channel_sums"], row["channel_square_sums"])

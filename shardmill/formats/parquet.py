@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema, ShardFormat, StoredRow, WrittenShard
+from shardmill.options import ENCODINGS
 
 CLASS_NAMES_KEY = "shardmill.class_names"
 """In the file's key-value metadata: a JSON list, class number = position."""
@@ -30,7 +31,8 @@ _READ_COLUMNS = ("image", "sample_id", "label", "source")
 def parquet_schema(schema: RowSchema) -> pa.Schema:
     """Columns that pandas, Spark and Petastorm read as they are (so no unsigned integers)."""
     height, width, channels = schema.image_shape_HWC
-    image = pa.binary(height * width * channels) if schema.encoding == "raw" else pa.binary()
+    is_fixed_size = ENCODINGS[schema.encoding].is_fixed_size
+    image = pa.binary(height * width * channels) if is_fixed_size else pa.binary()
     fields = [
         pa.field("image", image, nullable=False),
         pa.field("sample_id", pa.int64(), nullable=False),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmill.ids import row_digest
-from shardmill.options import Encoding
 from shardmill.values import ImageSample, SourceImage
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class StoredRow:
 class RowSchema:
     """What is equal for all rows of a dataset."""
 
-    encoding: Encoding
+    encoding: str
     image_shape_HWC: tuple[int, int, int]
     class_names: tuple[str, ...]
     """The label map: class number = position. Empty in a dataset without labels."""

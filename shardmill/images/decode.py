@@ -1,16 +1,8 @@
-"""Bytes of any supported format to upright uint8 pixels, by content and never by name.
-
-`DECODER_ID` names everything that pixels depend on; it is part of the normalization fingerprint, and executors refuse
-to work beside a driver that has another one.
-"""
+"""Bytes of any supported format to upright uint8 pixels, by content and never by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import cv2
-import PIL
-import simplejpeg
 
 from shardmill.images.bmp import decode_bmp
 from shardmill.images.gif import decode_gif
@@ -21,13 +13,6 @@ from shardmill.images.sniff import sniff_format
 from shardmill.images.tiff import decode_tiff
 from shardmill.images.webp import decode_webp
 from shardmill.options import NormalizeOptions
-
-# Raise it with every change to this package that can change a pixel or a disposition.
-RULES_VERSION = 2
-DECODER_ID = (
-    f"rules-{RULES_VERSION}+simplejpeg-{simplejpeg.__version__}+opencv-{cv2.__version__}"
-    f"+pillow-{PIL.__version__}+shrink-area+enlarge-linear-exact+ipp-off"
-)
 
 DECODERS: dict[str, Callable[[bytes, NormalizeOptions], DecodedImage]] = {
     "jpeg": decode_jpeg,

@@ -12,8 +12,9 @@ import hashlib
 import cv2
 import numpy as np
 
+from shardmill.formats.encodings import encode_image
 from shardmill.images.decode import decode_image, has_other_extension
-from shardmill.images.normalize import encode_image, normalize
+from shardmill.images.normalize import normalize
 from shardmill.images.pixels import Refused, prepare_opencv
 from shardmill.options import NormalizeOptions
 from shardmill.printable import printable

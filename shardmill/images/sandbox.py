@@ -25,9 +25,9 @@ from typing import Any
 
 import shardmill
 from shardmill.errors import StorageError, UsageError
-from shardmill.images.decode import DECODER_ID
-from shardmill.images.decode_child import LENGTHS, pack_message, unpack_outcome
-from shardmill.options import NormalizeOptions
+from shardmill.images.decode_messages import LENGTHS, pack_message, unpack_outcome
+from shardmill.images.decoder_id import DECODER_ID
+from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 
 PROCESS_IMAGE = "shardmill.images.process:process_image"
@@ -41,28 +41,13 @@ _PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLimits:
-    """What one image may take."""
-
-    timeout_seconds: float = 10.0
-    """CPU time, so that a busy machine rejects nothing; by the clock, six times as long."""
-    memory_bytes: int = 2_000_000_000
-    """On top of what the decoders take when they are idle."""
-    config_section: str = ""
-    """The config section whose keys set these limits, for a rejection to name; empty if none does."""
-
-    def named(self, key: str) -> str:
-        """What a rejection adds about its limit."""
-        return f"; {self.config_section}.{key} is the limit" if self.config_section else ""
-
-
 class _Failed(Exception):
-    """The child gave no answer."""
+    """The child gave no answer. `limit_key` is the field of `DecodeLimits` that it broke, empty if none."""
 
-    def __init__(self, reason: RejectReason, detail: str) -> None:
+    def __init__(self, reason: RejectReason, detail: str, limit_key: str = "") -> None:
         self.reason = reason
         self.detail = detail
+        self.limit_key = limit_key
         super().__init__(f"{reason}: {detail}")
 
 
@@ -76,10 +61,16 @@ class PendingImage:
 
 
 class DecodeSandbox:
-    """One child process at most; not for several threads at once. `entry` is what the child calls."""
+    """One child process at most; not for several threads at once. `entry` is what the child calls.
 
-    def __init__(self, limits: DecodeLimits | None = None, entry: str = PROCESS_IMAGE) -> None:
+    `config_section` is the config section whose keys set the limits, for a rejection to name; empty if none does.
+    """
+
+    def __init__(
+        self, limits: DecodeLimits | None = None, entry: str = PROCESS_IMAGE, config_section: str = ""
+    ) -> None:
         self._limits = limits or DecodeLimits()
+        self._config_section = config_section
         self._entry = entry
         self._child: _Child | None = None
         self._pending: PendingImage | None = None
@@ -124,10 +115,11 @@ class DecodeSandbox:
             return self._receive(again)
         except _Failed as failed:
             self.close()
+            named = f"; {self._config_section}.{failed.limit_key} is the limit"
             return Rejection(
                 key=pending.source.key,
                 reason=failed.reason,
-                detail=failed.detail,
+                detail=failed.detail + (named if self._config_section and failed.limit_key else ""),
                 size_bytes=pending.source.size_bytes,
                 mtime_ns=pending.source.mtime_ns,
                 etag=pending.source.etag,
@@ -140,8 +132,8 @@ class DecodeSandbox:
         header, body = self._child.receive()
         self._pending = None
         if "memory_error" in header:
-            detail = f"needs more than {self._limits.memory_bytes} bytes{self._limits.named('decode_memory_bytes')}"
-            raise _Failed(RejectReason.DECODER_MEMORY, detail)
+            detail = f"needs more than {self._limits.decode_memory_bytes} bytes"
+            raise _Failed(RejectReason.DECODER_MEMORY, detail, "decode_memory_bytes")
         return unpack_outcome(pending.source, header, body)
 
 
@@ -151,7 +143,8 @@ class _Child:
     def __init__(self, limits: DecodeLimits, entry: str) -> None:
         self._limits = limits
         root = str(Path(shardmill.__file__).parent.parent)
-        command = [sys.executable, "-P", "-c", _BOOTSTRAP, root, entry, str(limits.memory_bytes), str(os.getpid())]
+        arguments = [root, entry, str(limits.decode_memory_bytes), str(os.getpid())]
+        command = [sys.executable, "-P", "-c", _BOOTSTRAP, *arguments]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment())
         except OSError as error:
@@ -231,17 +224,15 @@ class _Child:
 
     def _wait(self, pipe: select.poll) -> None:
         """Until the child says something or takes more, or its time is over."""
-        limit = self._limits.timeout_seconds
+        limit = self._limits.decode_timeout_seconds
         while True:
             cpu_left = limit - (self._cpu_seconds() - self._cpu_start)
             clock_left = _CLOCK_PER_CPU_SECOND * limit - (time.monotonic() - self._clock_start)
             if pipe.poll(1000 * max(0.001, min(cpu_left, clock_left))):
                 return
             if cpu_left <= 0 or clock_left <= 0:
-                raise _Failed(
-                    RejectReason.DECODER_TIMEOUT,
-                    f"takes more than {limit:g} s{self._limits.named('decode_timeout_seconds')}",
-                )
+                detail = f"takes more than {limit:g} s"
+                raise _Failed(RejectReason.DECODER_TIMEOUT, detail, "decode_timeout_seconds")
 
     def _cpu_seconds(self) -> float:
         try:

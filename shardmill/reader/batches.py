@@ -16,8 +16,8 @@ import numpy as np
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
+from shardmill.formats.encodings import decode_stored
 from shardmill.formats.rows import ChunkRows
-from shardmill.images.normalize import decode_stored
 from shardmill.options import AugmentOptions
 from shardmill.reader.augment import augment as augment_image
 from shardmill.values import Batch

@@ -11,7 +11,7 @@ import pytest
 from etl.config import SourceConfig
 from etl.sources.folders import list_folders
 from pipeline.demo_data import DemoImages, OddFile, digit_key, encode_digit, load_digits, odd_files, write_demo_images
-from shardmill.images.normalize import decode_stored
+from shardmill.formats.encodings import decode_stored
 from shardmill.images.process import process_image
 from shardmill.options import NormalizeOptions
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage

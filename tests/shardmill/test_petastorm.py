@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardmill.dataset import open_dataset
-from shardmill.images.normalize import decode_stored
+from shardmill.formats.encodings import decode_stored
 from tests.support import make_dataset
 
 

@@ -12,7 +12,7 @@ from shardmill.dataset import Dataset, open_dataset
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.formats import SHARD_FORMATS
-from shardmill.images.normalize import decode_stored
+from shardmill.formats.encodings import decode_stored
 from shardmill.options import AugmentOptions
 from shardmill.reader import ReaderOptions, read_batches
 from shardmill.values import Batch

@@ -12,9 +12,9 @@ import pytest
 
 from shardmill.dataset import open_dataset
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.images.sandbox import DecodeLimits
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
+from shardmill.options import DecodeLimits
 from tests.support import make_dataset
 from train.config import GateConfig, TrainConfig, TrainTree
 from train.job import export_model, promote_model, train_model
@@ -86,7 +86,9 @@ def test_an_image_that_takes_too_much_is_rejected_and_the_next_one_is_not(folder
     good = [str(each) for each in sorted((folder / "images").rglob("*.png"))[:2]]
     model = open_model(str(folder / "models"))
     assert [each.rejection for each in predict_files(model, good)] == ["", ""]
-    too_little = predict_files(model, [str(folder / "bomb.png"), good[0]], limits=DecodeLimits(memory_bytes=20_000_000))
+    too_little = predict_files(
+        model, [str(folder / "bomb.png"), good[0]], limits=DecodeLimits.model_construct(decode_memory_bytes=20_000_000)
+    )
     assert [each.rejection.split(":")[0] for each in too_little] == ["decoder_memory", ""]
     # The ETL's config keys have no effect here, so none is named.
     assert "etl." not in too_little[0].rejection

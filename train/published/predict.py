@@ -12,10 +12,10 @@ import numpy as np
 
 from shardmill.dataset.dataset import split_version
 from shardmill.errors import UsageError
-from shardmill.images.decode import DECODER_ID
-from shardmill.images.normalize import decode_stored, normalization_fingerprint
-from shardmill.images.sandbox import DecodeLimits, DecodeSandbox
-from shardmill.options import NormalizeOptions
+from shardmill.formats.encodings import decode_stored
+from shardmill.images.decoder_id import DECODER_ID, normalization_fingerprint
+from shardmill.images.sandbox import DecodeSandbox
+from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.values import Rejection, SourceImage
 from train.published.current import current_export
 from train.published.exported import ARTIFACTS, ExportedModel, load_exported, number_of_artifact

@@ -12,15 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmill.errors import IntegrityError
-from shardmill.images.decode import DECODER_ID
-from shardmill.images.normalize import (
-    STORED_ENCODINGS,
-    decode_stored,
-    encode_image,
-    normalization_fingerprint,
-    normalize,
-)
-from shardmill.options import NormalizeOptions
+from shardmill.formats.encodings import decode_stored, encode_image
+from shardmill.images.decoder_id import DECODER_ID, normalization_fingerprint
+from shardmill.images.normalize import normalize
+from shardmill.options import ENCODINGS, NormalizeOptions
 from tests.shardmill.images.make import gray_photo, jpeg, photo, png
 
 LOSSLESS = {"png", "raw"}
@@ -97,7 +92,7 @@ def test_golden_digests_of_the_resize_kernels() -> None:
 
 
 @pytest.mark.parametrize("color", ["rgb", "gray"])
-@pytest.mark.parametrize("encoding", sorted(STORED_ENCODINGS))
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_encodings_give_back_the_image(encoding: str, color: str) -> None:
     options = options_of(24, encoding=encoding, color=color, jpeg_quality=98)
     image_HWC = normalize(photo(24, 24), options)
@@ -108,7 +103,7 @@ def test_encodings_give_back_the_image(encoding: str, color: str) -> None:
     assert difference.max() == 0 if encoding in LOSSLESS else difference.mean() < 2
 
 
-@pytest.mark.parametrize("encoding", sorted(STORED_ENCODINGS))
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_stored_bytes_of_another_shape_or_damaged_are_an_integrity_error(encoding: str) -> None:
     options = options_of(24, encoding=encoding)
     data = encode_image(normalize(photo(24, 24), options), options)
@@ -140,7 +135,7 @@ def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest
     fingerprints = {normalization_fingerprint(options) for options in [base, *changed]}
     assert len(fingerprints) == 1 + len(changed)
     assert normalization_fingerprint(NormalizeOptions()) == normalization_fingerprint(base)
-    monkeypatch.setattr("shardmill.images.normalize.DECODER_ID", DECODER_ID + "x")
+    monkeypatch.setattr("shardmill.images.decoder_id.DECODER_ID", DECODER_ID + "x")
     assert normalization_fingerprint(base) not in fingerprints
 
 

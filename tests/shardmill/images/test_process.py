@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardmill.formats.encodings import decode_stored
 from shardmill.images import process
-from shardmill.images.normalize import decode_stored
 from shardmill.images.process import process_image
 from shardmill.options import NormalizeOptions
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage

@@ -16,19 +16,20 @@ import pytest
 
 from shardmill.errors import StorageError
 from shardmill.images.process import process_image
-from shardmill.images.sandbox import DecodeLimits, DecodeSandbox
+from shardmill.images.sandbox import DecodeSandbox
+from shardmill.options import DecodeLimits
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 from tests.shardmill.images.make import OPTIONS, gray_photo, jpeg, one_of_each_format, photo, png
 
 MISBEHAVE = "tests.shardmill.images.misbehaving:misbehave"
-LIMITS = DecodeLimits(timeout_seconds=0.5, memory_bytes=300_000_000, config_section="etl")
+LIMITS = DecodeLimits(decode_timeout_seconds=0.5, decode_memory_bytes=300_000_000)
 DATA = jpeg(photo())
 GOOD = SourceImage("good", len(DATA))
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[DecodeSandbox]:
-    with DecodeSandbox(LIMITS, MISBEHAVE) as sandbox:
+    with DecodeSandbox(LIMITS, MISBEHAVE, config_section="etl") as sandbox:
         yield sandbox
 
 
@@ -104,7 +105,7 @@ def test_an_answer_that_nobody_asked_for_is_not_the_next_images(sandbox: DecodeS
 def test_a_child_that_takes_nothing_more_is_given_up_in_time(num_bytes: int) -> None:
     data = DATA + bytes(num_bytes - len(DATA))
     others = child_pids()
-    with DecodeSandbox(DecodeLimits(timeout_seconds=0.3), MISBEHAVE) as sandbox:
+    with DecodeSandbox(DecodeLimits(decode_timeout_seconds=0.3), MISBEHAVE) as sandbox:
         sandbox.process(GOOD, DATA, OPTIONS)
         [child] = child_pids() - others
         os.kill(child, signal.SIGSTOP)
@@ -114,14 +115,14 @@ def test_a_child_that_takes_nothing_more_is_given_up_in_time(num_bytes: int) -> 
 
 def test_a_child_that_closes_its_pipe_and_lives_on_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardmill.images.sandbox._END_SECONDS", 0.2)
-    with DecodeSandbox(LIMITS, MISBEHAVE) as sandbox:
+    with DecodeSandbox(LIMITS, MISBEHAVE, config_section="etl") as sandbox:
         outcome = sandbox.process(SourceImage("close", len(DATA)), DATA, OPTIONS)
         assert isinstance(outcome, Rejection) and outcome.reason is RejectReason.DECODER_CRASH
 
 
 def test_a_message_beyond_the_memory_limit_is_no_crash() -> None:
     data = DATA + bytes(60_000_000)
-    with DecodeSandbox(DecodeLimits(memory_bytes=30_000_000)) as sandbox:
+    with DecodeSandbox(DecodeLimits.model_construct(decode_memory_bytes=30_000_000)) as sandbox:
         outcome = sandbox.process(SourceImage("large", len(data)), data, OPTIONS)
         assert isinstance(outcome, Rejection) and outcome.reason is RejectReason.TOO_LARGE_BYTES, outcome
 
@@ -130,7 +131,7 @@ def test_the_parents_own_reading_is_not_the_childs_time() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (1500, 1500, 3), np.uint8)
     options = OPTIONS.model_copy(update={"encoding": "raw", "image_size": 1500})
     data = png(pixels)
-    with DecodeSandbox(DecodeLimits(timeout_seconds=0.4)) as sandbox:
+    with DecodeSandbox(DecodeLimits(decode_timeout_seconds=0.4)) as sandbox:
         sandbox.process(GOOD, DATA, OPTIONS)
         first = child_pids()
         pending = sandbox.start(SourceImage("raw", len(data)), data, options)
@@ -143,7 +144,7 @@ def test_real_limits_of_memory_count_what_decoders_take() -> None:
     """A 49-megapixel PNG of a few kilobytes: 147 MB of pixels, and their copies."""
     bomb = png(np.zeros((7000, 7000, 3), np.uint8))
     source = SourceImage("bomb.png", len(bomb))
-    with DecodeSandbox(DecodeLimits(memory_bytes=100_000_000)) as small, DecodeSandbox() as large:
+    with DecodeSandbox(DecodeLimits(decode_memory_bytes=100_000_000)) as small, DecodeSandbox() as large:
         outcome = small.process(source, bomb, OPTIONS)
         assert isinstance(outcome, Rejection) and outcome.reason is RejectReason.DECODER_MEMORY, outcome
         assert isinstance(large.process(source, bomb, OPTIONS), ImageSample)

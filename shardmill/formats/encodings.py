@@ -1,0 +1,121 @@
+"""Stored encodings: one normalized image to the bytes that a shard holds, and back.
+
+Shape legend: H height, W width, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+import simplejpeg
+
+from shardmill.errors import IntegrityError
+from shardmill.options import ENCODINGS, NormalizeOptions
+
+# Low effort: higher levels gain a few percent on photos and take several times as long.
+PNG_COMPRESSION_LEVEL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEncoding:
+    """How one stored encoding is written and read."""
+
+    encode: Callable[[np.ndarray, NormalizeOptions], bytes]
+    decode: Callable[[bytes | memoryview, tuple[int, int, int]], np.ndarray]
+    """(bytes, shape_HWC) -> uint8 pixels. Raises ValueError or cv2.error for bytes that are not such an image."""
+    read_size: Callable[[bytes | memoryview], tuple[int, int] | None]
+    """Height and width that the header declares; None for an encoding without a header."""
+    bytes_per_value: float
+    """Typical stored bytes per pixel and channel of a photograph: an estimate that balances work units."""
+    is_lossless: bool
+    """Whether decoding gives back the very pixels that were encoded."""
+    is_fixed_size: bool = False
+    """Whether every image of one shape takes the same number of bytes."""
+
+
+def encode_image(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
+    """The bytes that a shard stores for a normalized image."""
+    return ENCODINGS[options.encoding].encode(np.ascontiguousarray(image_HWC), options)
+
+
+def decode_stored(data: bytes | memoryview, encoding: str, shape_HWC: tuple[int, int, int]) -> np.ndarray:
+    """What `encode_image` wrote, as uint8 pixels of `shape_HWC` (read-only for `raw`).
+
+    This is the reader's hot path. Raises IntegrityError for bytes that are no image of this encoding and shape.
+    """
+    stored = ENCODINGS[encoding]
+    try:
+        # The header first: a decompression bomb in a shard must be refused before it is unpacked.
+        declared_HW = stored.read_size(data)
+        if declared_HW is not None and declared_HW != shape_HWC[:2]:
+            raise IntegrityError(f"a stored {encoding} image declares {declared_HW}", f"expected {shape_HWC[:2]}")
+        image_HWC = stored.decode(data, shape_HWC)
+    except (ValueError, cv2.error) as error:
+        raise IntegrityError(f"a stored {encoding} image does not decode: {error}") from error
+    if image_HWC.shape != shape_HWC or image_HWC.dtype != np.uint8:
+        found = f"{image_HWC.dtype} of shape {image_HWC.shape}"
+        raise IntegrityError(f"a stored {encoding} image has {found}", f"expected uint8 of shape {shape_HWC}")
+    return image_HWC
+
+
+def _encode_jpeg(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
+    is_gray = image_HWC.shape[2] == 1
+    return simplejpeg.encode_jpeg(
+        image_HWC,
+        quality=options.jpeg_quality,
+        colorspace="GRAY" if is_gray else "RGB",
+        colorsubsampling="Gray" if is_gray else "444",
+    )
+
+
+def _decode_jpeg(data: bytes | memoryview, shape_HWC: tuple[int, int, int]) -> np.ndarray:
+    return simplejpeg.decode_jpeg(data, "GRAY" if shape_HWC[2] == 1 else "RGB")
+
+
+def _read_jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
+    if data[:2] != b"\xff\xd8":
+        raise ValueError("it does not begin like a JPEG")
+    height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+    return int(height), int(width)
+
+
+def _encode_png(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
+    stored = image_HWC if image_HWC.shape[2] == 1 else cv2.cvtColor(image_HWC, cv2.COLOR_RGB2BGR)
+    _, encoded = cv2.imencode(".png", stored, [cv2.IMWRITE_PNG_COMPRESSION, PNG_COMPRESSION_LEVEL])
+    return encoded.tobytes()
+
+
+def _decode_png(data: bytes | memoryview, shape_HWC: tuple[int, int, int]) -> np.ndarray:
+    pixels = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), cv2.IMREAD_UNCHANGED)
+    if pixels is None:
+        raise ValueError("OpenCV could not decode it")
+    if pixels.ndim == 2:
+        return pixels[:, :, np.newaxis]
+    return cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)
+
+
+def _read_png_size(data: bytes | memoryview) -> tuple[int, int]:
+    # All that OpenCV could take for another format, of another size, is refused.
+    if data[:8] != b"\x89PNG\r\n\x1a\n" or data[12:16] != b"IHDR":
+        raise ValueError("it does not begin like a PNG")
+    if len(data) < 25 or data[24] != 8:
+        raise ValueError("its header is cut, or has another depth than 8 bits")
+    return int.from_bytes(data[20:24]), int.from_bytes(data[16:20])
+
+
+def _encode_raw(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
+    return image_HWC.tobytes()
+
+
+def _decode_raw(data: bytes | memoryview, shape_HWC: tuple[int, int, int]) -> np.ndarray:
+    return np.frombuffer(data, dtype=np.uint8).reshape(shape_HWC)
+
+
+JPEG = StoredEncoding(_encode_jpeg, _decode_jpeg, _read_jpeg_size, bytes_per_value=0.15, is_lossless=False)
+PNG = StoredEncoding(_encode_png, _decode_png, _read_png_size, bytes_per_value=0.6, is_lossless=True)
+RAW = StoredEncoding(
+    _encode_raw, _decode_raw, lambda data: None, bytes_per_value=1.0, is_lossless=True, is_fixed_size=True
+)
