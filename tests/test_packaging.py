@@ -96,6 +96,12 @@ def test_the_base_wheel_alone_reads_a_dataset(python: str, wheel: Path, dataset:
     assert "image_size" in run(tmp_path / "venv/bin/shardmill", "config", "show", "shardmill.toml", cwd=tmp_path)
     run(tmp_path / "venv/bin/shardmill", "verify", dataset, "--deep", cwd=tmp_path)
 
+    # The report's templates travel in the wheel.
+    (tmp_path / "dataset.toml").write_text(f'[dataset]\nuri = "{dataset}"\n')
+    run(tmp_path / "venv/bin/shardmill", "verify", "dataset.toml", "--run-id", "r", cwd=tmp_path)
+    run(tmp_path / "venv/bin/shardmill", "report", "--run-id", "r", cwd=tmp_path)
+    assert "<h1>shardmill run" in (tmp_path / "shardmill-work/runs/r/report.html").read_text()
+
     # A user's own script of the name of one of our packages does not get into the library's way.
     (tmp_path / "train.py").write_text(READ_A_DATASET)
     (tmp_path / "etl.py").write_text("raise RuntimeError('the library imported a user file')\n")
@@ -118,7 +124,20 @@ def test_a_wheel_without_extras_names_what_is_missing(wheel: Path, tmp_path: Pat
 
 
 # Each costs a start between 0.1 and 5 seconds; none is needed to print a help page or to import the library.
-HEAVY = {"numpy", "pyarrow", "PIL", "boto3", "pyspark", "tensorflow", "keras", "horovod", "torch", "airflow"}
+HEAVY = {
+    "numpy",
+    "pyarrow",
+    "PIL",
+    "boto3",
+    "jinja2",
+    "tomlkit",
+    "pyspark",
+    "tensorflow",
+    "keras",
+    "horovod",
+    "torch",
+    "airflow",
+}
 
 
 @pytest.mark.parametrize("start", ["import shardmill", "import pipeline.cli; pipeline.cli.main()"])

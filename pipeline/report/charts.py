@@ -1,4 +1,4 @@
-"""The report's pictures: numbers in, inline SVG out. No script and no network, so a report opens anywhere, forever."""
+"""The report's charts: numbers in, inline SVG out. No script and no network, so that a report opens anywhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+
+from markupsafe import Markup, escape
 
 INK, MUTED, RULE = "#1d2733", "#6b7785", "#e6eaef"
 BLUE, ORANGE, GREEN, VIOLET, RED, GREY = "#2f6fde", "#e8833a", "#2a9d76", "#8660c9", "#cf4b4b", "#b9c2cd"
@@ -33,7 +34,7 @@ class Bar:
 
 def line_chart(
     lines: Sequence[Line], *, y_label: str, x_label: str, y_format: str = "{:.3g}", from_zero: bool = False
-) -> str:
+) -> Markup:
     """Curves over a shared x axis, the last value written at each curve's end."""
     lines = [line for line in lines if any(math.isfinite(y) for y in line.ys)]
     if not lines:
@@ -81,7 +82,7 @@ def line_chart(
     return svg(width, height, parts, y_label)
 
 
-def bar_chart(bars: Sequence[Bar], *, part_names: Sequence[str], title: str, limit: int = 40) -> str:
+def bar_chart(bars: Sequence[Bar], *, part_names: Sequence[str], title: str, limit: int = 40) -> Markup:
     """Horizontal stacked bars with their totals; past `limit` rows the rest is one row."""
     if not bars:
         return empty("none")
@@ -107,10 +108,11 @@ def bar_chart(bars: Sequence[Bar], *, part_names: Sequence[str], title: str, lim
             )
             x += value * scale
         parts.append(text(x + 6, y + 14, f"{sum(bar.parts):,.0f}", fill=MUTED))
-    return legend(part_names) * (len(part_names) > 1) + svg(width, top * 2 + row * len(shown), parts, title)
+    keys = legend(part_names) if len(part_names) > 1 else Markup()
+    return keys + svg(width, top * 2 + row * len(shown), parts, title)
 
 
-def share_bar(shares: Sequence[tuple[str, float]], *, title: str) -> str:
+def share_bar(shares: Sequence[tuple[str, float]], *, title: str) -> Markup:
     """One bar cut into shares of 1, with a legend that says each in percent."""
     width, height, x = 1160, 34, 0.0
     total = sum(share for _, share in shares) or 1
@@ -128,7 +130,7 @@ def share_bar(shares: Sequence[tuple[str, float]], *, title: str) -> str:
     return svg(width, height, parts, title) + legend([f"{name} {share / total:.1%}" for name, share in shares])
 
 
-def confusion_chart(names: Sequence[str], counts_true_predicted: Sequence[Sequence[int]]) -> str:
+def confusion_chart(names: Sequence[str], counts_true_predicted: Sequence[Sequence[int]]) -> Markup:
     """Rows are the true class, columns the predicted one. The diagonal is blue, mistakes are orange."""
     if not names:
         return empty("no classes")
@@ -186,13 +188,13 @@ def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def legend(names: Sequence[str]) -> str:
+def legend(names: Sequence[str]) -> Markup:
     """Colour keys in the order of the series."""
     keys = "".join(
         f'<span><i style="background:{SERIES_COLORS[number % len(SERIES_COLORS)]}"></i>{escape(name)}</span>'
         for number, name in enumerate(names)
     )
-    return f'<div class="legend">{keys}</div>'
+    return Markup(f'<div class="legend">{keys}</div>')
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", fill: str, weight: int = 400, tip: str = "") -> str:
@@ -209,17 +211,17 @@ def text_width(words: str) -> float:
     return sum(CHARACTER_WIDTH * (2 if unicodedata.east_asian_width(each) in "WF" else 1) for each in words)
 
 
-def svg(width: float, height: float, parts: Sequence[str], title: str) -> str:
+def svg(width: float, height: float, parts: Sequence[str], title: str) -> Markup:
     """The picture; it shrinks with the page and never grows past its own size."""
-    return (
+    return Markup(
         f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px" role="img" aria-label="{escape(title)}">'
         f"{''.join(parts)}</svg>"
     )
 
 
-def empty(words: str) -> str:
-    """Where there is nothing to draw."""
-    return f'<p class="empty">{escape(words)}</p>'
+def empty(words: str) -> Markup:
+    """In place of a chart that has nothing to show."""
+    return Markup(f'<p class="empty">{escape(words)}</p>')
 
 
 def shorten(words: str, limit: int = 30) -> str:

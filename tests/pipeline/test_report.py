@@ -50,7 +50,7 @@ def test_labels_are_text_at_every_number_of_classes(num_classes: int):
         evaluation=evaluation_of(names),
     )
     page = render(data)
-    assert "<script" not in page and "alert(&#x27;x&#x27;)" in page
+    assert "<script" not in page and "alert(&#39;x&#39;)" in page
     for words in ("Class balance", "Loss", "Confusion matrix", "The gate", "87.50%"):
         assert words in page
 
