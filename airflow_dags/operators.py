@@ -26,7 +26,7 @@ class RunFolder:
 
     def __init__(self, workdir: str, run_id: str) -> None:
         # At parse time this file must stay light.
-        from shardmill.jobs.events import run_folder
+        from shardmill.jobs.run_files import run_folder
         from shardmill.stores import open_store
 
         self._store = open_store(workdir)

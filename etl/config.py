@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from etl.engines import ENGINES
 from etl.sources import SOURCES
 from shardmill.formats import SHARD_FORMATS
-from shardmill.jobs.config import DatasetConfig, SparkConfig
+from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
 from shardmill.options import DecodeLimits, NormalizeOptions, Section
 from shardmill.registry import OneOf
 
@@ -83,8 +83,10 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
         return NormalizeOptions(**{name: getattr(self, name) for name in NormalizeOptions.model_fields})
 
 
-class EtlTree(Section):
+class EtlTree(ConfigTree):
     """The sections that `etl/job.py` takes from the config file."""
+
+    other_sections = ("models", "train", "gate")
 
     source: SourceConfig = SourceConfig()
     dataset: DatasetConfig = DatasetConfig()

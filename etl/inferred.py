@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from etl.config import SPLITS
 from etl.plan import BuildPlan
 from shardmill.dataset.manifest import Counts
+from shardmill.errors import UsageError
 from shardmill.jobs.observer import FieldValue
 from shardmill.printable import printable
 from shardmill.values import SourceImage
@@ -15,6 +16,7 @@ from shardmill.values import SourceImage
 # Fewer images than this say little about a model, whatever their accuracy is.
 _FEW_IN_SPLIT, _FEW_IN_CLASS = 10, 3
 _NUM_NAMED = 5
+_NO_CLASSES = "no classes: the images lie in no folders"
 
 
 def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
@@ -25,12 +27,23 @@ def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
     return {
         "images": plan.num_images,
         "num_classes": len(plan.task.class_names),
-        "classes": _named(plan.task.class_names) or "no classes: the images lie in no folders",
+        "classes": _named(plan.task.class_names) or _NO_CLASSES,
         "splits": f"{where} " + ", ".join(f"{split} {by_split[split]:,}" for split in SPLITS if by_split[split]),
         "image": f"{height} x {width} x {channels}, {config.encoding}, resized by {config.resize_mode}",
         "formats": ", ".join(config.formats),
         "dataset": plan.store.uri,
     }
+
+
+def check_classes(plan: BuildPlan) -> None:
+    """Raises UsageError if the listing has too few classes to train on."""
+    class_names = plan.task.class_names
+    if len(class_names) < 2:
+        raise UsageError(
+            f"the source has {len(class_names)} classes ({_named(class_names) or _NO_CLASSES})",
+            "expected at least 2 to train a classifier: one folder per class",
+            "sort the images into class folders; `shardmill etl` makes a dataset without training",
+        )
 
 
 def inferred_warnings(plan: BuildPlan) -> Iterator[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from etl.config import EtlTree
 from etl.engines import ENGINES
-from etl.inferred import inferred_facts, inferred_warnings, version_warnings
+from etl.inferred import check_classes, inferred_facts, inferred_warnings, version_warnings
 from etl.limits import broken_limit, limit_error
 from etl.pending import clear_pending, kept_and_missing
 from etl.plan import BuildPlan, plan_build
@@ -30,11 +30,15 @@ from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import pin_of, read_manifest, read_manifest_bytes, remember_if_forgotten
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
-from shardmill.jobs.events import StageRecord
 from shardmill.jobs.observer import Observer, SilentObserver
-from shardmill.jobs.stage_process import run_stage_process
+from shardmill.jobs.run_files import StageRecord
+from shardmill.jobs.run_job import run_job
+from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import Store, join_uri
 from shardmill.values import TRANSIENT_REASONS, DatasetPin, Rejection
+
+SUMMARY_SECTIONS = ("dataset", "etl")
+"""What the ETL adds to a run's summary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,17 @@ class BuildOutcome:
 
 
 def build_dataset(
-    tree: EtlTree, *, run_id: str, observer: Observer | None = None, replace_source: bool = False
+    tree: EtlTree,
+    *,
+    run_id: str,
+    observer: Observer | None = None,
+    replace_source: bool = False,
+    will_train: bool = False,
 ) -> BuildOutcome:
     """The whole ETL. Raises UsageError (2), StorageError (4), CommitConflict (6) or RejectLimitExceeded (7).
 
-    `replace_source` allows a version from another source than the latest one's.
+    `replace_source` allows a version from another source than the latest one's. `will_train`: a listing that no
+    classifier can be trained on raises UsageError before any work starts.
     """
     observer = observer or SilentObserver()
     started = time.monotonic()
@@ -74,6 +84,8 @@ def build_dataset(
     _check_same_source(plan, replace_source=replace_source)
     check_limits(plan, plan.build.list_rejections)
     observer.event("etl.inferred", inferred_facts(plan))
+    if will_train:
+        check_classes(plan)
     _warn(observer, inferred_warnings(plan))
 
     # Skip all of it if the latest version was made from the same listing and config.
@@ -195,7 +207,6 @@ def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:
     return StageRecord(
         stage="etl",
         status="skipped" if outcome.skipped else "done",
-        seconds=outcome.seconds,
         sections={
             "dataset": {
                 "uri": outcome.pin.uri,
@@ -228,12 +239,15 @@ def main() -> int:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     arguments = parser.parse_args()
 
-    def build(run_id: str, observer: Observer) -> StageRecord:
+    def job(run: RunRecord, observer: Observer) -> None:
         tree = load_tree(EtlTree, arguments.config, tuple(arguments.set))
-        outcome = build_dataset(tree, run_id=run_id, observer=observer, replace_source=arguments.replace_source)
-        return stage_record(outcome, tree)
+        run.stage(
+            "etl",
+            lambda: build_dataset(tree, run_id=run.run_id, observer=observer, replace_source=arguments.replace_source),
+            lambda outcome: stage_record(outcome, tree),
+        )
 
-    return run_stage_process("etl", build, arguments.workdir, arguments.run_id, debug=arguments.debug)
+    return run_job(job, arguments.workdir, arguments.run_id, sections=SUMMARY_SECTIONS, debug=arguments.debug)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from pipeline.config_file import commented_toml, to_toml
 from pipeline.ending import run_app
 from pipeline.printing import flat_rows, plain, print_result, stage_rows, summary_rows, verify_document, verify_rows
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.jobs.events import latest_run
-from shardmill.jobs.stage_process import tell_error
+from shardmill.jobs.run_files import latest_run
+from shardmill.jobs.run_job import report_error
 
 if TYPE_CHECKING:
-    from shardmill.jobs.events import StageRecord
+    from shardmill.jobs.run_files import StageRecord
 
 app = typer.Typer(
     help="Images to committed training shards with Spark; exact, resumable training on them.",
@@ -69,7 +69,9 @@ def run(common: Common, source_or_config: Source, replace_source: ReplaceSource 
 @with_common
 def etl(common: Common, source_or_config: Source, replace_source: ReplaceSource = False) -> None:
     """Images to a committed dataset version."""
-    _stage(common, "etl", source_or_config, replace_source=replace_source)
+    from pipeline.stage_commands import etl_stage
+
+    _print_stage(common, etl_stage(source_or_config, common, replace_source=replace_source))
 
 
 @app.command()
@@ -88,35 +90,43 @@ def verify(
         report.raise_if_failed()
     except IntegrityError as error:
         # The table, or the document with --json, has been printed; an error's own document would be a second one.
-        raise typer.Exit(tell_error(error, debug=common.debug)) from None
+        raise typer.Exit(report_error(error, debug=common.debug)) from None
 
 
 @app.command()
 @with_common
 def train(common: Common, dataset: DatasetArgument, fresh: Fresh = False) -> None:
     """Train on the dataset's latest version, or continue a training that was cut off."""
-    _stage(common, "train", dataset, fresh=fresh)
+    from pipeline.stage_commands import train_stage
+
+    _print_stage(common, train_stage(dataset, common, fresh=fresh))
 
 
 @app.command()
 @with_common
 def export(common: Common, dataset: DatasetArgument) -> None:
     """The trained model as a SavedModel and a .keras file, compared with the training model."""
-    _stage(common, "export", dataset)
+    from pipeline.stage_commands import export_stage
+
+    _print_stage(common, export_stage(dataset, common))
 
 
 @app.command()
 @with_common
 def evaluate(common: Common, dataset: DatasetArgument) -> None:
     """Exact figures of the trained model on the test split."""
-    _stage(common, "evaluate", dataset)
+    from pipeline.stage_commands import evaluate_stage
+
+    _print_stage(common, evaluate_stage(dataset, common))
 
 
 @app.command()
 @with_common
 def gate(common: Common, dataset: DatasetArgument) -> None:
     """What `promote` would decide; promotes nothing (and exports first, where that was not done yet)."""
-    _stage(common, "gate", dataset)
+    from pipeline.stage_commands import gate_stage
+
+    _print_stage(common, gate_stage(dataset, common))
 
 
 @app.command()
@@ -246,12 +256,6 @@ def config_show(
 def main() -> None:
     """Entry point of the command `shardmill`."""
     run_app(app)
-
-
-def _stage(common: Common, name: str, source_or_config: str, **choices: bool) -> None:
-    from pipeline.stage_commands import run_one_stage
-
-    _print_stage(common, run_one_stage(name, source_or_config, common, **choices))
 
 
 def _print_stage(common: Common, record: StageRecord) -> None:

@@ -12,7 +12,7 @@ import typer
 from pipeline.config import DEFAULT_WORKDIR
 from pipeline.ending import tell_failure
 from shardmill.errors import ShardmillError
-from shardmill.jobs.events import how_run_ended, new_run_id
+from shardmill.jobs.run_files import new_run_id, read_run_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def with_common(function: Callable[..., None]) -> Callable[..., None]:
 def _recorded_run(common: Common) -> str | None:
     """The run's id, if the command left a record under it."""
     try:
-        how_run_ended(common.workdir, common.run_id)
+        read_run_state(common.workdir, common.run_id)
     except (ShardmillError, OSError):
         return None
     return common.run_id

@@ -8,15 +8,14 @@ from pathlib import Path
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from shardmill.errors import UsageError
-from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkConfig, load_tree
+from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, SparkConfig, load_tree
 from shardmill.jobs.redact import redacted
-from shardmill.options import Section
 from train.config import GateConfig, TrainConfig, TrainTree
 
 DEFAULT_WORKDIR = "./shardmill-work"
 
 
-class PipelineTree(Section):
+class PipelineTree(ConfigTree):
     """Every section of the config file."""
 
     source: SourceConfig = SourceConfig()

@@ -17,9 +17,8 @@ from typing import NoReturn
 import typer
 from pydantic import BaseModel
 
-from shardmill.jobs.scratch import private_temporary_folder
-from shardmill.jobs.signals import Terminated, raise_on_signals
-from shardmill.jobs.stage_process import error_line, tell_error, tell_line
+from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals
+from shardmill.jobs.run_job import error_line, print_error, report_error
 
 
 def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoReturn:
@@ -48,7 +47,7 @@ def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoR
 
 def tell_failure(error: BaseException, *, is_json: bool, is_debug: bool, run_id: str | None = None) -> int:
     """Say why the command ends; the machine's document is `{"error": {"code", "message"}, "run_id"}`. -> exit code."""
-    code = tell_error(error, debug=is_debug)
+    code = report_error(error, debug=is_debug)
     if is_json:
         print_failure(code, error_line(error), run_id)
     return code
@@ -117,7 +116,7 @@ def _end(error: BaseException) -> int:
     line = f"{message}; {_hint_at_config_key(error) or 'see `shardmill --help`'}"
     if is_json:
         print_failure(2, line, None)
-    return tell_line(2, line)
+    return print_error(2, line)
 
 
 def _hint_at_config_key(error: BaseException) -> str:

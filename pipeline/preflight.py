@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pipeline.config import PipelineTree
 from shardmill.dataset.dataset import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
-from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.registry import install_hint
 from shardmill.stores import open_store
 
@@ -54,29 +53,6 @@ def refuse_what_cannot_work(tree: PipelineTree, workdir: str) -> None:
         raise kind(f"{len(errors)} things would stop this run: {numbered}")
 
 
-class TrainableListing:
-    """The ETL's observer in a run that will train: a listing that no classifier can learn from ends it at once."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-
-    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        self._observer.event(name, fields)
-        if name == "etl.inferred":
-            check_classes(fields)
-
-
-def check_classes(inferred: Mapping[str, FieldValue]) -> None:
-    """Raises UsageError if the classes that a listing shows are too few to train on."""
-    num_classes = int(inferred.get("num_classes") or 0)
-    if num_classes < 2:
-        raise UsageError(
-            f"the source has {num_classes} classes ({inferred.get('classes', '')})",
-            "expected at least 2 to train a classifier: one folder per class",
-            "sort the images into class folders; `shardmill etl` makes a dataset without training",
-        )
-
-
 def look_at_source(uri: str) -> str:
     """A folder that can be listed; what lies in a bucket is seen by the ETL alone."""
     if "://" not in uri and not os.path.isdir(uri):
@@ -113,14 +89,14 @@ def listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:
 
     Raises what the ETL and the training would raise for this listing.
     """
-    from etl.inferred import inferred_facts, inferred_warnings
+    from etl.inferred import check_classes, inferred_facts, inferred_warnings
     from etl.job import check_limits
     from etl.plan import plan_build
 
     plan = plan_build(tree.etl_tree(), run_id="preflight")
     check_limits(plan, plan.build.list_rejections)
+    check_classes(plan)
     facts = inferred_facts(plan)
-    check_classes(facts)
     yield from ((name, str(facts[name])) for name in ("classes", "splits", "image"))
     yield from (("warning", message) for message in inferred_warnings(plan))
 

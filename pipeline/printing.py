@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from pipeline.cli_options import Common
     from shardmill.dataset.verify import VerifyReport
-    from shardmill.jobs.events import StageRecord
+    from shardmill.jobs.run_files import StageRecord
 
 
 Rows = list[tuple[str, ...]]

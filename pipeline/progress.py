@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pipeline.record import RunRecord
 from shardmill.jobs.observer import FieldValue
+from shardmill.jobs.run_record import RunRecord
 from shardmill.printable import printable
 
 if TYPE_CHECKING:

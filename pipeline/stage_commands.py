@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pipeline.config import existing_path, load_for_dataset, load_for_models, load_pipeline, require
-from pipeline.stages import Run, build, evaluation_record, gate_record, open_run, run_export, train, verify
+from pipeline.config import existing_path, load_for_dataset, load_for_models, require
+from pipeline.stages import SUMMARY_SECTIONS, Run, build, evaluate, gate, open_run, report_record, train, verify
 from shardmill.dataset.dataset import split_version
 from shardmill.errors import UsageError
-from shardmill.jobs.events import StageRecord, how_run_ended, read_stage_record, write_stage_record, write_summary
+from shardmill.jobs.run_files import StageRecord, read_run_state, read_stage_record, write_stage_record, write_summary
 
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
     from shardmill.dataset.verify import VerifyReport
     from train.job import ExportOutcome
 
-# Their argument is a dataset or a config file; a folder of images says nothing about what they work on.
-TAKE_DATASET = frozenset({"train", "export", "evaluate", "gate"})
+
+def etl_stage(source_or_config: str, common: Common, *, replace_source: bool) -> StageRecord:
+    """Images to a committed dataset version."""
+    with open_run(source_or_config, common) as run:
+        require(run.tree, "source", "dataset")
+        build(run, replace_source=replace_source)
+        return run.record.ended[-1]
 
 
-def run_one_stage(name: str, source_or_config: str, common: Common, **choices: bool) -> StageRecord:
-    """One stage by itself, as a command or an Airflow task; takes what earlier stages of the same run id have left."""
-    load = load_for_dataset if name in TAKE_DATASET else load_pipeline
-    with open_run(source_or_config, common, load=load) as run:
-        return STAGE_COMMANDS[name](run, **choices)
+def train_stage(dataset_or_config: str, common: Common, *, fresh: bool) -> StageRecord:
+    """Train on the version that this run's ETL committed, or that the argument names."""
+    from shardmill.dataset import open_dataset
+
+    with _open_dataset_run(dataset_or_config, common) as run:
+        train(run, open_dataset(_dataset_of_run(run)).pin, fresh=fresh)
+        return run.record.ended[-1]
+
+
+def export_stage(dataset_or_config: str, common: Common) -> StageRecord:
+    """Export the finished training."""
+    from train.job import export_record
+
+    with _open_dataset_run(dataset_or_config, common) as run:
+        run.stage("export", lambda: _export_of_run(run), export_record)
+        return run.record.ended[-1]
+
+
+def evaluate_stage(dataset_or_config: str, common: Common) -> StageRecord:
+    """Exact figures of the export."""
+    with _open_dataset_run(dataset_or_config, common) as run:
+        evaluate(run, _export_of_run(run))
+        return run.record.ended[-1]
+
+
+def gate_stage(dataset_or_config: str, common: Common) -> StageRecord:
+    """What `promote` would decide now."""
+    with _open_dataset_run(dataset_or_config, common) as run:
+        gate(run, _export_of_run(run))
+        return run.record.ended[-1]
 
 
 def verify_stage(dataset_or_config: str, common: Common, *, deep: bool) -> VerifyReport:
@@ -72,19 +103,28 @@ def promote_stage(
         return promote_export(models_uri, candidate, run.tree.gate, run.id, **flags)
 
     with open_run(models_or_config, common, load=load_for_models) as run:
-        return run.stage("promote", lambda: promotion_record(promote(run)))
+        run.stage("promote", lambda: promote(run), promotion_record)
+        return run.record.ended[-1]
 
 
 def report_again(common: Common) -> StageRecord:
-    """Write report.html of an earlier run; how that run ended is not touched."""
+    """Write report.html of an earlier run; how that run ended stays as it is."""
     from pipeline.report import write_report
 
-    ended = how_run_ended(common.workdir, common.run_id)
-    path = write_report(common.workdir, common.run_id, write_summary(common.workdir, common.run_id, *ended))
-    record = StageRecord(stage="report", sections={"report": {"path": path}})
-    write_stage_record(common.workdir, common.run_id, "report", record, is_last=False)
-    write_summary(common.workdir, common.run_id, *ended)
+    workdir, run_id = common.workdir, common.run_id
+    state = read_run_state(workdir, run_id)
+    record = report_record(write_report(workdir, run_id, write_summary(workdir, run_id, state, SUMMARY_SECTIONS)))
+    write_stage_record(workdir, run_id, record)
+    write_summary(workdir, run_id, state, SUMMARY_SECTIONS)
     return record
+
+
+@contextmanager
+def _open_dataset_run(dataset_or_config: str, common: Common) -> Iterator[Run]:
+    """The argument is a dataset or a config file: a folder of images says nothing about what these commands need."""
+    with open_run(dataset_or_config, common, load=load_for_dataset) as run:
+        require(run.tree, "dataset")
+        yield run
 
 
 def _export_of_run(run: Run) -> ExportOutcome:
@@ -111,48 +151,3 @@ def _dataset_of_run(run: Run) -> str:
         return run.tree.dataset.uri
     dataset = earlier.sections["dataset"]
     return f"{dataset['uri']}@{dataset['version']}"
-
-
-def _etl_command(run: Run, *, replace_source: bool) -> StageRecord:
-    require(run.tree, "source", "dataset")
-    build(run, replace_source=replace_source)
-    return _recorded(run, "etl")
-
-
-def _train_command(run: Run, *, fresh: bool) -> StageRecord:
-    from shardmill.dataset import open_dataset
-
-    require(run.tree, "dataset")
-    train(run, open_dataset(_dataset_of_run(run)).pin, fresh=fresh)
-    return _recorded(run, "train")
-
-
-def _export_command(run: Run) -> StageRecord:
-    require(run.tree, "dataset")
-    run_export(run, lambda: _export_of_run(run))
-    return _recorded(run, "export")
-
-
-def _evaluate_command(run: Run) -> StageRecord:
-    require(run.tree, "dataset")
-    return run.stage("evaluate", lambda: evaluation_record(run, _export_of_run(run)))
-
-
-def _gate_command(run: Run) -> StageRecord:
-    require(run.tree, "dataset")
-    return run.stage("gate", lambda: gate_record(run, _export_of_run(run)))
-
-
-def _recorded(run: Run, stage: str) -> StageRecord:
-    record = read_stage_record(run.record.workdir, run.id, stage)
-    assert record is not None
-    return record
-
-
-STAGE_COMMANDS: dict[str, Callable[..., StageRecord]] = {
-    "etl": _etl_command,
-    "train": _train_command,
-    "export": _export_command,
-    "evaluate": _evaluate_command,
-    "gate": _gate_command,
-}

@@ -1,33 +1,44 @@
-"""A run under way and its stages: each does its work, or finds it done, and leaves its record."""
+"""A run under way and its stages: each does its work, or finds it done, and returns its value to the next one."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.config import PipelineTree, load_pipeline, without_secrets
 from pipeline.config_file import to_toml
-from pipeline.preflight import TrainableListing
 from pipeline.progress import RunProgress
-from pipeline.record import RunRecord
-from shardmill.jobs.events import StageRecord, failed_stage, write_summary
-from shardmill.jobs.spark_jvm import spark_log
+from shardmill.errors import ShardmillError
+from shardmill.jobs.run_files import RUNNING, RunState, StageRecord, failed_stage, write_stage_record
+from shardmill.jobs.run_record import RunRecord, recording
 
 if TYPE_CHECKING:
+    from etl.job import BuildOutcome
     from pipeline.cli_options import Common
     from shardmill.dataset.verify import VerifyReport
     from shardmill.values import DatasetPin
     from train.job import ExportOutcome, TrainOutcome
+    from train.published.gate import Judgement
+    from train.published.promote import Promotion
+    from train.values import Evaluation
+
+SUMMARY_SECTIONS = ("dataset", "etl", "train", "evaluation", "export", "promotion")
+"""Sections that the summary of a run always has, null if no stage has decided them."""
+
+WHOLE_PIPELINE = frozenset({"etl", "verify", "train", "export", "evaluate", "promote"})
+"""A run is `ok` once all of these have ended well, in one process or in several; before that it is `partial`."""
 
 OUTCOMES = {"done": "done", "skipped": "skipped, its result is there already", "failed": "failed"}
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run under way: what it was told, where it is recorded, and who watches it."""
+    """One run under way: its config, its record, and what a person sees of it."""
 
     tree: PipelineTree
     record: RunRecord
@@ -37,12 +48,12 @@ class Run:
     def id(self) -> str:
         return self.record.run_id
 
-    def stage(self, name: str, work: Callable[[], StageRecord]) -> StageRecord:
-        """Do a stage, record it, and say how it went."""
-        started = time.monotonic()
-        done = self.record.stage(name, work)
-        self.progress.finish(f"{name}: {OUTCOMES[done.status]} ({time.monotonic() - started:.1f} s)")
-        return done
+    def stage(self, name: str, work: Callable[[], Value], record_of: Callable[[Value], StageRecord]) -> Value:
+        """Do a stage, record it, and say how it went; returns what `work` returned."""
+        value = self.record.stage(name, work, record_of)
+        ended = self.record.ended[-1]
+        self.progress.finish(f"{name}: {OUTCOMES[ended.status]} ({ended.seconds:.1f} s)")
+        return value
 
 
 @contextmanager
@@ -51,19 +62,15 @@ def open_run(
     common: Common,
     *,
     load: Callable[[str, tuple[str, ...], str], PipelineTree] = load_pipeline,
-    is_single_stage: bool = True,
 ) -> Iterator[Run]:
-    """A run record around whatever happens inside; an error is written into it before it is raised on."""
-    record = RunRecord(common.workdir, common.run_id, is_single_stage=is_single_stage)
-    try:
+    """A run record around the work inside; an error, one of the config too, is recorded before it is raised on."""
+    record = RunRecord(common.workdir, common.run_id, sections=SUMMARY_SECTIONS, whole=WHOLE_PIPELINE)
+    with recording(record):
         tree = load(source_or_config, common.overrides, common.workdir)
-        record.open(to_toml(without_secrets(tree)))
-        with RunProgress(record, tree.train.epochs) as progress, spark_log(record.store, f"{record.folder}/spark.log"):
+        record.store.put(f"{record.folder}/config.toml", to_toml(without_secrets(tree)).encode())
+        record.summarize(RUNNING)
+        with RunProgress(record, tree.train.epochs) as progress:
             yield Run(tree, record, progress)
-    except BaseException as error:  # recorded and raised on: also Ctrl-C and SIGTERM belong into the summary
-        record.close(error)
-        raise
-    record.close()
 
 
 def setting(tree: PipelineTree, workdir: str) -> str:
@@ -90,133 +97,165 @@ def _device() -> str:
 
 
 @contextmanager
-def reported_if_it_fails(run: Run) -> Iterator[None]:
-    """A run that fails gets its report too: what was refused, and how far it came, is what one wants to see then."""
+def report_if_failed(run: Run) -> Iterator[None]:
+    """Write the report of a run that fails, too: it shows what was refused, and how far the run came."""
     try:
         yield
     except Exception as error:
-        run.record.report_failure(error, run.progress.say)
+        failed = failed_stage("run", error)
+        try:
+            path = _write_report(run.record, RunState("failed", failed.exit_code, failed.error))
+            write_stage_record(run.record.workdir, run.id, report_record(path))
+        except Exception as problem:  # the run's own error is the one that counts
+            run.record.event("report.warning", {"message": f"no report could be written: {problem}"})
+        else:
+            run.progress.say(f"report: {path}")
         raise
 
 
-def build(run: Run, *, replace_source: bool, will_train: bool = False) -> DatasetPin:
-    """The ETL; returns the version that the rest of this run works on, whoever commits another one meanwhile.
+def build(run: Run, *, replace_source: bool, will_train: bool = False) -> BuildOutcome:
+    """The ETL; its value names the version that the rest of this run works on, even if another one is committed.
 
     `will_train`: a source that nothing can be trained on is refused once it is listed.
     """
-    from etl.job import BuildOutcome, build_dataset, stage_record
+    from etl.job import build_dataset, stage_record
 
     tree = run.tree.etl_tree()
-    observer = TrainableListing(run.progress) if will_train else run.progress
-    outcomes: list[BuildOutcome] = []
-
-    def work() -> StageRecord:
-        outcomes.append(build_dataset(tree, run_id=run.id, observer=observer, replace_source=replace_source))
-        return stage_record(outcomes[0], tree)
-
-    run.stage("etl", work)
-    return outcomes[0].pin
+    return run.stage(
+        "etl",
+        lambda: build_dataset(
+            tree, run_id=run.id, observer=run.progress, replace_source=replace_source, will_train=will_train
+        ),
+        lambda outcome: stage_record(outcome, tree),
+    )
 
 
 def verify(run: Run, dataset: str, *, deep: bool) -> VerifyReport:
-    """Check the version; never skipped, because what it looks for is what changed behind our back."""
-    from shardmill.dataset import open_dataset, verify_dataset
+    """Check the version; never skipped, because it looks for what changed without a commit. Raises for no broken rule.
 
-    found: list[VerifyReport] = []
+    A broken rule fails the stage and the run; the caller prints the whole table before it raises the error.
+    """
+    from shardmill.dataset import open_dataset, verify_dataset
 
     def on_shard(num_done: int, num_shards: int) -> None:
         run.progress.event("verify.progress", {"num_done": num_done, "num_shards": num_shards})
 
-    def check() -> StageRecord:
-        found.append(verify_dataset(open_dataset(dataset), deep=deep, on_shard=on_shard))
-        try:
-            found[0].raise_if_failed()
-        except Exception as error:  # the caller prints the whole table before it raises this
-            return failed_stage("verify", error)
-        return StageRecord(stage="verify")
+    return run.stage(
+        "verify", lambda: verify_dataset(open_dataset(dataset), deep=deep, on_shard=on_shard), _verify_record
+    )
 
-    run.stage("verify", check)
-    return found[0]
+
+def _verify_record(report: VerifyReport) -> StageRecord:
+    try:
+        report.raise_if_failed()
+    except ShardmillError as error:
+        return failed_stage("verify", error)
+    return StageRecord(stage="verify")
 
 
 def train(run: Run, version: DatasetPin, *, fresh: bool = False) -> TrainOutcome:
     """Train on `version`, or go on with a training that was cut off, or find that it was done; unless `fresh`."""
-    from train.job import train_model, train_record
-    from train.steps_log import RunLog, StepsLog
+    from train.job import train_in_run, train_record
 
     tree = run.tree.train_tree()
-    steps = StepsLog(run.record.store, f"{run.record.folder}/steps.jsonl") if tree.train.record_samples else None
-    outcomes: list[TrainOutcome] = []
-
-    def work() -> StageRecord:
-        with closing(RunLog(run.progress, steps)) as log:
-            outcomes.append(train_model(tree, log, version, fresh_for=run.id if fresh else ""))
-        return train_record(outcomes[0], tree)
-
-    run.stage("train", work)
-    return outcomes[0]
+    return run.stage(
+        "train",
+        lambda: train_in_run(tree, run.record, run.progress, version, fresh=fresh),
+        lambda outcome: train_record(outcome, tree),
+    )
 
 
-def run_export(run: Run, export: Callable[[], ExportOutcome]) -> ExportOutcome:
-    """Export, or find that it was done."""
-    from train.job import export_record
+def export(run: Run, trained: TrainOutcome) -> ExportOutcome:
+    """Export a training, or find that it was done."""
+    from train.job import export_model, export_record
 
-    outcomes: list[ExportOutcome] = []
-
-    def work() -> StageRecord:
-        outcomes.append(export())
-        return export_record(outcomes[0])
-
-    run.stage("export", work)
-    return outcomes[0]
+    return run.stage("export", lambda: export_model(run.tree.train_tree(), trained, run.id), export_record)
 
 
-def evaluation_record(run: Run, exported: ExportOutcome) -> StageRecord:
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Exact figures of an export; None if the dataset has no split to evaluate on."""
+
+    evaluation: Evaluation | None
+    skipped: bool
+
+
+def evaluate(run: Run, exported: ExportOutcome) -> Evaluated:
     """Exact figures of the export. Training has them for its own dataset version; for another one they are computed."""
-    from pydantic import TypeAdapter
+    return run.stage("evaluate", lambda: _figures(run, exported), _evaluation_record)
 
+
+def _figures(run: Run, exported: ExportOutcome) -> Evaluated:
     from shardmill.dataset import open_dataset
     from shardmill.dataset.dataset import split_version
     from shardmill.stores import open_store
-    from train.job import evaluation_section
     from train.published.exported import load_exported
     from train.published.gate import evaluate_export
     from train.trainings import read_result
-    from train.values import Evaluation
 
     record = exported.export.record
-    version = split_version(run.tree.dataset.uri)[1] or record.dataset.version
+    uri, version = split_version(run.tree.dataset.uri)
+    version = version or record.dataset.version
     result = read_result(open_store(exported.models_uri), record.training_dir)
     if result is not None and version == result.dataset.version:
-        # A training that was skipped has nothing new to tell; one of this run has, though it measured them itself.
-        evaluation, status = result.evaluation, "skipped" if exported.skipped else "done"
-    else:
-        dataset = open_dataset(f"{split_version(run.tree.dataset.uri)[0]}@{version}")
-        split = "test" if "test" in dataset.manifest.splits else "validation"
-        model = load_exported(exported.models_uri, exported.export.number)
-        evaluation, status = evaluate_export(model, dataset, split), "done"
-    plain = TypeAdapter(Evaluation | None).dump_python(evaluation, mode="json")
-    sections = {"evaluation": evaluation_section(plain)}
-    return StageRecord(stage="evaluate", status=status, sections=sections, detail={"evaluation": plain})
+        # The figures of a skipped export were recorded by an earlier run; those of a new one are news of this run.
+        return Evaluated(result.evaluation, skipped=exported.skipped)
+    dataset = open_dataset(f"{uri}@{version}")
+    split = "test" if "test" in dataset.manifest.splits else "validation"
+    model = load_exported(exported.models_uri, exported.export.number)
+    return Evaluated(evaluate_export(model, dataset, split), skipped=False)
 
 
-def gate_record(run: Run, exported: ExportOutcome) -> StageRecord:
-    """What `promote` would decide now."""
+def _evaluation_record(found: Evaluated) -> StageRecord:
+    from pydantic import TypeAdapter
+
+    from train.job import evaluation_section
+    from train.values import Evaluation
+
+    plain = TypeAdapter(Evaluation | None).dump_python(found.evaluation, mode="json")
+    return StageRecord(
+        stage="evaluate",
+        status="skipped" if found.skipped else "done",
+        sections={"evaluation": evaluation_section(plain)},
+        detail={"evaluation": plain},
+    )
+
+
+def gate(run: Run, exported: ExportOutcome) -> Judgement:
+    """Find out what `promote` would decide now; nothing is promoted."""
     from train.published.gate import judge
 
-    judgement = judge(exported.models_uri, exported.export, run.tree.gate)
-    current = judgement.history.current
-    section = {
-        "decision": judgement.gate.decision,
-        "reason": judgement.gate.reason,
-        "current": current.export if current is not None else None,
-        "candidate": exported.export.number,
-    }
-    return StageRecord(stage="gate", sections={"gate": section})
+    def record_of(judgement: Judgement) -> StageRecord:
+        current = judgement.history.current
+        section = {
+            "decision": judgement.gate.decision,
+            "reason": judgement.gate.reason,
+            "current": current.export if current is not None else None,
+            "candidate": exported.export.number,
+        }
+        return StageRecord(stage="gate", sections={"gate": section})
+
+    return run.stage("gate", lambda: judge(exported.models_uri, exported.export, run.tree.gate), record_of)
 
 
-def report_record(run: Run, write: Callable[[str, str, dict[str, Any]], str]) -> StageRecord:
-    """The report of what this run has recorded so far."""
-    summary = write_summary(run.record.workdir, run.id, 0)
-    path = write(run.record.workdir, run.id, summary)
-    return StageRecord(stage="report", sections={"report": {"path": path}})
+def promote(run: Run, exported: ExportOutcome) -> Promotion:
+    """Make the export the current model if the gate lets it."""
+    from train.job import promote_model, promotion_record
+
+    return run.stage("promote", lambda: promote_model(run.tree.train_tree(), exported, run.id), promotion_record)
+
+
+def report(run: Run) -> str:
+    """Write the report of what this run has recorded so far; returns its URI."""
+    return run.stage("report", lambda: _write_report(run.record, run.record.state_so_far()), report_record)
+
+
+def _write_report(record: RunRecord, state: RunState) -> str:
+    from pipeline.report import write_report
+
+    return write_report(record.workdir, record.run_id, record.summarize(state))
+
+
+def report_record(path: str) -> StageRecord:
+    """The record of a report that was written just now."""
+    return StageRecord(stage="report", started=time.time(), sections={"report": {"path": path}})

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from shardmill.formats import SHARD_FORMATS
-from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkConfig
+from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, SparkConfig
 from shardmill.options import AugmentOptions, Section
 from shardmill.registry import OneOf
 from train.launching import LAUNCHERS
@@ -123,8 +123,10 @@ class GateConfig(Section):
     """How far top-1 accuracy may fall behind the current model's on the same split."""
 
 
-class TrainTree(Section):
+class TrainTree(ConfigTree):
     """The sections that `train/job.py` takes from the config file."""
+
+    other_sections = ("source", "etl")
 
     dataset: DatasetConfig = DatasetConfig()
     models: ModelsConfig = ModelsConfig()

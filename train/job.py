@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import argparse
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +25,11 @@ from shardmill.dataset.dataset import split_version
 from shardmill.dataset.verify import verify_present
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import load_tree
-from shardmill.jobs.events import StageRecord, new_run_id, run_folder
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.reach import planted
-from shardmill.jobs.stage_process import run_stage_process
+from shardmill.jobs.run_files import StageRecord
+from shardmill.jobs.run_job import run_job
+from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
@@ -46,6 +46,8 @@ from train.trainings import TrainingChoice, choose_training, read_result
 from train.values import TrainResult
 
 STAGES = ("train", "export", "promote")
+SUMMARY_SECTIONS = ("dataset", "train", "evaluation", "export", "promotion")
+"""What training adds to a run's summary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,15 @@ def train_model(
     return TrainOutcome(result, models.uri, False, time.monotonic() - started)
 
 
+def train_in_run(
+    tree: TrainTree, run: RunRecord, observer: Observer, version: DatasetPin | None, *, fresh: bool
+) -> TrainOutcome:
+    """`train_model` with its events, and its steps if they are recorded, among the files of a run."""
+    steps = StepsLog(run.store, f"{run.folder}/steps.jsonl") if tree.train.record_samples else None
+    with closing(RunLog(observer, steps)) as log:
+        return train_model(tree, log, version, fresh_for=run.run_id if fresh else "")
+
+
 def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> TrainOutcome:
     """The training that `train_model` would skip. Raises UsageError if it has not finished yet."""
     choice = _choose(tree, version)
@@ -145,7 +156,6 @@ def train_record(outcome: TrainOutcome, tree: TrainTree) -> StageRecord:
     return StageRecord(
         stage="train",
         status="skipped" if outcome.skipped else "done",
-        seconds=outcome.seconds,
         sections={
             "dataset": {
                 "uri": result.dataset.uri,
@@ -192,10 +202,10 @@ def export_record(outcome: ExportOutcome) -> StageRecord:
         "weights_sha256": export.record.weights_sha256,
     }
     status = "skipped" if outcome.skipped else "done"
-    return StageRecord(stage="export", status=status, seconds=outcome.seconds, sections={"export": section})
+    return StageRecord(stage="export", status=status, sections={"export": section})
 
 
-def promotion_record(promotion: Promotion, seconds: float = 0.0) -> StageRecord:
+def promotion_record(promotion: Promotion) -> StageRecord:
     """What the gate's decision adds to a run's summary."""
     section = {
         "models": promotion.models_uri,
@@ -208,7 +218,7 @@ def promotion_record(promotion: Promotion, seconds: float = 0.0) -> StageRecord:
         "current_accuracy": promotion.gate.current_accuracy,
     }
     status = "skipped" if promotion.gate.decision == "already_current" else "done"
-    return StageRecord(stage="promote", status=status, seconds=seconds, sections={"promotion": section})
+    return StageRecord(stage="promote", status=status, sections={"promotion": section})
 
 
 def evaluation_section(evaluation: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -221,51 +231,28 @@ def evaluation_section(evaluation: dict[str, Any] | None) -> dict[str, Any] | No
 def main() -> int:
     """The command line of `spark-submit train/job.py`: one JSON line on stdout for each stage. -> the exit code."""
     arguments = _parse_arguments()
-    run_id = arguments.run_id or new_run_id()
-    trained: TrainOutcome
-    exported: ExportOutcome
 
-    def load() -> TrainTree:
+    def job(run: RunRecord, observer: Observer) -> None:
         below = {"models": {"uri": f"{arguments.workdir}/models"}}
-        return load_tree(TrainTree, arguments.config, tuple(arguments.set), below)
+        tree = load_tree(TrainTree, arguments.config, tuple(arguments.set), below)
 
-    def version_of(tree: TrainTree) -> DatasetPin | None:
-        version = arguments.dataset_version
-        return open_dataset(f"{split_version(tree.dataset.uri)[0]}@{version}").pin if version else None
-
-    def train(run_id: str, observer: Observer) -> StageRecord:
-        nonlocal trained
-        tree = load()
-        steps = None
-        if tree.train.record_samples:
-            steps = StepsLog(open_store(arguments.workdir), f"{run_folder(run_id)}/steps.jsonl")
-        with closing(RunLog(observer, steps)) as log:
-            trained = train_model(tree, log, version_of(tree), fresh_for=run_id if arguments.fresh else "")
-        return train_record(trained, tree)
-
-    def export(run_id: str, observer: Observer) -> StageRecord:
-        nonlocal exported
-        exported = export_model(load(), trained, run_id)
-        return export_record(exported)
-
-    def promote(run_id: str, observer: Observer) -> StageRecord:
-        started = time.monotonic()
-        promotion = promote_model(load(), exported, run_id, require=arguments.require)
-        return promotion_record(promotion, time.monotonic() - started)
-
-    works: dict[str, Callable[[str, Observer], StageRecord]] = {"train": train, "export": export, "promote": promote}
-    for stage in STAGES[: STAGES.index(arguments.until) + 1]:
-        code = run_stage_process(
-            stage,
-            works[stage],
-            arguments.workdir,
-            run_id,
-            is_last=stage == arguments.until,
-            debug=arguments.debug,
+        trained = run.stage(
+            "train",
+            lambda: train_in_run(tree, run, observer, _named_version(tree, arguments), fresh=arguments.fresh),
+            lambda outcome: train_record(outcome, tree),
         )
-        if code:
-            return code
-    return 0
+        if arguments.until == "train":
+            return
+        exported = run.stage("export", lambda: export_model(tree, trained, run.run_id), export_record)
+        if arguments.until == "export":
+            return
+        run.stage(
+            "promote",
+            lambda: promote_model(tree, exported, run.run_id, require=arguments.require),
+            promotion_record,
+        )
+
+    return run_job(job, arguments.workdir, arguments.run_id, sections=SUMMARY_SECTIONS, debug=arguments.debug)
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -280,6 +267,12 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--run-id", default="", help="names the run record")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser.parse_args()
+
+
+def _named_version(tree: TrainTree, arguments: argparse.Namespace) -> DatasetPin | None:
+    if not arguments.dataset_version:
+        return None
+    return open_dataset(f"{split_version(tree.dataset.uri)[0]}@{arguments.dataset_version}").pin
 
 
 def _choose(tree: TrainTree, version: DatasetPin | None = None, fresh_for: str = "") -> TrainingChoice:

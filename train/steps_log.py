@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from shardmill.jobs.events import LineLog, read_lines
+from shardmill.jobs.line_log import LineLog, read_lines
 from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.storage import Store
 from train.observer import GlobalStep

@@ -10,7 +10,7 @@ def write_report(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> s
     """Write `<workdir>/runs/<run_id>/report.html` and return its URI."""
     from pipeline.report.data import gather
     from pipeline.report.page import render
-    from shardmill.jobs.events import run_folder
+    from shardmill.jobs.run_files import run_folder
     from shardmill.storage import join_uri
     from shardmill.stores import open_store
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from shardmill.errors import ShardmillError
-from shardmill.jobs.events import StageRecord, read_stage_records, run_folder
+from shardmill.jobs.run_files import StageRecord, read_stage_records, run_folder
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason

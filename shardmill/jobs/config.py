@@ -6,22 +6,27 @@ import copy
 import difflib
 import json
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from shardmill.errors import UsageError
-from shardmill.jobs.spark_settings import flat_settings
 from shardmill.options import Section
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-# Every application reads the same file and takes its own sections of it.
-SECTION_NAMES = ("source", "dataset", "models", "etl", "spark", "train", "gate")
 
-Tree = TypeVar("Tree", bound=BaseModel)
+class ConfigTree(Section):
+    """The sections that one application takes from the config file; several applications share the file."""
+
+    other_sections: ClassVar[tuple[str, ...]] = ()
+    """Sections of the same file that other applications take."""
+
+
+Tree = TypeVar("Tree", bound=ConfigTree)
 
 
 class DatasetConfig(Section):
@@ -61,17 +66,30 @@ class SparkConfig(Section):
     """Settings for the training launcher's application."""
 
 
+def flat_settings(table: dict[str, Any]) -> dict[str, str]:
+    """TOML reads `spark.executor.memory = "2g"` as nested tables; Spark wants flat names, and every value as text."""
+    return dict(_flat("", table))
+
+
+def _flat(prefix: str, table: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def load_tree(
     tree: type[Tree], file: str | Path | None, overrides: tuple[str, ...] = (), defaults: dict[str, Any] | None = None
 ) -> Tree:
     """Read `file` (TOML; None for no file), lay it over `defaults`, apply `section.key=value` overrides, validate.
 
-    Sections that belong to other applications are passed over; any other unknown key raises UsageError.
+    Sections of other applications are skipped; any other unknown key raises UsageError with the nearest known one.
     """
     values = _merged(copy.deepcopy(defaults or {}), _read_toml(Path(file)) if file is not None else {})
     for override in overrides:
         _apply_override(values, override, tree)
-    mine = {name: value for name, value in values.items() if name in tree.model_fields or name not in SECTION_NAMES}
+    mine = {name: value for name, value in values.items() if name not in tree.other_sections}
     try:
         return tree.model_validate(mine)
     except ValidationError as error:
@@ -128,7 +146,7 @@ def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _explain(tree: type[BaseModel], error: ValidationError) -> str:
+def _explain(tree: type[ConfigTree], error: ValidationError) -> str:
     """All complaints in one line: each with the key, what was given, what was expected."""
     complaints = [_complaint(tree, each) for each in error.errors(include_url=False)]
     if len(complaints) == 1:
@@ -137,12 +155,12 @@ def _explain(tree: type[BaseModel], error: ValidationError) -> str:
     return f"{len(complaints)} errors in the config: {numbered}"
 
 
-def _complaint(tree: type[BaseModel], error: ErrorDetails) -> str:
+def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> str:
     keys = [str(part) for part in error["loc"]]
     name = ".".join(keys)
     if error["type"] == "extra_forbidden":
         owner = _model_at(tree, keys[:-1])
-        known = list(owner.model_fields) if owner is not None else list(SECTION_NAMES)
+        known = [*(owner.model_fields if owner is not None else ()), *(tree.other_sections if len(keys) == 1 else ())]
         near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
         hint = f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else f"known here: {', '.join(known)}"
         return f"unknown config key {name}; {hint}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.import_path import SAFE_PATH, python_path
+from shardmill.jobs.process import SAFE_PATH, python_path
 from shardmill.jobs.spark_jvm import REDACTION, start_jvm, where_spark_says_more
 from shardmill.registry import install_hint
 

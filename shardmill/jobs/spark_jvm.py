@@ -7,6 +7,7 @@ let Spark's own lines run through the progress bar.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.redact import SPARK_REDACTION
-from shardmill.jobs.spark_settings import properties_file
 from shardmill.storage import Store, as_storage_error, join_uri
 
 if TYPE_CHECKING:
@@ -105,3 +105,22 @@ def _restore(name: str, value: str | None) -> None:
         del os.environ[name]
     else:
         os.environ[name] = value
+
+
+@contextmanager
+def properties_file(settings: Mapping[str, str]) -> Iterator[str]:
+    """The path of a file for `spark-submit --properties-file`: its owner alone can read it, and it is removed after."""
+    descriptor, path = tempfile.mkstemp(prefix="shardmill-", suffix=".properties")
+    try:
+        # mkstemp makes it 0600, whatever the umask is.
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.writelines(f"{_escaped(name)}={_escaped(value)}\n" for name, value in settings.items())
+        yield path
+    finally:
+        os.unlink(path)
+
+
+def _escaped(text: str) -> str:
+    # As java.util.Properties reads it: no separator, comment, line end or outer blank is taken for what it is not.
+    ends = {"\n": "n", "\r": "r", "\f": "f"}
+    return re.sub(r"[\\\s=:#!]", lambda found: "\\" + ends.get(found[0], found[0]), text)

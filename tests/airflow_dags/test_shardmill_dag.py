@@ -98,7 +98,7 @@ import json
 from airflow_dags.operators import ShardmillOperator, ShardmillSparkOperator, RunFolder, hand_on
 from airflow_dags.shardmill_dag import job_file
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
-from shardmill.jobs.events import StageRecord, write_stage_record
+from shardmill.jobs.run_files import RunState, write_summary
 
 workdir, config = {str(tmp_path / "work")!r}, {str(tmp_path / "configs" / "bad.toml")!r}
 common = ["--workdir", workdir, "--run-id", "r"]
@@ -125,7 +125,7 @@ os.environ["SHARDMILL_COMMAND"] = "sh"
 # The failures above are on record still: a death without a word must not be taken for one of them.
 try_it("killed", killed)
 for code in (2, 3, 4, 5, 6, 7, 8, 9):
-    write_stage_record(workdir, "codes", "etl", StageRecord(stage="etl", status="failed", exit_code=code, error="e"))
+    write_summary(workdir, "codes", RunState("failed", code, "e"))
     seen[code] = [type(RunFolder(workdir, "codes").failure("etl", "ended")).__name__, ""]
 print(json.dumps(seen))
 """,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from etl.job import build_dataset
 from pipeline.config import load_pipeline
 from pipeline.doctor import examine
-from pipeline.preflight import TrainableListing, look_at_place, refuse_what_cannot_work
+from pipeline.preflight import look_at_place, refuse_what_cannot_work
 from shardmill.errors import StorageError, UsageError
-from shardmill.jobs.observer import SilentObserver
 from tests.support import write_images
 from train.models.find import find_model
 
@@ -61,11 +61,16 @@ def test_a_model_is_found_without_importing_it(tmp_path: Path, monkeypatch: pyte
     assert find_model("mine:build") == find_model("mine:other") == str(tmp_path / "mine.py")
 
 
-@pytest.mark.parametrize("num_classes", [0, 1])
-def test_a_listing_without_classes_ends_a_run_that_would_train(num_classes: int):
-    with pytest.raises(UsageError, match=f"has {num_classes} classes .*at least 2"):
-        TrainableListing(SilentObserver()).event("etl.inferred", {"num_classes": num_classes, "classes": "one"})
-    TrainableListing(SilentObserver()).event("etl.inferred", {"num_classes": 2})
+@pytest.mark.parametrize(("num_classes", "shown"), [(0, "no classes"), (1, "class_0")])
+def test_a_listing_without_classes_ends_a_run_that_would_train(num_classes: int, shown: str, tmp_path: Path):
+    write_images(tmp_path / "images", num_images=4, num_classes=1)
+    if num_classes == 0:
+        for image in (tmp_path / "images/class_0").iterdir():
+            image.rename(tmp_path / "images" / image.name)
+    tree = load_pipeline(str(tmp_path / "images"), (), str(tmp_path / "work")).etl_tree()
+    with pytest.raises(UsageError, match=f"has {num_classes} classes .{shown}.*at least 2"):
+        build_dataset(tree, run_id="r", will_train=True)
+    assert not (tmp_path / "work/dataset/manifests").exists()
 
 
 def test_doctor_shows_what_the_listing_says(tmp_path: Path):

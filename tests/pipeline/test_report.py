@@ -10,7 +10,7 @@ from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, line_c
 from pipeline.report.data import ReportData, gather
 from pipeline.report.page import render
 from shardmill.dataset import open_dataset
-from shardmill.jobs.events import StageRecord, write_stage_record
+from shardmill.jobs.run_files import StageRecord, write_stage_record
 from tests.support import make_dataset, write_images
 from train.values import ClassFigures, EpochRecord, Evaluation
 
@@ -59,7 +59,7 @@ def test_what_a_run_left_is_gathered(tmp_path: Path):
     uri = make_dataset(tmp_path, num_images=60, num_classes=3)
     dataset = open_dataset(uri)
     named = {"uri": uri, "version": 1, "counts": dataset.manifest.counts.model_dump()}
-    write_stage_record(tmp_path, "r", "etl", StageRecord(stage="etl", seconds=1.5, sections={"dataset": named}))
+    write_stage_record(tmp_path, "r", StageRecord(stage="etl", seconds=1.5, sections={"dataset": named}))
     data = gather(tmp_path, "r", {"dataset": named})
     assert data.class_names == ("class_0", "class_1", "class_2")
     assert sum(map(sum, data.class_counts.values())) == 60

@@ -1,41 +1,65 @@
-"""What a run leaves: stage records, one summary, line logs; whole whenever the run ended."""
+"""The stage runner and what a run leaves: stage records, one summary, line logs; whole whenever the run ended."""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import jsonschema
 import pytest
 
 from pipeline.progress import RunProgress
-from pipeline.record import RunRecord
-from shardmill.errors import IntegrityError, UsageError
-from shardmill.jobs.events import (
-    LineLog,
+from pipeline.stages import SUMMARY_SECTIONS, WHOLE_PIPELINE
+from shardmill.errors import IntegrityError, ShardmillError, UsageError
+from shardmill.jobs.line_log import LineLog, read_lines
+from shardmill.jobs.process import Terminated
+from shardmill.jobs.run_files import (
+    PARTIAL,
     StageRecord,
-    how_run_ended,
     new_run_id,
-    read_lines,
+    read_run_state,
     read_stage_record,
+    read_stage_records,
     write_stage_record,
+    write_summary,
 )
-from shardmill.jobs.stage_process import Terminated
+from shardmill.jobs.run_record import RunRecord, recording
 from shardmill.stores import open_store
 from tests.pipeline.command import SUMMARY_SCHEMA
+
+
+def summary_on_disk(folder: Path) -> dict:
+    summary = json.loads((folder / "runs/r/summary.json").read_text())
+    jsonschema.validate(summary, SUMMARY_SCHEMA)
+    return summary
+
+
+def do_stage(record: RunRecord, name: str, **fields: object) -> None:
+    record.stage(name, lambda: None, lambda _: StageRecord(stage=name, **fields))
+
+
+def test_a_stage_gives_its_value_to_the_next_one(tmp_path: Path):
+    with recording(RunRecord(str(tmp_path), "r")) as record:
+        number = record.stage("one", lambda: 41, lambda value: StageRecord(stage="one", detail={"value": value}))
+        assert record.stage("two", lambda: number + 1, lambda _: StageRecord(stage="two", status="skipped")) == 42
+    first, second = read_stage_records(tmp_path, "r")
+    assert (first.stage, first.detail, second.status) == ("one", {"value": 41}, "skipped")
+    assert record.ended == [first, second] and 0 < first.started <= second.started
+    events = [json.loads(line) for line in (tmp_path / "runs/r/events.jsonl").read_text().splitlines()]
+    assert [each["event"] for each in events] == ["stage.started", "stage.ended"] * 2 + ["run.ended"]
 
 
 def test_warnings_are_said_and_stay_with_their_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     record = RunRecord(str(tmp_path), "r")
     progress = RunProgress(record, num_epochs=12)
 
-    def work() -> StageRecord:
+    def work() -> None:
         progress.event("etl.warning", {"message": "few \x1b[2J images"})
         progress.event("train.resumed", {"epoch": 2, "step": 4, "rank": 0})
-        return StageRecord(stage="etl")
 
-    record.stage("etl", work)
-    record.stage("train", lambda: StageRecord(stage="train"))
+    record.stage("etl", work, lambda _: StageRecord(stage="etl"))
+    do_stage(record, "train")
     summary = record.close()
     jsonschema.validate(summary, SUMMARY_SCHEMA)
     assert list(summary["warnings"]) == ["etl"] and len(summary["warnings"]["etl"]) == 1
@@ -51,51 +75,81 @@ def test_run_ids_are_unique_and_plain():
             RunRecord("/nowhere", hostile or "/")
 
 
-def test_a_summary_has_every_key_whenever_the_run_ended(tmp_path: Path):
-    record = RunRecord(str(tmp_path), "r", is_single_stage=False)
-    record.open("")
-    running = json.loads((tmp_path / "runs/r/summary.json").read_text())
-    jsonschema.validate(running, SUMMARY_SCHEMA)
-    assert (running["status"], running["exit_code"]) == ("running", None)
-
-    record.stage("etl", lambda: StageRecord(stage="etl", sections={"etl": {"engine": "spark"}}))
-    assert json.loads((tmp_path / "runs/r/summary.json").read_text())["status"] == "running"
-
-    def fail() -> StageRecord:
+def test_a_summary_has_every_section_whenever_the_run_ended(tmp_path: Path):
+    def fail() -> None:
         raise IntegrityError("a shard is cut", "expected 9 bytes")
 
-    with pytest.raises(IntegrityError):
-        record.stage("verify", fail)
-    summary = record.close(IntegrityError("a shard is cut", "expected 9 bytes"))
-    assert summary == json.loads((tmp_path / "runs/r/summary.json").read_text())
+    record = RunRecord(str(tmp_path), "r", sections=SUMMARY_SECTIONS, whole=WHOLE_PIPELINE)
+    with pytest.raises(IntegrityError), recording(record):
+        do_stage(record, "etl", sections={"etl": {"engine": "spark"}})
+        running = summary_on_disk(tmp_path)
+        assert (running["status"], running["exit_code"], running["export"]) == ("running", None, None)
+        record.stage("verify", fail, lambda _: StageRecord(stage="verify"))
+    summary = summary_on_disk(tmp_path)
+    assert summary == record.summary
     assert (summary["exit_code"], summary["error"]) == (3, "a shard is cut; expected 9 bytes")
     assert summary["stages"]["verify"]["status"] == "failed"
     assert summary["etl"] == {"engine": "spark"} and summary["train"] is None
+
+
+def test_a_run_is_ok_only_when_it_has_been_through_the_whole_pipeline(tmp_path: Path):
+    order = ["etl", "verify", "train", "export", "evaluate", "promote"]
+    assert set(order) == WHOLE_PIPELINE
+    for stage in order:
+        # One process for each, as a scheduler does it; jobs under spark-submit do not know the pipeline.
+        assert not (tmp_path / "runs").exists() or summary_on_disk(tmp_path)["status"] == "partial"
+        whole = frozenset() if stage in ("etl", "train") else WHOLE_PIPELINE
+        with recording(RunRecord(str(tmp_path), "r", whole=whole)) as record:
+            do_stage(record, stage, status="skipped" if stage == "export" else "done")
+    assert (summary_on_disk(tmp_path)["status"], summary_on_disk(tmp_path)["exit_code"]) == ("ok", 0)
+    # A stage that failed is not made good by a later one.
+    with recording(RunRecord(str(tmp_path), "r", whole=WHOLE_PIPELINE)) as record:
+        do_stage(record, "verify", status="failed", exit_code=3, error="damaged")
+    assert (summary_on_disk(tmp_path)["status"], summary_on_disk(tmp_path)["exit_code"]) == ("failed", 3)
+    with recording(RunRecord(str(tmp_path), "r", whole=WHOLE_PIPELINE)) as record:
+        do_stage(record, "promote")
+    assert summary_on_disk(tmp_path)["status"] == "partial"
 
 
 @pytest.mark.parametrize(
     ("error", "code"), [(UsageError("x"), 2), (KeyboardInterrupt(), 130), (Terminated(), 143), (ValueError("x"), 1)]
 )
 def test_each_way_to_end_is_recorded_with_its_code(error: BaseException, code: int, tmp_path: Path):
-    def fail() -> StageRecord:
+    def fail() -> None:
         raise error
 
-    with pytest.raises(type(error)):
-        RunRecord(str(tmp_path), "r").stage("etl", fail)
-    record = read_stage_record(tmp_path, "r", "etl")
-    assert record is not None and (record.status, record.exit_code) == ("failed", code)
+    record = RunRecord(str(tmp_path), "r")
+    with pytest.raises(type(error)), recording(record):
+        record.stage("etl", fail, lambda _: StageRecord(stage="etl"))
+    written = read_stage_record(tmp_path, "r", "etl")
+    assert written is not None and (written.status, written.exit_code) == ("failed", code)
+    assert read_run_state(tmp_path, "r").exit_code == code
+
+
+def test_the_error_of_a_stage_counts_more_than_that_of_its_record(tmp_path: Path):
+    def fail() -> None:
+        # Where the record would be, there is a folder now.
+        (tmp_path / "runs/r/etl.json").mkdir(parents=True)
+        raise UsageError("the stage's own error")
+
+    with pytest.raises(ShardmillError, match="the stage's own error"), recording(RunRecord(str(tmp_path), "r")) as run:
+        run.stage("etl", fail, lambda _: StageRecord(stage="etl"))
 
 
 def test_stages_in_processes_of_their_own_make_one_summary(tmp_path: Path):
-    write_stage_record(tmp_path, "r", "train", StageRecord(stage="train", sections={"evaluation": None, "x": {"a": 1}}))
-    write_stage_record(tmp_path, "r", "etl", StageRecord(stage="etl", sections={"x": {"a": 0, "b": 2}}))
-    summary = json.loads((tmp_path / "runs/r/summary.json").read_text())
-    # Later stages of the story win, in whatever order they were written.
-    assert summary["x"] == {"a": 1, "b": 2} and summary["evaluation"] is None
+    records = [
+        StageRecord(stage="b", started=1, sections={"x": {"a": 0, "b": 2}}),
+        StageRecord(stage="a", started=2, sections={"y": None, "x": {"a": 1}}),
+    ]
+    for record in random.sample(records, 2):
+        write_stage_record(tmp_path, "r", record)
+    summary = write_summary(tmp_path, "r", PARTIAL, ("y",))
+    # Later stages win, in whatever order their records were written.
+    assert summary["x"] == {"a": 1, "b": 2} and summary["y"] is None and list(summary["stages"]) == ["b", "a"]
 
 
 def test_a_damaged_record_of_a_run_is_one_line_and_ends_no_other_stage(tmp_path: Path):
-    write_stage_record(tmp_path, "r", "etl", StageRecord(stage="etl", sections={"x": {"a": 0}}))
+    write_stage_record(tmp_path, "r", StageRecord(stage="etl", sections={"x": {"a": 0}}))
     file = tmp_path / "runs/r/etl.json"
     whole = file.read_bytes()
     flipped = [
@@ -105,12 +159,13 @@ def test_a_damaged_record_of_a_run_is_one_line_and_ends_no_other_stage(tmp_path:
         file.write_bytes(damaged)
         with pytest.raises(IntegrityError, match=r"etl\.json was altered; .*delete it"):
             read_stage_record(tmp_path, "r", "etl")
-    write_stage_record(tmp_path, "r", "train", StageRecord(stage="train"))
-    assert list(json.loads((tmp_path / "runs/r/summary.json").read_text())["stages"]) == ["train"]
+    with recording(RunRecord(str(tmp_path), "r")) as record:
+        do_stage(record, "train")
+    assert list(summary_on_disk(tmp_path)["stages"]) == ["train"]
     file.unlink()
     for damaged in (b"", b"[]", b"\xff", b"{}"):
         (tmp_path / "runs/r/summary.json").write_bytes(damaged)
-        assert how_run_ended(tmp_path, "r") == (0, "")
+        assert read_run_state(tmp_path, "r") == PARTIAL
 
 
 def test_line_logs_on_a_store_without_append(s3_bucket: str):

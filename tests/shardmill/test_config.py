@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlTree
+from pipeline.config import PipelineTree
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from train.config import TrainTree
@@ -17,6 +18,10 @@ from train.config import TrainTree
     [
         (TrainTree, "train.epoch=3", r"unknown config key train\.epoch; did you mean train\.epochs\?"),
         (TrainTree, "trian.epochs=3", r"unknown config key trian; did you mean train\?"),
+        (TrainTree, "sauce.uri=x", r"unknown config key sauce; did you mean source\?"),
+        (EtlTree, "trian.epochs=3", r"unknown config key trian; did you mean train\?"),
+        (EtlTree, "eetl.image_size=3", r"unknown config key eetl; did you mean etl\?"),
+        (PipelineTree, "trian.epochs=3", r"unknown config key trian; did you mean train\?"),
         (TrainTree, "train.augment.random_flp=true", r"did you mean train\.augment\.random_flip\?"),
         (TrainTree, "train.zzzz=1", r"unknown config key train\.zzzz; known here: model, epochs"),
         (TrainTree, "train.epochs=many", r'config key train\.epochs = "many"; expected a valid integer'),
@@ -34,6 +39,12 @@ def test_a_mistake_is_answered_with_what_was_meant(tree: type, override: str, me
     with pytest.raises(UsageError, match=message) as refused:
         load_tree(tree, None, (override,))
     assert "\n" not in str(refused.value)
+
+
+def test_applications_agree_on_the_sections_of_the_file():
+    for tree in (EtlTree, TrainTree):
+        assert {*tree.model_fields, *tree.other_sections} == set(PipelineTree.model_fields)
+        assert not tree.model_fields.keys() & set(tree.other_sections)
 
 
 def test_file_then_overrides_then_nothing_of_other_sections(tmp_path: Path):

@@ -8,7 +8,7 @@ import pytest
 
 from shardmill.errors import StorageError
 from shardmill.jobs.redact import HIDDEN, is_secret_name, redacted, redacted_text
-from shardmill.jobs.stage_process import tell_error
+from shardmill.jobs.run_job import report_error
 from tests.canaries import PEM, PLAIN_SETTINGS, SECRET_SETTINGS
 
 SECRET_NAMES = (
@@ -166,6 +166,6 @@ def test_a_line_of_error_holds_none(capsys: pytest.CaptureFixture[str]):
         f"cannot reach {SECRET_SETTINGS['spark.app.jdbc']}", "", f"see {SECRET_SETTINGS['spark.app.proxy']}"
     )
     error.add_note("password=canary-note")
-    assert tell_error(error, debug=True) == 4
+    assert report_error(error, debug=True) == 4
     written = capsys.readouterr().err
     assert "canary" not in written and "ERROR 4: cannot reach jdbc:postgresql://db" in written

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.jobs.scratch import PREFIX, STALE_SECONDS, private_temporary_folder, remove_stale
+from shardmill.jobs.process import PREFIX, STALE_SECONDS, private_temporary_folder, remove_stale
 
 OWNER = """
 import os, signal, sys, tempfile
-from shardmill.jobs.scratch import private_temporary_folder
+from shardmill.jobs.process import private_temporary_folder
 with private_temporary_folder() as folder:
     handle, _ = tempfile.mkstemp()
     print(folder, flush=True)

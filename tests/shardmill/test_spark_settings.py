@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardmill.jobs.spark import protection_warning
-from shardmill.jobs.spark_settings import properties_file
+from shardmill.jobs.spark_jvm import properties_file
 
 HARD = {
     "spark.x.plain": "2g",

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardmill.jobs.scratch import PREFIX
+from shardmill.jobs.process import PREFIX
 from shardmill.values import DatasetPin
 
 ROOT = Path(__file__).parents[2]

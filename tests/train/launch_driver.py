@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.process import Terminated, raise_on_signals
 from shardmill.jobs.reach import Nonce
-from shardmill.jobs.signals import Terminated, raise_on_signals
 from shardmill.values import DatasetPin
 from train.config import TrainConfig
 from train.launching import LAUNCHERS

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.import_path import SAFE_PATH
+from shardmill.jobs.process import SAFE_PATH
 from shardmill.jobs.spark import is_under_spark_submit, spark_session
 from shardmill.registry import install_hint
 from train.launching.faults import FIX

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import threading
 
-from shardmill.jobs.import_path import SAFE_PATH
-from shardmill.jobs.scratch import Scratch
+from shardmill.jobs.process import SAFE_PATH, Scratch
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, RankExit, call_driver
 
 NUM_OUTPUT_LINES = 40

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.import_path import python_path
+from shardmill.jobs.process import python_path
 from train.launching.keeper import RankProcess
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.rendezvous import GuardedRendezvous, address_variables

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardmill.errors import UsageError
-from shardmill.jobs.import_path import python_path
+from shardmill.jobs.process import python_path
 
 GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 GLOO_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"

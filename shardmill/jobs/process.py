@@ -1,0 +1,129 @@
+"""A process of ours: how it is asked to end, its temporary folder, and what the processes it starts may import."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+PREFIX = "shardmill-scratch-"
+# Younger folders without an owner may be about to get one.
+STALE_SECONDS = 60.0
+# Python's own name for "do not put the working directory, or the script's folder, first on the path": people have an
+# `etl.py` or a `train.py` of their own, which in a task or a rank must neither hide our package nor be hidden by it
+# (train/models/user.py finds a user's module on purpose).
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+
+_received: list[BaseException] = []
+
+
+class Terminated(BaseException):
+    """SIGTERM: a scheduler wants this process to end."""
+
+    exit_code = 143
+
+    def __init__(self) -> None:
+        super().__init__("terminated by SIGTERM")
+
+
+def raise_on_signals() -> None:
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that nothing is left half-done; `why_ended` knows of both."""
+
+    def terminate(signal_number: int, frame: FrameType | None) -> None:
+        _received.append(Terminated())
+        raise _received[0]
+
+    def interrupt(signal_number: int, frame: FrameType | None) -> None:
+        _received.append(KeyboardInterrupt())
+        raise _received[0]
+
+    if threading.current_thread() is threading.main_thread():
+        _received.clear()
+        signal.signal(signal.SIGTERM, terminate)
+        # A process that was started with Ctrl-C ignored (in the background, by nohup) goes on ignoring it.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, interrupt)
+
+
+def why_ended(error: BaseException) -> BaseException:
+    """The first signal that asked this process to end, if there was one; else `error`.
+
+    A signal to a whole process group ends Spark's JVM before us. What then fails in our own clean-up (a connection that
+    is refused) does not say why this process ends.
+    """
+    return _received[0] if _received else error
+
+
+def python_path() -> str:
+    """Everything that this process can import, as the PYTHONPATH of a process of the same machine."""
+    # An empty entry means the working directory.
+    return os.pathsep.join(filter(None, sys.path))
+
+
+class Scratch:
+    """A private folder below the temporary one. Its owner holds a lock on it, which the kernel frees with the process.
+
+    TensorFlow, Spark and others leave files in the temporary folder if a process is killed, and ranks always are; the
+    next owner of such a folder removes theirs. A lock and not a process id: containers that share a temporary folder
+    do not share their ids.
+    """
+
+    def __init__(self) -> None:
+        remove_stale()
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def remove(self) -> None:
+        """The folder with all that is in it; it may be gone already."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(descriptor)
+
+
+@contextmanager
+def private_temporary_folder() -> Iterator[Path]:
+    """For this process and what it starts, "the temporary folder" is one of its own."""
+    scratch = Scratch()
+    before = os.environ.get("TMPDIR"), tempfile.tempdir
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch.path)
+    try:
+        yield scratch.path
+    finally:
+        tempfile.tempdir = before[1]
+        os.environ.pop("TMPDIR")
+        if before[0] is not None:
+            os.environ["TMPDIR"] = before[0]
+        scratch.remove()
+
+
+def remove_stale() -> None:
+    """Folders of ours whose owner was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            status = folder.lstat()
+            is_mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if not is_mine or time.time() - status.st_mtime < STALE_SECONDS:
+                continue
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            # Its owner lives.
+            pass
+        finally:
+            os.close(descriptor)

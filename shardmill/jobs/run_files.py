@@ -1,0 +1,194 @@
+"""The files of a run, `<workdir>/runs/<run_id>/`: one record for each stage that it went through, and their summary.
+
+A stage may run in a process of its own (`spark-submit etl/job.py`, an Airflow task). Each leaves `<stage>.json`;
+`summary.json` is what those records say together, so that a scheduler can find out why a stage failed without trusting
+an exit code that Spark may have replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardmill.errors import IntegrityError, ShardmillError, UsageError
+from shardmill.jobs.process import why_ended
+from shardmill.jobs.redact import redacted, redacted_text
+from shardmill.sealed import seal, unseal
+from shardmill.storage import check_relative_path, join_uri
+from shardmill.stores import open_store
+
+SUMMARY = "summary.json"
+
+
+class StageRecord(BaseModel):
+    """How one stage of one run ended, and what it adds to the summary."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    stage: str
+    """Names the record's file, and the stage in the summary."""
+    status: Literal["done", "skipped", "failed"] = "done"
+    """`skipped`: its result existed already for the same inputs."""
+    exit_code: int = 0
+    """The command line's exit code; 0 unless failed."""
+    error: str = ""
+    """The one line that a person was shown; empty unless failed."""
+    started: float = 0.0
+    """When the stage began, in seconds since 1970; records are read in this order."""
+    seconds: float = 0.0
+    """Wall time of the stage."""
+    sections: dict[str, Any] = Field(default_factory=dict)
+    """Sections of `summary.json` that this stage decides, by name: `dataset`, `etl`, `train`, ..."""
+    detail: dict[str, Any] = Field(default_factory=dict)
+    """More than the summary holds: curves, the confusion matrix; read by the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """How far a run has come, as its summary says."""
+
+    status: Literal["running", "partial", "ok", "failed"]
+    """`partial`: all stages so far ended well, and the pipeline has others."""
+    exit_code: int | None
+    """None while the run goes on."""
+    error: str = ""
+
+
+RUNNING = RunState("running", None)
+PARTIAL = RunState("partial", 0)
+
+
+def new_run_id() -> str:
+    """A name that no other run has: the time in UTC, and a random suffix. Sorts by start."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+
+
+def run_folder(run_id: str) -> str:
+    """The folder of a run's files, relative to the work directory. Raises UsageError for a name that is a path."""
+    check_relative_path(run_id)
+    if "/" in run_id or run_id.startswith("."):
+        raise UsageError(f"run id {run_id!r}", "expected a plain name without '/' or a leading dot")
+    return f"runs/{run_id}"
+
+
+def write_stage_record(workdir: str | Path, run_id: str, record: StageRecord) -> None:
+    """Write `<workdir>/runs/<run_id>/<stage>.json`, replacing the record of an earlier attempt."""
+    body = seal(redacted_record(record).model_dump_json(indent=2).encode())
+    open_store(workdir).put(f"{run_folder(run_id)}/{record.stage}.json", body)
+
+
+def read_stage_record(workdir: str | Path, run_id: str, stage: str) -> StageRecord | None:
+    """The record that `write_stage_record` wrote, or None. Raises IntegrityError if it was altered."""
+    path = f"{run_folder(run_id)}/{stage}.json"
+    try:
+        data = open_store(workdir).read(path)
+    except FileNotFoundError:
+        return None
+    where, again = join_uri(workdir, path), "delete it: its stage then runs again, or finds its result"
+    try:
+        return StageRecord.model_validate_json(unseal(data, where))
+    except IntegrityError as error:
+        raise IntegrityError(error.what, error.expected, again) from None
+    except ValidationError as error:
+        message = error.errors(include_url=False)[0]["msg"]
+        raise IntegrityError(f"{where} is not a stage record: {message}", "", again) from None
+
+
+def read_stage_records(workdir: str | Path, run_id: str, *, skip_damaged: bool = False) -> tuple[StageRecord, ...]:
+    """The records that a run has so far, in the order in which their stages started.
+
+    Raises IntegrityError for a damaged one, or leaves it out with `skip_damaged`.
+    """
+    folder = run_folder(run_id)
+    names = [file.path.removeprefix(f"{folder}/") for file in open_store(workdir).list(folder)]
+    found: list[StageRecord] = []
+    for name in sorted(names):
+        if not name.endswith(".json") or name == SUMMARY:
+            continue
+        try:
+            record = read_stage_record(workdir, run_id, name.removesuffix(".json"))
+        except IntegrityError:
+            if not skip_damaged:
+                raise
+        else:
+            found += [record] if record is not None else []
+    return tuple(sorted(found, key=lambda record: record.started))
+
+
+def write_summary(workdir: str | Path, run_id: str, state: RunState, sections: Sequence[str] = ()) -> dict[str, Any]:
+    """Merge all stage records into `summary.json` and return it.
+
+    Where two stages decide the same key of a section, the one that started later wins. Each of `sections` is there,
+    null if no stage has decided it.
+    """
+    # A summary must be written even if the record of an earlier stage was damaged since.
+    records = read_stage_records(workdir, run_id, skip_damaged=True)
+    summary: dict[str, Any] = {
+        "run_id": run_id,
+        "status": state.status,
+        "exit_code": state.exit_code,
+        "error": redacted_text(state.error) or None,
+        "stages": {record.stage: {"status": record.status, "seconds": record.seconds} for record in records},
+        **dict.fromkeys(sections),
+    }
+    for record in records:
+        for name, section in record.sections.items():
+            if section is not None:
+                summary[name] = {**(summary.get(name) or {}), **section}
+    body = json.dumps(summary, indent=2).encode() + b"\n"
+    open_store(workdir).put(f"{run_folder(run_id)}/{SUMMARY}", body)
+    return summary
+
+
+def latest_run(workdir: str | Path) -> str:
+    """The run below `workdir` that logged an event last. Raises UsageError if there is none."""
+    found = [file for file in open_store(workdir).list("runs") if file.path.endswith("/events.jsonl")]
+    if not found:
+        raise UsageError(f"no run below {workdir}", "expected one that left its record there", "check --workdir")
+    return max(found, key=lambda file: (file.mtime_ns, file.path)).path.split("/")[1]
+
+
+def read_run_state(workdir: str | Path, run_id: str) -> RunState:
+    """How far a run has come, as its summary says, or else its stage records. Raises UsageError if there is no run."""
+    records = read_stage_records(workdir, run_id, skip_damaged=True)
+    try:
+        summary = json.loads(open_store(workdir).read(f"{run_folder(run_id)}/{SUMMARY}"))
+        return RunState(summary["status"], summary["exit_code"], summary["error"] or "")
+    except FileNotFoundError:
+        if not records:
+            raise UsageError(
+                f"no run {run_id!r} below {workdir}", "expected one that left its record there", "check --run-id"
+            ) from None
+    except (ValueError, KeyError, TypeError):
+        # A damaged summary says nothing that the stage records do not say.
+        pass
+    failed = next((record for record in records if record.status == "failed"), None)
+    return RunState("failed", failed.exit_code, failed.error) if failed else PARTIAL
+
+
+def redacted_record(record: StageRecord) -> StageRecord:
+    """The record as it may be written or printed: without secrets."""
+    return record.model_copy(update=redacted(record.model_dump(include={"error", "sections", "detail"})))
+
+
+def failed_stage(stage: str, error: BaseException) -> StageRecord:
+    """The record of a stage that ended with `error`, or because this process was asked to end."""
+    error = why_ended(error)
+    line = f"{type(error).__name__}: {error}"
+    if isinstance(error, ShardmillError) or hasattr(error, "exit_code"):
+        line = str(error)
+    elif isinstance(error, KeyboardInterrupt):
+        line = "interrupted by Ctrl-C"
+    return StageRecord(stage=stage, status="failed", exit_code=exit_code_of(error), error=line)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The command line's exit code: the error's own, 130 for Ctrl-C, 1 for an unexpected error."""
+    return 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)

@@ -1,0 +1,136 @@
+"""The stage runner: does one stage, records how it ended, and gives its value to the next one.
+
+`pipeline/run.py`, `etl/job.py` and `train/job.py` all run their stages through it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from shardmill.errors import ShardmillError
+from shardmill.jobs.line_log import LineLog
+from shardmill.jobs.observer import FieldValue
+from shardmill.jobs.redact import redacted
+from shardmill.jobs.run_files import (
+    PARTIAL,
+    RUNNING,
+    RunState,
+    StageRecord,
+    failed_stage,
+    new_run_id,
+    read_stage_records,
+    redacted_record,
+    run_folder,
+    write_stage_record,
+    write_summary,
+)
+from shardmill.jobs.spark_jvm import spark_log
+from shardmill.storage import join_uri
+from shardmill.stores import open_store
+
+Value = TypeVar("Value")
+
+
+class RunRecord:
+    """`<workdir>/runs/<run_id>/` while a process adds to it. An Observer: its events are lines of `events.jsonl`."""
+
+    def __init__(
+        self, workdir: str, run_id: str = "", *, sections: Sequence[str] = (), whole: frozenset[str] = frozenset()
+    ) -> None:
+        """`sections`: those that the summary always has. `whole`: the stages after which a run is `ok`.
+
+        An application that does only a part of the pipeline names no stages: its runs end as `partial`.
+        """
+        self.workdir = workdir
+        self.run_id = run_id or new_run_id()
+        self.store = open_store(workdir)
+        self.folder = run_folder(self.run_id)
+        self.uri = join_uri(self.store.uri, self.folder)
+        self.ended: list[StageRecord] = []
+        """The stages that this process has run, in order."""
+        self.summary: dict[str, Any] = {}
+        """As it was last written."""
+        self._sections = tuple(sections)
+        self._whole = whole
+        self._events = LineLog(self.store, f"{self.folder}/events.jsonl")
+        self._warnings: list[str] = []
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        """Append one line to `events.jsonl`."""
+        self._events.append({"time": round(time.time(), 3), "event": name, **redacted(dict(fields))})
+
+    def warn(self, message: str) -> None:
+        """Keep a warning of the stage that is under way, for the summary and the report."""
+        self._warnings.append(message)
+
+    def stage(self, name: str, work: Callable[[], Value], record_of: Callable[[Value], StageRecord]) -> Value:
+        """Do one stage, write its record, and return the value of `work`; an error is recorded and raised on.
+
+        `record_of` says what the value adds to the summary; a record of status `failed` fails the run without raising.
+        """
+        self.event("stage.started", {"stage": name})
+        started, clock = time.time(), time.monotonic()
+        try:
+            value = work()
+            record = record_of(value)
+        except BaseException as error:  # also Ctrl-C and SIGTERM belong into the record
+            # If the record cannot be written either, the stage's own error is still the one to report.
+            with suppress(ShardmillError):
+                self._end(failed_stage(name, error), started, time.monotonic() - clock)
+            raise
+        self._end(record, started, time.monotonic() - clock)
+        return value
+
+    def summarize(self, state: RunState) -> dict[str, Any]:
+        """Write `summary.json` from the stage records so far, and return it."""
+        self.summary = write_summary(self.workdir, self.run_id, state, self._sections)
+        return self.summary
+
+    def close(self, error: BaseException | None = None) -> dict[str, Any]:
+        """Write the summary that stays. A stage that failed without raising fails the run, too."""
+        failed = failed_stage("run", error) if error is not None else self._failed()
+        state = RunState("failed", failed.exit_code, failed.error) if failed else self.state_so_far()
+        summary = self.summarize(state)
+        self.event("run.ended", {"exit_code": state.exit_code})
+        self._events.close()
+        return summary
+
+    def state_so_far(self) -> RunState:
+        """`ok` if every stage of the pipeline has ended well, in this process or an earlier one of the same run."""
+        records = read_stage_records(self.workdir, self.run_id, skip_damaged=True)
+        ended_well = {record.stage for record in records if record.status != "failed"}
+        return RunState("ok", 0) if self._whole and self._whole <= ended_well else PARTIAL
+
+    def _failed(self) -> StageRecord | None:
+        return next((record for record in reversed(self.ended) if record.status == "failed"), None)
+
+    def _end(self, record: StageRecord, started: float, seconds: float) -> None:
+        sections = record.sections
+        if self._warnings:
+            sections = {**sections, "warnings": {record.stage: self._warnings}}
+            self._warnings = []
+        update = {"started": started, "seconds": seconds, "sections": sections}
+        record = redacted_record(record.model_copy(update=update))
+        self.ended.append(record)
+        write_stage_record(self.workdir, self.run_id, record)
+        # A run that is killed between two stages must not be taken for one that ended.
+        failed = self._failed()
+        self.summarize(RunState("failed", failed.exit_code, failed.error) if failed else RUNNING)
+        fields = {"stage": record.stage, "status": record.status, "seconds": round(record.seconds, 3)}
+        self.event("stage.ended", fields)
+
+
+@contextmanager
+def recording(record: RunRecord) -> Iterator[RunRecord]:
+    """Close the record with the outcome of the work inside; a JVM that is started there logs beside the record."""
+    try:
+        with spark_log(record.store, f"{record.folder}/spark.log"):
+            yield record
+    except BaseException as error:  # recorded and raised on: also Ctrl-C and SIGTERM belong into the summary
+        with suppress(ShardmillError):
+            record.close(error)
+        raise
+    record.close()
