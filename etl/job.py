@@ -34,7 +34,7 @@ from shardmill.jobs.observer import Observer, SilentObserver
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.run_job import run_job
 from shardmill.jobs.run_record import RunRecord
-from shardmill.storage import Store, join_uri
+from shardmill.storage import join_uri
 from shardmill.values import TRANSIENT_REASONS, DatasetPin, Rejection
 
 SUMMARY_SECTIONS = ("dataset", "etl")
@@ -94,15 +94,7 @@ def build_dataset(
         remember_if_forgotten(plan.store, parent.version)
         clear_pending(plan.store, plan.units, parent.version)  # of a run that was killed just behind its commit
         observer.event("etl.unchanged", {"version": parent.version})
-        return BuildOutcome(
-            pin=_pin(plan.store, parent),
-            manifest=parent,
-            skipped=True,
-            published=parent.run_id == run_id,
-            num_units=len(plan.units),
-            num_units_kept=0,
-            seconds=time.monotonic() - started,
-        )
+        return _outcome(plan, parent, time.monotonic() - started, skipped=True)
 
     # Keep what an interrupted run has finished, and run the rest.
     kept, new = run_units(plan, tree, observer)
@@ -111,14 +103,20 @@ def build_dataset(
     manifest = commit_results(plan, [*kept, *new])
     _warn(observer, version_warnings(manifest.counts))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
+    return _outcome(plan, manifest, time.monotonic() - started, num_units_kept=len(kept))
+
+
+def _outcome(
+    plan: BuildPlan, manifest: Manifest, seconds: float, *, skipped: bool = False, num_units_kept: int = 0
+) -> BuildOutcome:
     return BuildOutcome(
-        pin=_pin(plan.store, manifest),
+        pin=pin_of(plan.store, manifest.version, read_manifest_bytes(plan.store, manifest.version)),
         manifest=manifest,
-        skipped=False,
-        published=manifest.run_id == run_id,
+        skipped=skipped,
+        published=manifest.run_id == plan.build.run_id,
         num_units=len(plan.units),
-        num_units_kept=len(kept),
-        seconds=time.monotonic() - started,
+        num_units_kept=num_units_kept,
+        seconds=seconds,
     )
 
 
@@ -195,10 +193,6 @@ def _up_to_date_parent(plan: BuildPlan) -> Manifest | None:
         return None
     check_limits(plan, open_dataset(f"{plan.store.uri}@{parent.version}").read_rejections())
     return parent
-
-
-def _pin(store: Store, manifest: Manifest) -> DatasetPin:
-    return pin_of(store, manifest.version, read_manifest_bytes(store, manifest.version))
 
 
 def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:

@@ -79,9 +79,10 @@ def test_a_summary_has_every_section_whenever_the_run_ended(tmp_path: Path):
     def fail() -> None:
         raise IntegrityError("a shard is cut", "expected 9 bytes")
 
+    section = {"engine": "spark", "seconds": 1.0, "images_per_second": 2.0}
     record = RunRecord(str(tmp_path), "r", sections=SUMMARY_SECTIONS, whole=WHOLE_PIPELINE)
     with pytest.raises(IntegrityError), recording(record):
-        do_stage(record, "etl", sections={"etl": {"engine": "spark"}})
+        do_stage(record, "etl", sections={"etl": section})
         running = summary_on_disk(tmp_path)
         assert (running["status"], running["exit_code"], running["export"]) == ("running", None, None)
         record.stage("verify", fail, lambda _: StageRecord(stage="verify"))
@@ -89,7 +90,7 @@ def test_a_summary_has_every_section_whenever_the_run_ended(tmp_path: Path):
     assert summary == record.summary
     assert (summary["exit_code"], summary["error"]) == (3, "a shard is cut; expected 9 bytes")
     assert summary["stages"]["verify"]["status"] == "failed"
-    assert summary["etl"] == {"engine": "spark"} and summary["train"] is None
+    assert summary["etl"] == section and summary["train"] is None
 
 
 def test_a_run_is_ok_only_when_it_has_been_through_the_whole_pipeline(tmp_path: Path):

@@ -122,7 +122,7 @@ def test_a_run_trains_its_own_version_and_tells_of_an_older_one_that_is_unfinish
     # The same command again trains the version that it finds, and says what is left over and how to finish it.
     newer = Recorder()
     assert train_model(tree, newer).result.dataset == latest
-    assert newer.fields["unfinished"] == {"version": 1, "dataset": f"{dataset_uri}@1", "trains": 2}
+    assert newer.fields["unfinished"] == {"rank": 0, "version": 1, "dataset": f"{dataset_uri}@1", "trains": 2}
     assert "resumed" not in newer.events
 
     # Somebody who asks for the older version goes on where its last checkpoint is, and ends as if nothing had been.
