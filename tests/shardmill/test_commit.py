@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import commit_results
 from etl.plan import BuildPlan, plan_build
 from etl.write_unit import write_unit
-from shardmill.dataset import open_dataset, open_pinned, verify_dataset
+from shardmill.dataset import Dataset, open_dataset, open_pinned, verify_dataset
 from shardmill.dataset.commit import commit_version, publish
 from shardmill.dataset.manifest import Manifest, manifest_path
-from shardmill.dataset.versions import read_manifest
+from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.jobs.config import DatasetConfig
+from shardmill.reader import read_batches
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
+from shardmill.values import Batch
 from tests.support import build_here, make_dataset, write_images
 
+ROOT = Path(__file__).parents[2]
 _NUM_WRITERS, _NUM_ROUNDS = 8, 100
 
 
@@ -139,29 +145,35 @@ def test_files_of_lost_attempts_are_never_read(tmp_path: Path):
     verify_dataset(dataset, deep=True).raise_if_failed()
 
 
-def _publish_versions(root: str, draft: Manifest, last: int) -> None:
-    for version in range(2, last + 1):
-        update = {"version": version, "commit_id": str(version), "run_id": f"r{version}"}
-        publish(open_store(root), draft.model_copy(update=update))
+def read_epoch(dataset: Dataset) -> list[Batch]:
+    plan = dataset.plan_epoch(dataset.plan_spec("train", seed=0, global_batch_size=16, num_streams=4), epoch=0)
+    with read_batches(dataset, plan) as batches:
+        return list(batches)
 
 
-def test_a_reader_that_looks_while_versions_appear_sees_whole_versions_only(tmp_path: Path):
-    draft, root, last = _draft(tmp_path), str(tmp_path / "dataset"), 120
-    writer = multiprocessing.get_context("fork").Process(target=_publish_versions, args=(root, draft, last))
-    writer.start()
-    seen = [1]
+def test_an_epoch_read_while_another_process_commits_is_of_exactly_one_version(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    root, last, seen = str(tmp_path / "dataset"), 12, []
+    writer = subprocess.Popen([sys.executable, "-m", "tests.programs.commit_versions", tmp_path, str(last)], cwd=ROOT)
     try:
-        deadline = time.monotonic() + 60
-        while seen[-1] < last:
-            assert time.monotonic() < deadline
+        while not seen or seen[-1] < last:
+            assert writer.poll() in (None, 0)
+            if latest_version(open_store(root)) == 0:
+                time.sleep(0.01)
+                continue
             dataset = open_dataset(root)
-            assert dataset.manifest.run_id == f"r{dataset.manifest.version}" or dataset.manifest.version == 1
+            version = dataset.manifest.version
+            batches = read_epoch(dataset)
+            assert {batch.images_NHWC.shape[1:] for batch in batches} == {(7 + version, 7 + version, 3)}
+            ids = np.concatenate([batch.sample_ids_N[batch.weights_N > 0] for batch in batches])
+            assert len(ids) == len(set(ids.tolist())) == dataset.manifest.splits["train"].num_rows
             assert open_pinned(dataset.pin).manifest == dataset.manifest
-            seen.append(dataset.manifest.version)
+            seen.append(version)
     finally:
-        writer.terminate()
-        writer.join()
-    assert seen == sorted(seen) and len(set(seen)) > 5
+        writer.kill()
+        writer.wait()
+    # It did look while versions appeared.
+    assert seen == sorted(seen) and len(set(seen)) >= 3
 
 
 def test_a_store_counts_as_uncommitted_until_the_manifest_is_there(tmp_path: Path):

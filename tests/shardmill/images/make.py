@@ -5,6 +5,7 @@ Shape legend: H height, W width, C channels.
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -12,14 +13,15 @@ from collections.abc import Mapping, Sequence
 import cv2
 import numpy as np
 import simplejpeg
+from PIL import Image
 
-from pipeline.demo_encoders import encode_gif, png_chunk, png_header
 from shardmill.images.decode import decode_image
 from shardmill.images.pixels import DecodedImage, Refused
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
 
 OPTIONS = NormalizeOptions(image_size=24)
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def photo(height: int = 24, width: int = 32) -> np.ndarray:
@@ -70,6 +72,35 @@ def webp(pixels: np.ndarray, quality: int = 101) -> bytes:
 
 def bmp(pixels: np.ndarray) -> bytes:
     return by_opencv(".bmp", pixels)
+
+
+def with_segment(jpeg: bytes, marker: int, payload: bytes) -> bytes:
+    """The JPEG with one more segment in front of all others."""
+    return jpeg[:2] + bytes((0xFF, marker)) + struct.pack(">H", len(payload) + 2) + payload + jpeg[2:]
+
+
+def with_orientation(jpeg: bytes, orientation: int) -> bytes:
+    """The JPEG with an EXIF segment that holds this one tag."""
+    directory = struct.pack("<HHHIHHI", 1, 0x0112, 3, 1, orientation, 0, 0)
+    return with_segment(jpeg, 0xE1, b"Exif\0\0" + b"II*\0" + struct.pack("<I", 8) + directory)
+
+
+def gif(*frames_HW: np.ndarray) -> bytes:
+    """Gray frames of one size; an animation if there are several."""
+    first, *others = (Image.fromarray(frame_HW) for frame_HW in frames_HW)
+    file = io.BytesIO()
+    first.save(file, "GIF", save_all=bool(others), append_images=others, interlace=0, optimize=False)
+    return file.getvalue()
+
+
+def png_chunk(chunk_type: bytes, payload: bytes) -> bytes:
+    checksum = zlib.crc32(chunk_type + payload)
+    return struct.pack(">I", len(payload)) + chunk_type + payload + struct.pack(">I", checksum)
+
+
+def png_header(width: int, height: int, depth: int, color_type: int) -> bytes:
+    """Signature and IHDR of a PNG that is not interlaced."""
+    return PNG_SIGNATURE + png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color_type, 0, 0, 0))
 
 
 def png_by_hand(rows: bytes, size: tuple[int, int], depth: int, color_type: int, extra_chunks: bytes = b"") -> bytes:
@@ -128,7 +159,7 @@ def one_of_each_format() -> dict[str, bytes]:
         "png": png(photo()),
         "rgba_png": png(rgba),
         "png_16": png(gray_photo().astype(np.uint16) * 257),
-        "gif": encode_gif([gray_photo(), gray_photo()[::-1]]),
+        "gif": gif(gray_photo(), gray_photo()[::-1]),
         "webp": webp(photo()),
         "lossy_alpha_webp": webp(rgba, 80),
         "bmp": bmp(photo()),

@@ -7,10 +7,10 @@ import struct
 import numpy as np
 import pytest
 
-from pipeline.demo_encoders import encode_gif
 from shardmill.values import RejectReason
 from tests.shardmill.images.make import (
     decode,
+    gif,
     gray_photo,
     mean_error,
     over_white,
@@ -25,8 +25,8 @@ FLATTENED_HWC = over_white(photo(), ramp_alpha())
 
 
 def test_gif_first_frame_is_exact() -> None:
-    assert decode(encode_gif([gray_photo()])).notes == ()
-    decoded = decode(encode_gif([gray_photo(), 255 - gray_photo(), gray_photo()]))
+    assert decode(gif(gray_photo())).notes == ()
+    decoded = decode(gif(gray_photo(), 255 - gray_photo(), gray_photo()))
     assert mean_error(decoded.pixels_HWC, np.repeat(gray_photo()[:, :, np.newaxis], 3, axis=2)) == 0
     assert decoded.notes == ("first_frame_of_3",)
 
@@ -74,13 +74,13 @@ def test_gifs_that_are_refused(frame: bytes, screen: tuple[int, int], reason: Re
 
 
 def test_every_cut_gif_is_truncated() -> None:
-    data = encode_gif([gray_photo(8, 8)])
+    data = gif(gray_photo(8, 8))
     assert {refusal(data[:length])[0] for length in range(6, len(data))} == {RejectReason.TRUNCATED}
     assert decode(data + b"x").notes == ("trailing_bytes",)
 
 
 def test_interlaced_gif_rows_are_put_in_order() -> None:
-    data = bytearray(encode_gif([gray_photo(11, 7)]))
+    data = bytearray(gif(gray_photo(11, 7)))
     data[data.index(b"\x2c\0\0\0\0") + 9] = 0x40
     row_order = [*range(0, 11, 8), *range(4, 11, 8), *range(2, 11, 4), *range(1, 11, 2)]
     assert np.array_equal(decode(bytes(data)).pixels_HWC[row_order, :, 0], gray_photo(11, 7))

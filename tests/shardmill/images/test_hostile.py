@@ -14,17 +14,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.demo_encoders import encode_gif, png_chunk, png_header, with_jpeg_segment
 from shardmill.images.sandbox import DecodeSandbox
 from shardmill.values import ImageSample, RejectReason, SourceImage
 from tests.shardmill.images.make import (
     OPTIONS,
+    gif,
     gray_photo,
     jpeg,
     one_of_each_format,
     photo,
+    png_chunk,
+    png_header,
     tiff,
     tiff_of,
+    with_segment,
 )
 
 LZW_NOISE = {256: [4000], 257: [4000], 258: [8], 262: [1], 259: [5]}
@@ -68,7 +71,7 @@ def jpeg_of_many_scans() -> bytes:
 def jpeg_with_a_directory_of_one_tag() -> bytes:
     """An orientation of 16,000 values."""
     exif = b"II*\0" + struct.pack("<IHHHII", 8, 1, 0x0112, 4, 16_000, 26) + bytes(64_000)
-    return with_jpeg_segment(jpeg(photo()), 0xE1, b"Exif\0\0" + exif)
+    return with_segment(jpeg(photo()), 0xE1, b"Exif\0\0" + exif)
 
 
 def png_bomb(side: int) -> bytes:
@@ -147,12 +150,12 @@ def noise(side: int) -> np.ndarray:
 
 
 def gif_of_tiny_blocks() -> bytes:
-    data = encode_gif([gray_photo(8, 8)])
+    data = gif(gray_photo(8, 8))
     return data[:-1] + b"\x21\xfe" + b"\1x" * 5_000_000 + b"\0\x3b"
 
 
 def gif_of_many_frames() -> bytes:
-    data = encode_gif([gray_photo(8, 8)])
+    data = gif(gray_photo(8, 8))
     return data[:-1] + b"\x2c" + bytes(9) * 1 + b"\x02\0" * 1 + (b"\x2c" + bytes(9) + b"\x02\0") * 1_000_000 + b"\x3b"
 
 
@@ -189,7 +192,7 @@ CRAFTED: dict[str, tuple[Callable[[], bytes], RejectReason | None]] = {
     "gif: tiny blocks": (gif_of_tiny_blocks, None),
     "gif: a million frames": (gif_of_many_frames, RejectReason.BAD_HEADER),
     "gif: 65,535 x 65,535": (
-        lambda: encode_gif([gray_photo(8, 8)])[:6] + b"\xff" * 4 + bytes(9),
+        lambda: gif(gray_photo(8, 8))[:6] + b"\xff" * 4 + bytes(9),
         RejectReason.TOO_MANY_PIXELS,
     ),
     "bmp: 60,000 x 60,000": (lambda: bmp_header(60_000), RejectReason.TOO_MANY_PIXELS),

@@ -11,7 +11,6 @@ import pytest
 import simplejpeg
 
 from pipeline.demo_data import damage_scan
-from pipeline.demo_encoders import with_exif_orientation, with_jpeg_segment
 from shardmill.images import jpeg as jpeg_module
 from shardmill.images.pixels import Refused, check_dimensions
 from shardmill.values import RejectReason
@@ -26,6 +25,8 @@ from tests.shardmill.images.make import (
     one_of_each_format,
     photo,
     refusal,
+    with_orientation,
+    with_segment,
 )
 
 # How pixels must be stored so that each orientation makes them upright again (EXIF 2.32, table 6).
@@ -49,7 +50,7 @@ def patched_frame(data: bytes, offset: int, value: bytes) -> bytes:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_every_exif_orientation_comes_out_upright(orientation: int) -> None:
-    stored = with_exif_orientation(jpeg(STORED_FOR_ORIENTATION[orientation](photo())), orientation)
+    stored = with_orientation(jpeg(STORED_FOR_ORIENTATION[orientation](photo())), orientation)
     decoded = decode(stored)
     assert mean_error(decoded.pixels_HWC, photo()) < 2
     assert decoded.notes == (() if orientation == 1 else ("exif_rotated",))
@@ -57,7 +58,7 @@ def test_every_exif_orientation_comes_out_upright(orientation: int) -> None:
 
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
 def test_an_orientation_out_of_range_changes_nothing(orientation: int) -> None:
-    decoded = decode(with_exif_orientation(jpeg(photo()), orientation))
+    decoded = decode(with_orientation(jpeg(photo()), orientation))
     assert mean_error(decoded.pixels_HWC, photo()) < 2
     assert decoded.notes == ("exif_ignored",)
 
@@ -76,17 +77,17 @@ def test_an_orientation_out_of_range_changes_nothing(orientation: int) -> None:
     ],
 )
 def test_corrupt_exif_changes_nothing(exif: bytes) -> None:
-    decoded = decode(with_jpeg_segment(jpeg(photo()), 0xE1, b"Exif\0\0" + exif))
+    decoded = decode(with_segment(jpeg(photo()), 0xE1, b"Exif\0\0" + exif))
     assert mean_error(decoded.pixels_HWC, photo()) < 2
     assert decoded.notes == (("exif_ignored",) if exif else ())
 
 
 def test_big_endian_exif_counts_and_exif_without_orientation_is_silent() -> None:
     big_endian = b"MM\0*" + struct.pack(">IHHHIHHI", 8, 1, 0x0112, 3, 1, 6, 0, 0)
-    turned = with_jpeg_segment(jpeg(np.rot90(photo())), 0xE1, b"Exif\0\0" + big_endian)
+    turned = with_segment(jpeg(np.rot90(photo())), 0xE1, b"Exif\0\0" + big_endian)
     assert mean_error(decode(turned).pixels_HWC, photo()) < 2
     other_tag = b"MM\0*" + struct.pack(">IHHHIHHI", 8, 1, 0x0100, 3, 1, 6, 0, 0)
-    assert decode(with_jpeg_segment(jpeg(photo()), 0xE1, b"Exif\0\0" + other_tag)).notes == ()
+    assert decode(with_segment(jpeg(photo()), 0xE1, b"Exif\0\0" + other_tag)).notes == ()
 
 
 def test_gray_and_progressive_jpeg_decode() -> None:
@@ -240,11 +241,11 @@ def test_an_end_marker_inside_a_table_between_scans_is_not_the_end() -> None:
 
 def test_mpo_names_its_number_of_images() -> None:
     directory = b"II*\0" + struct.pack("<IHHHIII", 8, 1, 0xB001, 4, 1, 2, 0)
-    data = with_jpeg_segment(jpeg(photo()), 0xE2, b"MPF\0" + directory) + jpeg(photo()[::-1])
+    data = with_segment(jpeg(photo()), 0xE2, b"MPF\0" + directory) + jpeg(photo()[::-1])
     assert decode(data).notes == ("first_frame_of_2",)
 
 
 def test_a_colour_profile_is_noted_unless_it_is_srgb() -> None:
     for name, notes in ((b"Adobe RGB (1998)", ("icc_ignored",)), (b"sRGB IEC61966-2.1", ())):
         payload = b"ICC_PROFILE\0\1\1" + bytes(128) + name
-        assert decode(with_jpeg_segment(jpeg(photo()), 0xE2, payload)).notes == notes
+        assert decode(with_segment(jpeg(photo()), 0xE2, payload)).notes == notes

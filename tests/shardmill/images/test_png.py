@@ -9,9 +9,9 @@ import zlib
 import numpy as np
 import pytest
 
-from pipeline.demo_encoders import PNG_SIGNATURE, png_chunk, png_header
 from shardmill.values import RejectReason
 from tests.shardmill.images.make import (
+    PNG_SIGNATURE,
     decode,
     gray_photo,
     mean_error,
@@ -19,6 +19,8 @@ from tests.shardmill.images.make import (
     photo,
     png,
     png_by_hand,
+    png_chunk,
+    png_header,
     ramp_alpha,
     refusal,
 )
