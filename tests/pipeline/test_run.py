@@ -35,10 +35,10 @@ def processes_of_session(session: int) -> list[str]:
     return [row[2] for row in rows if row[0] == str(session) and not row[1].startswith("Z")]
 
 
-def interrupt(folder: Path, number: signal.Signals) -> None:
+def interrupt(folder: Path, photos: Path, number: signal.Signals) -> None:
     """Start the run, end it by a signal while the JVM comes up, and see that nothing half-done is left."""
     started = subprocess.Popen(
-        [str(BIN / "shardmill"), "run", "photos", *OPTIONS],
+        [str(BIN / "shardmill"), "run", str(photos), *OPTIONS],
         cwd=folder,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -67,24 +67,42 @@ def interrupt(folder: Path, number: signal.Signals) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images, and a work directory with one run that was interrupted once, then finished by the same command."""
-    folder = tmp_path_factory.mktemp("run")
-    write_images(folder / "photos", num_images=150, num_classes=3, image_size=20)
-    interrupt(folder, signal.SIGINT)
-    done = shardmill("run", "photos", *OPTIONS, "--json", cwd=folder)
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images that no test changes: a work directory belongs to the folder that it was made from."""
+    photos = tmp_path_factory.mktemp("images") / "photos"
+    write_images(photos, num_images=150, num_classes=3, image_size=20)
+    return photos
+
+
+@pytest.fixture(scope="module")
+def finished(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds `work`, to be read only: a run that was interrupted and finished by the same command, and one run again.
+
+    All three run here: a work directory that was moved is another one, whose stages are not skipped.
+    """
+    finished = tmp_path_factory.mktemp("run")
+    interrupt(finished, photos, signal.SIGINT)
+    done = shardmill("run", photos, *OPTIONS, "--json", cwd=finished)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == summary_of(folder)
-    return folder
+    assert json.loads(done.stdout) == summary_of(finished)
+    again = shardmill("run", photos, *OPTIONS, "--run-id", "again", cwd=finished)
+    assert again.returncode == 0, again.stderr
+    (finished / "again.txt").write_text(again.stderr)
+    return finished
 
 
-def test_sigterm_leaves_nothing_half_visible_either(tmp_path: Path):
-    write_images(tmp_path / "photos", num_images=150, num_classes=3, image_size=20)
-    interrupt(tmp_path, signal.SIGTERM)
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of `finished` to work in."""
+    return Path(shutil.copytree(finished, tmp_path / "copy"))
 
 
-def test_the_same_command_finishes_an_interrupted_run(folder: Path):
-    summary = summary_of(folder)
+def test_sigterm_leaves_nothing_half_visible_either(photos: Path, tmp_path: Path):
+    interrupt(tmp_path, photos, signal.SIGTERM)
+
+
+def test_the_same_command_finishes_an_interrupted_run(finished: Path):
+    summary = summary_of(finished)
     assert summary["status"] == "ok" and summary["exit_code"] == 0 and summary["error"] is None
     counts = summary["dataset"]["counts"]
     assert (counts["listed"], counts["accepted"]) == (150, 150)
@@ -96,7 +114,7 @@ def test_the_same_command_finishes_an_interrupted_run(folder: Path):
     assert abs(sum(summary["train"]["time_shares"].values()) - 1) < 1e-6
 
     # Each sample of the train split once in each epoch, in steps that count up.
-    record = folder / "work" / "runs" / "mine"
+    record = finished / "work" / "runs" / "mine"
     steps = [json.loads(line) for line in (record / "steps.jsonl").read_text().splitlines()]
     assert [(each["epoch"], each["step"]) for each in steps] == sorted((each["epoch"], each["step"]) for each in steps)
     for epoch in range(2):
@@ -114,20 +132,19 @@ def test_the_same_command_finishes_an_interrupted_run(folder: Path):
         assert words in page
 
 
-def test_another_run_skips_every_stage_and_says_so(folder: Path):
-    done = shardmill("run", "photos", *OPTIONS, "--run-id", "again", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    skipped = [line.partition(":")[0] for line in done.stderr.splitlines() if "skipped, its result is there" in line]
+def test_another_run_skips_every_stage_and_says_so(finished: Path):
+    said = (finished / "again.txt").read_text().splitlines()
+    skipped = [line.partition(":")[0] for line in said if "skipped, its result is there" in line]
     assert skipped == ["etl", "train", "export", "evaluate", "promote"]
-    first, second = summary_of(folder), summary_of(folder, "again")
+    first, second = summary_of(finished), summary_of(finished, "again")
     assert second["dataset"] == first["dataset"]
     assert second["train"]["weights_sha256"] == first["train"]["weights_sha256"]
     assert second["promotion"]["decision"] == "already_current"
 
 
-def test_a_model_predicts_ordinary_files_and_rejects_the_rest(folder: Path):
+def test_a_model_predicts_ordinary_files_and_rejects_the_rest(folder: Path, photos: Path):
     (folder / "page.jpg").write_text("<html>")
-    image = next((folder / "photos" / "class_1").iterdir())
+    image = next((photos / "class_1").iterdir())
     done = shardmill("predict", "work/models", image, "page.jpg", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -135,11 +152,9 @@ def test_a_model_predicts_ordinary_files_and_rejects_the_rest(folder: Path):
     assert found[1]["rejection"].startswith("not_an_image") and found[1]["label"] == ""
 
 
-def test_promote_works_on_a_models_store_and_says_which(folder: Path, tmp_path: Path):
-    # A copy: what is current here is nobody else's business.
-    folder = shutil.copytree(folder, tmp_path / "copy")
+def test_promote_works_on_a_models_store_and_says_which(folder: Path, photos: Path):
     # A folder of images holds no models, whatever the work directory holds.
-    for store in ("photos", "nowhere"):
+    for store in (str(photos), "nowhere"):
         for more in ((), ("--rollback",)):
             refused = shardmill("promote", store, "--workdir", "work", *more, cwd=folder)
             assert refused.returncode == 2 and f"{store} holds no exports" in last_line(refused)
