@@ -129,11 +129,18 @@ def test_an_edited_factory_is_another_model(tiny_uri, tmp_path, factory):
 
 
 @pytest.fixture(scope="module")
-def finished(tiny_uri, tmp_path_factory):
-    """A finished training: its tree."""
+def finished_once(tiny_uri, tmp_path_factory) -> TrainTree:
+    """A finished training: its tree. To be read only."""
     tree = tree_of(tiny_uri, tmp_path_factory.mktemp("finished"), schedule="constant")
     train_model(tree, Observer())
     return tree
+
+
+@pytest.fixture
+def finished(finished_once, tmp_path) -> TrainTree:
+    """The tree of a copy of it, to work in."""
+    models = shutil.copytree(finished_once.models.uri, tmp_path / "models")
+    return finished_once.model_copy(update={"models": ModelsConfig(uri=str(models))})
 
 
 def result_file(tree: TrainTree) -> Path:
@@ -146,20 +153,17 @@ def test_a_result_with_any_bit_flipped_is_refused_and_never_trained_again(finish
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     places = random.Random(seed).sample(range(len(good) * 8), 60)
-    try:
-        for place in places:
-            altered = bytearray(good)
-            altered[place // 8] ^= 1 << place % 8
-            file.write_bytes(altered)
-            observer = Observer()
-            with pytest.raises(IntegrityError, match=r"result.json was altered"):
-                train_model(finished, observer)
-            assert not observer.steps
-        file.write_bytes(good[:100])
+    for place in places:
+        altered = bytearray(good)
+        altered[place // 8] ^= 1 << place % 8
+        file.write_bytes(altered)
+        observer = Observer()
         with pytest.raises(IntegrityError, match=r"result.json was altered"):
-            train_model(finished, Observer())
-    finally:
-        file.write_bytes(good)
+            train_model(finished, observer)
+        assert not observer.steps
+    file.write_bytes(good[:100])
+    with pytest.raises(IntegrityError, match=r"result.json was altered"):
+        train_model(finished, Observer())
 
 
 @pytest.mark.parametrize(
@@ -267,15 +271,12 @@ def test_without_standardize_the_model_gets_pixels(tiny_uri):
     assert np.array_equal(np.asarray(standardize(images, raw.mean, raw.std)), images.astype(np.float32))
 
 
-def test_a_damaged_shorter_training_blocks_no_longer_one(finished, tmp_path):
+def test_a_damaged_shorter_training_blocks_no_longer_one(finished):
     file = result_file(finished)
-    # A models folder with this training only: other tests leave finished ones beside it.
-    copy = tmp_path / file.relative_to(finished.models.uri)
-    shutil.copytree(file.parent, copy.parent, ignore=shutil.ignore_patterns("fresh*"))
     config = finished.train.model_copy(update={"epochs": finished.train.epochs + 1})
-    store, pin = open_store(str(tmp_path)), open_dataset(finished.dataset.uri).pin
+    store, pin = open_store(finished.models.uri), open_dataset(finished.dataset.uri).pin
     assert choose_training(store, config, pin).continues is not None
-    copy.write_bytes(copy.read_bytes()[:-1])
+    file.write_bytes(file.read_bytes()[:-1])
     choice = choose_training(store, config, pin)
     observer = Observer()
     choice.tell(config, observer)
