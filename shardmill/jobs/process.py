@@ -83,13 +83,16 @@ class Scratch:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._removing = threading.Lock()
 
     def remove(self) -> None:
-        """The folder with all that is in it; it may be gone already."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(descriptor)
+        """Remove the folder with all that is in it; on return it is gone, also if another thread removes it."""
+        # A caller that did not wait could end the process, and with it the thread that is still removing.
+        with self._removing:
+            if self._descriptor >= 0:
+                shutil.rmtree(self.path, ignore_errors=True)
+                os.close(self._descriptor)
+                self._descriptor = -1
 
 
 @contextmanager

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
-from shardmill.jobs.process import PREFIX, STALE_SECONDS, private_temporary_folder, remove_stale
+from shardmill.jobs.process import PREFIX, STALE_SECONDS, Scratch, private_temporary_folder, remove_stale
 
 OWNER = """
 import os, signal, sys, tempfile
@@ -64,3 +65,14 @@ def test_what_a_killed_owner_left_goes_with_the_next_and_nothing_else_does(tempo
     remove_stale()
     assert not folder.exists()
     assert other.exists() and fresh.exists()
+
+
+def test_after_remove_it_is_gone_also_if_another_thread_removes_it(temporary):
+    scratch = Scratch()
+    for number in range(2000):
+        (scratch.path / f"{number}").touch()
+    first = threading.Thread(target=scratch.remove)
+    first.start()
+    scratch.remove()
+    assert not scratch.path.exists()
+    first.join()
