@@ -23,11 +23,11 @@ from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decoder_id import DECODER_ID
 from shardmill.images.sandbox import DecodeSandbox, PendingImage
-from shardmill.jobs.reach import Nonce, check_nonce
+from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits
 from shardmill.storage import Store
 from shardmill.stores import open_store
-from shardmill.values import ImageSample, Rejection, ShardInfo, SourceImage
+from shardmill.values import ImageSample, Nonce, Rejection, ShardInfo, SourceImage
 
 
 @dataclass(frozen=True, slots=True)

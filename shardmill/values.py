@@ -169,3 +169,13 @@ class DatasetPin:
     version: int
     manifest_sha256: str
     """Of the manifest file's bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nonce:
+    """A file that only its driver knows of; plain text, so that it travels to ranks and tasks as JSON."""
+
+    uri: str
+    """The root that hosts must share with the driver."""
+    path: str
+    value: str

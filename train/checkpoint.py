@@ -18,8 +18,8 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.sealed import SealedFile, read_sealed, seal, seal_file, unseal
 from shardmill.storage import Store, check_relative_path, join_uri
 from shardmill.values import DatasetPin
-from train.config import TrainConfig
 from train.progress import Progress
+from train.settings import TrainSettings
 from train.strategies.strategy import Collective
 from train.values import ModelIdentity, from_json, to_json
 
@@ -118,7 +118,7 @@ class CheckpointFolder:
         return f"{self.training_dir}/checkpoints/step-{global_step:08d}-{self.attempt}"
 
 
-def settings_that_matter(config: TrainConfig) -> dict[str, str]:
+def settings_that_matter(config: TrainSettings) -> dict[str, str]:
     """The settings that decide a training's outcome, name -> JSON."""
     values = config.model_dump(mode="json")
     free = FREE_SETTINGS | FOLDER_SETTINGS

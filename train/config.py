@@ -2,116 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, SparkConfig
-from shardmill.options import AugmentOptions, Section
+from shardmill.options import Section
 from shardmill.registry import OneOf
 from train.launching import LAUNCHERS
-from train.strategies import STRATEGIES
+from train.settings import TrainSettings
 
 
-class TrainConfig(Section):
+class TrainConfig(TrainSettings):
     """How a model is trained. The important keys come first."""
 
-    model: str = "small_cnn"
-    """`small_cnn`, `resnet50`, or your own factory as `package.module:function` (see `standardize`)."""
-    epochs: int = Field(default=10, ge=1)
-    """Passes over the train split; each uses every sample exactly once. Raised later, a finished training goes on."""
-    global_batch_size: int = Field(default=64, ge=1)
-    """Samples of one optimizer step, summed over all ranks."""
-    num_workers: int = Field(default=1, ge=1)
-    """Ranks: training processes."""
-    strategy: Annotated[str, OneOf(STRATEGIES)] = "single"
-    """How ranks combine gradients."""
+    # Only the driver chooses a launcher: a rank neither knows nor cares what started it.
     launcher: Annotated[str, OneOf(LAUNCHERS)] = "inline"
     """How ranks start."""
-    format: Annotated[str, OneOf(SHARD_FORMATS, also=("auto",))] = "auto"
-    """Which of the dataset's formats to read; `auto` takes Parquet where there is a choice."""
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    """Decides initial weights, order and augmentation."""
-    num_streams: int = Field(default=8, ge=1)
-    """Logical streams of the epoch plan: the largest world size, and a divisor of the global batch."""
-    standardize: bool = True
-    """The model gets `(x - mean) / std`, per channel of the train split, as float32; false: the pixels' 0 to 255."""
-    augment: AugmentOptions = AugmentOptions()
-    """Random changes to training images."""
-
-    optimizer: Literal["auto", "sgd", "adam", "adamw"] = "auto"
-    """`auto` uses the optimizer of a compiled user model with its own learning rate, and Adam otherwise."""
-    learning_rate: float = Field(default=1e-3, gt=0)
-    """At `learning_rate_batch_size` samples a step."""
-    learning_rate_batch_size: int = Field(default=0, ge=0)
-    """With n > 0 the learning rate is scaled by global_batch_size / n (linear scaling, arXiv:1706.02677); 0: no."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """The learning rate rises linearly over these steps."""
-    schedule: Literal["constant", "cosine", "step"] = "cosine"
-    """What the learning rate does after the warm-up."""
-    schedule_step_epochs: int = Field(default=30, ge=1)
-    """`step`: multiply by `schedule_step_factor` every so many epochs."""
-    schedule_step_factor: float = Field(default=0.1, gt=0, le=1)
-    """`step`: the factor."""
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    """`sgd` only."""
-    weight_decay: float = Field(default=1e-4, ge=0)
-    """`adamw` only."""
-    gradient_clip_norm: float = Field(default=0.0, ge=0)
-    """Clip gradients to this global norm; 0 switches it off."""
-    loss: Literal["auto", "softmax"] = "auto"
-    """`auto` uses the loss of a compiled user model, and softmax cross-entropy otherwise."""
-    model_outputs: Literal["auto", "logits", "probabilities"] = "auto"
-    """What the model's last layer gives; `auto` looks at its loss or activation."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    """Share of each label spread over all classes."""
-    mixed_precision: Literal["off", "bfloat16", "float16"] = "off"
-    """Compute precision; weights stay float32."""
-    early_stop_epochs: int = Field(default=0, ge=0)
-    """Stop after so many epochs without a better validation loss; 0 switches it off."""
-    export: Literal["best", "last"] = "best"
-    """Which weights are evaluated and exported: those of the epoch with the lowest validation loss, or the last ones
-    (also if there is no validation split)."""
-
-    checkpoint_every_steps: int = Field(default=200, ge=0)
-    """Also at every epoch's end; 0 for only there."""
-    keep_checkpoints: int = Field(default=2, ge=2)
-    """How many of the newest checkpoints stay."""
-    record_samples: bool = False
-    """Write `steps.jsonl`: loss and sample ids of every step."""
-    window_budget_bytes: int = Field(default=256_000_000, ge=1)
-    """Memory for the shuffle windows of one rank. The window follows from it and `num_streams` (at least one chunk),
-    never from `num_workers`; what each rank then needs is checked before anything starts."""
-    prefetch_bytes: int = Field(default=64_000_000, ge=1)
-    """Bound of the queue of decoded batches in each rank."""
-    reader_threads: int = Field(default=2, ge=1)
-    """Threads in each rank that read, verify, decode and augment."""
-    silent_seconds: float = Field(default=60.0, gt=0)
-    """A rank that shows no sign of life for so long is declared silent and the job ends."""
-    progress_timeout_seconds: float = Field(default=600.0, gt=0)
-    """A rank that lives but comes no further for so long (and for 10 times the longest pause that any rank has made so
-    far, so that no straggler is meant) is said to hang and the job ends; before its first step it also has
-    `start_timeout_seconds`."""
-    start_timeout_seconds: float = Field(default=300.0, gt=0)
-    """All ranks must have started within this time."""
-    nics: tuple[str, ...] = ()
-    """Network interfaces for the ranks' traffic; empty lets Horovod choose (local launchers use loopback)."""
-
-    @model_validator(mode="after")
-    def _batch_fits_streams(self) -> Self:
-        if self.global_batch_size % self.num_streams:
-            raise ValueError(
-                f"train.global_batch_size = {self.global_batch_size} to be a multiple of "
-                f"train.num_streams = {self.num_streams}; nearest: "
-                f"{max(1, round(self.global_batch_size / self.num_streams)) * self.num_streams}"
-            )
-        if self.num_workers > self.num_streams:
-            raise ValueError(
-                f"train.num_workers = {self.num_workers} to be at most train.num_streams = {self.num_streams}; "
-                f"each rank owns at least one stream"
-            )
-        return self
 
 
 class GateConfig(Section):

@@ -16,7 +16,7 @@ from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import TrainingError
 from shardmill.reader import BatchReader, ReaderOptions, read_batches
 from shardmill.values import Batch
-from train.config import TrainConfig
+from train.settings import TrainSettings
 from train.strategies.single import SingleCollective
 from train.strategies.strategy import Collective
 from train.values import ClassFigures, Evaluation
@@ -65,7 +65,7 @@ def evaluate_split(
     outputs_are_logits: bool,
     dataset: Dataset,
     split: str,
-    config: TrainConfig,
+    config: TrainSettings,
     collective: Collective,
 ) -> Evaluation:
     """Figures of a model over one split; all ranks call it and all get the same.
@@ -91,7 +91,7 @@ def evaluate_predictions(
 
     Each call gets exactly `batch_size` images, the last one padded with black ones that do not count.
     """
-    config = TrainConfig(global_batch_size=batch_size, num_streams=1, format=format)
+    config = TrainSettings(global_batch_size=batch_size, num_streams=1, format=format)
     return evaluate_split(probabilities_of, False, dataset, split, config, SingleCollective())
 
 
@@ -147,7 +147,7 @@ def average_moving_statistics(model: Any, collective: Collective, num_streams: i
         variable.assign(tf.cast(total / num_streams, variable.dtype))
 
 
-def _read_in_order(dataset: Dataset, split: str, config: TrainConfig, streams: range) -> BatchReader:
+def _read_in_order(dataset: Dataset, split: str, config: TrainSettings, streams: range) -> BatchReader:
     spec = dataset.plan_spec(
         split,
         seed=0,

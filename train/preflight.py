@@ -1,13 +1,12 @@
-"""What must hold before a training starts: asked by the driver, so that no rank starts in vain, and by every rank."""
+"""What must hold before a training starts: checked by the driver, so that no rank starts in vain."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
 from shardmill.dataset import Dataset
-from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import UsageError
-from train.config import TrainConfig
+from train.settings import TrainSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class WindowMemory:
         return {**asdict(self), "bytes_per_rank": self.bytes_per_rank}
 
 
-def check_trainable(config: TrainConfig, dataset: Dataset) -> None:
+def check_trainable(config: TrainSettings, dataset: Dataset) -> None:
     """Raises UsageError for a dataset that this training cannot use."""
     where = f"{dataset.pin.uri}@{dataset.pin.version}"
     splits = dataset.manifest.splits
@@ -54,18 +53,7 @@ def check_trainable(config: TrainConfig, dataset: Dataset) -> None:
         )
 
 
-def plan_training(config: TrainConfig, dataset: Dataset) -> PlanSpec:
-    """The plan of every epoch of a training."""
-    return dataset.plan_spec(
-        "train",
-        seed=config.seed,
-        global_batch_size=config.global_batch_size,
-        num_streams=config.num_streams,
-        window_budget_bytes=config.window_budget_bytes,
-    )
-
-
-def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
+def window_memory(config: TrainSettings, dataset: Dataset) -> WindowMemory:
     """What the windows need on the largest of `train.num_workers` ranks. Raises UsageError beyond the budget.
 
     The window itself follows from budget, streams and chunks alone: it is part of the plan, which must be the same at
@@ -73,7 +61,7 @@ def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
     """
     memory = WindowMemory(
         streams_per_rank=-(-config.num_streams // config.num_workers),
-        window_chunks=plan_training(config, dataset).window_chunks,
+        window_chunks=config.plan_spec(dataset).window_chunks,
         chunk_bytes=dataset.index("train").max_chunk_bytes,
         budget_bytes=config.window_budget_bytes,
     )

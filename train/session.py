@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardmill.dataset import Dataset
 from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import IntegrityError
 from train.backends.keras.optimizer import ChosenOptimizer
-from train.backends.keras.runtime import decorrelate_seed_states
+from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, dump_variables
 from train.backends.keras.step import TrainStep
-from train.backends.keras.weights import assign_variables, dump_variables
 from train.checkpoint import (
     OPTIMIZER,
     WEIGHTS,
@@ -25,11 +23,10 @@ from train.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
-from train.evaluate import evaluate_split
-from train.models import BuiltModel
+from train.models.build import BuiltModel
 from train.progress import BestEpoch, Progress, TimeSpent
 from train.strategies.strategy import Collective
-from train.values import Evaluation, Reporter, WorkerTask, from_json, to_json
+from train.values import Reporter, WorkerTask, from_json, to_json
 
 
 class Stopwatch:
@@ -148,18 +145,3 @@ def load_best(session: Session, best: BestEpoch | None, last_checkpoint: str) ->
         assign_variables(model.non_trainable_variables, found.read(store, rank_file(0)), found.path)
     collective.broadcast_variables([*model.trainable_variables, *model.non_trainable_variables])
     return best
-
-
-def evaluate(session: Session, split: str) -> Evaluation:
-    def outputs_of(images_NHWC: Any) -> Any:
-        session.reporter.doing(f"the evaluation on {split}")
-        return session.step.outputs(images_NHWC)
-
-    return evaluate_split(
-        outputs_of,
-        session.built.outputs_are_logits,
-        session.dataset,
-        split,
-        session.task.config,
-        session.collective,
-    )

@@ -8,11 +8,12 @@ from typing import Literal, Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from shardmill.jobs.observer import Observer
-from shardmill.jobs.reach import Nonce
-from shardmill.values import Cursor, DatasetPin
-from train.config import TrainConfig
+from shardmill.values import Cursor, DatasetPin, Nonce
+from train.settings import TrainSettings
 
 Value = TypeVar("Value")
+# The name of a `TrainResult` in the folder of its training.
+RESULT = "result.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,11 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What a model is, beyond its name (train/models/identity.py)."""
+    """What a model is, beyond its name: the source of its factory, and the configuration of what the factory built.
+
+    The driver knows only the source, because it builds nothing. The configuration is compared when a training is
+    resumed or exported: it also shows what the source does not (another layer library, a setting that it reads).
+    """
 
     source_sha256: str
     """Of the factory's own source; empty for the models of this program."""
@@ -47,7 +52,7 @@ class ModelIdentity:
 class WorkerTask:
     """All that a rank needs to know; it crosses process and machine borders as JSON."""
 
-    config: TrainConfig
+    config: TrainSettings
     dataset: DatasetPin
     models_uri: str
     training_dir: str
@@ -116,7 +121,7 @@ class TimeShares:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a finished training leaves behind; stored beside its checkpoints as `result.json`."""
+    """What a finished training leaves behind; stored beside its checkpoints as `RESULT`."""
 
     dataset: DatasetPin
     training_dir: str

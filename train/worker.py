@@ -6,6 +6,7 @@ Every rank runs this same story. What only one may do (events, markers, the resu
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 from shardmill.dataset import open_pinned
 from shardmill.epoch_plan import streams_of_rank
@@ -16,21 +17,18 @@ from shardmill.sealed import seal
 from shardmill.stores import open_store
 from shardmill.values import Batch
 from train.backends.keras.optimizer import build_optimizer
-from train.backends.keras.runtime import start_tensorflow
+from train.backends.keras.runtime import start_tensorflow, weights_sha256
 from train.backends.keras.step import TrainStep
-from train.backends.keras.weights import weights_sha256
 from train.checkpoint import CheckpointFolder, TrainingIdentity, settings_that_matter
-from train.evaluate import average_moving_statistics
-from train.models import build_model, input_scale
-from train.models.identity import identify_model
-from train.preflight import check_trainable, plan_training
+from train.evaluate import average_moving_statistics, evaluate_split
+from train.models.build import build_model, identify_model, input_scale
 from train.progress import EarlyStop, Progress, TimeSpent, is_stuck
 from train.schedule import lr_at
-from train.session import Session, evaluate, load_best, resume, save
+from train.session import Session, load_best, resume, save
 from train.strategies import find_strategy
-from train.strategies.announced import AnnouncedCollective
-from train.trainings import RESULT
+from train.strategies.strategy import AnnouncedCollective
 from train.values import (
+    RESULT,
     EpochRecord,
     Evaluation,
     Reporter,
@@ -62,15 +60,14 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
 
     # The data: the version that the driver pinned, cut into streams; each rank owns some of them.
     dataset = open_pinned(task.dataset)
-    check_trainable(config, dataset)
     manifest = dataset.manifest
     streams = streams_of_rank(world.rank, world.num_ranks, config.num_streams)
-    plan_spec = plan_training(config, dataset)
+    plan_spec = config.plan_spec(dataset)
 
     # The model and its optimizer, with fresh variables.
     built = build_model(config, manifest.normalize.image_shape_HWC, len(manifest.class_names))
-    chosen = build_optimizer(config, built)
-    model = identify_model(config.model, built.config_sha256, task.model_source_sha256)
+    chosen = build_optimizer(config, built.model, built.compiled_optimizer)
+    model = identify_model(config.model, built, task.model_source_sha256)
     step = TrainStep(built, chosen, input_scale(config, manifest), len(streams) / config.num_streams)
 
     # From here on the ranks speak to each other.
@@ -106,7 +103,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     # The weights that count, and their figures on data that no decision has seen.
     best = load_best(session, progress.best, last_checkpoint)
     split = next((name for name in ("test", "validation") if name in manifest.splits), None)
-    evaluation = evaluate(session, split) if split else None
+    evaluation = _evaluate(session, split) if split else None
 
     result = TrainResult(
         dataset=task.dataset,
@@ -209,7 +206,7 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
     validation = None
     if "validation" in manifest.splits:
         # What is decided by these figures must be decided alike on all ranks, to the last bit.
-        of_rank_0 = session.collective.broadcast_bytes(to_json(evaluate(session, "validation").without_classes()))
+        of_rank_0 = session.collective.broadcast_bytes(to_json(_evaluate(session, "validation").without_classes()))
         validation = from_json(Evaluation, of_rank_0)
     progress = progress.after_time(TimeSpent(other=session.stopwatch.lap()))
     num_rows = manifest.splits["train"].num_rows
@@ -241,6 +238,21 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
     if is_stuck(after.history):
         session.tell("loss_stuck", {"epoch": record.epoch, "train_loss": record.train_loss, "hint": INPUTS_HINT})
     return after
+
+
+def _evaluate(session: Session, split: str) -> Evaluation:
+    def outputs_of(images_NHWC: Any) -> Any:
+        session.reporter.doing(f"the evaluation on {split}")
+        return session.step.outputs(images_NHWC)
+
+    return evaluate_split(
+        outputs_of,
+        session.built.outputs_are_logits,
+        session.dataset,
+        split,
+        session.task.config,
+        session.collective,
+    )
 
 
 def _scheduled_learning_rate(session: Session, progress: Progress) -> float | None:

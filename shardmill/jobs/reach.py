@@ -11,25 +11,15 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.storage import AccessDenied, Store
 from shardmill.stores import open_store
+from shardmill.values import Nonce
 
 REACH = "reach"
 # No driver starts its ranks or tasks that late: whoever planted it was killed.
 _STALE_SECONDS = 86400
-
-
-@dataclass(frozen=True, slots=True)
-class Nonce:
-    """A file that only its driver knows of; plain text, so that it travels to ranks and tasks as JSON."""
-
-    uri: str
-    """The root that hosts must share with the driver."""
-    path: str
-    value: str
 
 
 def plant_nonce(store: Store) -> Nonce:

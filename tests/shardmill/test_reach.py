@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from shardmill.errors import UsageError
-from shardmill.jobs.reach import Nonce, check_nonce, plant_nonce, planted, remove_nonce
+from shardmill.jobs.reach import check_nonce, plant_nonce, planted, remove_nonce
 from shardmill.stores import open_store
+from shardmill.values import Nonce
 
 
 def test_a_nonce_is_read_back_and_leaves_nothing(tmp_path: Path):

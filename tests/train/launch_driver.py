@@ -13,11 +13,10 @@ from dataclasses import replace
 from shardmill.errors import ShardmillError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import Terminated, raise_on_signals
-from shardmill.jobs.reach import Nonce
-from shardmill.values import DatasetPin
+from shardmill.values import DatasetPin, Nonce
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
-from train.models.identity import source_sha256
+from train.models.user import source_sha256
 from train.values import WorkerTask
 
 

@@ -22,7 +22,7 @@ from shardmill.stores.local import LocalStore
 from tests.support import make_dataset
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
-from train.models.identity import source_sha256
+from train.models.user import source_sha256
 from train.published.export import export_training
 from train.published.exported import EXPORTS, KERAS_FILE, load_exported, number_of_artifact, read_export, verify_export
 from train.records import put_record, read_record, record_numbers

@@ -14,17 +14,18 @@ import pytest
 
 from pipeline.config import load_pipeline
 from shardmill.errors import UsageError
+from shardmill.jobs.config import load_tree
 from shardmill.values import Batch
 from tests.train.training import MODELS as USER_MODELS
 from tests.train.training import Recorder, train_here
 from train.backends.keras.optimizer import build_optimizer
 from train.backends.keras.step import TrainStep
-from train.config import TrainConfig
-from train.models import MODELS, InputScale, build_model
+from train.config import TrainConfig, TrainTree
+from train.models import MODELS
+from train.models.build import InputScale, build_model
 from train.models.find import find_model
-from train.models.identity import source_sha256
 from train.models.small_cnn import small_cnn
-from train.models.user import load_factory
+from train.models.user import load_factory, source_sha256
 
 SHAPE = (16, 16, 3)
 
@@ -46,7 +47,7 @@ def step_of(config: TrainConfig, shape_HWC: tuple[int, int, int], share_of_strea
 
     keras.utils.set_random_seed(0)
     built = build_model(config, shape_HWC, 3)
-    chosen = build_optimizer(config, built)
+    chosen = build_optimizer(config, built.model, built.compiled_optimizer)
     channels = shape_HWC[2]
     return built, TrainStep(built, chosen, InputScale((120.0,) * channels, (60.0,) * channels), share_of_streams)
 
@@ -118,10 +119,10 @@ def test_resnet50_refuses_small_images():
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
-    with pytest.raises(UsageError, match=r"train.model = 'resnet'; .*did you mean 'resnet50'\?"):
-        build_model(TrainConfig(model="resnet"), SHAPE, 3)
-    with pytest.raises(UsageError, match="your own model is given as package.module:function"):
-        build_model(TrainConfig(model="zzz"), SHAPE, 3)
+    with pytest.raises(UsageError, match=r'train.model = "resnet"; expected .*:object; did you mean .resnet50.\?'):
+        load_tree(TrainTree, None, ("train.model=resnet",))
+    with pytest.raises(UsageError, match="one of small_cnn, resnet50, or package.module:object"):
+        load_tree(TrainTree, None, ("train.model=zzz",))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.train.test_models import SHAPE, batch_of, step_of
 from tests.train.training import Killed, Recorder, train_here
 from train.backends.keras.optimizer import OPTIMIZERS
 from train.config import TrainConfig
-from train.models import DTYPE_POLICIES
+from train.models.build import DTYPE_POLICIES
 from train.schedule import SCHEDULES, lr_at
 
 

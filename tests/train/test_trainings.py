@@ -21,8 +21,8 @@ from shardmill.stores import open_store
 from tests.train.training import Recorder as Reporter
 from train.config import TrainConfig, TrainTree
 from train.job import export_model, train_model
-from train.models import input_scale, standardize
-from train.models.identity import source_sha256
+from train.models.build import input_scale, standardize
+from train.models.user import source_sha256
 from train.preflight import window_memory
 from train.trainings import RESULT, choose_training, read_result
 
@@ -108,7 +108,7 @@ def test_the_source_of_a_package_covers_relative_imports(tmp_path, monkeypatch):
 def test_finding_the_source_imports_nothing(tmp_path):
     (tmp_path / "heavy_model.py").write_text("import tensorflow\nraise SystemExit(1)\n")
     code = (
-        "import sys; from train.models.identity import source_sha256; print(source_sha256('heavy_model:f'));"
+        "import sys; from train.models.user import source_sha256; print(source_sha256('heavy_model:f'));"
         "assert not {'tensorflow', 'keras', 'heavy_model'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardmill.errors import UsageError
-from train.backends.keras.weights import assign_variables, dump_variables, weights_sha256
+from train.backends.keras.runtime import assign_variables, dump_variables, weights_sha256
 
 
 def small_model(seed: int = 0):

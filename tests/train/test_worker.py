@@ -16,6 +16,8 @@ from shardmill.stores import open_store
 from tests.support import build_here, make_dataset, write_images
 from tests.train.training import MODELS, Killed, Recorder, task_of, train_here
 from train.checkpoint import find_checkpoint, read_checkpoint
+from train.config import TrainConfig
+from train.preflight import check_trainable
 from train.trainings import read_result
 from train.values import World
 from train.worker import run_worker
@@ -188,7 +190,7 @@ def test_data_that_cannot_be_trained_on_is_refused(tiny_uri, tmp_path):
     write_images(tmp_path / "images", num_classes=1, num_images=60)
     flat = build_here(str(tmp_path / "images" / "class_0"), str(tmp_path / "flat"), _etl_config())
     with pytest.raises(UsageError, match="has no labels; .*one folder per class"):
-        train_here(flat, tmp_path)
+        check_trainable(TrainConfig(), open_dataset(str(flat)))
 
     one_class = build_here(str(tmp_path / "images"), str(tmp_path / "one"), _etl_config())
     with pytest.raises(UsageError, match=r"1 class\(es\); expected at least 2"):
@@ -196,11 +198,11 @@ def test_data_that_cannot_be_trained_on_is_refused(tiny_uri, tmp_path):
 
     no_train = make_dataset(tmp_path / "no_train", split_fractions={"train": 0, "validation": 0.5, "test": 0.5})
     with pytest.raises(UsageError, match="no train split; it has test, validation"):
-        train_here(no_train, tmp_path)
+        check_trainable(TrainConfig(), open_dataset(str(no_train)))
 
     no_validation = make_dataset(tmp_path / "no_val", split_fractions={"train": 0.5, "validation": 0, "test": 0.5})
     with pytest.raises(UsageError, match=r"early_stop_epochs = 1, and .* no validation split"):
-        train_here(no_validation, tmp_path, early_stop_epochs=1)
+        check_trainable(TrainConfig(early_stop_epochs=1), open_dataset(str(no_validation)))
 
     with pytest.raises(UsageError, match=r"9 ranks for 8 streams; expected 1 to 8"):
         run_worker(task_of(tiny_uri, tmp_path, strategy="horovod"), World(0, 9, 9), Recorder())

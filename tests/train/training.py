@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardmill.dataset import open_dataset
 from train.config import TrainConfig
-from train.models.identity import source_sha256
+from train.models.user import source_sha256
 from train.values import StepReport, TrainResult, WorkerTask, World
 from train.worker import run_worker
 

@@ -8,10 +8,10 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Literal
 
 from shardmill.errors import ERROR_BY_EXIT_CODE, ShardmillError, TrainingError
 from shardmill.values import Cursor
-from train.launching.wire import Failure
 
 FIX = "fix the cause, then run the same command again: it continues at the last complete checkpoint"
 NUM_TRACEBACK_LINES = 30
@@ -43,6 +43,24 @@ class FaultKind(StrEnum):
 
 # Of several faults the one with the lowest number is the cause, the earliest of equals.
 RANK_OF_KIND = dict.fromkeys(FaultKind, 0) | {FaultKind.LAUNCHER: 1, FaultKind.COLLECTIVE: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The rank's function raised."""
+
+    error_type: str
+    what: str
+    """The message; of a ShardmillError its first part, the others follow."""
+    expected: str
+    fix: str
+    exit_code: int
+    """Of a ShardmillError its own; 5 for anything else."""
+    collective: bool
+    """True where the error only says that another rank went away."""
+    traceback: str
+    """The tail of it, oldest call first."""
+    kind: Literal["failure"] = "failure"
 
 
 @dataclass(frozen=True, slots=True)

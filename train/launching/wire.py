@@ -23,6 +23,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from shardmill.jobs.observer import FieldValue
+from train.launching.faults import Failure
 from train.values import StepReport, TrainResult, WorkerTask
 
 ADDRESS_VARIABLE = "SHARDMILL_DRIVER_ADDRESS"
@@ -94,24 +95,6 @@ class Event:
     name: str
     fields: dict[str, FieldValue] = field(default_factory=dict)
     kind: Literal["event"] = "event"
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The rank's function raised."""
-
-    error_type: str
-    what: str
-    """The message; of a ShardmillError its first part, the others follow."""
-    expected: str
-    fix: str
-    exit_code: int
-    """Of a ShardmillError its own; 5 for anything else."""
-    collective: bool
-    """True where the error only says that another rank went away."""
-    traceback: str
-    """The tail of it, oldest call first."""
-    kind: Literal["failure"] = "failure"
 
 
 @dataclass(frozen=True, slots=True)

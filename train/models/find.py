@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardmill.errors import UsageError
-from train.models import named_factory
+from train.models import MODELS
 from train.models.user import find_user_module
 
 
 def find_model(name: str) -> str:
-    """Where the model of that name comes from. Raises UsageError with the nearest name if there is none."""
-    if ":" not in name:
-        named_factory(name)
+    """The file that defines a user's own model; "built in" for ours. Raises UsageError if there is no such model."""
+    if not MODELS.is_own(name):
+        if problem := MODELS.problem_with(name):
+            raise UsageError(f"train.model = {name!r}", problem)
         return "built in"
     module_name, _, function = name.partition(":")
     spec = find_user_module(module_name, name).spec

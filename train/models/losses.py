@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardmill.errors import UsageError
-from train.config import TrainConfig
+from train.settings import TrainSettings
 
 PerSampleLoss = Callable[[Any, Any], Any]
 """(labels_N int64, outputs_NK float32) -> losses_N float32."""
@@ -19,7 +19,7 @@ PerSampleLoss = Callable[[Any, Any], Any]
 SMALLEST_PROBABILITY = 1e-7
 
 
-def choose_loss(config: TrainConfig, model: Any, outputs_are_logits: bool, num_classes: int) -> PerSampleLoss:
+def choose_loss(config: TrainSettings, model: Any, outputs_are_logits: bool, num_classes: int) -> PerSampleLoss:
     """The compiled model's own loss under `train.loss = "auto"`, else softmax cross-entropy."""
     own = compiled_loss(model) if config.loss == "auto" else None
     if own is None:
@@ -54,7 +54,7 @@ def compiled_loss(model: Any) -> Any | None:
     return keras.losses.get(loss)
 
 
-def are_outputs_logits(config: TrainConfig, model: Any) -> bool:
+def are_outputs_logits(config: TrainSettings, model: Any) -> bool:
     """What the config says; under `auto` what the compiled loss says, else what the last layer's activation says."""
     import keras
 

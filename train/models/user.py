@@ -1,12 +1,18 @@
-"""A user's own model: `package.module:function`, called as `function(image_shape=(H, W, C), num_classes=K)`."""
+"""A user's own model, `package.module:function`: found, hashed, imported and called.
+
+The driver chooses the folder of a training before any rank has started, and must import neither TensorFlow nor a user's
+code for it: so modules are found without importing them, and the source of a model is hashed as bytes.
+"""
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -65,6 +71,22 @@ def find_below(folder: str, name: str) -> ModuleSpec | None:
             return None
         path = list(spec.submodule_search_locations or [])
     return spec
+
+
+def source_sha256(name: str) -> str:
+    """Over the bytes of a factory's module, and of every module beside it that it imports, however indirectly.
+
+    "Beside it" is the folder of its top-level package or module: installed libraries are not the user's model. Empty
+    for a model of ours, which its built configuration identifies. Raises UsageError if there is no such module.
+    """
+    if ":" not in name:
+        return ""
+    module = name.partition(":")[0]
+    digest = hashlib.sha256()
+    for each, data in sorted(_own_sources(module, name).items()):
+        digest.update(f"{each} {len(data)};".encode())
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def load_factory(name: str) -> Callable[..., Any]:
@@ -138,3 +160,40 @@ def call_factory(name: str, image_shape_HWC: tuple[int, int, int], num_classes: 
             "expected a Keras 3 model (keras.Model, keras.Sequential or a subclass)",
         )
     return model
+
+
+def _own_sources(module: str, name: str) -> dict[str, bytes]:
+    """Module name -> bytes of its file, for `module` and what it imports from its own folder."""
+    top, home = module.partition(".")[0], find_user_module(module, name).home
+    in_library = os.path.basename(home) in ("site-packages", "dist-packages")
+    sources: dict[str, bytes] = {}
+    waiting = [module]
+    while waiting:
+        each = waiting.pop()
+        is_foreign = in_library and each.partition(".")[0] != top
+        spec = None if each in sources or is_foreign else find_below(home, each)
+        if spec is None or spec.origin is None or spec.loader is None:
+            continue
+        loader: Any = spec.loader
+        sources[each] = loader.get_data(spec.origin)
+        # Importing a.b.c runs a and a.b, too.
+        waiting += [each.rsplit(".", depth)[0] for depth in range(1, each.count(".") + 1)]
+        waiting += _imports(sources[each], each, is_package=spec.submodule_search_locations is not None)
+    return sources
+
+
+def _imports(source: bytes, module: str, *, is_package: bool) -> Iterator[str]:
+    """Names that may be modules, of all import statements in a module."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+            start = ".".join(part for part in ((base if node.level else ""), node.module or "") if part)
+            yield start
+            yield from (f"{start}.{alias.name}" for alias in node.names)

@@ -15,14 +15,12 @@ from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store
 from shardmill.stores import open_store
-from train.backends.keras.runtime import start_tensorflow
+from train.backends.keras.runtime import assign_variables, start_tensorflow, weights_sha256
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
-from train.backends.keras.weights import assign_variables, weights_sha256
 from train.checkpoint import WEIGHTS, FoundCheckpoint, rank_file, read_checkpoint
-from train.config import TrainConfig
 from train.evaluate import evaluate_predictions
-from train.models import build_model, input_scale
-from train.models.identity import check_same_model, source_sha256
+from train.models.build import build_model, check_same_model, input_scale
+from train.models.user import source_sha256
 from train.published.exported import (
     ARTIFACTS,
     EXPORTS,
@@ -34,6 +32,7 @@ from train.published.exported import (
     verify_export,
 )
 from train.records import put_record, record_numbers
+from train.settings import TrainSettings
 from train.values import Evaluation, ModelIdentity, TrainResult, World
 
 MAX_PARITY_DIFF = 1e-5
@@ -57,7 +56,7 @@ class _Comparison:
     keras_note: str
 
 
-def export_training(models_uri: str, config: TrainConfig, result: TrainResult, run_id: str) -> tuple[Export, bool]:
+def export_training(models_uri: str, config: TrainSettings, result: TrainResult, run_id: str) -> tuple[Export, bool]:
     """Export what a training ended with. -> the export, and whether it was there already (same training, same weights).
 
     Raises TrainingError if the export does not predict what the training model predicts, IntegrityError if the
@@ -105,7 +104,7 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
     return Export(number, record), False
 
 
-def check_figures(measured: Evaluation, recorded: Evaluation, config: TrainConfig) -> None:
+def check_figures(measured: Evaluation, recorded: Evaluation, config: TrainSettings) -> None:
     """Raises IntegrityError, with both figures, if an export does not answer as well (or as badly) as was recorded."""
     factor = MIXED_PRECISION_FACTOR if config.mixed_precision != "off" else 1
     loss_limit = factor * LOSS_TOLERANCE * max(1.0, recorded.loss)
@@ -141,7 +140,7 @@ def _find_whole_export(models_uri: str, result: TrainResult) -> Export | None:
     return None
 
 
-def _restore(store: Store, config: TrainConfig, result: TrainResult, dataset: Dataset) -> ServingModel:
+def _restore(store: Store, config: TrainSettings, result: TrainResult, dataset: Dataset) -> ServingModel:
     """The training model with its final weights."""
     start_tensorflow(World(), config.seed)
     manifest = dataset.manifest
@@ -184,7 +183,7 @@ def find_final_checkpoint(store: Store, result: TrainResult) -> FoundCheckpoint:
 
 
 def _write_and_compare(
-    serving: ServingModel, scratch: Path, dataset: Dataset, config: TrainConfig, recorded: Evaluation | None
+    serving: ServingModel, scratch: Path, dataset: Dataset, config: TrainSettings, recorded: Evaluation | None
 ) -> _Comparison:
     """Write both forms into `scratch`, load them again, and compare them with the model and with what was recorded."""
     images_NHWC = _parity_images(dataset)

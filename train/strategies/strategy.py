@@ -1,12 +1,13 @@
-"""What a strategy declares, and the collectives through which the ranks of one training speak to each other."""
+"""What a strategy declares, and the collectives through which the ranks of one training exchange data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from train.values import World
+from train.values import Reporter, World
 
 
 class Collective(Protocol):
@@ -59,3 +60,44 @@ class Strategy:
 
     def allows_world_size(self, num_ranks: int) -> bool:
         return num_ranks >= 1 and (self.max_ranks is None or num_ranks <= self.max_ranks)
+
+
+class AnnouncedCollective:
+    """A strategy's collective that reports each operation, so that the driver knows which rank waits for which."""
+
+    def __init__(self, strategy: Strategy, world: World, reporter: Reporter) -> None:
+        self._reporter = reporter
+        with self._waiting("joining the world"):
+            self._collective = strategy.open_collective(world)
+        self.rank: int = world.rank
+        self.num_ranks: int = world.num_ranks
+
+    def sum_tensors(self, tensors: list[Any]) -> list[Any]:
+        with self._waiting("an allreduce"):
+            return self._collective.sum_tensors(tensors)
+
+    def broadcast_variables(self, variables: list[Any]) -> None:
+        with self._waiting("a broadcast of variables"):
+            self._collective.broadcast_variables(variables)
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        with self._waiting("a broadcast"):
+            return self._collective.broadcast_bytes(data)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        with self._waiting("a gather"):
+            return self._collective.gather_bytes(data)
+
+    def barrier(self) -> None:
+        with self._waiting("a barrier"):
+            self._collective.barrier()
+
+    def close(self) -> None:
+        with self._waiting("leaving the world"):
+            self._collective.close()
+
+    @contextmanager
+    def _waiting(self, where: str) -> Iterator[None]:
+        self._reporter.doing(where, waits=True)
+        yield
+        self._reporter.doing("its own work")

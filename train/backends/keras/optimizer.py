@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmill.errors import UsageError
-from train.config import TrainConfig
-from train.models import BuiltModel
 from train.schedule import base_learning_rate
+from train.settings import TrainSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +27,15 @@ class ChosenOptimizer:
         return isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
-def build_optimizer(config: TrainConfig, built: BuiltModel) -> ChosenOptimizer:
-    """The optimizer that the config asks for, with its variables created for the model's trainable variables."""
+def build_optimizer(config: TrainSettings, model: Any, compiled_optimizer: Any | None) -> ChosenOptimizer:
+    """The optimizer that the config asks for, with its variables created for the model's trainable variables.
+
+    `compiled_optimizer` is the one that a user's factory compiled the model with, if any. Raises UsageError if the
+    config asks for something that it cannot do.
+    """
     import keras
 
-    own = built.compiled_optimizer if config.optimizer == "auto" else None
+    own = compiled_optimizer if config.optimizer == "auto" else None
     if own is not None:
         optimizer = own
         if config.gradient_clip_norm:
@@ -46,11 +49,11 @@ def build_optimizer(config: TrainConfig, built: BuiltModel) -> ChosenOptimizer:
     if config.mixed_precision == "float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     if not optimizer.built:
-        optimizer.build(built.model.trainable_variables)
+        optimizer.build(model.trainable_variables)
     return ChosenOptimizer(optimizer, follows_schedule=own is None)
 
 
-def _sgd(config: TrainConfig) -> Any:
+def _sgd(config: TrainSettings) -> Any:
     import keras
 
     return keras.optimizers.SGD(
@@ -58,13 +61,13 @@ def _sgd(config: TrainConfig) -> Any:
     )
 
 
-def _adam(config: TrainConfig) -> Any:
+def _adam(config: TrainSettings) -> Any:
     import keras
 
     return keras.optimizers.Adam(base_learning_rate(config), global_clipnorm=config.gradient_clip_norm or None)
 
 
-def _adamw(config: TrainConfig) -> Any:
+def _adamw(config: TrainSettings) -> Any:
     import keras
 
     return keras.optimizers.AdamW(
@@ -74,4 +77,4 @@ def _adamw(config: TrainConfig) -> Any:
     )
 
 
-OPTIMIZERS: dict[str, Callable[[TrainConfig], Any]] = {"sgd": _sgd, "adam": _adam, "adamw": _adamw}
+OPTIMIZERS: dict[str, Callable[[TrainSettings], Any]] = {"sgd": _sgd, "adam": _adam, "adamw": _adamw}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import UsageError
-from train.models import standardize
+from train.models.build import standardize
 
 # A class may have any name; this one is never asked for, because every index has its own.
 _UNKNOWN = "\0unknown"

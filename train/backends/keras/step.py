@@ -10,7 +10,7 @@ from typing import Any
 
 from shardmill.values import Batch
 from train.backends.keras.optimizer import ChosenOptimizer
-from train.models import BuiltModel, InputScale, standardize
+from train.models.build import BuiltModel, InputScale, standardize
 
 
 @dataclass(frozen=True, slots=True)
