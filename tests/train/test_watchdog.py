@@ -16,7 +16,6 @@ from shardmill.errors import TrainingError
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import DatasetPin
 from tests.train.launch_workers import result_of
-from train.config import TrainConfig
 from train.launching.callers import NUM_STRANGERS, NUM_STRANGERS_PER_RANK
 from train.launching.watchdog import Watchdog
 from train.launching.wire import (
@@ -34,6 +33,7 @@ from train.launching.wire import (
     proof_of,
 )
 from train.observer import StepAssembler
+from train.settings import TrainSettings
 from train.steps_log import RunLog
 from train.values import StepReport, WorkerTask, World
 
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def task_of(num_workers: int, **train: object) -> WorkerTask:
-    config = TrainConfig(num_workers=num_workers, strategy="horovod", launcher="local", **train)
+    config = TrainSettings(num_workers=num_workers, strategy="horovod", launcher="local", **train)
     return WorkerTask(config, DatasetPin("/nowhere", 1, "0" * 64), "/nowhere", "trainings/test", "")
 
 
