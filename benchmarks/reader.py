@@ -13,8 +13,8 @@ from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
 from etl.job import commit_results
 from etl.plan import plan_build
 from etl.write_unit import write_unit
-from shardmill.dataset import open_dataset
 from shardmill.dataset.chunks import ChunkFetcher
+from shardmill.dataset.open import open_dataset
 from shardmill.formats.encodings import decode_stored
 from shardmill.jobs.config import DatasetConfig
 from shardmill.options import AugmentOptions

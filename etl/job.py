@@ -23,11 +23,11 @@ from etl.inferred import check_classes, inferred_facts, inferred_warnings, versi
 from etl.limits import broken_limit, limit_error
 from etl.pending import clear_pending, kept_and_missing
 from etl.plan import BuildPlan, plan_build
-from shardmill.dataset.commit import all_rejections, commit_version, is_whole, write_ledger
-from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.commit import all_rejections, commit_version, has_all_files
+from shardmill.dataset.ledger import read_rejections, write_ledger
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.unit_result import UnitResult
-from shardmill.dataset.versions import pin_of, read_manifest, read_manifest_bytes, remember_if_forgotten
+from shardmill.dataset.versions import pin_of, read_manifest, read_manifest_bytes, record_if_missing
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import Observer, SilentObserver
@@ -91,7 +91,7 @@ def build_dataset(
     # Skip all of it if the latest version was made from the same listing and config.
     parent = _up_to_date_parent(plan)
     if parent is not None:
-        remember_if_forgotten(plan.store, parent.version)
+        record_if_missing(plan.store, parent.version)
         clear_pending(plan.store, plan.units, parent.version)  # of a run that was killed just behind its commit
         observer.event("etl.unchanged", {"version": parent.version})
         return _outcome(plan, parent, time.monotonic() - started, skipped=True)
@@ -189,9 +189,9 @@ def _up_to_date_parent(plan: BuildPlan) -> Manifest | None:
         build.config_fingerprint, build.source.listing_fingerprint, build.source.kind
     )  # fmt: skip
     # Transient faults are asked again: the next answer may be another one.
-    if not same or TRANSIENT_REASONS & set(parent.counts.by_reason) or not is_whole(plan.store, parent):
+    if not same or TRANSIENT_REASONS & set(parent.counts.by_reason) or not has_all_files(plan.store, parent):
         return None
-    check_limits(plan, open_dataset(f"{plan.store.uri}@{parent.version}").read_rejections())
+    check_limits(plan, read_rejections(plan.store, parent))
     return parent
 
 

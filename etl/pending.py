@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from etl.units import WorkUnit
-from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.dataset import read_shards
 from shardmill.dataset.index import rows_file, shard_file
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
+from shardmill.dataset.versions import read_manifest
 from shardmill.errors import IntegrityError
 from shardmill.sealed import check_sealed, seal, unseal
 from shardmill.storage import Store, StoredFile
@@ -79,10 +80,10 @@ def clear_pending(store: Store, units: Sequence[WorkUnit], version: int) -> None
 
 def _committed_shards(store: Store, version: int) -> frozenset[str]:
     """Paths of the shards of a version and of its parent, which was the latest one when our run began."""
-    dataset = open_dataset(f"{store.uri}@{version}")
-    parent = dataset.manifest.parent_version
-    older = open_dataset(f"{store.uri}@{parent}").shards if parent else ()
-    return frozenset(shard.path for shard in (*dataset.shards, *older))
+    manifest = read_manifest(store, version)
+    parent = manifest.parent_version
+    older = read_shards(store, read_manifest(store, parent)) if parent else ()
+    return frozenset(shard.path for shard in (*read_shards(store, manifest), *older))
 
 
 def _is_settled(store: Store, file: StoredFile, committed: Callable[[], frozenset[str]]) -> bool:

@@ -10,9 +10,8 @@ from etl.sources import SOURCES
 from etl.units import WorkUnit, plan_units, unit_contract
 from etl.write_unit import UnitTask
 from shardmill.dataset.commit import Build
-from shardmill.dataset.dataset import split_version
 from shardmill.dataset.manifest import SourceRef
-from shardmill.dataset.versions import latest_version
+from shardmill.dataset.versions import latest_version, split_version
 from shardmill.errors import UsageError
 from shardmill.formats.parquet import parquet_schema
 from shardmill.formats.rows import RowSchema

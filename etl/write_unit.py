@@ -16,6 +16,7 @@ from etl.pending import keep_result
 from etl.read_source import check_source, read_source
 from etl.split import split_of
 from etl.units import WorkUnit
+from shardmill.dataset.duplicates import encode_prefixes
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult
 from shardmill.errors import IntegrityError, UsageError
@@ -157,6 +158,7 @@ def _split_sums(split: str, rows: Sequence[StoredRow], num_classes: int) -> Spli
         num_pixels=sum(row.sample.height * row.sample.width for row in rows),
         channel_sums=_sum_columns(row.sample.channel_sums for row in rows),
         channel_square_sums=_sum_columns(row.sample.channel_square_sums for row in rows),
+        source_prefixes=encode_prefixes(row.sample.source_sha256 for row in rows),
     )
 
 

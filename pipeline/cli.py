@@ -194,7 +194,7 @@ def inspect(
 ) -> None:
     """What a dataset version holds, or (with --rejects and its path) the ledger of a build that failed."""
     from pipeline.inspection import describe, list_files, list_rejections
-    from shardmill.dataset import open_dataset
+    from shardmill.dataset.open import open_dataset
 
     uri = _dataset_uri(common, dataset)
     if rejects:

@@ -57,8 +57,7 @@ def load_for_dataset(
     dataset_or_config: str, overrides: tuple[str, ...] = (), workdir: str = DEFAULT_WORKDIR
 ) -> PipelineTree:
     """The tree of a TOML file, or of a committed `DATASET` or `DATASET@N` and the sections' defaults."""
-    from shardmill.dataset.dataset import split_version
-    from shardmill.dataset.versions import latest_version
+    from shardmill.dataset.versions import latest_version, split_version
     from shardmill.stores import open_store
 
     if dataset_or_config.endswith(".toml"):
@@ -77,7 +76,7 @@ def load_for_models(
     models_or_config: str, overrides: tuple[str, ...] = (), workdir: str = DEFAULT_WORKDIR
 ) -> PipelineTree:
     """The tree of a TOML file, or of a models folder or URI with defaults for everything else; `@N` is left aside."""
-    from shardmill.dataset.dataset import split_version
+    from shardmill.dataset.versions import split_version
 
     uri, _ = split_version(models_or_config)
     if uri.endswith(".toml"):
@@ -93,7 +92,7 @@ def _with_absolute_uris(tree: PipelineTree, workdir: str) -> PipelineTree:
 
 def existing_path(uri: str, expected: str = "a dataset's folder or URI, or a .toml file") -> str:
     """`uri` itself; a local path that leads nowhere raises UsageError with the nearest name beside it."""
-    from shardmill.dataset.dataset import split_version
+    from shardmill.dataset.versions import split_version
 
     path = Path(split_version(uri.removeprefix("file://"))[0]).expanduser()
     if "://" in uri.removeprefix("file://") or path.exists():

@@ -141,9 +141,8 @@ def _slots(tree: PipelineTree) -> Finding:
 
 def _window_memory(tree: PipelineTree) -> Iterator[Finding]:
     """What the shuffle windows of one rank need on the committed dataset, if there is one."""
-    from shardmill.dataset import open_dataset
-    from shardmill.dataset.dataset import split_version
-    from shardmill.dataset.versions import latest_version
+    from shardmill.dataset.open import open_dataset
+    from shardmill.dataset.versions import latest_version, split_version
     from shardmill.stores import open_store
     from train.preflight import check_trainable, window_memory
 

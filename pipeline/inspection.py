@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardmill.dataset import Dataset, open_dataset
-from shardmill.dataset.index import LEDGER_SCHEMA, rejections_of_table
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.ledger import LEDGER_SCHEMA, read_rejections, rejections_of_table
+from shardmill.dataset.open import open_dataset
 from shardmill.dataset.segment import read_segment
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.sealed import seal_file
@@ -74,9 +75,13 @@ def read_ledger(uri: str) -> list[Rejection]:
     return rejections_of_table(read_segment(store, file, LEDGER_SCHEMA, max_rows=len(data)))
 
 
+def _rejections_of(dataset: Dataset) -> list[Rejection]:
+    return read_rejections(dataset.store, dataset.manifest)
+
+
 def list_rejections(uri: str) -> list[dict[str, Any]]:
     """The rejects ledger of a dataset version, or one ledger file."""
-    rejections = read_ledger(uri) if uri.endswith(".parquet") else open_dataset(uri).read_rejections()
+    rejections = read_ledger(uri) if uri.endswith(".parquet") else _rejections_of(open_dataset(uri))
     return [
         {
             # Names that are not UTF-8 travel as surrogates, which JSON can hold only escaped.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from pipeline.config import PipelineTree
-from shardmill.dataset.dataset import split_version
+from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.registry import install_hint
 from shardmill.stores import open_store

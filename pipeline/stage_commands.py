@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config import existing_path, load_for_dataset, load_for_models, require
 from pipeline.stages import SUMMARY_SECTIONS, Run, build, evaluate, gate, open_run, report_record, train, verify
-from shardmill.dataset.dataset import split_version
+from shardmill.dataset.versions import split_version
 from shardmill.errors import UsageError
 from shardmill.jobs.run_files import StageRecord, read_run_state, read_stage_record, write_stage_record, write_summary
 
@@ -28,7 +28,7 @@ def etl_stage(source_or_config: str, common: Common, *, replace_source: bool) ->
 
 def train_stage(dataset_or_config: str, common: Common, *, fresh: bool) -> StageRecord:
     """Train on the version that this run's ETL committed, or that the argument names."""
-    from shardmill.dataset import open_dataset
+    from shardmill.dataset.open import open_dataset
 
     with _open_dataset_run(dataset_or_config, common) as run:
         train(run, open_dataset(_dataset_of_run(run)).pin, fresh=fresh)
@@ -60,7 +60,8 @@ def gate_stage(dataset_or_config: str, common: Common) -> StageRecord:
 
 def verify_stage(dataset_or_config: str, common: Common, *, deep: bool) -> VerifyReport:
     """Check a dataset. With a config file, the check is a stage of the run; a bare dataset leaves no run record."""
-    from shardmill.dataset import open_dataset, verify_dataset
+    from shardmill.dataset.open import open_dataset
+    from shardmill.dataset.verify import verify_dataset
 
     if not dataset_or_config.endswith(".toml"):
         return verify_dataset(open_dataset(existing_path(dataset_or_config)), deep=deep)
@@ -129,7 +130,7 @@ def _open_dataset_run(dataset_or_config: str, common: Common) -> Iterator[Run]:
 
 def _export_of_run(run: Run) -> ExportOutcome:
     """The export that an earlier stage of this run made; without one, that of the finished training of this config."""
-    from shardmill.dataset import open_dataset
+    from shardmill.dataset.open import open_dataset
     from shardmill.stores import open_store
     from train.job import ExportOutcome, export_model, finished_training
     from train.published.exported import read_export

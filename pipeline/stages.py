@@ -135,7 +135,8 @@ def verify(run: Run, dataset: str, *, deep: bool) -> VerifyReport:
 
     A broken rule fails the stage and the run; the caller prints the whole table before it raises the error.
     """
-    from shardmill.dataset import open_dataset, verify_dataset
+    from shardmill.dataset.open import open_dataset
+    from shardmill.dataset.verify import verify_dataset
 
     def on_shard(num_done: int, num_shards: int) -> None:
         run.progress.event("verify.progress", {"num_done": num_done, "num_shards": num_shards})
@@ -186,8 +187,8 @@ def evaluate(run: Run, exported: ExportOutcome) -> Evaluated:
 
 
 def _figures(run: Run, exported: ExportOutcome) -> Evaluated:
-    from shardmill.dataset import open_dataset
-    from shardmill.dataset.dataset import split_version
+    from shardmill.dataset.open import open_dataset
+    from shardmill.dataset.versions import split_version
     from shardmill.stores import open_store
     from train.published.exported import load_exported
     from train.published.gate import evaluate_export

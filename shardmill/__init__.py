@@ -17,10 +17,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardmill.dataset.dataset import Dataset, open_dataset
+    from shardmill.dataset.dataset import Dataset
+    from shardmill.dataset.open import open_dataset
+    from shardmill.dataset.verify import verify_dataset
     from shardmill.errors import ShardmillError
     from shardmill.images.process import process_image
-    from shardmill.reader.batches import read_batches
+    from shardmill.reader import read_batches
     from shardmill.values import Batch, Cursor
 
 _HOMES = {
@@ -28,12 +30,22 @@ _HOMES = {
     "Cursor": "values",
     "Dataset": "dataset.dataset",
     "ShardmillError": "errors",
-    "open_dataset": "dataset.dataset",
+    "open_dataset": "dataset.open",
     "process_image": "images.process",
-    "read_batches": "reader.batches",
+    "read_batches": "reader",
+    "verify_dataset": "dataset.verify",
 }
 
-__all__ = ["Batch", "Cursor", "Dataset", "ShardmillError", "open_dataset", "process_image", "read_batches"]
+__all__ = [
+    "Batch",
+    "Cursor",
+    "Dataset",
+    "ShardmillError",
+    "open_dataset",
+    "process_image",
+    "read_batches",
+    "verify_dataset",
+]
 __version__ = "0.1.0"
 
 

@@ -7,13 +7,16 @@ and digest. An envelope is a record that nothing else names: one line of JSON th
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardmill.errors import IntegrityError
 from shardmill.storage import Store, check_relative_path, join_uri
 
-_HEAD, _NECK, _TAIL = b'{"sha256":"', b'","body":', b"}\n"
-_BODY_START = len(_HEAD) + 64 + len(_NECK)
+# An envelope's bytes are these three parts around a digest of 64 hex digits and a body, itself JSON.
+_BEFORE_DIGEST, _BEFORE_BODY, _AFTER_BODY = b'{"sha256":"', b'","body":', b"}\n"
+_BODY_START = len(_BEFORE_DIGEST) + 64 + len(_BEFORE_BODY)
 _BLOCK_BYTES = 8_000_000
 
 
@@ -35,55 +38,64 @@ def read_sealed(store: Store, file: SealedFile, folder: str = "", *, fix: str = 
     """The bytes of a sealed file, its path relative to `folder`.
 
     Raises IntegrityError, with `fix` as its advice, if it is missing or altered; SecurityRefusal if its path leaves
-    `folder`. A file of another size is refused before it is read.
+    `folder`. Of a larger file no more is read than its seal allows.
     """
-    path = _checked_size(store, file, folder, fix)
-    data = store.read(path)
-    _compare(seal_file(file.path, data), file, join_uri(store.uri, path), fix)
+    with _expected(store, file, folder, fix) as path:
+        # One byte more than expected: a file that has it is larger, and nothing else needs to ask for its size.
+        data = store.read_range(path, 0, file.size_bytes + 1)
+    _compare(store, seal_file(file.path, data), file, path, fix)
     return data
 
 
 def check_sealed(store: Store, file: SealedFile, folder: str = "", *, fix: str = "") -> None:
     """Read a sealed file for its digest alone, in bounded memory. Raises as `read_sealed` does."""
-    path = _checked_size(store, file, folder, fix)
-    digest = hashlib.sha256()
-    for start in range(0, file.size_bytes, _BLOCK_BYTES):
-        digest.update(store.read_range(path, start, min(_BLOCK_BYTES, file.size_bytes - start)))
-    _compare(SealedFile(file.path, file.size_bytes, digest.hexdigest()), file, join_uri(store.uri, path), fix)
+    digest, size_bytes = hashlib.sha256(), 0
+    with _expected(store, file, folder, fix) as path:
+        while size_bytes <= file.size_bytes:
+            block = store.read_range(path, size_bytes, min(_BLOCK_BYTES, file.size_bytes + 1 - size_bytes))
+            if not block:
+                break
+            digest.update(block)
+            size_bytes += len(block)
+    _compare(store, SealedFile(file.path, size_bytes, digest.hexdigest()), file, path, fix)
 
 
 def seal(body: bytes) -> bytes:
     """An envelope around `body`, which is one JSON value: itself JSON, so that people and tools can read it."""
-    return _HEAD + hashlib.sha256(body).hexdigest().encode() + _NECK + body + _TAIL
+    return _BEFORE_DIGEST + hashlib.sha256(body).hexdigest().encode() + _BEFORE_BODY + body + _AFTER_BODY
 
 
 def unseal(data: bytes, where: str) -> bytes:
     """The body of the envelope that `seal` made. Raises IntegrityError, naming `where`, if any byte differs."""
-    body = data[_BODY_START : -len(_TAIL)]
+    body = data[_BODY_START : -len(_AFTER_BODY)]
     if data != seal(body):
         raise IntegrityError(f"{where} was altered", "its own SHA-256 does not match")
     return body
 
 
-def _checked_size(store: Store, file: SealedFile, folder: str, fix: str) -> str:
-    """The path of a sealed file below the store's root, after a look at its size."""
+@contextmanager
+def _expected(store: Store, file: SealedFile, folder: str, fix: str) -> Iterator[str]:
+    """The path of a sealed file below the store's root; its absence is an IntegrityError."""
     check_relative_path(file.path)
     path = f"{folder}/{file.path}" if folder else file.path
-    found = store.stat(path)
-    where = join_uri(store.uri, path)
-    if found is None:
-        raise IntegrityError(f"{where} is missing", f"expected {file.size_bytes} bytes, SHA-256 {file.sha256}", fix)
-    if found.size_bytes != file.size_bytes:
+    try:
+        yield path
+    except FileNotFoundError:
         raise IntegrityError(
-            f"{where} was altered: it has {found.size_bytes} bytes", f"expected {file.size_bytes}", fix
-        )
-    return path
-
-
-def _compare(found: SealedFile, file: SealedFile, where: str, fix: str) -> None:
-    if found != file:
-        raise IntegrityError(
-            f"{where} was altered: {found.size_bytes} bytes, SHA-256 {found.sha256}",
+            f"{join_uri(store.uri, path)} is missing",
             f"expected {file.size_bytes} bytes, SHA-256 {file.sha256}",
             fix,
-        )
+        ) from None
+
+
+def _compare(store: Store, found: SealedFile, file: SealedFile, path: str, fix: str) -> None:
+    """Raise IntegrityError unless what was read is what the record vouches for."""
+    if found == file:
+        return
+    where = join_uri(store.uri, path)
+    if found.size_bytes != file.size_bytes:
+        # Reading stopped one byte behind the expected end; the whole size is only for the message.
+        stored = store.stat(path)
+        size_bytes = found.size_bytes if stored is None else stored.size_bytes
+        raise IntegrityError(f"{where} was altered: it has {size_bytes} bytes", f"expected {file.size_bytes}", fix)
+    raise IntegrityError(f"{where} was altered: SHA-256 {found.sha256}", f"expected {file.sha256}", fix)

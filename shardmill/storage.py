@@ -51,7 +51,10 @@ class Store(Protocol):
         ...
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
-        """`num_bytes` from `start`; fewer at the end of the file. Raises as `read` does."""
+        """`num_bytes` from `start`; fewer at the end of the file, none behind it. Raises as `read` does.
+
+        Allocates no more than the file holds, whatever `num_bytes` says.
+        """
         ...
 
     def put(self, path: str, data: bytes) -> None:

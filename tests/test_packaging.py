@@ -22,7 +22,8 @@ CLEAN = {
 READ_A_DATASET = """
 import sys
 import numpy, pyarrow
-from shardmill.dataset import open_dataset
+from shardmill.dataset.ledger import read_rejections
+from shardmill.dataset.open import open_dataset
 from shardmill.reader import ReaderOptions, read_batches
 
 dataset = open_dataset(sys.argv[1])
@@ -34,7 +35,7 @@ for name in dataset.manifest.formats:
 assert seen["parquet"] == seen["tfrecord"]
 ids = [i for batch, _ in seen["parquet"] for i in batch if i]
 assert len(ids) == len(set(ids)) == dataset.manifest.splits["train"].num_rows
-dataset.read_rejections()
+read_rejections(dataset.store, dataset.manifest)
 heavy = {"pyspark", "tensorflow", "keras", "horovod", "torch", "airflow"} & set(sys.modules)
 assert not heavy, heavy
 print(sys.version_info[:2], numpy.__version__, pyarrow.__version__)

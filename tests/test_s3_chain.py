@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardmill.dataset import open_dataset, verify_dataset
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset
+from shardmill.reader import read_samples
 from shardmill.stores import open_store
 from tests.support import write_images
 
@@ -57,7 +59,7 @@ random_flip = false
     dataset = open_dataset(f"{s3_bucket}/dataset")
     verify_dataset(dataset, deep=True).raise_if_failed()
     assert any(sample.source.endswith("a b%20c#1.png") for s in dataset.manifest.splits
-               for sample in dataset.read_samples(s, 60))  # fmt: skip
+               for sample in read_samples(dataset, s, 60))  # fmt: skip
 
     # Nothing changed, so nothing is done again.
     again = shardmill("run", str(config), "--workdir", workdir)

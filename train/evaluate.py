@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmill.dataset import Dataset
+from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import TrainingError
 from shardmill.reader import BatchReader, ReaderOptions, read_batches

@@ -20,9 +20,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from shardmill.dataset import open_dataset, open_pinned
-from shardmill.dataset.dataset import split_version
+from shardmill.dataset.open import open_dataset, open_pinned
 from shardmill.dataset.verify import verify_present
+from shardmill.dataset.versions import split_version
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import Observer

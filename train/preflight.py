@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from shardmill.dataset import Dataset
+from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
 from train.settings import TrainSettings
 

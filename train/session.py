@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from shardmill.dataset import Dataset
+from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import IntegrityError
 from train.backends.keras.optimizer import ChosenOptimizer

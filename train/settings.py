@@ -13,7 +13,7 @@ from train.models import MODELS
 from train.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from shardmill.dataset import Dataset
+    from shardmill.dataset.dataset import Dataset
     from shardmill.epoch_plan import PlanSpec
 
 

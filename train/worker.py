@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from shardmill.dataset import open_pinned
+from shardmill.dataset.open import open_pinned
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import TrainingError
 from shardmill.ids import format_sample_id

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from shardmill.dataset.ledger import read_rejections
 from shardmill.errors import ShardmillError
 from shardmill.jobs.run_files import StageRecord, read_stage_records, run_folder
+from shardmill.reader import read_samples
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
@@ -85,7 +87,7 @@ def gather(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> ReportD
 
 
 def _of_dataset(named: dict[str, Any]) -> dict[str, Any]:
-    from shardmill.dataset import open_dataset
+    from shardmill.dataset.open import open_dataset
 
     if not named.get("version"):
         return {}
@@ -109,7 +111,7 @@ def _of_dataset(named: dict[str, Any]) -> dict[str, Any]:
 def _sample_pictures(dataset: Dataset, split: str) -> tuple[Picture, ...]:
     names = dataset.manifest.class_names
     by_label: dict[int | None, list[Any]] = {}
-    for sample in dataset.read_samples(split, NUM_SAMPLES * 8):
+    for sample in read_samples(dataset, split, NUM_SAMPLES * 8):
         by_label.setdefault(sample.label, []).append(sample)
     # Round robin over the classes: a grid in storage order shows a big class many times and a small one never.
     queues = [by_label[label] for label in sorted(by_label, key=lambda label: -1 if label is None else label)]
@@ -124,7 +126,7 @@ def _sample_pictures(dataset: Dataset, split: str) -> tuple[Picture, ...]:
 
 
 def _rejected_groups(dataset: Dataset) -> tuple[RejectedGroup, ...]:
-    rejections = sorted(dataset.read_rejections(), key=lambda rejection: rejection.key)
+    rejections = sorted(read_rejections(dataset.store, dataset.manifest), key=lambda rejection: rejection.key)
     counts = Counter(rejection.reason for rejection in rejections)
     source = open_store(dataset.manifest.source.uri)
     return tuple(

@@ -1,4 +1,4 @@
-"""Chunk number -> verified bytes -> rows: the one place where a reader touches storage."""
+"""Chunk number -> verified bytes -> rows: the only place where a reader touches storage."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class ChunkFetcher:
         self._lock = threading.Lock()
 
     def read_chunk(self, chunk: int) -> ChunkRows:
-        """The rows of chunk number `chunk`. Raises IntegrityError naming shard and chunk for any altered byte."""
-        place = int(self.index.shard_of_chunk[chunk])
-        shard = self.index.shards[place]
+        """The rows of chunk number `chunk`. Raises IntegrityError naming shard and chunk, for any altered byte."""
+        number = int(self.index.shard_of_chunk[chunk])
+        shard = self.index.shards[number]
         info = self.index.chunks[chunk]
-        chunk_in_shard = chunk - int(self.index.first_chunk_of_shard[place])
+        chunk_in_shard = chunk - int(self.index.first_chunk_of_shard[number])
         footer = self._footer(shard)
-        where = ByteRange(info.start, info.num_bytes)
-        data = self._verified_range(shard, where, info.crc32c, f"chunk {chunk_in_shard}")
-        rows = self._format.read_chunk(footer, chunk_in_shard, where, data)
+        place = ByteRange(info.start, info.num_bytes)
+        data = self._verified(shard, place, self._read(shard, place), info.crc32c, f"chunk {chunk_in_shard}")
+        rows = self._format.read_chunk(footer, chunk_in_shard, place, data)
         if len(rows.images) != info.num_rows:
             raise IntegrityError(
                 f"chunk {chunk_in_shard} of {join_uri(self._store.uri, shard.path)} has {len(rows.images)} rows",
@@ -46,30 +46,32 @@ class ChunkFetcher:
         with self._lock:
             if shard.path in self._footers:
                 return self._footers[shard.path]
-        # Before anything is allocated: a chunk is as large as the index says, and lies inside the file.
-        found = self._store.stat(shard.path)
-        if found is not None and found.size_bytes != shard.num_bytes:
-            raise IntegrityError(
-                f"shard {join_uri(self._store.uri, shard.path)} has {found.size_bytes} bytes",
-                f"expected {shard.num_bytes} bytes",
-                RESTORE,
-            )
-        where = ByteRange(shard.footer_start, shard.footer_bytes)
-        data = self._verified_range(shard, where, shard.footer_crc32c, "footer")
-        footer = self._format.open_footer(where, data)
+        place = ByteRange(shard.footer_start, shard.footer_bytes)
+        footer = self._format.open_footer(place, self._read_footer(shard, place))
         with self._lock:
             self._footers[shard.path] = footer
         return footer
 
-    def _verified_range(self, shard: ShardInfo, where: ByteRange, crc32c: int, what: str) -> bytes:
-        uri = join_uri(self._store.uri, shard.path)
+    def _read_footer(self, shard: ShardInfo, place: ByteRange) -> bytes:
+        # One byte more than the index names: it must not be there, so the file ends where its footer ends.
+        data = self._read(shard, ByteRange(place.start, place.num_bytes + 1))
+        return self._verified(shard, place, data, shard.footer_crc32c, "footer")
+
+    def _read(self, shard: ShardInfo, place: ByteRange) -> bytes:
+        # A store allocates what the file holds, not what is asked for: a size that an index invents costs nothing.
         try:
-            data = self._store.read_range(shard.path, where.start, where.num_bytes)
+            return self._store.read_range(shard.path, place.start, place.num_bytes)
         except FileNotFoundError:
+            uri = join_uri(self._store.uri, shard.path)
             raise IntegrityError(f"shard {uri} is missing", f"expected {shard.num_bytes} bytes", RESTORE) from None
-        if len(data) != where.num_bytes:
+
+    def _verified(self, shard: ShardInfo, place: ByteRange, data: bytes, crc32c: int, what: str) -> bytes:
+        uri = join_uri(self._store.uri, shard.path)
+        if len(data) != place.num_bytes:
             raise IntegrityError(
-                f"{what} of shard {uri} is cut: {len(data)} bytes", f"expected {where.num_bytes} bytes", RESTORE
+                f"shard {uri} has another size than {shard.num_bytes} bytes: its {what} has {len(data)}",
+                f"expected {place.num_bytes}",
+                RESTORE,
             )
         actual = google_crc32c.value(data)
         if actual != crc32c:

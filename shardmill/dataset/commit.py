@@ -1,7 +1,7 @@
 """The commit: from the results of all work units to one manifest that appears at once, or not at all.
 
 Only the driver commits, from what the successful attempts returned, and only if every listed input is accepted or
-rejected exactly once. Whatever lost attempts left lying about is named by no manifest and therefore never read.
+rejected exactly once. What lost attempts left behind is named by no manifest and therefore never read.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-import pyarrow as pa
-
-from shardmill.dataset.dataset import open_dataset
+from shardmill.dataset.dataset import check_files, read_shards
 from shardmill.dataset.digests import content_digest, layout_digest, ledger_digest
-from shardmill.dataset.index import ROWS_SCHEMA, Contents, count_contents, index_table, ledger_table, rows_file
+from shardmill.dataset.duplicates import count_duplicates_of_units
+from shardmill.dataset.index import index_table
+from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.manifest import (
     ChannelSums,
     Counts,
@@ -28,17 +28,16 @@ from shardmill.dataset.manifest import (
     manifest_path,
     parse_manifest,
 )
-from shardmill.dataset.segment import put_segment, read_segment
+from shardmill.dataset.segment import put_segment
 from shardmill.dataset.unit_result import UnitResult
-from shardmill.dataset.versions import read_manifest, read_manifest_bytes, remember_commit, remember_if_forgotten
+from shardmill.dataset.versions import read_manifest, read_manifest_bytes, record_commit, record_if_missing
 from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.ids import add_digests, format_digest, key_bytes, key_hash
 from shardmill.options import NormalizeOptions
-from shardmill.sealed import SealedFile
 from shardmill.storage import Store
 from shardmill.values import Rejection, ShardInfo
 
-INDEXES, REJECTS = "indexes", "rejects"
+INDEXES = "indexes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +88,11 @@ def all_rejections(build: Build, results: Sequence[UnitResult]) -> list[Rejectio
     return sorted(rejections, key=lambda rejection: key_bytes(rejection.key))
 
 
-def write_ledger(store: Store, rejections: Sequence[Rejection]) -> tuple[SealedFile, ...]:
-    """Publish the rejects ledger; a build without rejections has none."""
-    return (put_segment(store, REJECTS, ledger_table(rejections)),) if rejections else ()
-
-
 def commit_version(store: Store, build: Build, results: Sequence[UnitResult], parent_version: int) -> Manifest:
-    """Make version `parent_version + 1` visible, and return it; or the winner, where another committed the same.
+    """Make version `parent_version + 1` visible, and return it; or the winner, if another committed the same.
 
-    A build that equals its parent, source included, makes no version: the parent is returned, if its files are all
-    there.
-    Raises IntegrityError where the accounting does not add up, CommitConflict (naming the winner) where another writer
+    A build that equals its parent, source included, makes no version: the parent is returned, if all its files exist.
+    Raises IntegrityError if the accounting does not add up, CommitConflict (naming the winner) if another writer
     published something else first.
     """
     check_accounting(build, results)
@@ -108,8 +101,8 @@ def commit_version(store: Store, build: Build, results: Sequence[UnitResult], pa
     draft = _draft(store, build, results, rejections, parent_version)
     if parent_version:
         parent = read_manifest(store, parent_version)
-        if draft.says_the_same(parent) and _is_of_source(parent, build.source) and is_whole(store, parent):
-            remember_if_forgotten(store, parent_version)
+        if draft.is_equivalent_to(parent) and _is_of_source(parent, build.source) and has_all_files(store, parent):
+            record_if_missing(store, parent_version)
             return parent
     return publish(store, draft)
 
@@ -121,8 +114,8 @@ def publish(store: Store, draft: Manifest) -> Manifest:
         data = read_manifest_bytes(store, draft.version)
         winner = parse_manifest(data, draft.version, store.uri)
     # An attempt whose first PUT succeeded but whose reply was lost finds itself here.
-    if winner.commit_id == draft.commit_id or draft.says_the_same(winner):
-        remember_commit(store, draft.version, data)
+    if winner.commit_id == draft.commit_id or draft.is_equivalent_to(winner):
+        record_commit(store, draft.version, data)
         return winner
     raise CommitConflict(
         f"{store.uri} version {draft.version} was committed by run {winner.run_id} while run {draft.run_id} worked",
@@ -136,10 +129,10 @@ def _is_of_source(manifest: Manifest, source: SourceRef) -> bool:
     return (manifest.source.kind, manifest.source.uri) == (source.kind, source.uri)
 
 
-def is_whole(store: Store, manifest: Manifest) -> bool:
+def has_all_files(store: Store, manifest: Manifest) -> bool:
     """Whether every file of a version is there with its size: a version that lost one is no reason to skip a build."""
     try:
-        open_dataset(f"{store.uri}@{manifest.version}").check_files()
+        check_files(store, read_shards(store, manifest))
     except IntegrityError:
         return False
     return True
@@ -164,7 +157,7 @@ def _draft(
         formats=build.formats,
         class_names=build.class_names,
         splits=splits,
-        counts=_count(store, build, results, rejections, one_format),
+        counts=_count(store, build, results, rejections),
         channel_sums=_merge_channel_sums(results),
         normalize=build.normalize,
         normalization_fingerprint=build.normalization_fingerprint,
@@ -203,32 +196,20 @@ def _merge_channel_sums(results: Sequence[UnitResult]) -> ChannelSums:
     )
 
 
-def _count(
-    store: Store,
-    build: Build,
-    results: Sequence[UnitResult],
-    rejections: Sequence[Rejection],
-    shards: Sequence[ShardInfo],
-) -> Counts:
+def _count(store: Store, build: Build, results: Sequence[UnitResult], rejections: Sequence[Rejection]) -> Counts:
     by_split: Counter[str] = Counter()
     by_note: Counter[str] = Counter()
     for result in results:
         by_split.update({part.split: part.num_rows for part in result.splits})
         by_note.update(dict(result.note_counts))
-    contents = _read_contents(store, shards)
+    found = count_duplicates_of_units(store, results, build.formats[0])
     return Counts(
         listed=build.num_listed,
         accepted=by_split.total(),
         rejected=len(rejections),
         by_reason=dict(sorted(Counter(str(rejection.reason) for rejection in rejections).items())),
         by_split=dict(sorted(by_split.items())),
-        duplicate_content=contents.duplicates,
-        conflicting_label=contents.conflicting,
+        duplicate_content=found.duplicates,
+        conflicting_label=found.conflicting,
         by_note=dict(sorted(by_note.items())),
     )
-
-
-def _read_contents(store: Store, shards: Sequence[ShardInfo]) -> Contents:
-    columns = ["source_sha256", "label"]
-    tables = [read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows).select(columns) for shard in shards]
-    return count_contents(pa.concat_tables([ROWS_SCHEMA.empty_table().select(columns), *tables]))

@@ -1,45 +1,21 @@
-"""A committed dataset version, opened for reading: the manifest first, and nothing that it does not vouch for."""
+"""A committed dataset version for reading: its manifest, and nothing that the manifest does not vouch for."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from shardmill.dataset.index import (
-    INDEX_SCHEMA,
-    LEDGER_SCHEMA,
-    SplitIndex,
-    rejections_of_table,
-    shards_of_table,
-)
-from shardmill.dataset.manifest import Manifest, parse_manifest
+from shardmill.dataset.index import INDEX_SCHEMA, ROWS, SHARDS, SplitIndex, rows_file, shard_file, shards_of_table
+from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.segment import RESTORE, read_segment
-from shardmill.dataset.versions import latest_version, pin_of, read_manifest_bytes
 from shardmill.epoch_plan import EpochPlan, PlanSpec, plan_epoch, window_chunks_within
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, join_uri
-from shardmill.stores import open_store
-from shardmill.values import DatasetPin, Rejection, ShardInfo
-
-if TYPE_CHECKING:
-    import numpy as np
-
-
-@dataclass(frozen=True, slots=True)
-class StoredSample:
-    """One decoded row, for reports and parity checks."""
-
-    image_HWC: np.ndarray
-    label: int | None
-    sample_id: int
-    source: str
+from shardmill.values import DatasetPin, ShardInfo
 
 
 class Dataset:
-    """One version of a dataset. Make it with `open_dataset` or `open_pinned`."""
+    """One version of a dataset; `shardmill.dataset.open` makes it."""
 
     def __init__(self, store: Store, pin: DatasetPin, manifest: Manifest) -> None:
         self.store = store
@@ -50,18 +26,10 @@ class Dataset:
     @cached_property
     def shards(self) -> tuple[ShardInfo, ...]:
         """Every shard of the version in layout order, all formats, from the verified index segments."""
-        manifest = self.manifest
-        num_chunks = sum(split.num_chunks for split in manifest.splits.values()) * len(manifest.formats)
-        shards = tuple(
-            shard
-            for segment in manifest.index_segments
-            for shard in shards_of_table(read_segment(self.store, segment, INDEX_SCHEMA, num_chunks))
-        )
-        _check_totals(manifest, shards)
-        return shards
+        return read_shards(self.store, self.manifest)
 
     def index(self, split: str, format_name: str = "auto") -> SplitIndex:
-        """The chunks of a split in one format. Raises UsageError where the dataset has no such split or format."""
+        """The chunks of a split in one format. Raises UsageError if the dataset does not have that split or format."""
         if split not in self.manifest.splits:
             raise UsageError(
                 f"dataset {self.pin.uri}@{self.pin.version} has no split {split!r}",
@@ -75,7 +43,7 @@ class Dataset:
         return self._indexes[split, name]
 
     def format_name(self, wanted: str = "auto") -> str:
-        """`wanted`, or for `auto` Parquet where the dataset has it. Raises UsageError where it has not `wanted`."""
+        """`wanted`; for `auto` Parquet if the dataset has it. Raises UsageError for a format that it does not have."""
         formats = self.manifest.formats
         if wanted == "auto":
             return "parquet" if "parquet" in formats else formats[0]
@@ -88,7 +56,7 @@ class Dataset:
         return wanted
 
     def files(self, split: str, format_name: str = "auto") -> list[str]:
-        """URIs of a split's shards, for other tools; never give those "the folder": it holds other versions too."""
+        """URIs of a split's shards, for other tools; never give those the folder: it holds other versions too."""
         return [join_uri(self.store.uri, shard.path) for shard in self.index(split, format_name).shards]
 
     def plan_spec(
@@ -113,85 +81,38 @@ class Dataset:
 
     def check_files(self) -> int:
         """The bytes of all shards and row segments. Raises IntegrityError for one that is missing or cut."""
-        num_bytes = 0
-        for shard in self.shards:
-            for path, size in ((shard.path, shard.num_bytes), (shard.rows_path, shard.rows_bytes)):
-                found = self.store.stat(path)
-                where = join_uri(self.store.uri, path)
-                if found is None:
-                    raise IntegrityError(f"shard {where} is missing", f"expected {size} bytes", RESTORE)
-                if found.size_bytes != size:
-                    raise IntegrityError(f"{where} has {found.size_bytes} bytes", f"expected {size}", RESTORE)
-                num_bytes += size
-        return num_bytes
-
-    def read_rejections(self) -> list[Rejection]:
-        """The rejects ledger."""
-        rejected = self.manifest.counts.rejected
-        return [
-            rejection
-            for segment in self.manifest.ledger_segments
-            for rejection in rejections_of_table(read_segment(self.store, segment, LEDGER_SCHEMA, rejected))
-        ]
-
-    def read_samples(self, split: str, limit: int) -> list[StoredSample]:
-        """The first `limit` rows of a split in layout order, verified and decoded."""
-        return list(self._iterate_samples(split, limit))
-
-    def _iterate_samples(self, split: str, limit: int) -> Iterator[StoredSample]:
-        from shardmill.dataset.chunks import ChunkFetcher
-        from shardmill.formats.encodings import decode_stored
-
-        fetcher = ChunkFetcher(self.store, self.index(split))
-        options = self.manifest.normalize
-        remaining = limit
-        for chunk in range(len(fetcher.index.chunks)):
-            if remaining <= 0:
-                return
-            rows = fetcher.read_chunk(chunk)
-            for place in range(min(remaining, len(rows.images))):
-                label = int(rows.labels_N[place])
-                yield StoredSample(
-                    decode_stored(rows.images[place], options.encoding, options.image_shape_HWC),
-                    None if label < 0 else label,
-                    int(rows.sample_ids_N[place]),
-                    rows.sources[place],
-                )
-            remaining -= len(rows.images)
+        return check_files(self.store, self.shards)
 
 
-def open_dataset(uri: str) -> Dataset:
-    """Open `URI` at its latest version, or `URI@N` at version N.
+def read_shards(store: Store, manifest: Manifest) -> tuple[ShardInfo, ...]:
+    """Every shard of a version in layout order, all formats, from the verified index segments.
 
-    Raises UsageError if there is no such dataset or version, IntegrityError for what was not committed or was altered.
+    Raises IntegrityError for an index that is missing, altered, or not what the manifest counts.
     """
-    root, version = split_version(uri)
-    store = open_store(root)
-    if version is None:
-        version = latest_version(store) or 1
-    data = read_manifest_bytes(store, version)
-    return Dataset(store, pin_of(store, version, data), parse_manifest(data, version, store.uri))
+    num_chunks = sum(split.num_chunks for split in manifest.splits.values()) * len(manifest.formats)
+    shards = tuple(
+        shard
+        for segment in manifest.index_segments
+        for shard in shards_of_table(read_segment(store, segment, INDEX_SCHEMA, num_chunks))
+    )
+    _check_totals(manifest, shards)
+    return shards
 
 
-def open_pinned(pin: DatasetPin) -> Dataset:
-    """Open exactly the version that a driver resolved. Raises IntegrityError where its manifest is another one."""
-    store = open_store(pin.uri)
-    data = read_manifest_bytes(store, pin.version)
-    found = pin_of(store, pin.version, data)
-    if found.manifest_sha256 != pin.manifest_sha256:
-        raise IntegrityError(
-            f"the manifest of {pin.uri}@{pin.version} has SHA-256 {found.manifest_sha256}",
-            f"expected {pin.manifest_sha256}, which this job's driver resolved",
-            "all ranks must see one dataset; restore the manifest",
-        )
-    return Dataset(store, pin, parse_manifest(data, pin.version, store.uri))
+def check_files(store: Store, shards: Sequence[ShardInfo]) -> int:
+    """The bytes of all shards and their row segments. Raises IntegrityError for one that is missing or cut.
 
-
-def split_version(uri: str) -> tuple[str, int | None]:
-    """`URI@3` as (`URI`, 3), a URI without version as (`URI`, None)."""
-    root, at, version = uri.rpartition("@")
-    # Of ASCII digits only: `int` would also read other scripts', and refuse a superscript two.
-    return (root, int(version)) if at and re.fullmatch("[0-9]{1,18}", version) else (uri, None)
+    Two listings, however many shards there are: a request for each file would take minutes on an object store.
+    """
+    found = {file.path: file.size_bytes for folder in (SHARDS, ROWS) for file in store.list(folder)}
+    expected = [file for shard in shards for file in (shard_file(shard), rows_file(shard))]
+    for file in expected:
+        where = join_uri(store.uri, file.path)
+        if file.path not in found:
+            raise IntegrityError(f"shard {where} is missing", f"expected {file.size_bytes} bytes", RESTORE)
+        if found[file.path] != file.size_bytes:
+            raise IntegrityError(f"{where} has {found[file.path]} bytes", f"expected {file.size_bytes}", RESTORE)
+    return sum(file.size_bytes for file in expected)
 
 
 def _check_totals(manifest: Manifest, shards: tuple[ShardInfo, ...]) -> None:

@@ -1,25 +1,24 @@
-"""Index, rows and ledger: the tables behind a manifest, as plain columns.
+"""The index: a table with one row per chunk, and the shards that it describes.
 
-Index: one row per chunk; its shard's own facts repeat on each of the shard's rows, where Parquet's dictionaries
-store them once.
+A shard's own facts repeat on each of its rows; Parquet's dictionaries store them once.
 """
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from shardmill.errors import IntegrityError
-from shardmill.formats.rows import StoredRow, WrittenShard
 from shardmill.sealed import SealedFile
 from shardmill.storage import check_relative_path
-from shardmill.values import ChunkInfo, Rejection, RejectReason, ShardInfo
+from shardmill.values import ChunkInfo, ShardInfo
+
+# Two folders, so that a tool that is given the folder of a split's shards finds images alone.
+SHARDS, ROWS = "shards", "rows"
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -41,38 +40,6 @@ INDEX_SCHEMA = pa.schema(
         ("rows_file", pa.string()),
         ("rows_bytes", pa.int64()),
         ("rows_sha256", pa.string()),
-    ]
-)
-
-ROWS_SCHEMA = pa.schema(
-    [
-        ("sample_id", pa.int64()),
-        ("source", pa.string()),
-        ("source_bytes", pa.int64()),
-        ("source_mtime_ns", pa.int64()),
-        ("source_etag", pa.string()),
-        ("source_sha256", pa.string()),
-        ("label", pa.int64()),
-        ("row_sha256", pa.binary(32)),
-        ("notes", pa.string()),
-        ("record_start", pa.int64()),
-        ("record_bytes", pa.int64()),
-        ("channel_sums", pa.list_(pa.int64())),
-        ("channel_square_sums", pa.list_(pa.int64())),
-    ]
-)
-
-LEDGER_SCHEMA = pa.schema(
-    [
-        ("source", pa.string()),
-        ("source_base64", pa.string()),
-        ("reason", pa.string()),
-        ("detail", pa.string()),
-        ("stage", pa.string()),
-        ("source_bytes", pa.int64()),
-        ("source_mtime_ns", pa.int64()),
-        ("source_etag", pa.string()),
-        ("source_sha256", pa.string()),
     ]
 )
 
@@ -190,7 +157,7 @@ def rows_file(shard: ShardInfo) -> SealedFile:
 def _check_places(shard: ShardInfo) -> None:
     """Raise IntegrityError unless chunks and footer fill the file without gaps, and rows have room in their chunks.
 
-    Whoever reads allocates what the index says: what is checked here is bounded by the size of a file.
+    Readers allocate what the index says, so every size in it must be bounded by the size of a file.
     """
     position = shard.chunks[0].start
     if position < 0:
@@ -210,91 +177,3 @@ def _check_places(shard: ShardInfo) -> None:
     rows = sum(chunk.num_rows for chunk in shard.chunks)
     if rows != shard.num_rows:
         raise IntegrityError(f"{shard.path} has {rows} rows in chunks", f"expected {shard.num_rows}, its own count")
-
-
-def rows_table(rows: Sequence[StoredRow], written: WrittenShard) -> pa.Table:
-    """A shard's rows without their pixels."""
-    sources = [row.source for row in rows]
-    columns = [
-        [source.sample_id for source in sources],
-        [source.key for source in sources],
-        [source.size_bytes for source in sources],
-        [source.mtime_ns for source in sources],
-        [source.etag for source in sources],
-        [row.sample.source_sha256 for row in rows],
-        [row.label_id for row in rows],
-        [row.digest for row in rows],
-        [",".join(row.sample.notes) for row in rows],
-        [record.start for record in written.records],
-        [record.num_bytes for record in written.records],
-        [row.sample.channel_sums for row in rows],
-        [row.sample.channel_square_sums for row in rows],
-    ]
-    return pa.table(
-        [pa.array(column, field.type) for column, field in zip(columns, ROWS_SCHEMA, strict=True)], schema=ROWS_SCHEMA
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """How often the same bytes were accepted under several names."""
-
-    duplicates: int
-    conflicting: int
-
-
-def count_contents(rows: pa.Table) -> Contents:
-    """From the columns `source_sha256` and `label` of all rows."""
-    groups = rows.group_by("source_sha256").aggregate([("label", "count_distinct"), ([], "count_all")])
-    conflicting = groups.filter(pc.field("label_count_distinct") > 1).column("count_all")
-    return Contents(rows.num_rows - groups.num_rows, sum(conflicting.to_pylist()))
-
-
-def ledger_table(rejections: Iterable[Rejection]) -> pa.Table:
-    """The rejects ledger; a key that is not UTF-8 is base64 in a column of its own."""
-    records = [(*_ledger_key(rejection.key), rejection) for rejection in rejections]
-    columns = [
-        [text for text, _, _ in records],
-        [encoded for _, encoded, _ in records],
-        *(
-            [getattr(rejection, name) for _, _, rejection in records]
-            for name in ("reason", "detail", "stage", "size_bytes", "mtime_ns", "etag", "source_sha256")
-        ),
-    ]
-    columns[2] = [str(reason) for reason in columns[2]]
-    # A detail may quote a name that is not UTF-8, such as a link's target.
-    columns[3] = [detail.encode("utf-8", "backslashreplace").decode() for detail in columns[3]]
-    return pa.table(
-        [pa.array(column, field.type) for column, field in zip(columns, LEDGER_SCHEMA, strict=True)],
-        schema=LEDGER_SCHEMA,
-    )
-
-
-def rejections_of_table(table: pa.Table) -> list[Rejection]:
-    """The rejections of a ledger table, in its order. Raises IntegrityError for a row that is none."""
-    try:
-        return [
-            Rejection(
-                key=record["source"]
-                if record["source"] is not None
-                else base64.b64decode(record["source_base64"]).decode("utf-8", "surrogateescape"),
-                reason=RejectReason(record["reason"]),
-                detail=record["detail"],
-                size_bytes=record["source_bytes"],
-                mtime_ns=record["source_mtime_ns"],
-                etag=record["source_etag"],
-                source_sha256=record["source_sha256"],
-                stage=record["stage"],
-            )
-            for record in table.to_pylist()
-        ]
-    except (ValueError, TypeError) as error:
-        raise IntegrityError(f"the rejects ledger has a row that is no rejection: {error}") from None
-
-
-def _ledger_key(key: str) -> tuple[str | None, str | None]:
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return None, base64.b64encode(key.encode("utf-8", "surrogateescape")).decode()
-    return key, None

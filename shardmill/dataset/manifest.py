@@ -123,7 +123,7 @@ class Manifest(Section):
         """Per channel, over train, on the 0..255 scale."""
         return self.channel_sums.std()
 
-    def says_the_same(self, other: Manifest) -> bool:
+    def is_equivalent_to(self, other: Manifest) -> bool:
         """Whether committing this after `other` would change nothing that a reader can see."""
         return (self.content_digest, self.layout_digest, sorted(self.formats), self.ledger_digest, self.counts) == (
             other.content_digest,

@@ -10,11 +10,13 @@ import pyarrow as pa
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.digests import content_digest, layout_digest, ledger_digest
-from shardmill.dataset.index import ROWS_SCHEMA, Contents, count_contents, rows_file
+from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
+from shardmill.dataset.index import rows_file
+from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import ChannelSums
 from shardmill.dataset.segment import read_segment
-from shardmill.dataset.shard import chunk_digest
-from shardmill.dataset.versions import check_remembered
+from shardmill.dataset.shard import ROWS_SCHEMA, chunk_digest
+from shardmill.dataset.versions import check_recorded
 from shardmill.errors import IntegrityError
 from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
 from shardmill.values import Rejection, ShardInfo
@@ -30,7 +32,7 @@ class RecordRules:
     @cached_property
     def rejections(self) -> list[Rejection]:
         """The rejects ledger."""
-        return self.dataset.read_rejections()
+        return read_rejections(self.dataset.store, self.dataset.manifest)
 
     def manifest(self) -> str:
         manifest = self.dataset.manifest
@@ -40,8 +42,8 @@ class RecordRules:
         )
         return f"version {manifest.version}, schema {manifest.schema_version}, by run {manifest.run_id}"
 
-    def remembered(self) -> str:
-        return check_remembered(self.dataset.store, self.dataset.pin.version)
+    def recorded(self) -> str:
+        return check_recorded(self.dataset.store, self.dataset.pin.version)
 
     def segments(self) -> str:
         manifest = self.dataset.manifest
@@ -125,8 +127,8 @@ class RecordRules:
         by_note = Counter(note for notes in self.column("notes") for note in notes.split(",") if note)
         require(dict(by_note) == counts.by_note, f"notes are {dict(by_note)}, counted {counts.by_note}")
         columns = {name: self.column(name) for name in ("source_sha256", "label")}
-        found = count_contents(pa.table(columns, schema=pa.schema([ROWS_SCHEMA.field(name) for name in columns])))
-        counted = Contents(counts.duplicate_content, counts.conflicting_label)
+        found = count_duplicates(pa.table(columns, schema=pa.schema([ROWS_SCHEMA.field(name) for name in columns])))
+        counted = DuplicateCounts(counts.duplicate_content, counts.conflicting_label)
         require(found == counted, f"{found}, counted {counted}")
         return f"{by_note.total()} notes, {found.duplicates} duplicates"
 

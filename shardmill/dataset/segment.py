@@ -1,4 +1,4 @@
-"""Segments: the Parquet files behind a manifest, published under their digest, read only as large as they may be."""
+"""Segments: the Parquet tables behind a manifest, published under their digest, read only within their stated size."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shardmill.sealed import SealedFile, read_sealed, seal_file
 from shardmill.storage import Store, join_uri
 
 RESTORE = "restore it from a copy, or delete it and run `shardmill etl`, which rebuilds what is missing"
+"""What to do about a damaged file, for an error that names it."""
 
 # Ours expand 5 to 50 times; a bomb is a file whose few bytes become gigabytes in memory.
 _MAX_EXPANSION, _ALWAYS_ALLOWED_BYTES = 1000, 16_000_000
@@ -35,9 +36,10 @@ def put_segment(store: Store, folder: str, table: pa.Table) -> SealedFile:
 
 
 def read_segment(store: Store, file: SealedFile, schema: pa.Schema, max_rows: int) -> pa.Table:
-    """A verified segment. Raises IntegrityError if it is missing, altered, of another schema or larger than it may be.
+    """The columns of `schema` from a verified segment; `max_rows` is what the record that names it counted.
 
-    `max_rows` is what the record that names the segment counted.
+    Raises IntegrityError if it is missing, altered, lacks a column or is larger than it may be. Further columns are
+    not read: an older shardmill wrote two more into row segments.
     """
     data = read_sealed(store, file, fix=RESTORE)
     where = join_uri(store.uri, file.path)
@@ -45,7 +47,9 @@ def read_segment(store: Store, file: SealedFile, schema: pa.Schema, max_rows: in
         _check_footer(pq.read_metadata(io.BytesIO(data)), schema, max_rows, len(data), where)
         # As dictionaries first: a long text that repeats is small until it is written out for each row.
         texts = [field.name for field in schema if pa.types.is_string(field.type)]
-        table = pq.read_table(io.BytesIO(data), read_dictionary=texts, use_threads=False, pre_buffer=False)
+        table = pq.read_table(
+            io.BytesIO(data), columns=schema.names, read_dictionary=texts, use_threads=False, pre_buffer=False
+        )
         _check_size(sum(_plain_bytes(column) for column in table.columns), len(data), where)
         plain = pa.table([_plain(column) for column in table.columns], schema=schema)
         plain.validate(full=True)
@@ -56,7 +60,8 @@ def read_segment(store: Store, file: SealedFile, schema: pa.Schema, max_rows: in
 
 def _check_footer(footer: pq.FileMetaData, schema: pa.Schema, max_rows: int, num_bytes: int, where: str) -> None:
     found = footer.schema.to_arrow_schema()
-    if not found.equals(schema):
+    places = [found.get_field_index(name) for name in schema.names]  # -1 for a name that is absent or ambiguous
+    if min(places) < 0 or not pa.schema([found.field(place) for place in places]).equals(schema):
         raise IntegrityError(f"{where} has columns {found.names}", f"expected {schema.names} with their types")
     if footer.num_rows > max_rows:
         raise IntegrityError(f"{where} has {footer.num_rows} rows", f"expected at most {max_rows}, which were counted")

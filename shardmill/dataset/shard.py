@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import google_crc32c
+import pyarrow as pa
 
-from shardmill.dataset.index import rows_table
+from shardmill.dataset.index import ROWS, SHARDS
 from shardmill.dataset.segment import table_bytes
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, RowSchema, StoredRow
@@ -16,8 +17,21 @@ from shardmill.sealed import seal_file
 from shardmill.storage import Store, as_storage_error
 from shardmill.values import ChunkInfo, ShardInfo
 
-# Apart, so that a tool that is given the folder of a split's shards reads every image once.
-SHARDS, ROWS = "shards", "rows"
+ROWS_SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.int64()),
+        ("source", pa.string()),
+        ("source_bytes", pa.int64()),
+        ("source_mtime_ns", pa.int64()),
+        ("source_etag", pa.string()),
+        ("source_sha256", pa.string()),
+        ("label", pa.int64()),
+        ("row_sha256", pa.binary(32)),
+        ("notes", pa.string()),
+        ("channel_sums", pa.list_(pa.int64())),
+        ("channel_square_sums", pa.list_(pa.int64())),
+    ]
+)
 
 
 def publish_shard(
@@ -36,7 +50,7 @@ def publish_shard(
     finally:
         file.unlink(missing_ok=True)
     rows = [row for chunk in chunks for row in chunk]
-    rows_data = table_bytes(rows_table(rows, written))
+    rows_data = table_bytes(rows_table(rows))
     rows_path = f"{ROWS}/{split}/{name}-{format_name}.parquet"
     store.put(rows_path, rows_data)
     shard_seal, rows_seal = seal_file(path, data), seal_file(rows_path, rows_data)
@@ -64,6 +78,27 @@ def publish_shard(
             )
             for place, chunk in zip(written.chunks, chunks, strict=True)
         ),
+    )
+
+
+def rows_table(rows: Sequence[StoredRow]) -> pa.Table:
+    """A shard's rows without their pixels."""
+    sources = [row.source for row in rows]
+    columns = [
+        [source.sample_id for source in sources],
+        [source.key for source in sources],
+        [source.size_bytes for source in sources],
+        [source.mtime_ns for source in sources],
+        [source.etag for source in sources],
+        [row.sample.source_sha256 for row in rows],
+        [row.label_id for row in rows],
+        [row.digest for row in rows],
+        [",".join(row.sample.notes) for row in rows],
+        [row.sample.channel_sums for row in rows],
+        [row.sample.channel_square_sums for row in rows],
+    ]
+    return pa.table(
+        [pa.array(column, field.type) for column, field in zip(columns, ROWS_SCHEMA, strict=True)], schema=ROWS_SCHEMA
     )
 
 

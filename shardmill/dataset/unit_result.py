@@ -22,6 +22,8 @@ class SplitSums:
     num_pixels: int
     channel_sums: tuple[int, ...]
     channel_square_sums: tuple[int, ...]
+    source_prefixes: str
+    """The first bytes of each row's source SHA-256, in row order (see `dataset/duplicates.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class VerifyReport:
             raise IntegrityError(
                 f"{self.uri}@{self.version}: {first.problem}",
                 f"the rule: {first.rule}" + (f" ({others} more rules are broken)" if others else ""),
-                RESTORE.replace("it ", "the named file ", 1),
+                f"for the named file: {RESTORE}",
             )
 
 
@@ -57,7 +57,7 @@ def verify_dataset(
     rules = RecordRules(dataset)
     checks: list[tuple[str, Callable[[], str]]] = [
         ("the manifest is whole, canonical and of a known schema", rules.manifest),
-        ("no committed version was lost, and this manifest is the one that was committed", rules.remembered),
+        ("no committed version was lost, and this manifest is the one that was committed", rules.recorded),
         ("index and ledger segments have their stated SHA-256", rules.segments),
         ("every shard and row segment exists with its stated size", rules.files_exist),
         ("chunks follow each other without gaps, and their rows add up", rules.chunks),

@@ -1,9 +1,9 @@
-"""Which versions a dataset has. What was committed is remembered apart, so that a lost manifest is noticed.
+"""Which versions a dataset has. Commits are also recorded apart from the manifests, so that a lost one is noticed.
 
-A manifest's appearance is the commit. Behind it, `committed/<number>.json` is written, which nothing ever deletes: a
-number that is remembered, or that lies below one that is there, and has no manifest was lost. Nobody then reads an
-older version by accident, and no writer gives the number away a second time. (A crash between the two files leaves the
-newest version unremembered until the next build.)
+A manifest's appearance is the commit. After it, `committed/<number>.json` is written, which nothing ever deletes: a
+number without a manifest was lost if it is recorded, or lies below one that exists. So nobody reads an older version by
+accident, and no writer uses the number a second time. (A crash between the two files leaves the newest version
+unrecorded until the next build.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardmill.storage import NoSuchRoot, Store, join_uri
 from shardmill.values import DatasetPin
 
 COMMITTED = "committed"
-# A manifest names segments, not shards: whatever the dataset's size, more than this is no manifest of ours.
+# A manifest names segments, not shards: however large the dataset is, its manifest stays far below this.
 _MAX_MANIFEST_BYTES = 64_000_000
 _FOLDERS = (MANIFESTS, COMMITTED, "indexes", "shards", "rows", "rejects", "pending")
 _RESTORE = "restore it from a copy; another version can be read as URI@N"
@@ -31,38 +31,39 @@ _RESTORE = "restore it from a copy; another version can be read as URI@N"
 
 def latest_version(store: Store) -> int:
     """The highest committed version, 0 if there is none. Raises IntegrityError naming a manifest that was lost."""
-    # A version is remembered after its manifest appeared, so whoever looks in this order misses none.
-    remembered = max(_numbers(store, COMMITTED), default=0)
+    # A version is recorded after its manifest appeared. Listed in this order, a commit between the two listings is
+    # seen as a manifest without a record; the other way round it would look lost.
+    recorded = max(_numbers(store, COMMITTED), default=0)
     present = set(_numbers(store, MANIFESTS))
     latest = max(present, default=0)
-    if len(present) < max(latest, remembered):
+    if len(present) < max(latest, recorded):
         lost = next(number for number in itertools.count(1) if number not in present)
         raise _lost(store, lost)
     return latest
 
 
-def remember_commit(store: Store, version: int, data: bytes) -> None:
-    """Note that `version` was committed with the manifest bytes `data`. Whoever comes later notes the same."""
-    store.put(_remembered_path(version), _remembered(version, data))
+def record_commit(store: Store, version: int, data: bytes) -> None:
+    """Record that `version` was committed with the manifest bytes `data`. Writing it again changes nothing."""
+    store.put(_record_path(version), _record_of(version, data))
 
 
-def remember_if_forgotten(store: Store, version: int) -> None:
-    """Note a version whose commit was interrupted before `remember_commit`."""
-    if store.stat(_remembered_path(version)) is None:
-        remember_commit(store, version, read_manifest_bytes(store, version))
+def record_if_missing(store: Store, version: int) -> None:
+    """Record a version whose commit was interrupted before `record_commit`."""
+    if store.stat(_record_path(version)) is None:
+        record_commit(store, version, read_manifest_bytes(store, version))
 
 
-def check_remembered(store: Store, version: int) -> str:
-    """Raise IntegrityError unless the manifest of `version` is the one that was committed; say what was found."""
+def check_recorded(store: Store, version: int) -> str:
+    """Raise IntegrityError unless the manifest of `version` is the one that was committed; returns what was found."""
     latest_version(store)
-    path = _remembered_path(version)
+    path = _record_path(version)
     try:
         data = store.read(path)
     except FileNotFoundError:
-        return "not remembered: the commit was interrupted, or made by an older shardmill"
+        return "not recorded: the commit was interrupted, or made by an older shardmill"
     where = join_uri(store.uri, path)
     unseal(data, where)
-    if data != _remembered(version, read_manifest_bytes(store, version)):
+    if data != _record_of(version, read_manifest_bytes(store, version)):
         raise IntegrityError(
             f"{join_uri(store.uri, manifest_path(version))} is not the manifest that was committed",
             f"expected the SHA-256 in {where}",
@@ -82,12 +83,22 @@ def read_manifest_bytes(store: Store, version: int) -> bytes:
     Raises UsageError if there is no such dataset or version, IntegrityError if it was lost.
     """
     path = manifest_path(version)
-    found = store.stat(path)
-    if found is None:
-        raise _absent(store, version)
-    if found.size_bytes > _MAX_MANIFEST_BYTES:
-        raise IntegrityError(f"{join_uri(store.uri, path)} has {found.size_bytes} bytes", "too many for a manifest")
-    return store.read(path)
+    try:
+        data = store.read_range(path, 0, _MAX_MANIFEST_BYTES + 1)
+    except FileNotFoundError:
+        raise _absent(store, version) from None
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise IntegrityError(
+            f"{join_uri(store.uri, path)} is larger than {_MAX_MANIFEST_BYTES} bytes", "not a manifest"
+        )
+    return data
+
+
+def split_version(uri: str) -> tuple[str, int | None]:
+    """`URI@3` as (`URI`, 3), a URI without version as (`URI`, None)."""
+    root, at, version = uri.rpartition("@")
+    # ASCII digits only: `int` would also read those of other scripts, and refuse a superscript two.
+    return (root, int(version)) if at and re.fullmatch("[0-9]{1,18}", version) else (uri, None)
 
 
 def pin_of(store: Store, version: int, data: bytes) -> DatasetPin:
@@ -98,14 +109,14 @@ def pin_of(store: Store, version: int, data: bytes) -> DatasetPin:
 def _absent(store: Store, version: int) -> ShardmillError:
     try:
         known = sorted({*_numbers(store, MANIFESTS), *_numbers(store, COMMITTED)})
-        remains = known or any(next(iter(store.list(folder)), None) is not None for folder in _FOLDERS)
+        has_files = known or any(next(iter(store.list(folder)), None) is not None for folder in _FOLDERS)
     except NoSuchRoot as error:
         return UsageError(f"no dataset {store.uri}: {error.what}", error.expected, "check the name")
     if known and 1 <= version <= known[-1]:
         return _lost(store, version)
     if known:
         return UsageError(f"{store.uri} has no version {version}", f"expected one of {known[0]} to {known[-1]}")
-    if remains:
+    if has_files:
         return IntegrityError(
             f"{store.uri} is not a committed dataset",
             f"expected {manifest_path(1)}",
@@ -147,9 +158,9 @@ def _numbers(store: Store, folder: str) -> Iterator[int]:
             yield int(name.group(1))
 
 
-def _remembered_path(version: int) -> str:
+def _record_path(version: int) -> str:
     return f"{COMMITTED}/{version:08d}.json"
 
 
-def _remembered(version: int, data: bytes) -> bytes:
+def _record_of(version: int, data: bytes) -> bytes:
     return seal(json.dumps({"version": version, "manifest_sha256": hashlib.sha256(data).hexdigest()}).encode())

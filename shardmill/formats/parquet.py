@@ -1,4 +1,4 @@
-"""Parquet shards: a chunk is a row group; images lie uncompressed in one plain page, so each has a byte range.
+"""Parquet shards: a chunk is a row group; its images lie uncompressed in one plain page.
 
 Layout: https://parquet.apache.org/docs/file-format/. pyarrow 14 neither writes nor checks page checksums, so what is
 read here was verified before, against the CRC-32C of the whole row group in the index.
@@ -24,7 +24,7 @@ CLASS_NAMES_KEY = "shardmill.class_names"
 """In the file's key-value metadata: a JSON list, class number = position."""
 
 _MAGIC_BYTES = 4
-# The image comes first: a row group starts with the page whose layout the record ranges describe.
+# The image comes first: a row group begins with its page.
 _READ_COLUMNS = ("image", "sample_id", "label", "source")
 
 
@@ -50,7 +50,7 @@ def parquet_schema(schema: RowSchema) -> pa.Schema:
 def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
     """Write all chunks as row groups of one file."""
     arrow_schema = parquet_schema(schema)
-    # One page for each column of a row group: no page limit may cut what the record ranges count on.
+    # One page for each column of a row group, so that its images lie in one run of bytes.
     with pq.ParquetWriter(
         file,
         arrow_schema,
@@ -62,7 +62,7 @@ def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSc
     ) as writer:
         for chunk in chunks:
             writer.write_table(_table(chunk, arrow_schema), row_group_size=len(chunk))
-    return _locate(file, chunks, schema)
+    return _locate(file, len(chunks))
 
 
 def open_footer(footer: ByteRange, data: bytes) -> object:
@@ -109,27 +109,18 @@ def _table(chunk: Sequence[StoredRow], schema: pa.Schema) -> pa.Table:
     return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
 
 
-def _locate(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
-    """Byte ranges of row groups, footer and images, from the file's own metadata."""
+def _locate(file: Path, num_chunks: int) -> WrittenShard:
+    """Byte ranges of row groups and footer, from the file's own metadata."""
     metadata = pq.read_metadata(file)
     file_bytes = file.stat().st_size
     # The file ends with the footer, its length in 4 bytes, and the magic.
     footer_start = file_bytes - 2 * _MAGIC_BYTES - metadata.serialized_size
-    images = [metadata.row_group(number).column(0) for number in range(len(chunks))]
+    images = [metadata.row_group(number).column(0) for number in range(num_chunks)]
     # A row group reaches to the next one: pyarrow may leave a copy of a column's metadata behind the column.
     bounds = [image.data_page_offset for image in images] + [footer_start]
     assert bounds[0] == _MAGIC_BYTES and all(image.path_in_schema == "image" for image in images)
     places = [ByteRange(start, stop - start) for start, stop in itertools.pairwise(bounds)]
-    records: list[ByteRange] = []
-    for image, chunk in zip(images, chunks, strict=True):
-        # A required plain column is its page header, then for each value its length (none where fixed) and bytes.
-        length_bytes = 0 if schema.encoding == "raw" else 4
-        position = image.data_page_offset + image.total_compressed_size
-        position -= sum(length_bytes + row.image_bytes for row in chunk)
-        for row in chunk:
-            records.append(ByteRange(position + length_bytes, row.image_bytes))
-            position += length_bytes + row.image_bytes
-    return WrittenShard(tuple(places), ByteRange(footer_start, file_bytes - footer_start), tuple(records))
+    return WrittenShard(tuple(places), ByteRange(footer_start, file_bytes - footer_start))
 
 
 def _views(column: pa.Array | pa.ChunkedArray) -> list[memoryview]:

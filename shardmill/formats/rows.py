@@ -57,11 +57,10 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class WrittenShard:
-    """Where a format put the chunks, the footer and each row's record (the image in Parquet, the frame in TFRecord)."""
+    """Where a format put the chunks and the footer."""
 
     chunks: tuple[ByteRange, ...]
     footer: ByteRange
-    records: tuple[ByteRange, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ _FOOTER = struct.Struct("<I")
 def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
     """Write all chunks one after the other; there is no footer."""
     places: list[ByteRange] = []
-    records: list[ByteRange] = []
     position = 0
     with open(file, "wb") as out:
         for chunk in chunks:
@@ -33,10 +32,9 @@ def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSc
             for row in chunk:
                 record = _frame(encode_example(_features(row, schema)))
                 out.write(record)
-                records.append(ByteRange(position, len(record)))
                 position += len(record)
             places.append(ByteRange(chunk_start, position - chunk_start))
-    return WrittenShard(tuple(places), ByteRange(position, 0), tuple(records))
+    return WrittenShard(tuple(places), ByteRange(position, 0))
 
 
 def open_footer(footer: ByteRange, data: bytes) -> object:

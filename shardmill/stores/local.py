@@ -32,7 +32,9 @@ class LocalStore:
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
         with as_storage_error(self._root / path), open(self._root / path, "rb") as file:
-            return os.pread(file.fileno(), num_bytes, start)
+            # `pread` allocates what it is asked for; no more than the file holds may be asked for on an index's word.
+            left = max(0, os.fstat(file.fileno()).st_size - start)
+            return os.pread(file.fileno(), min(num_bytes, left), start)
 
     def put(self, path: str, data: bytes) -> None:
         target = self._root / path

@@ -30,7 +30,12 @@ class S3Store:
         if num_bytes == 0:
             return b""
         with as_storage_error(f"{self.uri}/{path}"):
-            return _s3_filesystem().cat_file(f"{self._root}/{path}", start=start, end=start + num_bytes)
+            try:
+                return _s3_filesystem().cat_file(f"{self._root}/{path}", start=start, end=start + num_bytes)
+            except OSError as error:
+                if _is_behind_the_end(error):
+                    return b""
+                raise
 
     def put(self, path: str, data: bytes) -> None:
         with as_storage_error(f"{self.uri}/{path}", len(data)), self._needs_bucket():
@@ -108,6 +113,12 @@ def _s3_filesystem() -> Any:
 
     # A cached listing would hide what other processes have just committed.
     return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+
+
+def _is_behind_the_end(error: OSError) -> bool:
+    """Whether the server refused a range because the object ends before it (HTTP 416)."""
+    answer = getattr(error.__cause__, "response", None) or {}
+    return answer.get("Error", {}).get("Code") in ("InvalidRange", "416")
 
 
 def _stored_file(path: str, info: dict[str, Any]) -> StoredFile:

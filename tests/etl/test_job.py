@@ -14,10 +14,12 @@ from etl.job import build_dataset
 from etl.pending import PENDING
 from etl.plan import plan_build
 from etl.write_unit import write_unit
-from shardmill.dataset import open_dataset, verify_dataset
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import RejectLimitExceeded, StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig, SparkApplicationConfig, SparkConfig
+from shardmill.reader import read_samples
 from shardmill.stores import open_store
 from tests.etl.building import ETL, digests, tree_for
 from tests.support import build_here, write_images
@@ -86,7 +88,7 @@ def test_duplicates_are_accepted_counted_and_in_one_split(tmp_path: Path):
     splits = {
         split
         for split, info in dataset.manifest.splits.items()
-        for sample in dataset.read_samples(split, info.num_rows)
+        for sample in read_samples(dataset, split, info.num_rows)
         if sample.source in copies
     }
     assert len(splits) == 1
@@ -97,7 +99,7 @@ def test_channel_statistics_are_those_of_the_train_pixels(tmp_path: Path):
 
     write_images(tmp_path / "images", num_images=60)
     dataset = open_dataset(build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), ETL))
-    pixels = np.stack([sample.image_HWC for sample in dataset.read_samples("train", 100)]).astype(np.float64)
+    pixels = np.stack([sample.image_HWC for sample in read_samples(dataset, "train", 100)]).astype(np.float64)
     assert np.allclose(dataset.manifest.channel_mean, pixels.mean((0, 1, 2)), rtol=1e-12)
     assert np.allclose(dataset.manifest.channel_std, pixels.std((0, 1, 2)), rtol=1e-9)
 

@@ -15,7 +15,8 @@ from etl.job import build_dataset, commit_results
 from etl.pending import PENDING, kept_and_missing, pending_path
 from etl.plan import BuildPlan, plan_build
 from etl.write_unit import write_unit
-from shardmill.dataset import open_dataset, verify_dataset
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
 from tests.support import write_images

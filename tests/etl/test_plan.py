@@ -11,7 +11,7 @@ from etl.inferred import inferred_facts, inferred_warnings, version_warnings
 from etl.job import build_dataset
 from etl.plan import plan_build
 from etl.write_unit import write_unit
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig

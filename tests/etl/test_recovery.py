@@ -17,7 +17,8 @@ from etl.job import build_dataset, commit_results
 from etl.pending import PENDING, kept_result
 from etl.plan import plan_build
 from etl.write_unit import write_unit
-from shardmill.dataset import open_dataset, verify_dataset
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import StorageError
 from shardmill.jobs.config import SparkConfig

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.cli import app
 from pipeline.ending import run_app
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from tests.pipeline.command import last_line, shardmill
 from tests.support import make_dataset, write_images
 

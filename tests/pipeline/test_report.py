@@ -9,7 +9,7 @@ import pytest
 from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, line_chart, nice_ticks, share_bar
 from pipeline.report.data import ReportData, gather
 from pipeline.report.page import render
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.jobs.run_files import StageRecord, write_stage_record
 from tests.support import make_dataset, write_images
 from train.values import ClassFigures, EpochRecord, Evaluation

@@ -16,9 +16,11 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import commit_results
 from etl.plan import BuildPlan, plan_build
 from etl.write_unit import write_unit
-from shardmill.dataset import Dataset, open_dataset, open_pinned, verify_dataset
 from shardmill.dataset.commit import commit_version, publish
+from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.manifest import Manifest, manifest_path
+from shardmill.dataset.open import open_dataset, open_pinned
+from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.jobs.config import DatasetConfig

@@ -1,4 +1,4 @@
-"""Every shard format: what is written is read back, records are where the index says, and other tools can read it."""
+"""Every shard format: what is written is read back, its parts cover the file, and other tools can read it."""
 
 from __future__ import annotations
 
@@ -49,17 +49,6 @@ def test_rows_survive_a_round_trip(name: str, encoding: str, labels: bool, tmp_p
         assert found.labels_N.tolist() == [-1 if row.label_id is None else row.label_id for row in chunk]
         assert found.sample_ids_N.tolist() == [row.source.sample_id for row in chunk]
         assert list(found.sources) == [row.source.key for row in chunk]
-
-
-@pytest.mark.parametrize("name", SHARD_FORMATS)
-def test_each_image_lies_inside_its_record(name: str, tmp_path: Path):
-    rows = make_rows(50, "jpeg")
-    written = SHARD_FORMATS[name].write_shard(tmp_path / "shard", [rows], RowSchema("jpeg", SHAPE_HWC, CLASS_NAMES))
-    data = (tmp_path / "shard").read_bytes()
-    for row, record in zip(rows, written.records, strict=True):
-        assert row.sample.image in data[record.start : record.start + record.num_bytes]
-        if name == "parquet":
-            assert row.image_bytes == record.num_bytes
 
 
 @pytest.mark.parametrize("name", SHARD_FORMATS)

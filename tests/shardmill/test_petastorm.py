@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.formats.encodings import decode_stored
+from shardmill.reader import read_samples
 from tests.support import make_dataset
 
 
@@ -19,7 +20,7 @@ def test_make_batch_reader_gives_the_same_images_and_labels(encoding: str, tmp_p
 
     dataset = open_dataset(make_dataset(tmp_path, num_images=60, encoding=encoding))
     options = dataset.manifest.normalize
-    expected = {sample.sample_id: sample for sample in dataset.read_samples("train", 10**6)}
+    expected = {sample.sample_id: sample for sample in read_samples(dataset, "train", 10**6)}
     urls = [Path(uri).as_uri() for uri in dataset.files("train", "parquet")]
     seen = []
     # Its thread and process pools may end an epoch before it began: see docs/LOG.md.

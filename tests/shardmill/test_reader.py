@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardmill.dataset import Dataset, open_dataset
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.encodings import decode_stored
 from shardmill.options import AugmentOptions
-from shardmill.reader import ReaderOptions, read_batches
+from shardmill.reader import ReaderOptions, read_batches, read_samples
 from shardmill.values import Batch
 from tests.support import make_dataset
 
@@ -49,7 +50,7 @@ def test_formats_and_threads_change_nothing(dataset: Dataset, name: str, num_thr
 
 
 def test_an_epoch_holds_every_row_once_with_its_own_pixels_and_label(dataset: Dataset):
-    stored = {sample.sample_id: sample for sample in dataset.read_samples("train", 10**6)}
+    stored = {sample.sample_id: sample for sample in read_samples(dataset, "train", 10**6)}
     seen = []
     for batch in read(dataset):
         for image_HWC, label, weight, sample_id in zip(
@@ -123,7 +124,7 @@ def test_other_tools_read_the_named_files(dataset: Dataset):
     import pyarrow.dataset as arrow_dataset
 
     table = arrow_dataset.dataset(dataset.files("train", "parquet"), format="parquet").to_table()
-    stored = {sample.sample_id: sample for sample in dataset.read_samples("train", 10**6)}
+    stored = {sample.sample_id: sample for sample in read_samples(dataset, "train", 10**6)}
     options = dataset.manifest.normalize
     assert table.num_rows == len(stored)
     for row in table.to_pylist():
@@ -136,5 +137,5 @@ def test_the_folder_of_a_splits_shards_holds_every_image_once(tmp_path: Path):
 
     dataset = open_dataset(make_dataset(tmp_path, num_images=60, formats=("parquet",)))
     table = pandas.read_parquet(tmp_path / "dataset" / "shards" / "train")
-    assert sorted(table["sample_id"]) == sorted(sample.sample_id for sample in dataset.read_samples("train", 100))
+    assert sorted(table["sample_id"]) == sorted(sample.sample_id for sample in read_samples(dataset, "train", 100))
     assert table["image"].map(len).min() > 0

@@ -14,12 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.config import EtlConfig
-from shardmill.dataset import open_dataset, verify_dataset
-from shardmill.dataset.index import INDEX_SCHEMA, ROWS_SCHEMA, index_table, ledger_table, rows_file
+from shardmill.dataset.index import INDEX_SCHEMA, index_table, rows_file
+from shardmill.dataset.ledger import ledger_table
 from shardmill.dataset.manifest import Manifest, encode_manifest
+from shardmill.dataset.open import open_dataset
 from shardmill.dataset.segment import put_segment, read_segment
-from shardmill.dataset.versions import remember_commit
+from shardmill.dataset.shard import ROWS_SCHEMA
+from shardmill.dataset.verify import verify_dataset
+from shardmill.dataset.versions import record_commit
 from shardmill.errors import IntegrityError
+from shardmill.reader import read_samples
 from shardmill.sealed import seal_file
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, ShardInfo
@@ -40,7 +44,7 @@ def recommit(root: Path, manifest: Manifest) -> None:
     """Replace version 1 with all of its own digests right: as someone would who wants to be believed."""
     data = encode_manifest(manifest)
     (root / "manifests" / "00000001.json").write_bytes(data)
-    remember_commit(open_store(root), 1, data)
+    record_commit(open_store(root), 1, data)
 
 
 def with_index(root: Path, change: Callable[[ShardInfo], ShardInfo]) -> None:
@@ -141,7 +145,7 @@ def test_sizes_that_no_file_has_are_refused_before_anything_is_allocated(
     with pytest.raises(IntegrityError):
         verify_dataset(open_dataset(str(dataset_root))).raise_if_failed()
     with pytest.raises(IntegrityError):
-        open_dataset(str(dataset_root)).read_samples("train", 1000)
+        read_samples(open_dataset(str(dataset_root)), "train", 1000)
 
 
 def test_a_row_segment_of_a_size_that_no_file_has_is_refused(dataset_root: Path):

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.dataset import open_dataset, open_pinned, verify_dataset
 from shardmill.dataset.manifest import encode_manifest
+from shardmill.dataset.open import open_dataset, open_pinned
+from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
 from shardmill.reader import ReaderOptions, read_batches
 from tests.support import make_dataset

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
+from shardmill.reader import read_samples
 from shardmill.sealed import seal_file
 from shardmill.stores import open_store
 from train.backends.keras.serving import ServingModel, load_saved_model, write_saved_model
@@ -24,7 +25,7 @@ def put_export(models_uri: str, dataset_uri: str, *, is_good: bool = True, split
     store, dataset = open_store(models_uri), open_dataset(dataset_uri)
     manifest = dataset.manifest
     num_classes, shape_HWC = len(manifest.class_names), manifest.normalize.image_shape_HWC
-    samples = dataset.read_samples("train", 1000)
+    samples = read_samples(dataset, "train", 1000)
     images = np.stack([sample.image_HWC for sample in samples]).reshape(len(samples), -1) - 128.0
     labels_N = np.array([sample.label for sample in samples])
     means_KF = np.stack([images[labels_N == label].mean(axis=0) for label in range(num_classes)])

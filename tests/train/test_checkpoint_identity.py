@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.sealed import seal
 from tests.support import make_dataset

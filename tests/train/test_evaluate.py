@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError
+from shardmill.reader import read_samples
 from tests.support import make_dataset
 from train.config import TrainConfig
 from train.evaluate import EvaluationSums, evaluate_predictions, evaluate_split
@@ -40,7 +41,7 @@ def test_figures_equal_plain_numpy(dataset, split, batch_size, num_streams):
     config = TrainConfig(global_batch_size=batch_size, num_streams=num_streams)
     evaluation = evaluate_split(logits_of, True, dataset, split, config, SingleCollective())
 
-    samples = dataset.read_samples(split, 1000)
+    samples = read_samples(dataset, split, 1000)
     labels_N = np.array([sample.label for sample in samples])
     logits_NK = logits_of(np.stack([sample.image_HWC for sample in samples])).astype(np.float64)
     predicted_N = logits_NK.argmax(axis=1)

@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardmill.dataset import Dataset, open_dataset
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.options import Section
+from shardmill.reader import read_samples
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from tests.support import make_dataset
@@ -65,7 +67,7 @@ def trained(dataset: Dataset, models_uri: Path, config: TrainConfig) -> TrainRes
 
 
 def images_of(dataset: Dataset) -> np.ndarray:
-    return np.stack([sample.image_HWC for sample in dataset.read_samples("train", 20)])
+    return np.stack([sample.image_HWC for sample in read_samples(dataset, "train", 20)])
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from etl.config import EtlConfig
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver

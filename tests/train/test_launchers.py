@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 import pytest
 
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver

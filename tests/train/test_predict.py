@@ -10,11 +10,12 @@ import cv2
 import numpy as np
 import pytest
 
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.options import DecodeLimits
+from shardmill.reader import read_samples
 from tests.support import make_dataset
 from train.config import GateConfig, TrainConfig, TrainTree
 from train.job import export_model, promote_model, train_model
@@ -43,7 +44,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_files_get_the_labels_of_their_folders_and_the_probabilities_of_the_stored_images(folder):
-    stored = {sample.source: sample for sample in open_dataset(str(folder / "dataset")).read_samples("train", 80)}
+    stored = {sample.source: sample for sample in read_samples(open_dataset(str(folder / "dataset")), "train", 80)}
     assert len(stored) > MAX_BATCH_SIZE
     paths = [str(folder / "images" / source) for source in stored]
     predictions = predict_images(str(folder / "models"), paths)

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import CommitConflict, GateNotPassed, IntegrityError, UsageError
 from shardmill.sealed import seal
 from shardmill.stores import open_store

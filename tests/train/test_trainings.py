@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.sealed import seal

@@ -8,10 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.ids import format_sample_id
-from shardmill.reader import read_batches
+from shardmill.reader import read_batches, read_samples
 from shardmill.stores import open_store
 from tests.support import build_here, make_dataset, write_images
 from tests.train.training import MODELS, Killed, Recorder, task_of, train_here
@@ -79,7 +79,7 @@ def test_killed_and_resumed_equals_never_killed(tiny_uri, tmp_path, never_killed
 def test_every_sample_counts_once_in_each_epoch(tiny_uri, never_killed):
     result, recorder = never_killed
     dataset = open_dataset(tiny_uri)
-    expected = sorted(format_sample_id(sample.sample_id) for sample in dataset.read_samples("train", 1000))
+    expected = sorted(format_sample_id(sample.sample_id) for sample in read_samples(dataset, "train", 1000))
     for epoch in range(result.num_epochs):
         ids = [sample_id for report in recorder.steps if report.epoch == epoch for sample_id in report.sample_ids]
         assert sorted(ids) == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from train.config import TrainConfig
 from train.models.user import source_sha256
 from train.values import StepReport, TrainResult, WorkerTask, World

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
 
-from shardmill.dataset import open_pinned
+from shardmill.dataset.open import open_pinned
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.reach import check_nonce

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from shardmill.dataset import Dataset, open_pinned
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_pinned
 from shardmill.errors import IntegrityError, TrainingError, UsageError
+from shardmill.reader import read_samples
 from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store
 from shardmill.stores import open_store
@@ -217,4 +219,4 @@ def _publish(store: Store, scratch: Path, artifact_dir: str) -> tuple[SealedFile
 
 def _parity_images(dataset: Dataset) -> np.ndarray:
     split = next(name for name in ("test", "validation", "train") if name in dataset.manifest.splits)
-    return np.stack([sample.image_HWC for sample in dataset.read_samples(split, NUM_PARITY_IMAGES)])
+    return np.stack([sample.image_HWC for sample in read_samples(dataset, split, NUM_PARITY_IMAGES)])

@@ -11,7 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from shardmill.dataset import Dataset, open_pinned
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_pinned
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.stores import open_store
 from train.config import GateConfig

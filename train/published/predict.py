@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardmill.dataset.dataset import split_version
+from shardmill.dataset.versions import split_version
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_stored
 from shardmill.images.decoder_id import DECODER_ID, normalization_fingerprint

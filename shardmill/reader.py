@@ -1,31 +1,33 @@
 """The planned rows of an epoch as batches, in planned order whatever the reader threads do.
 
 The consuming thread plans; reader threads fetch, verify, decode and augment. Finished batches wait in a queue that is
-bounded in bytes, and a fault in any thread is raised where the batch would have been.
+bounded in bytes, and a fault in any thread is raised in place of its batch. Shape legend: N batch, H height, W width,
+C channels.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
+from shardmill.augment import augment as augment_image
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
 from shardmill.formats.encodings import decode_stored
 from shardmill.formats.rows import ChunkRows
 from shardmill.options import AugmentOptions
-from shardmill.reader.augment import augment as augment_image
 from shardmill.values import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderOptions:
-    """How a reader works; nothing here changes what it gives."""
+    """How a reader works; nothing here changes what it yields."""
 
     format: str = "auto"
     num_threads: int = 2
@@ -50,7 +52,7 @@ class BatchReader:
         height, width, channels = self._normalize.image_shape_HWC
         batch_bytes = self._local_batch_size * height * width * channels
         self._max_batches_ahead = max(1, options.prefetch_bytes // max(1, batch_bytes))
-        # Decoding waits for fetching, so they must not share a pool.
+        # Decoding waits for fetching: in one pool, waiting decoders could take every thread that a fetch needs.
         self._fetch_pool = ThreadPoolExecutor(options.num_threads, "shardmill-fetch")
         self._decode_pool = ThreadPoolExecutor(options.num_threads, "shardmill-decode")
         self._chunks: dict[int, Future[ChunkRows]] = {}
@@ -124,7 +126,7 @@ def read_batches(
 ) -> BatchReader:
     """Read an epoch, or its rest from `first_step`, for a rank's streams (all of them by default).
 
-    Iterating raises IntegrityError where a chunk is missing or altered, and StorageError where storage fails.
+    Iterating raises IntegrityError for a chunk that is missing or altered, and StorageError if storage fails.
     """
     return BatchReader(
         dataset,
@@ -134,3 +136,33 @@ def read_batches(
         options=options or ReaderOptions(),
         augment=augment,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSample:
+    """One decoded row, for reports and parity checks."""
+
+    image_HWC: np.ndarray
+    label: int | None
+    sample_id: int
+    source: str
+
+
+def read_samples(dataset: Dataset, split: str, limit: int) -> list[StoredSample]:
+    """The first `limit` rows of a split in layout order, verified and decoded. Raises as iterating a reader does."""
+    return list(itertools.islice(_iterate_samples(dataset, split), limit))
+
+
+def _iterate_samples(dataset: Dataset, split: str) -> Iterator[StoredSample]:
+    index, options = dataset.index(split), dataset.manifest.normalize
+    fetcher = ChunkFetcher(dataset.store, index)
+    for chunk in range(len(index.chunks)):
+        rows = fetcher.read_chunk(chunk)
+        for place, image in enumerate(rows.images):
+            label = int(rows.labels_N[place])
+            yield StoredSample(
+                decode_stored(image, options.encoding, options.image_shape_HWC),
+                None if label < 0 else label,
+                int(rows.sample_ids_N[place]),
+                rows.sources[place],
+            )

@@ -1,0 +1,68 @@
+"""How often the same source bytes were accepted under several names, and under several classes."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shardmill.dataset.index import rows_file
+from shardmill.dataset.segment import read_segment
+from shardmill.dataset.shard import ROWS_SCHEMA
+from shardmill.dataset.unit_result import UnitResult
+from shardmill.storage import Store
+from shardmill.values import ShardInfo
+
+_COLUMNS = ["source_sha256", "label"]
+_PREFIX_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DuplicateCounts:
+    """Accepted inputs whose bytes another one had already, and those whose bytes another one has in another class."""
+
+    duplicates: int
+    conflicting: int
+
+
+def count_duplicates(rows: pa.Table) -> DuplicateCounts:
+    """From the columns `source_sha256` and `label` of all rows."""
+    groups = rows.group_by("source_sha256").aggregate([("label", "count_distinct"), ([], "count_all")])
+    conflicting = groups.filter(pc.field("label_count_distinct") > 1).column("count_all")
+    return DuplicateCounts(rows.num_rows - groups.num_rows, sum(conflicting.to_pylist()))
+
+
+def count_duplicates_of_units(store: Store, results: Sequence[UnitResult], format_name: str) -> DuplicateCounts:
+    """What `count_duplicates` gives for all rows that the units wrote; reads few of their row segments, or none.
+
+    Exact, although results carry only the first bytes of each SHA-256: rows with equal digests have equal prefixes, so
+    every duplicate is among the rows whose prefix occurs twice. The segments of those rows are read, and their whole
+    digests are counted. A row of another segment has a prefix of its own: it is a duplicate of none.
+    """
+    shards = [shard for result in results for shard in _shards_in_row_order(result, format_name)]
+    encoded = [part.source_prefixes for result in results for part in result.splits]
+    prefixes_N = np.frombuffer(b"".join(map(base64.b64decode, encoded)), dtype=f"S{_PREFIX_BYTES}")
+    _, places_N, times = np.unique(prefixes_N, return_inverse=True, return_counts=True)
+    is_repeated_N = times[places_N] > 1
+    bounds = np.cumsum([0, *(shard.num_rows for shard in shards)])
+    assert bounds[-1] == len(prefixes_N)
+    repeating = [shard for place, shard in enumerate(shards) if is_repeated_N[bounds[place] : bounds[place + 1]].any()]
+    tables = [
+        read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows).select(_COLUMNS) for shard in repeating
+    ]
+    return count_duplicates(pa.concat_tables([ROWS_SCHEMA.empty_table().select(_COLUMNS), *tables]))
+
+
+def encode_prefixes(source_sha256s: Iterable[str]) -> str:
+    """The first bytes of each hex digest, in order, as one base64 text."""
+    return base64.b64encode(b"".join(bytes.fromhex(text[: 2 * _PREFIX_BYTES]) for text in source_sha256s)).decode()
+
+
+def _shards_in_row_order(result: UnitResult, format_name: str) -> Iterator[ShardInfo]:
+    """One format's shards, in the order of the rows that the splits' sums count."""
+    for part in result.splits:
+        yield from (shard for shard in result.shards if (shard.split, shard.format) == (part.split, format_name))

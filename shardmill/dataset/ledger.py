@@ -1,0 +1,96 @@
+"""The rejects ledger: every refused input with its reason, as a table behind the manifest."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+
+import pyarrow as pa
+
+from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.segment import put_segment, read_segment
+from shardmill.errors import IntegrityError
+from shardmill.ids import key_bytes
+from shardmill.sealed import SealedFile
+from shardmill.storage import Store
+from shardmill.values import Rejection, RejectReason
+
+REJECTS = "rejects"
+
+LEDGER_SCHEMA = pa.schema(
+    [
+        ("source", pa.string()),
+        ("source_base64", pa.string()),
+        ("reason", pa.string()),
+        ("detail", pa.string()),
+        ("stage", pa.string()),
+        ("source_bytes", pa.int64()),
+        ("source_mtime_ns", pa.int64()),
+        ("source_etag", pa.string()),
+        ("source_sha256", pa.string()),
+    ]
+)
+
+
+def write_ledger(store: Store, rejections: Sequence[Rejection]) -> tuple[SealedFile, ...]:
+    """Publish the rejects ledger; a build without rejections has none."""
+    return (put_segment(store, REJECTS, ledger_table(rejections)),) if rejections else ()
+
+
+def read_rejections(store: Store, manifest: Manifest) -> list[Rejection]:
+    """Every rejection of a version. Raises IntegrityError for a ledger that is missing or altered."""
+    return [
+        rejection
+        for segment in manifest.ledger_segments
+        for rejection in rejections_of_table(read_segment(store, segment, LEDGER_SCHEMA, manifest.counts.rejected))
+    ]
+
+
+def ledger_table(rejections: Iterable[Rejection]) -> pa.Table:
+    """The rejects ledger; a key that is not UTF-8 is base64 in a column of its own."""
+    records = [(*_ledger_key(rejection.key), rejection) for rejection in rejections]
+    columns = [
+        [text for text, _, _ in records],
+        [encoded for _, encoded, _ in records],
+        *(
+            [getattr(rejection, name) for _, _, rejection in records]
+            for name in ("reason", "detail", "stage", "size_bytes", "mtime_ns", "etag", "source_sha256")
+        ),
+    ]
+    columns[2] = [str(reason) for reason in columns[2]]
+    # A detail may quote a name that is not UTF-8, such as a link's target.
+    columns[3] = [detail.encode("utf-8", "backslashreplace").decode() for detail in columns[3]]
+    return pa.table(
+        [pa.array(column, field.type) for column, field in zip(columns, LEDGER_SCHEMA, strict=True)],
+        schema=LEDGER_SCHEMA,
+    )
+
+
+def rejections_of_table(table: pa.Table) -> list[Rejection]:
+    """The rejections of a ledger table, in its order. Raises IntegrityError for a row that is not a rejection."""
+    try:
+        return [
+            Rejection(
+                key=record["source"]
+                if record["source"] is not None
+                else base64.b64decode(record["source_base64"]).decode("utf-8", "surrogateescape"),
+                reason=RejectReason(record["reason"]),
+                detail=record["detail"],
+                size_bytes=record["source_bytes"],
+                mtime_ns=record["source_mtime_ns"],
+                etag=record["source_etag"],
+                source_sha256=record["source_sha256"],
+                stage=record["stage"],
+            )
+            for record in table.to_pylist()
+        ]
+    except (ValueError, TypeError) as error:
+        raise IntegrityError(f"the rejects ledger has a row that is no rejection: {error}") from None
+
+
+def _ledger_key(key: str) -> tuple[str | None, str | None]:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return None, base64.b64encode(key_bytes(key)).decode()
+    return key, None
