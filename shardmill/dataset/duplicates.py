@@ -18,7 +18,7 @@ from shardmill.storage import Store
 from shardmill.values import ShardInfo
 
 _COLUMNS = ["source_sha256", "label"]
-_PREFIX_BYTES = 8
+_PREFIX_BYTES = 8  # one uint64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def count_duplicates_of_units(store: Store, results: Sequence[UnitResult], forma
     """
     shards = [shard for result in results for shard in _shards_in_row_order(result, format_name)]
     encoded = [part.source_prefixes for result in results for part in result.splits]
-    prefixes_N = np.frombuffer(b"".join(map(base64.b64decode, encoded)), dtype=f"S{_PREFIX_BYTES}")
+    prefixes_N = np.frombuffer(b"".join(map(base64.b64decode, encoded)), dtype=np.uint64)
     _, places_N, times = np.unique(prefixes_N, return_inverse=True, return_counts=True)
     is_repeated_N = times[places_N] > 1
     bounds = np.cumsum([0, *(shard.num_rows for shard in shards)])

@@ -230,3 +230,17 @@ def test_a_manifest_that_was_lost_is_named_and_its_number_is_not_given_away(data
     (dataset_root / "manifests" / "00000001.json").unlink()
     with pytest.raises(IntegrityError, match=r"00000001.json is missing"):
         open_dataset(str(dataset_root))
+
+
+def test_row_segments_with_the_columns_of_an_older_version_still_verify(dataset_root: Path):
+    dataset = open_dataset(str(dataset_root))
+
+    def with_older_columns(shard: ShardInfo) -> ShardInfo:
+        table = read_segment(dataset.store, rows_file(shard), ROWS_SCHEMA, shard.num_rows)
+        places = pa.array(range(shard.num_rows), pa.int64())
+        older = table.add_column(9, "record_start", places).add_column(10, "record_bytes", places)
+        file = put_segment(dataset.store, "rows/older", older)
+        return replace(shard, rows_path=file.path, rows_bytes=file.size_bytes, rows_sha256=file.sha256)
+
+    with_index(dataset_root, with_older_columns)
+    verify_dataset(open_dataset(str(dataset_root)), deep=True).raise_if_failed()

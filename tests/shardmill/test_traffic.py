@@ -1,0 +1,62 @@
+"""How many requests a store gets: an unchanged run asks for no shard by name, however many there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.job import build_dataset
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset, verify_present
+from shardmill.jobs.config import DatasetConfig
+from shardmill.reader import read_samples
+from shardmill.registry import Entry
+from shardmill.stores import STORES
+from tests.shardmill.counting_store import CALLS, SCHEME
+from tests.support import build_here, write_images
+
+
+@pytest.fixture
+def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A dataset of many small shards behind a counting store."""
+    entry = Entry("tests.shardmill.counting_store:CountingStore", "counts its calls")
+    monkeypatch.setitem(STORES.entries, SCHEME, entry)
+    write_images(tmp_path / "images", num_images=58)
+    config = EtlConfig(image_size=8, unit_min_images=1, formats=("parquet",))
+    return build_here(str(tmp_path / "images"), f"{SCHEME}://{tmp_path}/dataset", config)
+
+
+def test_an_unchanged_run_asks_for_no_shard_by_name(uri: str, tmp_path: Path):
+    tree = EtlTree(
+        source=SourceConfig(uri=str(tmp_path / "images")),
+        dataset=DatasetConfig(uri=uri),
+        etl=EtlConfig(image_size=8, unit_min_images=1, formats=("parquet",)),
+    )
+    num_shards = len(open_dataset(uri).shards)
+    assert num_shards == 58
+
+    CALLS.clear()
+    assert build_dataset(tree, run_id="again").skipped
+    assert CALLS["list"] <= 10 and CALLS["stat"] + CALLS["read"] + CALLS["read_range"] <= 10, CALLS
+    assert not CALLS["put"] + CALLS["put_if_absent"] + CALLS["delete"]
+
+    # The rules need the rows, so each shard's row segment is read: one request for each, none for its size.
+    CALLS.clear()
+    verify_dataset(open_dataset(uri)).raise_if_failed()
+    assert CALLS["list"] <= 10 and CALLS["stat"] == 0
+    assert CALLS["read"] + CALLS["read_range"] <= num_shards + 10, CALLS
+
+    # What a training asks before it starts.
+    CALLS.clear()
+    verify_present(open_dataset(uri))
+    assert CALLS.total() <= 10, CALLS
+
+
+def test_reading_a_shard_takes_a_request_for_its_footer_and_one_for_each_chunk(uri: str):
+    dataset = open_dataset(uri)
+    index = dataset.index("train")
+    CALLS.clear()
+    assert len(read_samples(dataset, "train", 1000)) == dataset.manifest.splits["train"].num_rows
+    assert {"read_range": len(index.shards) + len(index.chunks)} == CALLS
