@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
@@ -91,7 +91,7 @@ class CheckpointMarker:
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """A complete checkpoint: its folder relative to the models' root, and its marker."""
+    """A checkpoint that is complete by marker and sizes: its folder relative to the models' root, and its marker."""
 
     path: str
     marker: CheckpointMarker
@@ -125,33 +125,37 @@ def settings_that_matter(config: TrainSettings) -> dict[str, str]:
     return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in free}
 
 
-def find_checkpoint(
+def complete_checkpoints(
     store: Store, training_dir: str, on_discarded: Callable[[str, str], None] | None = None
-) -> FoundCheckpoint | None:
-    """The newest complete checkpoint of which every byte is as it was written; None where there is none.
+) -> Iterator[FoundCheckpoint]:
+    """The checkpoints of a training that are complete by marker and sizes, newest first.
 
-    With `on_discarded` (path, reason), incomplete and damaged ones that are newer are reported, and the damaged ones
-    deleted, so that they do not count among those to keep. Incomplete ones stay, because another attempt that is still
-    alive may be writing them; they go when the training has come past them. Without it nothing is changed.
+    Their bytes are verified when they are read: a checkpoint can be large, and most of these are never read.
+
+    With `on_discarded` (path, reason), incomplete and damaged ones are reported, and the damaged ones deleted, so that
+    they do not count among those to keep. Incomplete ones stay, because another attempt that is still alive may be
+    writing them; they are deleted when the training has come past them. Without it nothing is changed.
     """
-    for folder, names in sorted(_list_checkpoints(store, training_dir).items(), reverse=True):
+    for folder, sizes in sorted(_list_checkpoints(store, training_dir).items(), reverse=True):
         try:
-            return read_checkpoint(store, folder)
+            yield _checked_by_sizes(FoundCheckpoint(folder, _read_marker(store, folder)), sizes)
         except IntegrityError as error:
             if on_discarded is not None:
                 on_discarded(folder, str(error))
-                if MARKER in names:
-                    _delete_checkpoint(store, folder, names)
-    return None
+                if MARKER in sizes:
+                    _delete_checkpoint(store, folder, sizes)
 
 
-def read_checkpoint(store: Store, path: str) -> FoundCheckpoint:
-    """The checkpoint at `path`. Raises IntegrityError if it is not complete, or a byte is not as it was written."""
+def open_checkpoint(store: Store, path: str) -> FoundCheckpoint:
+    """The checkpoint at `path`. Raises IntegrityError if it is not complete by marker and sizes."""
     check_relative_path(path)
-    found = FoundCheckpoint(path, _read_marker(store, path))
-    for file in found.marker.files:
-        found.read(store, file.path)
-    return found
+    sizes = {file.path.rpartition("/")[2]: file.size_bytes for file in store.list(path)}
+    return _checked_by_sizes(FoundCheckpoint(path, _read_marker(store, path)), sizes)
+
+
+def delete_checkpoint(store: Store, path: str) -> None:
+    """Delete a checkpoint of which a file turned out to be damaged when it was read."""
+    _delete_checkpoint(store, path, [file.path.rpartition("/")[2] for file in store.list(path)])
 
 
 def check_resumable(found: FoundCheckpoint, now: TrainingIdentity) -> None:
@@ -215,14 +219,25 @@ def _read_marker(store: Store, path: str) -> CheckpointMarker:
         ) from None
 
 
-def _list_checkpoints(store: Store, training_dir: str) -> dict[str, set[str]]:
-    """Folder -> names of its files. Names sort by step, then by attempt."""
+def _checked_by_sizes(found: FoundCheckpoint, sizes: dict[str, int]) -> FoundCheckpoint:
+    """`found` itself. Raises IntegrityError if a file that its marker names is missing or has another size."""
+    for file in found.marker.files:
+        check_relative_path(file.path)
+        size_bytes = sizes.get(file.path)
+        if size_bytes != file.size_bytes:
+            has = "is missing" if size_bytes is None else f"was altered: it has {size_bytes} bytes"
+            raise IntegrityError(f"{found.path}/{file.path} {has}", f"expected {file.size_bytes} bytes")
+    return found
+
+
+def _list_checkpoints(store: Store, training_dir: str) -> dict[str, dict[str, int]]:
+    """Folder -> name of each of its files -> size in bytes. Folders sort by step, then by attempt."""
     root = f"{training_dir}/checkpoints"
-    names_of: dict[str, set[str]] = {}
+    sizes_of: dict[str, dict[str, int]] = {}
     for file in store.list(root):
         folder, _, name = file.path.rpartition("/")
-        names_of.setdefault(folder, set()).add(name)
-    return names_of
+        sizes_of.setdefault(folder, {})[name] = file.size_bytes
+    return sizes_of
 
 
 def _delete_older(folder: CheckpointFolder, keep: set[str]) -> None:
@@ -253,7 +268,7 @@ def _step_of(path: str) -> int:
     return int(path.rpartition("/step-")[2].partition("-")[0])
 
 
-def _delete_checkpoint(store: Store, path: str, names: set[str]) -> None:
+def _delete_checkpoint(store: Store, path: str, names: Iterable[str]) -> None:
     # The marker goes first: half a checkpoint must never look whole.
     for name in sorted(names, key=lambda name: name != MARKER):
         store.delete(f"{path}/{name}")

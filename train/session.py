@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardmill.dataset.dataset import Dataset
@@ -18,9 +20,10 @@ from train.checkpoint import (
     FoundCheckpoint,
     TrainingIdentity,
     check_resumable,
-    find_checkpoint,
+    complete_checkpoints,
+    delete_checkpoint,
+    open_checkpoint,
     rank_file,
-    read_checkpoint,
     save_checkpoint,
 )
 from train.models.build import BuiltModel
@@ -64,53 +67,90 @@ class Session:
     def global_step(self, progress: Progress) -> int:
         return progress.cursor.epoch * self.steps_per_epoch + progress.cursor.step
 
-    def tell(self, name: str, fields: dict[str, str | int | float]) -> None:
-        """An event, once for all ranks."""
+    def event(self, name: str, fields: dict[str, str | int | float]) -> None:
+        """Report an event, once for all ranks."""
         if self.collective.rank == 0:
             self.reporter.event(name, fields)
 
 
 def resume(session: Session) -> FoundCheckpoint | None:
-    """Load the newest complete checkpoint, chosen by rank 0, and give all ranks the same variables.
+    """Load the newest checkpoint of which every file that is needed is intact, and give all ranks the same variables.
 
     Without one of its own a training begins where the shorter one ended that it continues, if there is one.
     """
-    collective, checkpoints = session.collective, session.checkpoints
+    collective = session.collective
     model, optimizer = session.built.model, session.chosen.optimizer
 
-    found = None
-    if collective.rank == 0:
-
-        def tell_discarded(path: str, reason: str) -> None:
-            session.tell("checkpoint_discarded", {"path": path, "reason": reason})
-
-        found = find_checkpoint(checkpoints.store, checkpoints.training_dir, tell_discarded)
-        if found is None and session.task.continues:
-            try:
-                found = read_checkpoint(checkpoints.store, session.task.continues)
-            except IntegrityError as error:
-                tell_discarded(session.task.continues, str(error))
-    choice = collective.broadcast_bytes(to_json(found) if found else b"")
-    found = from_json(FoundCheckpoint, choice) if choice else None
-
-    if found:
-        check_resumable(found, session.identity)
-        if collective.rank == 0:
-            source = f"the checkpoint {found.path}"
-            assign_variables(model.trainable_variables, found.read(checkpoints.store, WEIGHTS), source)
-            assign_variables(optimizer.variables, found.read(checkpoints.store, OPTIMIZER), source)
-            assign_variables(model.non_trainable_variables, found.read(checkpoints.store, rank_file(0)), source)
+    found, files = _choose_checkpoint(session)
+    source = f"the checkpoint {found.path}" if found else ""
+    if found and collective.rank == 0:
+        assign_variables(model.trainable_variables, files[WEIGHTS], source)
+        assign_variables(optimizer.variables, files[OPTIMIZER], source)
+        assign_variables(model.non_trainable_variables, files[rank_file(0)], source)
     collective.broadcast_variables([*model.trainable_variables, *optimizer.variables, *model.non_trainable_variables])
+    # After the broadcast, which has just given every rank the moving statistics and seed states of rank 0.
     if found and found.marker.world_size == collective.num_ranks:
-        own_file = found.read(checkpoints.store, rank_file(collective.rank))
-        assign_variables(model.non_trainable_variables, own_file, f"the checkpoint {found.path}")
+        assign_variables(model.non_trainable_variables, files[rank_file(collective.rank)], source)
     else:
         decorrelate_seed_states(model, collective.rank)
     if found:
         cursor = found.marker.progress.cursor
         fields = {"path": found.path, "epoch": cursor.epoch, "step": cursor.step, "world_size": found.marker.world_size}
-        session.tell("resumed", {**fields, "global_step": found.marker.global_step})
+        session.event("resumed", {**fields, "global_step": found.marker.global_step})
     return found
+
+
+def _choose_checkpoint(session: Session) -> tuple[FoundCheckpoint | None, dict[str, bytes]]:
+    """The checkpoint that all ranks resume from, if any, and the files of it that this rank needs, by name.
+
+    Rank 0 proposes the newest; each rank reads its own files and verifies them as it reads. If any of them is damaged,
+    all ranks go on to the next older one together: only one rank has read that file, so all have to hear of it.
+    """
+    collective, store = session.collective, session.checkpoints.store
+    candidates = _candidates(session) if collective.rank == 0 else iter(())
+    while True:
+        proposed = next(candidates, None)
+        proposal = collective.broadcast_bytes(to_json(proposed) if proposed else b"")
+        if not proposal:
+            return None, {}
+        found = from_json(FoundCheckpoint, proposal)
+        check_resumable(found, session.identity)
+        files: dict[str, bytes] = {}
+        problem = ""
+        try:
+            files = {name: found.read(store, name) for name in _files_of_rank(found, collective)}
+        except IntegrityError as error:
+            problem = str(error)
+        # As JSON, because Horovod cannot gather tensors that are empty on every rank.
+        problems = [json.loads(each) for each in collective.gather_bytes(json.dumps(problem).encode())]
+        if not any(problems):
+            return found, files
+        session.event("checkpoint_discarded", {"path": found.path, "reason": "; ".join(filter(None, problems))})
+        if collective.rank == 0 and found.path != session.task.continues:
+            # It must not count among those to keep. What belongs to the shorter training is not ours to delete.
+            delete_checkpoint(store, found.path)
+
+
+def _candidates(session: Session) -> Iterator[FoundCheckpoint]:
+    """What rank 0 proposes: the training's own checkpoints, newest first, then the one that it continues."""
+    checkpoints, continues = session.checkpoints, session.task.continues
+
+    def report_discarded(path: str, reason: str) -> None:
+        session.event("checkpoint_discarded", {"path": path, "reason": reason})
+
+    yield from complete_checkpoints(checkpoints.store, checkpoints.training_dir, report_discarded)
+    if continues:
+        try:
+            yield open_checkpoint(checkpoints.store, continues)
+        except IntegrityError as error:
+            report_discarded(continues, str(error))
+
+
+def _files_of_rank(found: FoundCheckpoint, collective: Collective) -> list[str]:
+    """Weights and optimizer reach other ranks by broadcast; a rank's own state counts only at an equal world size."""
+    if collective.rank == 0:
+        return [WEIGHTS, OPTIMIZER, rank_file(0)]
+    return [rank_file(collective.rank)] if found.marker.world_size == collective.num_ranks else []
 
 
 def save(session: Session, progress: Progress) -> tuple[Progress, str]:
@@ -125,7 +165,7 @@ def save(session: Session, progress: Progress) -> tuple[Progress, str]:
     seconds = session.stopwatch.lap()
     cursor = progress.cursor
     fields = {"path": path, "epoch": cursor.epoch, "step": cursor.step, "global_step": global_step, "seconds": seconds}
-    session.tell("checkpoint", fields)
+    session.event("checkpoint", fields)
     return progress.after_time(TimeSpent(checkpoint=seconds)), path
 
 
@@ -140,7 +180,7 @@ def load_best(session: Session, best: BestEpoch | None, last_checkpoint: str) ->
         return best
     collective, store, model = session.collective, session.checkpoints.store, session.built.model
     if collective.rank == 0:
-        found = read_checkpoint(store, best.checkpoint)
+        found = open_checkpoint(store, best.checkpoint)
         assign_variables(model.trainable_variables, found.read(store, WEIGHTS), found.path)
         assign_variables(model.non_trainable_variables, found.read(store, rank_file(0)), found.path)
     collective.broadcast_variables([*model.trainable_variables, *model.non_trainable_variables])

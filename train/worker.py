@@ -231,12 +231,12 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
     }
     if validation:
         fields |= {"validation_loss": validation.loss, "validation_accuracy": validation.accuracy}
-    session.tell("epoch", fields)
+    session.event("epoch", fields)
     if early_stop.stopped:
-        session.tell("early_stop", {"epoch": record.epoch, "epochs_since_best": early_stop.epochs_since_best})
+        session.event("early_stop", {"epoch": record.epoch, "epochs_since_best": early_stop.epochs_since_best})
     after = progress.after_epoch(record, early_stop, session.checkpoints.path_of(session.global_step(progress)))
     if is_stuck(after.history):
-        session.tell("loss_stuck", {"epoch": record.epoch, "train_loss": record.train_loss, "hint": INPUTS_HINT})
+        session.event("loss_stuck", {"epoch": record.epoch, "train_loss": record.train_loss, "hint": INPUTS_HINT})
     return after
 
 

@@ -6,13 +6,12 @@ from pathlib import Path
 
 from shardmill.stores import open_store
 from tests.train.training import MODELS
-from train.checkpoint import find_checkpoint
+from train.checkpoint import complete_checkpoints
 
 CONFIG = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 1, "keep_checkpoints": 3}
 KILLED_AT = 4
 
 
 def newest(models: Path) -> Path:
-    found = find_checkpoint(open_store(models), "t")
-    assert found is not None
+    found = next(complete_checkpoints(open_store(models), "t"))
     return models / found.path

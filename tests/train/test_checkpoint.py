@@ -9,21 +9,22 @@ from pathlib import Path
 import pytest
 
 from shardmill.errors import SecurityRefusal, StorageError
+from shardmill.registry import Entry
 from shardmill.sealed import seal
-from shardmill.stores import open_store
+from shardmill.stores import STORES, open_store
 from tests.train.checkpoints import CONFIG, KILLED_AT, newest
+from tests.train.counting_store import BYTES_READ
 from tests.train.training import Killed, Recorder, train_here
 from train.checkpoint import (
     MARKER,
     OPTIMIZER,
     WEIGHTS,
     CheckpointFolder,
-    find_checkpoint,
-    read_checkpoint,
+    complete_checkpoints,
+    open_checkpoint,
     save_checkpoint,
 )
 from train.progress import BestEpoch, Progress
-from train.published.export import find_final_checkpoint
 from train.strategies.single import SingleCollective
 
 
@@ -63,6 +64,15 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_end_is_the_same(tiny_uri, m
     assert result.weights_sha256 == whole.weights_sha256
 
 
+def test_a_resume_reads_every_file_once(tiny_uri, models, monkeypatch):
+    monkeypatch.setitem(STORES.entries, "counted", Entry("tests.train.counting_store:CountingStore", "counts reads"))
+    files = {f"t/checkpoints/{file.parent.name}/{file.name}": file.stat().st_size for file in newest(models).iterdir()}
+    BYTES_READ.clear()
+    with pytest.raises(Killed):
+        train_here(tiny_uri, f"counted://{models}", Recorder(killed_at=KILLED_AT), **CONFIG)
+    assert {path: size for path, size in BYTES_READ.items() if path.startswith("t/checkpoints")} == files
+
+
 def test_every_flipped_byte_of_a_marker_is_seen(models):
     marker = newest(models) / MARKER
     data = marker.read_bytes()
@@ -86,11 +96,11 @@ def test_with_every_checkpoint_damaged_it_starts_anew(tiny_uri, models, whole):
 
 
 def test_looking_for_a_checkpoint_changes_nothing(models):
-    flip_middle(newest(models) / WEIGHTS)
+    DAMAGES["weights cut"](newest(models))
     before = sorted(str(path) for path in models.rglob("*"))
-    assert find_checkpoint(open_store(models), "t").marker.global_step == KILLED_AT - 1
+    assert next(complete_checkpoints(open_store(models), "t")).marker.global_step == KILLED_AT - 1
     assert sorted(str(path) for path in models.rglob("*")) == before
-    assert find_checkpoint(open_store(models), "no/such/training") is None
+    assert not list(complete_checkpoints(open_store(models), "no/such/training"))
 
 
 def test_the_newest_are_kept_and_half_written_ones_go_when_they_are_old(tiny_uri, models):
@@ -103,20 +113,20 @@ def test_the_newest_are_kept_and_half_written_ones_go_when_they_are_old(tiny_uri
     *best, first, second, third = checkpoints(models)
     assert [name[:13] for name in (first, second, third)] == ["step-00000004", "step-00000005", "step-00000006"]
     # Epoch 0 was the best when steps 4 and 5 were saved; were step 6 damaged, it would be again.
-    kept = [read_checkpoint(open_store(models), f"t/checkpoints/{name}") for name in (first, second)]
+    kept = [open_checkpoint(open_store(models), f"t/checkpoints/{name}") for name in (first, second)]
     assert {each.marker.progress.best.checkpoint for each in kept} == {f"t/checkpoints/{name}" for name in best}
     assert not old.exists() and new.exists()
 
 
 def test_an_attempt_keeps_what_it_wrote_beside_newer_checkpoints_of_an_older_one(models):
     store = open_store(models)
-    identity = find_checkpoint(store, "t").marker.identity
+    identity = next(complete_checkpoints(store, "t")).marker.identity
     late = CheckpointFolder(store, "t", "late", keep_checkpoints=1)
     progress = Progress(best=BestEpoch(0, 1.0, late.path_of(0)))
     for step in (0, 1):
         save_checkpoint(late, SingleCollective(), {WEIGHTS: b"w"}, identity, progress, step)
     for step in (0, 1):
-        assert read_checkpoint(store, late.path_of(step)).marker.global_step == step
+        assert open_checkpoint(store, late.path_of(step)).marker.global_step == step
 
 
 def test_two_live_drivers_of_one_training_leave_each_other_their_checkpoints(tiny_uri, tmp_path, whole):
@@ -136,7 +146,7 @@ def test_two_live_drivers_of_one_training_leave_each_other_their_checkpoints(tin
     for result in results:
         assert result.weights_sha256 == whole.weights_sha256
         # Both ended at the same step, and each finds what it ended with.
-        assert find_final_checkpoint(open_store(tmp_path), result).marker.global_step == whole.num_steps
+        assert open_checkpoint(open_store(tmp_path), result.checkpoint).marker.global_step == whole.num_steps
 
 
 @pytest.mark.parametrize("path", ["../../outside", "/etc/passwd"])

@@ -107,6 +107,23 @@ def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkey
     assert files == FILES_OF_LAYOUT[STRATEGIES[strategy].checkpoint_layout](num_ranks)
 
 
+@pytest.mark.parametrize("strategy", [name for name in EXACT if STRATEGIES[name].allows_world_size(2)])
+def test_all_ranks_go_one_checkpoint_back_if_one_rank_cannot_read_its_own_file(
+    tiny_uri, tmp_path, monkeypatch, strategy
+):
+    config = {**STATEFUL, "strategy": strategy}
+    killed = kill_on_ranks(tiny_uri, tmp_path, 2, config, monkeypatch, killed_at=7)
+    damaged = sorted(tmp_path.glob(f"t/checkpoints/*/{MARKER}"))[-1].with_name(rank_file(1))
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    result, resumed = train_on_ranks(tiny_uri, tmp_path, 2, config)
+    assert resumed.events.count("checkpoint_discarded") == 1
+    assert (result.resumed_from.epoch, result.resumed_from.step) == (1, 0)
+    again = {step: loss for step, loss in resumed.losses.items() if step in killed.losses}
+    assert len(again) == 3 and again.items() <= killed.losses.items()
+
+
 @pytest.fixture(scope="module")
 def at_one_rank(tiny_uri, tmp_path_factory):
     recorder = Recorder()

@@ -15,7 +15,7 @@ from shardmill.reader import read_batches, read_samples
 from shardmill.stores import open_store
 from tests.support import build_here, make_dataset, write_images
 from tests.train.training import MODELS, Killed, Recorder, task_of, train_here
-from train.checkpoint import find_checkpoint, read_checkpoint
+from train.checkpoint import complete_checkpoints, open_checkpoint
 from train.config import TrainConfig
 from train.preflight import check_trainable
 from train.trainings import read_result
@@ -118,13 +118,13 @@ def test_the_result_tells_what_happened(tiny_uri, tmp_path):
     # What is exported are the weights of the epoch with the lowest validation loss, and the figures are theirs.
     losses = [record.validation.loss for record in result.history]
     assert (result.exported, result.weights_epoch) == ("best", losses.index(min(losses)))
-    best = read_checkpoint(open_store(tmp_path), result.checkpoint)
+    best = open_checkpoint(open_store(tmp_path), result.checkpoint)
     assert best.marker.global_step == (result.weights_epoch + 1) * recorder.steps[0].num_steps
     shares = result.time_shares
     total = shares.input_wait + shares.compute + shares.allreduce + shares.checkpoint + shares.other
     assert total == pytest.approx(1.0)
     assert [fields["epoch"] for fields in recorder.named("epoch")] == list(range(8))
-    found = find_checkpoint(open_store(tmp_path), "t")
+    found = next(complete_checkpoints(open_store(tmp_path), "t"))
     assert found is not None and found.path == result.last_checkpoint == recorder.named("checkpoint")[-1]["path"]
 
 
@@ -135,7 +135,7 @@ def test_reported_losses_are_means_over_the_global_batch(tiny_uri, tmp_path):
     train_here(tiny_uri, tmp_path, recorder, **config)
     task = task_of(tiny_uri, tmp_path, **config)
     dataset = open_dataset(tiny_uri)
-    found = find_checkpoint(open_store(tmp_path), "t")
+    found = next(complete_checkpoints(open_store(tmp_path), "t"))
     assert found is not None
     weights = np.load(tmp_path / found.path / "weights.npz")
     kernel, bias = weights["00000"].astype(np.float64), weights["00001"].astype(np.float64)

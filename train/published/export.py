@@ -19,7 +19,7 @@ from shardmill.storage import Store
 from shardmill.stores import open_store
 from train.backends.keras.runtime import assign_variables, start_tensorflow, weights_sha256
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
-from train.checkpoint import WEIGHTS, FoundCheckpoint, rank_file, read_checkpoint
+from train.checkpoint import WEIGHTS, open_checkpoint, rank_file
 from train.evaluate import evaluate_predictions
 from train.models.build import build_model, check_same_model, input_scale
 from train.models.user import source_sha256
@@ -149,13 +149,13 @@ def _restore(store: Store, config: TrainSettings, result: TrainResult, dataset: 
     # An export computes in float32, whatever the training saved time with; the weights are float32 in any case.
     config = config.model_copy(update={"mixed_precision": "off"})
     built = build_model(config, manifest.normalize.image_shape_HWC, len(manifest.class_names))
-    found = find_final_checkpoint(store, result)
-    source = f"the checkpoint {found.path}"
+    saved = _read_weights(store, result)
+    source = f"the checkpoint {result.checkpoint}"
     now = ModelIdentity(source_sha256(config.model), built.config_sha256)
     check_same_model(result.model, now, config.model, source)
     scale = input_scale(config, manifest)
-    assign_variables(built.model.trainable_variables, found.read(store, WEIGHTS), source)
-    assign_variables(built.model.non_trainable_variables, found.read(store, rank_file(0)), source)
+    assign_variables(built.model.trainable_variables, saved.trainable, source)
+    assign_variables(built.model.non_trainable_variables, saved.non_trainable, source)
     if weights_sha256(built.model) != result.weights_sha256:
         raise IntegrityError(
             f"{source} gives weights {weights_sha256(built.model)}",
@@ -172,10 +172,19 @@ def _restore(store: Store, config: TrainSettings, result: TrainResult, dataset: 
     )
 
 
-def find_final_checkpoint(store: Store, result: TrainResult) -> FoundCheckpoint:
-    """The checkpoint that a training recommends. Raises IntegrityError if it is no longer whole."""
+@dataclass(frozen=True, slots=True)
+class _SavedWeights:
+    """The variables of a model as a checkpoint holds them."""
+
+    trainable: bytes
+    non_trainable: bytes
+
+
+def _read_weights(store: Store, result: TrainResult) -> _SavedWeights:
+    """The weights that a training recommends. Raises IntegrityError if its checkpoint is missing or damaged."""
     try:
-        return read_checkpoint(store, result.checkpoint)
+        found = open_checkpoint(store, result.checkpoint)
+        return _SavedWeights(found.read(store, WEIGHTS), found.read(store, rank_file(0)))
     except IntegrityError as error:
         raise IntegrityError(
             f"the training's checkpoint {store.uri}/{result.checkpoint} is missing or damaged",
