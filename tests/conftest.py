@@ -11,9 +11,10 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.demo import demo
+from tests.services.faulty_store import faulty
 from tests.services.s3 import s3_bucket, s3_server
 
-__all__ = ["demo", "s3_bucket", "s3_server"]
+__all__ = ["demo", "faulty", "s3_bucket", "s3_server"]
 
 # A failing example prints the blob that reproduces it; no deadline, because these machines are noisy.
 settings.register_profile("shardmill", deadline=None, print_blob=True)

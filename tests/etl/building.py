@@ -13,9 +13,11 @@ from shardmill.jobs.observer import FieldValue
 ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000, formats=("parquet", "tfrecord"))
 
 
-def tree_for(folder: Path, dataset: str, spark: SparkConfig | None = None, etl: EtlConfig = ETL) -> EtlTree:
+def tree_for(
+    folder: Path, dataset: str, spark: SparkConfig | None = None, etl: EtlConfig = ETL, scheme: str = ""
+) -> EtlTree:
     return EtlTree(
-        source=SourceConfig(uri=str(folder / "images")),
+        source=SourceConfig(uri=f"{scheme}{folder}/images"),
         dataset=DatasetConfig(uri=str(folder / dataset)),
         etl=etl,
         spark=spark or SparkConfig(),

@@ -13,9 +13,8 @@ from etl.sources import SOURCES
 from etl.sources.listing import Listing
 from shardmill.errors import UsageError
 from shardmill.printable import printable
-from shardmill.storage import StoredFile
-from shardmill.stores.s3 import S3Store
 from shardmill.values import RejectReason
+from tests.services.s3 import s3_client
 
 MAX_BYTES = 1_000
 
@@ -94,10 +93,10 @@ def test_a_class_name_that_hides_something_is_a_bad_label(tmp_path: Path, label:
 
 
 @pytest.mark.parametrize("label", ["", ".", ".."])
-def test_an_object_store_can_hold_names_that_are_no_class(label: str, monkeypatch: pytest.MonkeyPatch):
-    keys = ["cat/1.jpg", f"{label}/2.jpg"]
-    monkeypatch.setattr(S3Store, "list", lambda self, prefix: iter(StoredFile(key, 10) for key in keys))
-    listing = SOURCES["folders"](SourceConfig(uri="s3://bucket/prefix"), MAX_BYTES)
+def test_an_object_store_can_hold_names_that_are_no_class(label: str, s3_server: str, s3_bucket: str):
+    for key in ("cat/1.jpg", f"{label}/2.jpg"):
+        s3_client(s3_server).put_object(Bucket=s3_bucket.removeprefix("s3://"), Key=f"prefix/{key}", Body=b"x")
+    listing = SOURCES["folders"](SourceConfig(uri=f"{s3_bucket}/prefix"), MAX_BYTES)
     assert reasons(listing) == {f"{label}/2.jpg": "bad_label"}
 
 

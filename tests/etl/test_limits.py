@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,15 +19,15 @@ from shardmill.errors import IntegrityError, RejectLimitExceeded, ShardmillError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.storage import AccessDenied
 from shardmill.stores import open_store
-from shardmill.stores.local import LocalStore
 from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION, RejectReason
+from tests.services.faulty_store import FaultyStore
 from tests.support import write_images
 
 ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20)
 
 
-def tree_for(folder: Path, **etl: object) -> EtlTree:
-    source, dataset = SourceConfig(uri=str(folder / "images")), DatasetConfig(uri=str(folder / "dataset"))
+def tree_for(folder: Path, scheme: str = "", **etl: object) -> EtlTree:
+    source, dataset = SourceConfig(uri=f"{scheme}{folder}/images"), DatasetConfig(uri=str(folder / "dataset"))
     return EtlTree(source=source, dataset=dataset, etl=ETL.model_copy(update=etl))
 
 
@@ -40,24 +41,23 @@ def test_every_reason_counts_against_exactly_one_limit_or_is_stated_as_outside()
     assert sorted([*counted, *REASONS_OUTSIDE_REJECT_FRACTION]) == sorted(RejectReason)
 
 
-def test_denied_access_publishes_nothing_unless_the_config_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_denied_access_publishes_nothing_unless_the_config_allows_it(tmp_path: Path, faulty: dict[str, Any]):
     write_images(tmp_path / "images", num_images=60)
-    read = LocalStore.read
 
-    def denied(self: LocalStore, path: str) -> bytes:
-        # At the border to the file system: for root no file is unreadable.
+    def denied(store: FaultyStore, path: str) -> bytes:
+        # For root, who may run this test, no file is unreadable.
         if path.endswith("00007.png"):
-            raise AccessDenied(f"cannot access {self.uri}/{path}: Permission denied")
-        return read(self, path)
+            raise AccessDenied(f"cannot access {store.uri}/{path}: Permission denied")
+        return store.sound.read(path)
 
-    monkeypatch.setattr(LocalStore, "read", denied)
+    faulty["read"] = denied
     with pytest.raises(
         StorageError, match=r"1 of 60 inputs could not be read .*class_1/00007.png: unreadable"
     ) as caught:
-        build(tree_for(tmp_path))
+        build(tree_for(tmp_path, "faulty://"))
     assert "etl.max_unreadable_fraction allows 0; nothing was published" in str(caught.value)
     assert latest_version(open_store(tmp_path / "dataset")) == 0
-    build(tree_for(tmp_path, max_unreadable_fraction=0.02))
+    build(tree_for(tmp_path, "faulty://", max_unreadable_fraction=0.02))
 
 
 def test_files_that_vanish_beyond_the_limit_publish_nothing(tmp_path: Path):

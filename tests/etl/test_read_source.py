@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -21,14 +22,15 @@ from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.reach import plant_nonce, remove_nonce
 from shardmill.stores import open_store
 from shardmill.values import Rejection
+from tests.services.faulty_store import FaultyStore
 from tests.support import write_images
 
 ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20)
 
 
-def planned(folder: Path, num_images: int = 40) -> BuildPlan:
+def planned(folder: Path, num_images: int = 40, scheme: str = "") -> BuildPlan:
     write_images(folder / "images", num_images=num_images)
-    source, dataset = SourceConfig(uri=str(folder / "images")), DatasetConfig(uri=str(folder / "dataset"))
+    source, dataset = SourceConfig(uri=f"{scheme}{folder}/images"), DatasetConfig(uri=str(folder / "dataset"))
     return plan_build(EtlTree(source=source, dataset=dataset, etl=ETL), run_id="a")
 
 
@@ -46,24 +48,20 @@ def test_a_source_that_this_host_does_not_see_ends_the_task(leaves_mount_point: 
         write_unit(plan.units[0], plan.task)
 
 
-def test_a_source_that_vanishes_half_way_ends_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    plan = planned(tmp_path)
-    num_read = 0
+def test_a_source_that_vanishes_half_way_ends_the_task(tmp_path: Path, faulty: dict[str, Any]):
+    plan = planned(tmp_path, scheme="faulty://")
+    calls = []
 
-    def read(*arguments: object):
-        nonlocal num_read
-        num_read += 1
-        if num_read == 5:
+    def unmounted(store: FaultyStore, path: str) -> bytes:
+        calls.append(path)
+        if len(calls) == 5:
             (tmp_path / "images").rename(tmp_path / "elsewhere")
-        return original(*arguments)
+        return store.sound.read(path)
 
-    import etl.write_unit
-
-    original = etl.write_unit.read_source
-    monkeypatch.setattr(etl.write_unit, "read_source", read)
+    faulty["read"] = unmounted
     with pytest.raises(StorageError, match="does not see the source"):
         write_unit(plan.units[0], plan.task)
-    assert num_read == 5
+    assert len(calls) == 5
 
 
 def test_a_single_file_that_vanished_is_one_rejection(tmp_path: Path):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,8 @@ from shardmill.dataset.versions import latest_version
 from shardmill.errors import StorageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
-from shardmill.stores.local import LocalStore
 from tests.etl.building import ETL, Recorder, digests, tree_for
+from tests.services.faulty_store import FaultyStore
 from tests.support import build_here, write_images
 
 
@@ -109,17 +110,17 @@ def test_sigkill_of_the_whole_run_leaves_nothing_visible_and_a_rerun_completes(i
     assert digests(outcome) == (here.content_digest, here.layout_digest)
 
 
-def test_a_passing_fault_of_the_store_fails_the_run_and_is_forgotten(images: Path, monkeypatch: pytest.MonkeyPatch):
-    plan = plan_build(tree_for(images, "faulty"), run_id="a")
-    read, calls = LocalStore.read, []
+def test_a_passing_fault_of_the_store_fails_the_run_and_is_forgotten(images: Path, faulty: dict[str, Any]):
+    plan = plan_build(tree_for(images, "dataset", scheme="faulty://"), run_id="a")
+    calls = []
 
-    def sometimes(self: LocalStore, path: str) -> bytes:
+    def sometimes(store: FaultyStore, path: str) -> bytes:
         calls.append(path)
-        if path.endswith(".png") and len(calls) == 5:
+        if len(calls) == 5:
             raise StorageError("cannot access it: Input/output error")
-        return read(self, path)
+        return store.sound.read(path)
 
-    monkeypatch.setattr(LocalStore, "read", sometimes)
+    faulty["read"] = sometimes
     with pytest.raises(StorageError, match="Input/output"):
         write_unit(plan.units[0], plan.task)
     assert kept_result(plan.store, plan.units[0]) is None

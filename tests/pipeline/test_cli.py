@@ -6,14 +6,14 @@ import json
 import re
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from pipeline.cli import app
-from pipeline.ending import run_app
 from shardmill.dataset.open import open_dataset
-from tests.pipeline.command import last_line, shardmill
+from tests.pipeline.command import ENVIRONMENT, last_line, shardmill
 from tests.support import make_dataset, write_images
 
 
@@ -253,19 +253,9 @@ def test_doctor_finds_what_would_fail(tmp_path: Path):
     assert found["dataset.uri"]["status"] == "fail"
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a\nb"), KeyError("x"), RecursionError("deep")])
-def test_an_unexpected_error_is_one_line_too(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipeline.cli.to_toml", fail)
-    monkeypatch.setattr("pipeline.ending.raise_on_signals", lambda: None)
-    monkeypatch.setattr("sys.argv", ["shardmill", "config", "show"])
-    with pytest.raises(SystemExit) as ended:
-        run_app(app)
-    lines = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 1 and len(lines) == 1
-    assert lines[0].startswith(f"ERROR 1: {type(error).__name__}") and "--debug" in lines[0]
+@pytest.mark.parametrize(("error", "text"), [("RuntimeError", "a\nb"), ("KeyError", "x"), ("RecursionError", "deep")])
+def test_an_unexpected_error_is_one_line_too(error: str, text: str, tmp_path: Path):
+    command = [sys.executable, "-m", "tests.programs.fail_unexpectedly", error, text]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith(f"ERROR 1: {error}") and "--debug" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -56,8 +58,14 @@ def s3_server() -> Iterator[str]:
 @pytest.fixture
 def s3_bucket(s3_server: str) -> str:
     """`s3://` URI of a new bucket."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    s3_client(s3_server).create_bucket(Bucket=name)
+    return f"s3://{name}"
+
+
+@functools.cache
+def s3_client(endpoint: str) -> Any:
+    """Amazon's own client, for names and requests that our store does not make."""
     import boto3
 
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    boto3.client("s3", endpoint_url=s3_server).create_bucket(Bucket=name)
-    return f"s3://{name}"
+    return boto3.client("s3", endpoint_url=endpoint)

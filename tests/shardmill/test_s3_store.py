@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,40 +17,67 @@ from etl.config import SourceConfig
 from etl.sources import SOURCES
 from shardmill.errors import StorageError, UsageError
 from shardmill.stores import open_store
-from shardmill.stores.s3 import S3Store, _s3_filesystem
+from tests.services.s3 import s3_client
+
+ROOT = Path(__file__).parents[2]
 
 
-def test_an_s3_server_that_refuses_a_listing_is_not_an_empty_one(monkeypatch: pytest.MonkeyPatch):
-    class Refusing(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = b"<Error><Code>AccessDenied</Code><Message>expired</Message></Error>"
-            self.send_response(403)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
+def refusing(environ: dict[str, Any], start: Callable[..., Any]) -> list[bytes]:
+    """A server that denies all access, as a WSGI application."""
+    start("403 Forbidden", [("Content-Type", "application/xml")])
+    return [b"<Error><Code>AccessDenied</Code><Message>expired</Message></Error>"]
 
-        do_HEAD = do_GET
 
-        def log_message(self, *_: object) -> None:
-            return
+def unconditional() -> Callable[..., Any]:
+    """A server that does not know `If-None-Match`, as old ones."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    application = DomainDispatcherApplication(create_backend_app)
+    return lambda environ, start: application({**environ, "HTTP_IF_NONE_MATCH": ""}, start)
+
+
+@contextmanager
+def serving(application: Callable[..., Any]) -> Iterator[str]:
+    """The endpoint of a server of its own."""
+    from werkzeug.serving import make_server
+
+    server = make_server("127.0.0.1", 0, application, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    _s3_filesystem.cache_clear()
-    try:
-        store = open_store("s3://bucket/dataset")
-        for ask in (lambda: list(store.list("manifests")), lambda: store.stat("manifests/1"), lambda: store.read("x")):
-            with pytest.raises(StorageError, match="cannot access s3://bucket/dataset"):
-                ask()
-    finally:
-        _s3_filesystem.cache_clear()
-        server.shutdown()
-        server.server_close()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def use_store(uri: str, endpoint: str) -> dict[str, str]:
+    """What comes of each use of the store at `uri` on the server there."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.programs.use_s3_store", uri],
+        env={**os.environ, "AWS_ENDPOINT_URL": endpoint},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+
+
+def test_an_s3_server_that_refuses_a_listing_is_not_an_empty_one(s3_server: str):
+    with serving(refusing) as endpoint:
+        outcomes = use_store("s3://bucket/dataset", endpoint)
+    assert len(outcomes) == 5
+    for outcome in outcomes.values():
+        assert outcome.startswith("StorageError: cannot access s3://bucket/dataset")
+
+
+def test_a_server_that_ignores_conditional_puts_can_be_read_but_not_committed_to(s3_server: str):
+    with serving(unconditional()) as endpoint:
+        client = s3_client(endpoint)
+        client.create_bucket(Bucket="bucket")
+        client.put_object(Bucket="bucket", Key="a", Body=b"1")
+        outcomes = use_store("s3://bucket", endpoint)
+    assert "ignores `If-None-Match" in outcomes.pop("put_if_absent")
+    assert outcomes == {"list": "['a']", "stat": "True", "read": "b'1'", "list again": "['a']"}
 
 
 def test_a_missing_bucket_is_a_storage_error_and_as_a_source_a_usage_error(s3_server: str):
@@ -57,22 +89,8 @@ def test_a_missing_bucket_is_a_storage_error_and_as_a_source_a_usage_error(s3_se
         SOURCES["folders"](SourceConfig(uri="s3://nobody-made-this/x"), 10**6)
 
 
-def test_folder_markers_of_s3_consoles_are_not_files(s3_bucket: str):
-    import boto3
-
-    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+def test_folder_markers_of_s3_consoles_are_not_files(s3_server: str, s3_bucket: str):
     for key, body in (("cats/", b""), ("cats/1.jpg", b"x")):
-        client.put_object(Bucket=s3_bucket.removeprefix("s3://"), Key=key, Body=body)
+        s3_client(s3_server).put_object(Bucket=s3_bucket.removeprefix("s3://"), Key=key, Body=body)
     listing = SOURCES["folders"](SourceConfig(uri=s3_bucket), 10**6)
     assert [image.key for image in listing.images] == ["cats/1.jpg"] and listing.num_listed == 1
-
-
-def test_a_server_that_ignores_conditional_puts_can_be_read_but_not_committed_to(
-    s3_bucket: str, monkeypatch: pytest.MonkeyPatch
-):
-    store = open_store(s3_bucket)
-    store.put("a", b"1")
-    monkeypatch.setattr(S3Store, "_create", lambda self, path, data: self.put(path, data) or True)
-    with pytest.raises(StorageError, match="ignores `If-None-Match"):
-        store.put_if_absent("manifest", b"1")
-    assert store.read("a") == b"1" and [file.path for file in store.list("")] == ["a"]

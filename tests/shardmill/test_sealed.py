@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,11 +50,10 @@ def test_a_sealed_file_is_read_only_as_it_was(tmp_path: Path):
             look(store, replace(file, path="../models/a.bin"), "models")
 
 
-def test_a_file_is_checked_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shardmill.sealed._BLOCK_BYTES", 7)
-    store = open_store(tmp_path)
-    for size in (0, 1, 6, 7, 8, 21, 50):
-        data = bytes(range(size))
+def test_a_file_is_checked_in_blocks(tmp_path: Path):
+    store, block = open_store(tmp_path), 8_000_000
+    for size in (0, 1, block - 1, block, block + 1, 2 * block, 2 * block + 9):
+        data = os.urandom(size)
         store.put("file", data)
         check_sealed(store, seal_file("file", data))
         if size:

@@ -20,7 +20,7 @@ from shardmill.jobs.observer import SilentObserver
 from shardmill.options import Section
 from shardmill.reader import read_samples
 from shardmill.stores import open_store
-from shardmill.stores.local import LocalStore
+from tests.services.faulty_store import FaultyStore, send_twice
 from tests.support import make_dataset
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
@@ -148,19 +148,19 @@ def test_an_export_that_answers_otherwise_than_was_recorded_is_none(dataset, tmp
     assert record_numbers(open_store(tmp_path), EXPORTS) == []
 
 
-def test_what_a_killed_export_left_is_not_believed_and_in_nobodys_way(dataset, tmp_path):
+def test_what_a_killed_export_left_is_not_believed_and_in_nobodys_way(dataset, tmp_path, faulty):
     config = config_of(epochs=1)
     result = trained(dataset, tmp_path, config)
 
     class Killed(BaseException):
         pass
 
-    def killed(store: LocalStore, path: str, data: bytes) -> bool:
+    def killed(store: FaultyStore, path: str, data: bytes) -> bool:
         raise Killed
 
-    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(Killed):
-        monkeypatch.setattr(LocalStore, "put_if_absent", killed)
-        export_training(str(tmp_path), config, result, "run-1")
+    faulty["put_if_absent"] = killed
+    with pytest.raises(Killed):
+        export_training(f"faulty://{tmp_path}", config, result, "run-1")
     [left] = (tmp_path / "artifacts").iterdir()
     with pytest.raises(IntegrityError, match="no export of .* names artifacts/"):
         number_of_artifact(str(tmp_path), left.name)
@@ -261,17 +261,12 @@ class Note(Section):
     writer: int
 
 
-def test_a_record_whose_reply_was_lost_finds_itself(tmp_path, monkeypatch):
-    put_if_absent = LocalStore.put_if_absent
-
-    def sent_again(store: LocalStore, path: str, data: bytes) -> bool:
-        put_if_absent(store, path, data)
-        return put_if_absent(store, path, data)
-
-    monkeypatch.setattr(LocalStore, "put_if_absent", sent_again)
-    assert put_record(open_store(tmp_path), "notes", 1, Note(writer=1))
-    # Another writer's record is another attempt, even where it says the same.
-    assert not put_record(open_store(tmp_path), "notes", 1, Note(writer=1))
+def test_a_record_whose_reply_was_lost_finds_itself(tmp_path, faulty):
+    faulty["put_if_absent"] = send_twice
+    store = open_store(f"faulty://{tmp_path}")
+    assert put_record(store, "notes", 1, Note(writer=1))
+    # Another writer's record is another attempt, even if it says the same.
+    assert not put_record(store, "notes", 1, Note(writer=1))
 
 
 def test_every_number_has_one_writer(tmp_path):

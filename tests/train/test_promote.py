@@ -11,7 +11,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import CommitConflict, GateNotPassed, IntegrityError, UsageError
 from shardmill.sealed import seal
 from shardmill.stores import open_store
-from shardmill.stores.local import LocalStore
+from tests.services.faulty_store import FaultyStore, send_twice
 from tests.train.exports import put_export
 from train.config import GateConfig
 from train.job import promotion_record
@@ -100,34 +100,26 @@ def pointer(export: int, previous: int | None, decision: str, run_id: str) -> Po
     )
 
 
-def test_a_rollback_whose_reply_was_lost_goes_back_once(promoted, monkeypatch):
-    put_if_absent = LocalStore.put_if_absent
-
-    def sent_again(store: LocalStore, path: str, data: bytes) -> bool:
-        put_if_absent(store, path, data)
-        return put_if_absent(store, path, data)
-
-    monkeypatch.setattr(LocalStore, "put_if_absent", sent_again)
-    back = roll_back(promoted, "run-4")
+def test_a_rollback_whose_reply_was_lost_goes_back_once(promoted, faulty):
+    faulty["put_if_absent"] = send_twice
+    back = roll_back(f"faulty://{promoted}", "run-4")
     assert (back.previous, back.current) == (3, 2)
     assert [each.export for each in read_history(open_store(promoted)).readable] == [1, 2, 3, 2]
 
 
 @pytest.mark.parametrize("winner", [pointer(2, 1, "rolled_back", "run-5"), pointer(4, 3, "promoted", "run-5")])
-def test_a_rollback_that_comes_second_changes_nothing(promoted, monkeypatch, winner):
+def test_a_rollback_that_comes_second_changes_nothing(promoted, faulty, winner):
     """Another operator has rolled back, or a run has promoted, between this one's look at the history and its write."""
     store = open_store(promoted)
-    put_if_absent = LocalStore.put_if_absent
 
-    def come_second(late: LocalStore, path: str, data: bytes) -> bool:
-        monkeypatch.undo()
+    def come_second(late: FaultyStore, path: str, data: bytes) -> bool:
         assert put_record(store, CURRENT, 4, winner)
-        return put_if_absent(late, path, data)
+        return late.sound.put_if_absent(path, data)
 
-    monkeypatch.setattr(LocalStore, "put_if_absent", come_second)
+    faulty["put_if_absent"] = come_second
     said = rf"run run-5 made export {winner.export} current \({winner.decision}\) while run run-4 .*changed nothing"
     with pytest.raises(CommitConflict, match=said):
-        roll_back(promoted, "run-4")
+        roll_back(f"faulty://{promoted}", "run-4")
     assert read_history(store).readable[3:] == [winner]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmill.formats.encodings import decode_stored
-from shardmill.images import process
+from shardmill.images.decode import DECODERS
 from shardmill.images.process import process_image
 from shardmill.options import NormalizeOptions
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
@@ -146,8 +146,8 @@ def test_a_bug_in_a_decoder_becomes_a_rejection(monkeypatch: pytest.MonkeyPatch)
     def broken(data: bytes, options: NormalizeOptions) -> None:
         raise ZeroDivisionError("on\nthis file")
 
-    monkeypatch.setattr(process, "decode_image", broken)
-    rejection = run(b"x")
+    monkeypatch.setitem(DECODERS, "png", broken)
+    rejection = run(png(photo()))
     assert isinstance(rejection, Rejection)
     assert (rejection.reason, rejection.detail) == (RejectReason.DECODER_ERROR, "ZeroDivisionError: on\\nthis file")
 
@@ -156,9 +156,9 @@ def test_running_out_of_memory_is_not_the_images_fault(monkeypatch: pytest.Monke
     def starved(data: bytes, options: NormalizeOptions) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(process, "decode_image", starved)
+    monkeypatch.setitem(DECODERS, "png", starved)
     with pytest.raises(MemoryError):
-        run(b"x")
+        run(png(photo()))
 
 
 def test_gray_sources_become_three_equal_channels_and_back() -> None:
