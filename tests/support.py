@@ -12,6 +12,7 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import commit_results
 from etl.plan import plan_build
 from etl.write_unit import write_unit
+from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import DatasetConfig
 
 
@@ -35,7 +36,7 @@ def make_dataset(
     *,
     num_images: int = 120,
     num_classes: int = 3,
-    formats: tuple[str, ...] = ("parquet", "tfrecord"),
+    formats: tuple[str, ...] = tuple(SHARD_FORMATS),
     image_size: int = 16,
     encoding: str = "png",
     chunk_bytes: int = 8_000,

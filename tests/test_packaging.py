@@ -32,8 +32,9 @@ seen = {}
 for name in dataset.manifest.formats:
     with read_batches(dataset, dataset.plan_epoch(spec, 0), options=ReaderOptions(format=name)) as batches:
         seen[name] = [(b.sample_ids_N.tolist(), b.images_NHWC.tobytes()) for b in batches]
-assert seen["parquet"] == seen["tfrecord"]
-ids = [i for batch, _ in seen["parquet"] for i in batch if i]
+first, *others = seen.values()
+assert others and all(other == first for other in others)
+ids = [i for batch, _ in first for i in batch if i]
 assert len(ids) == len(set(ids)) == dataset.manifest.splits["train"].num_rows
 read_rejections(dataset.store, dataset.manifest)
 heavy = {"pyspark", "tensorflow", "keras", "horovod", "torch", "airflow"} & set(sys.modules)

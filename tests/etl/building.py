@@ -7,10 +7,11 @@ from pathlib import Path
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import BuildOutcome
+from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
 
-ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000, formats=("parquet", "tfrecord"))
+ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000, formats=tuple(SHARD_FORMATS))
 
 
 def tree_for(
