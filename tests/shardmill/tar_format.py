@@ -20,7 +20,7 @@ def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSc
     with open(file, "wb") as out:
         for chunk in chunks:
             start = out.tell()
-            for number, row in enumerate(chunk):
+            for row in chunk:
                 facts = {"source": row.source.key, "sample_id": row.source.sample_id, "label": row.label_id}
                 for name, data in ((schema.encoding, row.sample.image), ("json", json.dumps(facts).encode())):
                     info = tarfile.TarInfo(f"{row.source.sample_id & (1 << 64) - 1:016x}.{name}")
