@@ -227,21 +227,18 @@ def test_a_copy_of_the_dag_file_finds_the_installed_jobs(tmp_path: Path):
     assert printed.strip() == str([str(ROOT / "etl" / "job.py"), str(ROOT / "train" / "job.py")])
 
 
-def test_parsing_is_quick_beside_airflow_itself(tmp_path: Path):
+def test_parsing_loads_nothing_beside_airflow_itself(tmp_path: Path):
+    """Airflow parses each DAG file again and again: what that costs is what the file imports."""
     write_config(tmp_path, "one", tmp_path)
-    code = (
-        "import time\n"
-        "from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator\n"
-        "start = time.process_time()\n"
-        "import airflow_dags.shardmill_dag as module\n"
-        "print(time.process_time() - start)\n"
+    printed = python(
         "import sys\n"
-        "print([name for name in ('pyspark', 'tensorflow', 'pyarrow', 'cv2') if name in sys.modules])\n"
+        "from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator\n"
+        "import airflow.providers.apache.spark.operators.spark_submit\n"
+        "before = set(sys.modules)\n"
+        "import airflow_dags.shardmill_dag\n"
+        "added = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(added - set(sys.stdlib_module_names)))\n",
+        tmp_path,
     )
-    best = 10.0
-    for _ in range(3):
-        seconds, heavy = python(code, tmp_path).splitlines()
-        assert heavy == "[]"
-        best = min(best, float(seconds))
-    # CPU time: what other tests do to this machine is not the DAG file's.
-    assert best < 0.3, best
+    # croniter is Airflow's, for the schedule.
+    assert printed.splitlines()[-1] == "['airflow', 'airflow_dags', 'croniter', 'shardmill']"

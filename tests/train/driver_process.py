@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 WORKERS = "tests.train.launch_workers"
 PIN = DatasetPin("/nowhere", 1, "0" * 64)
 MARK = "SHARDMILL_TEST_MARK"
+# Far more than a busy machine takes to end a process, and less than what a sleeping worker would live.
+_HANG_SECONDS = 60.0
 
 
 @dataclass
@@ -54,8 +56,8 @@ class Driver:
         assert not list(self.temporary.rglob("__autograph_generated_file*"))
         assert not list(self.temporary.glob(f"{PREFIX}*"))
 
-    def assert_nothing_left(self, within_seconds: float) -> None:
-        deadline = time.monotonic() + within_seconds
+    def assert_nothing_left(self) -> None:
+        deadline = time.monotonic() + _HANG_SECONDS
         while (left := self.processes_left()) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left

@@ -83,6 +83,6 @@ def test_interrupted_command_ends_its_ranks_and_says_so(tmp_path, dataset, comma
     assert "Traceback" not in errors
     summary = json.loads((tmp_path / "work/runs/run/summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("failed", 128 + number)
-    driver.assert_nothing_left(within_seconds=3)
+    driver.assert_nothing_left()
     # Of TensorFlow and of Spark: `spark-*`, `blockmgr-*`, compiled functions.
     assert not list(temporary.iterdir())
