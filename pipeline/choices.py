@@ -26,6 +26,10 @@ class Chosen:
     def entry(self) -> Entry:
         return self.registry.entry(self.name)
 
+    def load(self) -> Any:
+        """The entry's object. Raises UsageError if a package is missing, or a user's own object cannot be imported."""
+        return self.registry[self.name]
+
 
 def choices_of(*annotations: Any) -> OneOf | None:
     """The choices of a config field, given its annotation and metadata; also those of each item of a tuple."""

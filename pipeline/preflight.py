@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from pipeline.choices import chosen_entries
 from pipeline.config import PipelineTree
 from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
@@ -102,12 +103,9 @@ def listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:
 
 
 def _look_at_etl(tree: PipelineTree) -> str:
-    from etl.engines import ENGINES
-    from etl.sources import SOURCES
-    from shardmill.formats import SHARD_FORMATS
-
-    # Loading an entry checks its packages, and finds a user's own object.
-    _ = SOURCES[tree.source.kind], ENGINES[tree.etl.engine], [SHARD_FORMATS[name] for name in tree.etl.formats]
+    for chosen in chosen_entries(tree):
+        if chosen.key.startswith(("source.", "etl.")):
+            chosen.load()
     return f"{tree.etl.engine}, {tree.etl.image_size} pixels, {', '.join(tree.etl.formats)}"
 
 
@@ -122,11 +120,12 @@ def _look_at_model(tree: PipelineTree) -> str:
 
 def _look_at_launch(tree: PipelineTree) -> str:
     from shardmill.jobs.spark import is_under_spark_submit
-    from train.launching import LAUNCHERS
     from train.strategies import find_strategy
 
     train = tree.train
-    _ = LAUNCHERS[train.launcher]
+    for chosen in chosen_entries(tree):
+        if chosen.key in ("train.strategy", "train.launcher"):
+            chosen.load()
     find_strategy(train.strategy, train.num_workers)
     if train.launcher == "inline":
         from train.launching.inline import check_one_rank
