@@ -1,8 +1,12 @@
-"""An extension is one file and one entry: every registry, given a new entry, works in config, CLI, doctor and docs."""
+"""An extension is one file and one entry: a new entry of any registry works in config, CLI, doctor and docs."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +15,12 @@ from typing import Any
 import pytest
 
 from pipeline.choices import registries, registry_keys
-from pipeline.cli import app
 from pipeline.config import PipelineTree, load_pipeline
 from pipeline.config_file import commented_toml, to_toml
 from pipeline.doctor import examine
-from shardmill.dataset import open_dataset
 from shardmill.errors import UsageError
 from shardmill.registry import Entry, Registry
-from tests.pipeline.command import shardmill
+from tests.pipeline.command import ENVIRONMENT, shardmill
 from tests.support import write_images
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,31 +75,37 @@ def test_a_new_entry_is_accepted_listed_and_examined(
     assert problems_of_document(registry) == [f"{registry.key}: `brand_new` is not in the table"]
 
 
-@pytest.fixture
-def new_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for registry in REGISTRIES:
-        entry = Entry(f"{ENTRIES}:{NEW_ENTRIES[registry.key]}", "added by a test")
-        monkeypatch.setitem(registry.entries, "new", entry)
+def test_one_file_and_one_entry_are_enough(tmp_path: Path):
+    """In a copy of the sources, follow the document: one more module, one more line in each registry; then run."""
+    sources = tmp_path / "sources"
+    for package in ("shardmill", "etl", "train", "pipeline"):
+        shutil.copytree(ROOT / package, sources / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "tests" / "extending_entries.py", sources / "new_entries.py")
+    for point in points():
+        file = sources / point.entry_file
+        head = f'"{point.key}",\n    {{\n'
+        text = file.read_text(encoding="utf-8")
+        assert text.count(head) == 1
+        entry = f'        "new": Entry("new_entries:{NEW_ENTRIES[point.key]}", "added by a test"),\n'
+        file.write_text(text.replace(head, head + entry), encoding="utf-8")
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(sources)}
 
+    def run(*words: str) -> str:
+        command = [sys.executable, "-m", "pipeline.cli", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-def run_here(*words: str) -> None:
-    """A command in this process, where the new entries are."""
-    assert not app(list(words), standalone_mode=False)
-
-
-@pytest.mark.usefixtures("new_entries")
-def test_the_commands_reach_new_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+    # The whole pipeline through new entries alone: ETL, verification, training, an export that is loaded back, report.
     write_images(tmp_path / "images", num_images=60, num_classes=3)
-    dataset = f"new://{tmp_path}/work/dataset"
-    etl = ("dataset.uri=" + dataset, "source.kind=new", "etl.engine=new", "etl.encoding=new", "etl.formats=new")
-    train = ("train.model=new", "train.strategy=new", "train.launcher=new", "train.epochs=1", "etl.image_size=16")
-    options = [word for each in (*etl, *train) for word in ("--set", each)]
-    # The whole pipeline: ETL, verification, training and an export that is loaded back, through new entries alone.
-    run_here("run", "images", "--workdir", "work", "--run-id", "r", *options)
-    manifest = open_dataset(dataset).manifest
-    assert (manifest.formats, manifest.normalize.encoding) == (("new",), "new")
-    run_here("verify", dataset, "--deep")
+    dataset = f"new://{tmp_path}/dataset"
+    chosen = [f"{key}=new" for key in NEW_ENTRIES if key != "storage scheme"]
+    overrides = [*chosen, f"dataset.uri={dataset}", "etl.image_size=16", "train.epochs=1"]
+    options = [word for each in overrides for word in ("--set", each)]
+    run("run", "images", "--workdir", "work", "--run-id", "r", *options)
+    described = json.loads(run("inspect", dataset, "--json"))
+    assert (described["formats"], described["image"]["encoding"]) == (["new"], "new")
+    assert "ok" in run("verify", dataset, "--deep")
     assert "Confusion matrix" in (tmp_path / "work/runs/r/report.html").read_text()
 
 

@@ -1,4 +1,4 @@
-"""Stores: one body of tests over a folder and over an S3 server; a name below a root cannot leave it."""
+"""Stores: one body of tests over every scheme; a name below a root cannot leave it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import pytest
 
 from shardmill.errors import SecurityRefusal, StorageError, UsageError
 from shardmill.storage import Store, check_relative_path
-from shardmill.stores import open_store
+from shardmill.stores import STORES, open_store
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "file":
-        return open_store(tmp_path)
-    return open_store(f"{request.getfixturevalue('s3_bucket')}/{tmp_path.name}")
+    """A root for tests in each scheme; a new one says here where it may write."""
+    roots = {"file": lambda: tmp_path, "s3": lambda: f"{request.getfixturevalue('s3_bucket')}/{tmp_path.name}"}
+    return open_store(roots[request.param]())
 
 
 def test_what_is_put_is_read(store: Store, tmp_path: Path):
@@ -227,7 +227,7 @@ def test_a_full_disk_is_one_line_with_path_and_bytes(tmp_path: Path):
     # A file size limit makes write() fail as a full disk does, in a process of its own.
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "from shardmill.stores import open_store\n"
+        "from shardmill.stores import STORES, open_store\n"
         "from shardmill.errors import StorageError\n"
         "try: open_store(sys.argv[1]).put('shard', b'x' * 5000)\n"
         "except StorageError as error: print(error)"
