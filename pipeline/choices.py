@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from pipeline.config import PipelineTree
 from shardmill.registry import Entry, OneOf, Registry
@@ -42,14 +43,21 @@ def choices_of(*annotations: Any) -> OneOf | None:
     return None
 
 
-def registry_keys(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, OneOf]]:
-    """Every config key below `section` whose choices are a registry's names."""
+def config_keys(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every config key below `section`, as `section.key`, with its field."""
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from registry_keys(kind, f"{path}{name}.")
-        elif one_of := choices_of(kind, *field.metadata):
-            yield f"{path}{name}", one_of
+            yield from config_keys(kind, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", field
+
+
+def registry_keys(section: type[BaseModel]) -> Iterator[tuple[str, OneOf]]:
+    """Every config key below `section` whose choices are a registry's names."""
+    for key, field in config_keys(section):
+        if one_of := choices_of(field.annotation, *field.metadata):
+            yield key, one_of
 
 
 def registries() -> list[Registry[Any]]:

@@ -9,20 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli_options import Common, with_common
-from pipeline.config import (
-    PipelineTree,
-    existing_path,
-    load_pipeline,
-    require,
-    without_secrets,
-)
-from pipeline.config_file import commented_toml, to_toml
+from pipeline.cli_options import Command, Common
 from pipeline.ending import run_app
 from pipeline.printing import flat_rows, plain, print_result, stage_rows, summary_rows, verify_document, verify_rows
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.jobs.run_files import latest_run
-from shardmill.jobs.run_job import report_error
 
 if TYPE_CHECKING:
     from shardmill.jobs.run_files import StageRecord
@@ -55,35 +45,38 @@ def top(context: typer.Context, version: Version = False) -> None:
         raise typer.Exit
 
 
-@app.command()
-@with_common
-def run(common: Common, source_or_config: Source, replace_source: ReplaceSource = False, fresh: Fresh = False) -> None:
+@app.command(cls=Command)
+def run(
+    context: typer.Context, source_or_config: Source, replace_source: ReplaceSource = False, fresh: Fresh = False
+) -> None:
     """The whole pipeline: etl, verify, train, export, evaluate, promote, report."""
     from pipeline.run import run_pipeline
 
+    common: Common = context.obj
     summary = run_pipeline(source_or_config, common, replace_source=replace_source, fresh=fresh)
     print_result(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")
 
 
-@app.command()
-@with_common
-def etl(common: Common, source_or_config: Source, replace_source: ReplaceSource = False) -> None:
+@app.command(cls=Command)
+def etl(context: typer.Context, source_or_config: Source, replace_source: ReplaceSource = False) -> None:
     """Images to a committed dataset version."""
     from pipeline.stage_commands import etl_stage
 
+    common: Common = context.obj
     _print_stage(common, etl_stage(source_or_config, common, replace_source=replace_source))
 
 
-@app.command()
-@with_common
+@app.command(cls=Command)
 def verify(
-    common: Common,
+    context: typer.Context,
     dataset: DatasetArgument,
     deep: Annotated[bool, typer.Option("--deep", help="Re-read every byte of every shard.")] = False,
 ) -> None:
     """Check every rule of a dataset version, and print a table."""
     from pipeline.stage_commands import verify_stage
+    from shardmill.jobs.run_job import report_error
 
+    common: Common = context.obj
     report = verify_stage(dataset, common, deep=deep)
     print_result(common, verify_document(report), verify_rows(report), title=f"{report.uri}@{report.version}")
     try:
@@ -93,46 +86,45 @@ def verify(
         raise typer.Exit(report_error(error, debug=common.debug)) from None
 
 
-@app.command()
-@with_common
-def train(common: Common, dataset: DatasetArgument, fresh: Fresh = False) -> None:
+@app.command(cls=Command)
+def train(context: typer.Context, dataset: DatasetArgument, fresh: Fresh = False) -> None:
     """Train on the dataset's latest version, or continue a training that was cut off."""
     from pipeline.stage_commands import train_stage
 
+    common: Common = context.obj
     _print_stage(common, train_stage(dataset, common, fresh=fresh))
 
 
-@app.command()
-@with_common
-def export(common: Common, dataset: DatasetArgument) -> None:
+@app.command(cls=Command)
+def export(context: typer.Context, dataset: DatasetArgument) -> None:
     """The trained model as a SavedModel and a .keras file, compared with the training model."""
     from pipeline.stage_commands import export_stage
 
+    common: Common = context.obj
     _print_stage(common, export_stage(dataset, common))
 
 
-@app.command()
-@with_common
-def evaluate(common: Common, dataset: DatasetArgument) -> None:
+@app.command(cls=Command)
+def evaluate(context: typer.Context, dataset: DatasetArgument) -> None:
     """Exact figures of the trained model on the test split."""
     from pipeline.stage_commands import evaluate_stage
 
+    common: Common = context.obj
     _print_stage(common, evaluate_stage(dataset, common))
 
 
-@app.command()
-@with_common
-def gate(common: Common, dataset: DatasetArgument) -> None:
+@app.command(cls=Command)
+def gate(context: typer.Context, dataset: DatasetArgument) -> None:
     """What `promote` would decide; promotes nothing (and exports first, where that was not done yet)."""
     from pipeline.stage_commands import gate_stage
 
+    common: Common = context.obj
     _print_stage(common, gate_stage(dataset, common))
 
 
-@app.command()
-@with_common
+@app.command(cls=Command)
 def promote(
-    common: Common,
+    context: typer.Context,
     models: Annotated[
         str, typer.Argument(metavar="MODELS[@N]", help="Models folder or URI, one export of it, or a TOML file.")
     ],
@@ -145,27 +137,30 @@ def promote(
     """Make the newest export the current model if it passes the gate; or export N, without the gate."""
     from pipeline.stage_commands import promote_stage
 
+    common: Common = context.obj
     flags = {"rollback": rollback, "require": require_promotion, "replace_current": replace_current}
     _print_stage(common, promote_stage(models, common, **flags))
 
 
-@app.command()
-@with_common
+@app.command(cls=Command)
 def report(
-    common: Common, source_or_config: Annotated[str, typer.Argument(help="A folder or TOML file; not needed.")] = ""
+    context: typer.Context,
+    source_or_config: Annotated[str, typer.Argument(help="A folder or TOML file; not needed.")] = "",
 ) -> None:
     """Write report.html again: of the run that --run-id names, or of the latest."""
+    from pipeline.config import load_pipeline
     from pipeline.stage_commands import report_again
+    from shardmill.jobs.run_files import latest_run
 
+    common: Common = context.obj
     load_pipeline(source_or_config or None, common.overrides, common.workdir)
     chosen = common if common.is_run_named else replace(common, run_id=latest_run(common.workdir))
     _print_stage(chosen, report_again(chosen))
 
 
-@app.command()
-@with_common
+@app.command(cls=Command)
 def predict(
-    common: Common,
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Models folder or URI (its current model), or one export below it.")],
     images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
     top: Annotated[int, typer.Option(metavar="N", min=1, help="The N most probable classes of each.")] = 1,
@@ -175,6 +170,7 @@ def predict(
     from pipeline.predictions import check_any_predicted, prediction_csv, prediction_rows
     from train.published.predict import predict_images
 
+    common: Common = context.obj
     predictions = predict_images(model, images, top)
     if as_csv:
         sys.stdout.write(prediction_csv(predictions))
@@ -184,10 +180,9 @@ def predict(
     check_any_predicted(predictions)
 
 
-@app.command()
-@with_common
+@app.command(cls=Command)
 def inspect(
-    common: Common,
+    context: typer.Context,
     dataset: DatasetArgument,
     files: Annotated[bool, typer.Option("--files", help="List the shards' URIs, for other tools.")] = False,
     rejects: Annotated[bool, typer.Option("--rejects", help="List the rejects; also DATASET/rejects/X.")] = False,
@@ -196,6 +191,7 @@ def inspect(
     from pipeline.inspection import describe, list_files, list_rejections
     from shardmill.dataset.open import open_dataset
 
+    common: Common = context.obj
     uri = _dataset_uri(common, dataset)
     if rejects:
         found = list_rejections(uri)
@@ -210,12 +206,15 @@ def inspect(
         print_result(common, facts, flat_rows(facts), title=title)
 
 
-@app.command()
-@with_common
-def doctor(common: Common, config: Annotated[str, typer.Argument(help="A TOML file to check as well.")] = "") -> None:
+@app.command(cls=Command)
+def doctor(
+    context: typer.Context, config: Annotated[str, typer.Argument(help="A TOML file to check as well.")] = ""
+) -> None:
     """Check this machine: versions, Java, compiler, config, storage, slots."""
+    from pipeline.config import load_pipeline
     from pipeline.doctor import examine
 
+    common: Common = context.obj
     findings = examine(load_pipeline(config or None, common.overrides, common.workdir), common.workdir)
     rows = [(each.status, each.subject, each.found, each.fix) for each in findings]
     print_result(common, [plain(each) for each in findings], rows, title="doctor")
@@ -223,12 +222,16 @@ def doctor(common: Common, config: Annotated[str, typer.Argument(help="A TOML fi
         raise typer.Exit(2)
 
 
-@app.command()
-@with_common
+@app.command(cls=Command)
 def init(
-    common: Common, file: Annotated[str, typer.Argument(help="Where to write it; must not exist.")] = "shardmill.toml"
+    context: typer.Context,
+    file: Annotated[str, typer.Argument(help="Where to write it; must not exist.")] = "shardmill.toml",
 ) -> None:
     """Write a commented config file to start from."""
+    from pipeline.config import PipelineTree
+    from pipeline.config_file import commented_toml
+
+    common: Common = context.obj
     try:
         with open(file, "x", encoding="utf-8") as target:
             target.write(commented_toml(PipelineTree()))
@@ -241,16 +244,20 @@ def init(
     )
 
 
-@config_app.command("show")
-@with_common
+@config_app.command("show", cls=Command)
 def config_show(
-    common: Common, source_or_config: Annotated[str, typer.Argument(help="A folder or TOML file.")] = ""
+    context: typer.Context, source_or_config: Annotated[str, typer.Argument(help="A folder or TOML file.")] = ""
 ) -> None:
     """Print the resolved config with every default, as TOML."""
+    from pipeline.config import load_pipeline, without_secrets
+    from pipeline.config_file import to_toml
+
+    common: Common = context.obj
     tree = without_secrets(load_pipeline(source_or_config or None, common.overrides, common.workdir))
-    sys.stdout.write(
-        json.dumps(tree.model_dump(mode="json"), indent=2) + "\n" if common.json else to_toml(tree, with_choices=True)
-    )
+    if common.json:
+        sys.stdout.write(json.dumps(tree.model_dump(mode="json"), indent=2) + "\n")
+    else:
+        sys.stdout.write(to_toml(tree, with_choices=True))
 
 
 def main() -> None:
@@ -264,9 +271,11 @@ def _print_stage(common: Common, record: StageRecord) -> None:
 
 
 def _dataset_uri(common: Common, dataset: str) -> str:
+    from pipeline.config import existing_path, load_pipeline, require
+
     if not dataset.endswith(".toml"):
         return existing_path(dataset)
-    tree: PipelineTree = load_pipeline(dataset, common.overrides, common.workdir)
+    tree = load_pipeline(dataset, common.overrides, common.workdir)
     require(tree, "dataset")
     return tree.dataset.uri
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from pipeline.config import DEFAULT_WORKDIR
-from pipeline.ending import tell_failure
+from pipeline.ending import end_with_failure
 from shardmill.errors import ShardmillError
-from shardmill.jobs.run_files import new_run_id, read_run_state
+
+DEFAULT_WORKDIR = "./shardmill-work"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,50 +33,51 @@ RunId = Annotated[str, typer.Option(metavar="ID", help="Name this run, or contin
 Json = Annotated[bool, typer.Option("--json", help="Machine output on stdout, human output on stderr.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
-COMMON_PARAMETERS = tuple(
-    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-    for name, default, annotation in (
-        ("overrides", [], Overrides),
-        ("workdir", DEFAULT_WORKDIR, Workdir),
-        ("run_id", "", RunId),
-        ("json", False, Json),
-        ("debug", False, Debug),
-    )
-)
+_options = typer.Typer(add_completion=False)
 
 
-def with_common(function: Callable[..., None]) -> Callable[..., None]:
-    """The typer command of a function whose first parameter is `Common`: it gets the common options as well."""
-    hints = get_type_hints(function, include_extras=True)
-    own = [
-        parameter.replace(annotation=hints[parameter.name])
-        for parameter in list(inspect.signature(function).parameters.values())[1:]
-    ]
+@_options.command()
+def common_options(
+    overrides: Overrides = [],  # noqa: B006  typer copies it
+    workdir: Workdir = DEFAULT_WORKDIR,
+    run_id: RunId = "",
+    json: Json = False,
+    debug: Debug = False,
+) -> Common:
+    """The common options as typer declares them; no command of its own."""
+    from shardmill.jobs.run_files import new_run_id
 
-    def command(**values: Any) -> None:
-        given = {parameter.name: values.pop(parameter.name) for parameter in COMMON_PARAMETERS}
-        named = given.pop("run_id")
-        overrides = tuple(given.pop("overrides"))
-        common = Common(overrides=overrides, run_id=named or new_run_id(), is_run_named=bool(named), **given)
+    return Common(tuple(overrides), workdir, run_id or new_run_id(), bool(run_id), json, debug)
+
+
+COMMON_OPTIONS = typer.main.get_command(_options)
+
+
+class Command(TyperCommand):
+    """A command that takes the common options as well; its function finds them, a `Common`, in `context.obj`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params = [*self.params, *COMMON_OPTIONS.params]
+
+    def invoke(self, ctx: Any) -> Any:
+        given = {option.name: ctx.params.pop(option.name) for option in COMMON_OPTIONS.params}
+        assert COMMON_OPTIONS.callback is not None
+        common = ctx.obj = COMMON_OPTIONS.callback(**given)
         try:
-            function(common, **values)
+            return super().invoke(ctx)
         except typer.Exit:
             raise
-        except BaseException as error:  # recorded by whoever could; here it gets its line, and the process its code
+        except BaseException as error:  # the stages have recorded it; here it becomes one line and an exit code
             run_id = _recorded_run(common)
-            code = tell_failure(error, is_json=common.json, is_debug=common.debug, run_id=run_id)
+            code = end_with_failure(error, is_json=common.json, is_debug=common.debug, run_id=run_id)
             raise SystemExit(code) from None
-
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
-    parameters = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own), *COMMON_PARAMETERS]
-    # typer reads both.
-    command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
 
 
 def _recorded_run(common: Common) -> str | None:
     """The run's id, if the command left a record under it."""
+    from shardmill.jobs.run_files import read_run_state
+
     try:
         read_run_state(common.workdir, common.run_id)
     except (ShardmillError, OSError):

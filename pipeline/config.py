@@ -12,8 +12,6 @@ from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, Spark
 from shardmill.jobs.redact import redacted
 from train.config import GateConfig, TrainConfig, TrainTree
 
-DEFAULT_WORKDIR = "./shardmill-work"
-
 
 class PipelineTree(ConfigTree):
     """Every section of the config file."""
@@ -35,9 +33,7 @@ class PipelineTree(ConfigTree):
         return TrainTree(**{name: getattr(self, name) for name in TrainTree.model_fields})
 
 
-def load_pipeline(
-    source_or_config: str | None, overrides: tuple[str, ...] = (), workdir: str = DEFAULT_WORKDIR
-) -> PipelineTree:
+def load_pipeline(source_or_config: str | None, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
     """The tree of a TOML file, or of a folder (or `s3://` prefix) of images and the sections' defaults.
 
     Local URIs come back absolute: Spark's executors and the ranks need not share this process's working directory.
@@ -53,9 +49,7 @@ def load_pipeline(
     return _with_absolute_uris(tree, workdir)
 
 
-def load_for_dataset(
-    dataset_or_config: str, overrides: tuple[str, ...] = (), workdir: str = DEFAULT_WORKDIR
-) -> PipelineTree:
+def load_for_dataset(dataset_or_config: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
     """The tree of a TOML file, or of a committed `DATASET` or `DATASET@N` and the sections' defaults."""
     from shardmill.dataset.versions import latest_version, split_version
     from shardmill.stores import open_store
@@ -72,9 +66,7 @@ def load_for_dataset(
     return _with_absolute_uris(load_tree(PipelineTree, None, overrides, below), workdir)
 
 
-def load_for_models(
-    models_or_config: str, overrides: tuple[str, ...] = (), workdir: str = DEFAULT_WORKDIR
-) -> PipelineTree:
+def load_for_models(models_or_config: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
     """The tree of a TOML file, or of a models folder or URI with defaults for everything else; `@N` is left aside."""
     from shardmill.dataset.versions import split_version
 

@@ -9,16 +9,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 import typer
-from pydantic import BaseModel
 
 from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals
-from shardmill.jobs.run_job import error_line, print_error, report_error
 
 
 def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoReturn:
@@ -45,8 +43,10 @@ def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoR
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def tell_failure(error: BaseException, *, is_json: bool, is_debug: bool, run_id: str | None = None) -> int:
+def end_with_failure(error: BaseException, *, is_json: bool, is_debug: bool, run_id: str | None = None) -> int:
     """Say why the command ends; the machine's document is `{"error": {"code", "message"}, "run_id"}`. -> exit code."""
+    from shardmill.jobs.run_job import error_line, report_error
+
     code = report_error(error, debug=is_debug)
     if is_json:
         print_failure(code, error_line(error), run_id)
@@ -98,8 +98,6 @@ def _is_alive(pid: int) -> bool:
 
 
 def _end(error: BaseException) -> int:
-    # The ClickException of the click that this typer brings along, or of click itself.
-    usage_error = typer.BadParameter.__mro__[2]
     is_json = "--json" in sys.argv
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -107,15 +105,19 @@ def _end(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, typer.Abort):
         error = KeyboardInterrupt()
-    if not isinstance(error, usage_error):
-        return tell_failure(error, is_json=is_json, is_debug="--debug" in sys.argv)
-    message = " ".join(error.format_message().rstrip(".").split())  # pyright: ignore[reportAttributeAccessIssue]
+    # Only errors of the argument parser have it; typer exports no class for all of them.
+    format_message = getattr(error, "format_message", None)
+    if format_message is None:
+        return end_with_failure(error, is_json=is_json, is_debug="--debug" in sys.argv)
+    message = " ".join(format_message().rstrip(".").split())
     if not message:
         # `shardmill` alone: typer has printed the help.
         return 0
     line = f"{message}; {_hint_at_config_key(error) or 'see `shardmill --help`'}"
     if is_json:
         print_failure(2, line, None)
+    from shardmill.jobs.run_job import print_error
+
     return print_error(2, line)
 
 
@@ -124,9 +126,10 @@ def _hint_at_config_key(error: BaseException) -> str:
     option = str(getattr(error, "option_name", "") or "")
     if type(error).__name__ != "NoSuchOption" or not option.startswith("--"):
         return ""
+    from pipeline.choices import config_keys
     from pipeline.config import PipelineTree
 
-    keys = list(_keys(PipelineTree))
+    keys = [key for key, _ in config_keys(PipelineTree)]
     word = option.lstrip("-").replace("-", "_").replace(".", "_")
     by_name = {name: key for key in reversed(keys) for name in (key.rpartition(".")[2], key.replace(".", "_"))}
     near = difflib.get_close_matches(word, by_name, n=1, cutoff=0.8)
@@ -141,12 +144,3 @@ def _value_after(option: str) -> str:
         if word == option and following and not following[0].startswith("-"):
             return following[0]
     return "VALUE"
-
-
-def _keys(section: type[BaseModel], path: str = "") -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _keys(kind, f"{path}{name}.")
-        else:
-            yield f"{path}{name}"

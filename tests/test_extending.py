@@ -60,7 +60,7 @@ def test_a_new_entry_is_accepted_listed_and_examined(
     tree = load_pipeline(str(tmp_path / "images"), (override(registry, "brand_new"),), str(tmp_path / "work"))
     if registry.key != "storage scheme":
         with pytest.raises(UsageError, match="did you mean 'brand_new'"):
-            load_pipeline(str(tmp_path / "images"), (override(registry, "brand_mew"),))
+            load_pipeline(str(tmp_path / "images"), (override(registry, "brand_mew"),), "work")
 
         # `init` and `config show` list it with its help, and what they print stays TOML that gives the same tree.
         listed = re.compile(r"^#   brand_new +a line of help$", re.MULTILINE)
@@ -130,7 +130,7 @@ def test_a_dataset_names_no_code(tmp_path: Path):
     """Formats and encodings are stored in manifests: `package.module:object` there would import what a file says."""
     for key in ("etl.formats", "etl.encoding", "train.format"):
         with pytest.raises(UsageError, match=r"expected one of \w+, (?!.*package.module)"):
-            load_pipeline(None, (f"{key}={ENTRIES}:NEW_FORMAT",))
+            load_pipeline(None, (f"{key}={ENTRIES}:NEW_FORMAT",), "work")
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def test_all_errors_are_told_at_once(tmp_path: Path):
     file = tmp_path / "c.toml"
     file.write_text('dataset = "s3://b/d"\n[train]\nepoch = 3\n')
     with pytest.raises(UsageError) as caught:
-        load_pipeline(str(file), ("etl.image_size=0", "trian.seed=1"))
+        load_pipeline(str(file), ("etl.image_size=0", "trian.seed=1"), "work")
     line = str(caught.value)
     assert line.startswith("4 errors in the config: (1) ")
     for part in (
@@ -109,7 +109,7 @@ def test_all_errors_are_told_at_once(tmp_path: Path):
 
 def test_secrets_are_in_no_record():
     given = toml_table({**SECRET_SETTINGS, **PLAIN_SETTINGS})
-    tree = load_pipeline(None, (f"spark.etl.conf={given}", f"spark.train.conf={given}"))
+    tree = load_pipeline(None, (f"spark.etl.conf={given}", f"spark.train.conf={given}"), "work")
     written = to_toml(without_secrets(tree))
     assert "canary" not in written.lower() and '"spark.executor.memory" = "2g"' in written
     # The stages still get them; and a tree without secrets is written as it is.
@@ -130,4 +130,4 @@ def test_what_trains_takes_a_dataset_or_a_config_and_nothing_else(tmp_path: Path
         assert tree.models.uri == str(tmp_path / "work" / "models")
     for other in (tmp_path / "images", tmp_path / "nothing"):
         with pytest.raises(UsageError, match=r"is not a committed dataset.*shardmill etl FOLDER"):
-            load_for_dataset(str(other))
+            load_for_dataset(str(other), (), "work")

@@ -70,7 +70,7 @@ def test_the_example_fine_tunes(monkeypatch):
     monkeypatch.syspath_prepend(root / "examples")
     # Three times as quick; what is left to train is the head.
     monkeypatch.setattr("finetune_model.TRAIN_BACKBONE", False)
-    config = load_pipeline(str(root / "examples/finetune.toml")).train
+    config = load_pipeline(str(root / "examples/finetune.toml"), (), "work").train
     assert not config.standardize, "the example's model scales pixels by itself"
     built, step = step_of(config, (32, 32, 3))
     assert built.outputs_are_logits
