@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from etl.config import EtlTree
 from etl.read_source import choose_witnesses
 from etl.sources import SOURCES
-from etl.units import WorkUnit, plan_units, unit_contract
-from etl.write_unit import UnitTask
+from etl.units import UnitTask, WorkUnit, plan_units, unit_contract
 from shardmill.dataset.commit import Build
 from shardmill.dataset.manifest import SourceRef
 from shardmill.dataset.versions import latest_version, split_version

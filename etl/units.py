@@ -13,7 +13,7 @@ from etl.config import EtlConfig
 from etl.sources.listing import Listing
 from shardmill.mix import mix64_array
 from shardmill.options import ENCODINGS, NormalizeOptions
-from shardmill.values import SourceImage
+from shardmill.values import Nonce, SourceImage
 
 # Enough units for the last ones to even out, on any cluster that a dataset of that size is given to.
 _TARGET_NUM_UNITS = 64
@@ -30,6 +30,21 @@ class WorkUnit:
     fingerprint: str
     """Over everything that decides what the unit produces: a finished unit of that name need not run again."""
     sources: tuple[SourceImage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTask:
+    """What all units of a build share; it travels to the executors once."""
+
+    source_uri: str
+    dataset_uri: str
+    config: EtlConfig
+    class_names: tuple[str, ...]
+    decoder_id: str
+    witnesses: tuple[str, ...] = ()
+    """Keys of listed images by which a task tells an absent source from an absent file."""
+    reach: Nonce | None = None
+    """Read back by every task; None for units that run in the driver's own process."""
 
 
 def plan_units(listing: Listing, config: EtlConfig, contract: str) -> list[WorkUnit]:

@@ -6,19 +6,16 @@ import os
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from etl.config import EtlConfig
 from etl.pending import keep_result
 from etl.read_source import check_source, read_source
 from etl.split import split_of
-from etl.units import WorkUnit
-from shardmill.dataset.duplicates import encode_prefixes
+from etl.units import UnitTask, WorkUnit
 from shardmill.dataset.shard import publish_shard
-from shardmill.dataset.unit_result import SplitSums, UnitResult
+from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
@@ -28,22 +25,7 @@ from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits
 from shardmill.storage import Store
 from shardmill.stores import open_store
-from shardmill.values import ImageSample, Nonce, Rejection, ShardInfo, SourceImage
-
-
-@dataclass(frozen=True, slots=True)
-class UnitTask:
-    """What all units of a build share; it travels to the executors once."""
-
-    source_uri: str
-    dataset_uri: str
-    config: EtlConfig
-    class_names: tuple[str, ...]
-    decoder_id: str
-    witnesses: tuple[str, ...] = ()
-    """Keys of listed images by which a task tells an absent source from an absent file."""
-    reach: Nonce | None = None
-    """Read back by every task; None for units that run in the driver's own process."""
+from shardmill.values import ImageSample, Rejection, ShardInfo, SourceImage
 
 
 def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from shardmill.registry import Entry, Registry
 
 if TYPE_CHECKING:
-    from etl.units import WorkUnit
-    from etl.write_unit import UnitTask
+    from etl.units import UnitTask, WorkUnit
     from shardmill.dataset.unit_result import UnitResult
     from shardmill.jobs.config import SparkConfig
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from etl.units import WorkUnit
-from etl.write_unit import UnitTask, write_unit
+from etl.units import UnitTask, WorkUnit
+from etl.write_unit import write_unit
 from shardmill import errors
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
 from shardmill.jobs.config import SparkConfig

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from shardmill.dataset.dataset import check_files, read_shards
-from shardmill.dataset.digests import content_digest, layout_digest, ledger_digest
 from shardmill.dataset.duplicates import count_duplicates_of_units
 from shardmill.dataset.index import index_table
 from shardmill.dataset.ledger import write_ledger
@@ -24,7 +23,10 @@ from shardmill.dataset.manifest import (
     Manifest,
     SourceRef,
     SplitInfo,
+    content_digest,
     encode_manifest,
+    layout_digest,
+    ledger_digest,
     manifest_path,
     parse_manifest,
 )

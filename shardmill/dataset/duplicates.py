@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardmill.dataset.index import rows_file
+from shardmill.dataset.index import ROWS_SCHEMA, rows_file
 from shardmill.dataset.segment import read_segment
-from shardmill.dataset.shard import ROWS_SCHEMA
-from shardmill.dataset.unit_result import UnitResult
+from shardmill.dataset.unit_result import UnitResult, decode_prefixes
 from shardmill.storage import Store
 from shardmill.values import ShardInfo
 
 _COLUMNS = ["source_sha256", "label"]
-_PREFIX_BYTES = 8  # one uint64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +41,7 @@ def count_duplicates_of_units(store: Store, results: Sequence[UnitResult], forma
     digests are counted. A row of another segment has a prefix of its own: it is a duplicate of none.
     """
     shards = [shard for result in results for shard in _shards_in_row_order(result, format_name)]
-    encoded = [part.source_prefixes for result in results for part in result.splits]
-    prefixes_N = np.frombuffer(b"".join(map(base64.b64decode, encoded)), dtype=np.uint64)
+    prefixes_N = decode_prefixes(part.source_prefixes for result in results for part in result.splits)
     _, places_N, times = np.unique(prefixes_N, return_inverse=True, return_counts=True)
     is_repeated_N = times[places_N] > 1
     bounds = np.cumsum([0, *(shard.num_rows for shard in shards)])
@@ -55,11 +51,6 @@ def count_duplicates_of_units(store: Store, results: Sequence[UnitResult], forma
         read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows).select(_COLUMNS) for shard in repeating
     ]
     return count_duplicates(pa.concat_tables([ROWS_SCHEMA.empty_table().select(_COLUMNS), *tables]))
-
-
-def encode_prefixes(source_sha256s: Iterable[str]) -> str:
-    """The first bytes of each hex digest, in order, as one base64 text."""
-    return base64.b64encode(b"".join(bytes.fromhex(text[: 2 * _PREFIX_BYTES]) for text in source_sha256s)).decode()
 
 
 def _shards_in_row_order(result: UnitResult, format_name: str) -> Iterator[ShardInfo]:

@@ -1,11 +1,11 @@
-"""The index: a table with one row per chunk, and the shards that it describes.
+"""The index, a table with one row per chunk, and the shards that it describes; and a shard's own table of rows.
 
-A shard's own facts repeat on each of its rows; Parquet's dictionaries store them once.
+A shard's facts repeat on each of its chunks; Parquet's dictionaries store them once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from shardmill.errors import IntegrityError
+from shardmill.formats.rows import StoredRow
 from shardmill.sealed import SealedFile
 from shardmill.storage import check_relative_path
 from shardmill.values import ChunkInfo, ShardInfo
@@ -43,7 +44,23 @@ INDEX_SCHEMA = pa.schema(
     ]
 )
 
-# In either format a row holds the SHA-256 of its source as 64 characters; Parquet's pages end at 2 GiB.
+ROWS_SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.int64()),
+        ("source", pa.string()),
+        ("source_bytes", pa.int64()),
+        ("source_mtime_ns", pa.int64()),
+        ("source_etag", pa.string()),
+        ("source_sha256", pa.string()),
+        ("label", pa.int64()),
+        ("row_sha256", pa.binary(32)),
+        ("notes", pa.string()),
+        ("channel_sums", pa.list_(pa.int64())),
+        ("channel_square_sums", pa.list_(pa.int64())),
+    ]
+)
+
+# In every format a row holds the SHA-256 of its source as 64 characters; Parquet's pages end at 2 GiB.
 _MIN_ROW_BYTES, _MAX_CHUNK_BYTES = 64, (1 << 31) - 1
 
 
@@ -142,6 +159,27 @@ def shards_of_table(table: pa.Table) -> list[ShardInfo]:
             shards.append(shard)
             chunks = []
     return shards
+
+
+def rows_table(rows: Sequence[StoredRow]) -> pa.Table:
+    """A shard's rows without their pixels."""
+    sources = [row.source for row in rows]
+    columns = [
+        [source.sample_id for source in sources],
+        [source.key for source in sources],
+        [source.size_bytes for source in sources],
+        [source.mtime_ns for source in sources],
+        [source.etag for source in sources],
+        [row.sample.source_sha256 for row in rows],
+        [row.label_id for row in rows],
+        [row.digest for row in rows],
+        [",".join(row.sample.notes) for row in rows],
+        [row.sample.channel_sums for row in rows],
+        [row.sample.channel_square_sums for row in rows],
+    ]
+    return pa.table(
+        [pa.array(column, field.type) for column, field in zip(columns, ROWS_SCHEMA, strict=True)], schema=ROWS_SCHEMA
+    )
 
 
 def shard_file(shard: ShardInfo) -> SealedFile:

@@ -9,13 +9,12 @@ from functools import cached_property
 import pyarrow as pa
 
 from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.digests import content_digest, layout_digest, ledger_digest
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
-from shardmill.dataset.index import rows_file
+from shardmill.dataset.index import ROWS_SCHEMA, rows_file
 from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.manifest import ChannelSums
+from shardmill.dataset.manifest import ChannelSums, content_digest, layout_digest, ledger_digest
 from shardmill.dataset.segment import read_segment
-from shardmill.dataset.shard import ROWS_SCHEMA, chunk_digest
+from shardmill.dataset.shard import chunk_digest
 from shardmill.dataset.versions import check_recorded
 from shardmill.errors import IntegrityError
 from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of

@@ -7,31 +7,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import google_crc32c
-import pyarrow as pa
 
-from shardmill.dataset.index import ROWS, SHARDS
+from shardmill.dataset.index import ROWS, SHARDS, rows_table
 from shardmill.dataset.segment import table_bytes
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, RowSchema, StoredRow
 from shardmill.sealed import seal_file
 from shardmill.storage import Store, as_storage_error
 from shardmill.values import ChunkInfo, ShardInfo
-
-ROWS_SCHEMA = pa.schema(
-    [
-        ("sample_id", pa.int64()),
-        ("source", pa.string()),
-        ("source_bytes", pa.int64()),
-        ("source_mtime_ns", pa.int64()),
-        ("source_etag", pa.string()),
-        ("source_sha256", pa.string()),
-        ("label", pa.int64()),
-        ("row_sha256", pa.binary(32)),
-        ("notes", pa.string()),
-        ("channel_sums", pa.list_(pa.int64())),
-        ("channel_square_sums", pa.list_(pa.int64())),
-    ]
-)
 
 
 def publish_shard(
@@ -78,27 +61,6 @@ def publish_shard(
             )
             for place, chunk in zip(written.chunks, chunks, strict=True)
         ),
-    )
-
-
-def rows_table(rows: Sequence[StoredRow]) -> pa.Table:
-    """A shard's rows without their pixels."""
-    sources = [row.source for row in rows]
-    columns = [
-        [source.sample_id for source in sources],
-        [source.key for source in sources],
-        [source.size_bytes for source in sources],
-        [source.mtime_ns for source in sources],
-        [source.etag for source in sources],
-        [row.sample.source_sha256 for row in rows],
-        [row.label_id for row in rows],
-        [row.digest for row in rows],
-        [",".join(row.sample.notes) for row in rows],
-        [row.sample.channel_sums for row in rows],
-        [row.sample.channel_square_sums for row in rows],
-    ]
-    return pa.table(
-        [pa.array(column, field.type) for column, field in zip(columns, ROWS_SCHEMA, strict=True)], schema=ROWS_SCHEMA
     )
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates_of_units, encode_prefixes
+from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates_of_units
 from shardmill.dataset.shard import publish_shard
-from shardmill.dataset.unit_result import SplitSums, UnitResult
+from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
 from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.storage import Store
 from shardmill.stores import open_store
