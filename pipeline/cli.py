@@ -11,7 +11,16 @@ import typer
 
 from pipeline.cli_options import Command, Common
 from pipeline.ending import run_app
-from pipeline.printing import flat_rows, plain, print_result, stage_rows, summary_rows, verify_document, verify_rows
+from pipeline.printing import (
+    flat_rows,
+    plain,
+    print_result,
+    stage_rows,
+    stage_title,
+    summary_rows,
+    verify_document,
+    verify_rows,
+)
 from shardmill.errors import IntegrityError, UsageError
 
 if TYPE_CHECKING:
@@ -267,7 +276,7 @@ def main() -> None:
 
 def _print_stage(common: Common, record: StageRecord) -> None:
     machine = {"run_id": common.run_id, **record.model_dump(mode="json", exclude={"detail"})}
-    print_result(common, machine, stage_rows(record), title=f"{record.stage}: {record.status}")
+    print_result(common, machine, stage_rows(record), title=stage_title(record))
 
 
 def _dataset_uri(common: Common, dataset: str) -> str:

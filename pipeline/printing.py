@@ -26,6 +26,15 @@ def summary_rows(summary: dict[str, Any]) -> Rows:
     return [*_dataset_rows(summary), *_training_rows(summary), *evaluation, *_decision_rows(summary), *report]
 
 
+def stage_title(record: StageRecord) -> str:
+    """What a stage by itself has done; for one that was skipped, whose result its rows show."""
+    if record.status != "skipped":
+        return f"{record.stage}: {record.status}"
+    if record.stage == "evaluate":
+        return "evaluate: nothing was computed again; the figures that the training recorded"
+    return f"{record.stage}: skipped; the result that is already there"
+
+
 def stage_rows(record: StageRecord) -> Rows:
     """One stage by itself: what it decided, as a person reads it; `--json` has every figure."""
     sections = record.sections

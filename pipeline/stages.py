@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pipeline.config import PipelineTree, load_pipeline, without_secrets
 from pipeline.config_file import to_toml
 from pipeline.progress import RunProgress
-from shardmill.errors import ShardmillError
+from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.run_files import RUNNING, RunState, StageRecord, failed_stage, write_stage_record
 from shardmill.jobs.run_record import RunRecord, recording
 
@@ -202,7 +202,13 @@ def _figures(run: Run, exported: ExportOutcome) -> Evaluated:
         # The figures of a skipped export were recorded by an earlier run; those of a new one are news of this run.
         return Evaluated(result.evaluation, skipped=exported.skipped)
     dataset = open_dataset(f"{uri}@{version}")
-    split = "test" if "test" in dataset.manifest.splits else "validation"
+    split = next((name for name in ("test", "validation") if name in dataset.manifest.splits), None)
+    if split is None:
+        raise UsageError(
+            f"{uri}@{version} has neither a test nor a validation split",
+            "expected one to evaluate on",
+            "raise etl.split_fractions.test and run the ETL again",
+        )
     model = load_exported(exported.models_uri, exported.export.number)
     return Evaluated(evaluate_export(model, dataset, split), skipped=False)
 

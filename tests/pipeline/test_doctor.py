@@ -1,0 +1,35 @@
+"""`shardmill doctor` on a committed dataset, and what a stage by itself says of its result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.config import load_for_dataset
+from pipeline.doctor import examine
+from pipeline.printing import stage_title
+from shardmill.jobs.run_files import StageRecord
+from tests.support import make_dataset
+
+
+def test_doctor_shows_the_window_budget_of_the_committed_dataset(tmp_path: Path):
+    uri, workdir = make_dataset(tmp_path, num_images=60, num_classes=3), str(tmp_path / "work")
+
+    def window(*overrides: str) -> tuple[str, str]:
+        findings = examine(load_for_dataset(uri, overrides, workdir), workdir)
+        [found] = [each for each in findings if each.subject == "train.window_budget_bytes"]
+        return found.status, found.found + found.fix
+
+    status, text = window()
+    assert status == "ok" and "of 256,000,000 bytes on each rank" in text and f"{uri}@1" in text
+    # A warning: the next ETL may commit a version with smaller chunks.
+    status, text = window("train.window_budget_bytes=1000")
+    assert status == "warn" and "expected at most train.window_budget_bytes = 1000" in text and "num_workers" in text
+
+
+def test_a_skipped_stage_says_what_it_shows():
+    assert stage_title(StageRecord(stage="evaluate")) == "evaluate: done"
+    assert "figures that the training recorded" in stage_title(StageRecord(stage="evaluate", status="skipped"))
+    assert (
+        stage_title(StageRecord(stage="export", status="skipped"))
+        == "export: skipped; the result that is already there"
+    )
