@@ -17,14 +17,13 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from etl.checks import check_classes, check_limits, inferred_facts, inferred_warnings, version_warnings
 from etl.config import EtlTree
 from etl.engines import ENGINES
-from etl.inferred import check_classes, inferred_facts, inferred_warnings, version_warnings
-from etl.limits import broken_limit, limit_error
 from etl.pending import clear_pending, kept_and_missing
 from etl.plan import BuildPlan, plan_build
 from shardmill.dataset.commit import all_rejections, commit_version, has_all_files
-from shardmill.dataset.ledger import read_rejections, write_ledger
+from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import pin_of, read_manifest, read_manifest_bytes, record_if_missing
@@ -34,8 +33,7 @@ from shardmill.jobs.observer import Observer, SilentObserver
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.run_job import run_job
 from shardmill.jobs.run_record import RunRecord
-from shardmill.storage import join_uri
-from shardmill.values import TRANSIENT_REASONS, DatasetPin, Rejection
+from shardmill.values import TRANSIENT_REASONS, DatasetPin
 
 SUMMARY_SECTIONS = ("dataset", "etl")
 """What the ETL adds to a run's summary."""
@@ -149,15 +147,6 @@ def commit_results(plan: BuildPlan, results: Sequence[UnitResult]) -> Manifest:
     if manifest.version > plan.parent_version:
         clear_pending(plan.store, plan.units, manifest.version)
     return manifest
-
-
-def check_limits(plan: BuildPlan, rejections: Sequence[Rejection]) -> None:
-    """Raise StorageError (4) or RejectLimitExceeded (7) if more was refused than a limit of the config allows."""
-    config, num_listed = plan.task.config, plan.build.num_listed
-    limit = broken_limit(config, rejections, num_listed)
-    if limit is not None:
-        [ledger] = write_ledger(plan.store, rejections)
-        raise limit_error(limit, config, rejections, num_listed, join_uri(plan.store.uri, ledger.path))
 
 
 def _warn(observer: Observer, messages: Iterable[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from etl.config import EtlTree
-from etl.read_source import choose_witnesses
 from etl.sources import SOURCES
 from etl.units import UnitTask, WorkUnit, plan_units, unit_contract
 from shardmill.dataset.commit import Build
@@ -18,6 +17,9 @@ from shardmill.images.decoder_id import DECODER_ID, normalization_fingerprint
 from shardmill.jobs.redact import redacted
 from shardmill.storage import Store
 from shardmill.stores import open_store
+from shardmill.values import SourceImage
+
+_NUM_PROBES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +80,16 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
     return BuildPlan(
         build=build,
         units=tuple(plan_units(listing, config, contract)),
-        task=UnitTask(
-            source_uri, store.uri, config, class_names, DECODER_ID, witnesses=choose_witnesses(listing.images)
-        ),
+        task=UnitTask(source_uri, store.uri, config, class_names, DECODER_ID, probes=choose_probes(listing.images)),
         store=store,
         parent_version=latest_version(store),
     )
+
+
+def choose_probes(images: tuple[SourceImage, ...]) -> tuple[str, ...]:
+    """Keys of a few images, spread over the listing; if none of them is left later, the source itself is absent."""
+    num_probes = min(_NUM_PROBES, len(images))
+    return tuple(images[place * len(images) // num_probes].key for place in range(num_probes))
 
 
 def _check_apart(source_uri: str, dataset_uri: str) -> None:

@@ -1,4 +1,4 @@
-"""From a listing to work units, by arithmetic alone; the cluster's size has no say in it."""
+"""From a listing to work units, by arithmetic alone: they do not depend on the size of the cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from etl.config import EtlConfig
-from etl.sources.listing import Listing
+from etl.sources import Listing
 from shardmill.mix import mix64_array
 from shardmill.options import ENCODINGS, NormalizeOptions
 from shardmill.values import Nonce, SourceImage
@@ -41,8 +41,8 @@ class UnitTask:
     config: EtlConfig
     class_names: tuple[str, ...]
     decoder_id: str
-    witnesses: tuple[str, ...] = ()
-    """Keys of listed images by which a task tells an absent source from an absent file."""
+    probes: tuple[str, ...] = ()
+    """Keys of a few listed images. If none of them is left, the source is absent, and not only one file."""
     reach: Nonce | None = None
     """Read back by every task; None for units that run in the driver's own process."""
 
@@ -69,8 +69,8 @@ def plan_units(listing: Listing, config: EtlConfig, contract: str) -> list[WorkU
 def unit_contract(config: EtlConfig, class_names: tuple[str, ...], normalization_fingerprint: str) -> str:
     """A digest of what decides a unit's output beside its sources. Spark, paths and thresholds are not in it.
 
-    The limits of decoding are, though they are no part of the dataset's contract (no pixel depends on them): whoever
-    raises one asks again for the images that it refused.
+    The limits of decoding are, though they are no part of the dataset's contract (no pixel depends on them): a higher
+    limit asks again for the images that the lower one refused.
     """
     deciding = config.model_dump(mode="json", exclude=_NOT_DECIDING | set(NormalizeOptions.model_fields))
     text = json.dumps([deciding, list(class_names), normalization_fingerprint], sort_keys=True)

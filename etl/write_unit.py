@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -10,22 +11,24 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from etl.config import SPLITS, SplitFractions
 from etl.pending import keep_result
-from etl.read_source import check_source, read_source
-from etl.split import split_of
 from etl.units import UnitTask, WorkUnit
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
-from shardmill.errors import IntegrityError, UsageError
+from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decoder_id import DECODER_ID
 from shardmill.images.sandbox import DecodeSandbox, PendingImage
 from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits
-from shardmill.storage import Store
+from shardmill.storage import AccessDenied, Store
 from shardmill.stores import open_store
-from shardmill.values import ImageSample, Rejection, ShardInfo, SourceImage
+from shardmill.values import ImageSample, Rejection, RejectReason, ShardInfo, SourceImage
+
+# Splits are cut from the last 64 bits of each image's SHA-256.
+_HASH_RANGE = 1 << 64
 
 
 def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
@@ -81,7 +84,7 @@ def _check_host(task: UnitTask, source: Store) -> None:
         )
     if task.reach is not None:
         check_nonce(task.reach)
-    check_source(source, task.witnesses)
+    check_source(source, task.probes)
 
 
 def _process(unit: WorkUnit, task: UnitTask, store: Store) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
@@ -91,7 +94,7 @@ def _process(unit: WorkUnit, task: UnitTask, store: Store) -> Iterator[tuple[Sou
     normalize = config.normalize_options()
     pending: PendingImage | None = None
     for image in unit.sources:
-        data = read_source(store, image, task.witnesses)
+        data = read_source(store, image, task.probes)
         if pending is not None:
             yield pending.source, sandbox.finish(pending)
             pending = None
@@ -101,6 +104,56 @@ def _process(unit: WorkUnit, task: UnitTask, store: Store) -> Iterator[tuple[Sou
             pending = sandbox.start(image, data, normalize)
     if pending is not None:
         yield pending.source, sandbox.finish(pending)
+
+
+def read_source(store: Store, image: SourceImage, probes: tuple[str, ...]) -> bytes | Rejection:
+    """The bytes of one listed image, or the rejection that says why not.
+
+    Raises StorageError if the store fails, or has lost every probe as well: an absent root is not an absent file.
+    """
+
+    def rejection(reason: RejectReason, detail: str) -> Rejection:
+        return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage="read")
+
+    try:
+        data = store.read(image.key)
+    except FileNotFoundError:
+        check_source(store, tuple(key for key in probes if key != image.key))
+        return rejection(RejectReason.MISSING, "listed, but gone when it was read")
+    except AccessDenied as error:
+        # This concerns one file. Any other fault is the store's: the task fails and is tried again.
+        return rejection(RejectReason.UNREADABLE, error.what)
+    if len(data) != image.size_bytes:
+        return rejection(RejectReason.SOURCE_CHANGED, f"listed with {image.size_bytes} bytes, read {len(data)}")
+    return data
+
+
+def check_source(store: Store, probes: tuple[str, ...]) -> None:
+    """Raise StorageError, naming this host, if the source holds none of the listed `probes` any more.
+
+    The root itself proves little: a mount that is gone leaves an empty folder behind.
+    """
+    if any(store.stat(path) is not None for path in probes or ("",)):
+        return
+    raise StorageError(
+        f"host {socket.gethostname()} does not see the source {store.uri}: "
+        + (f"{probes[0]!r} and {len(probes) - 1} other listed files are gone" if probes else "it is gone"),
+        "expected the files that the driver listed; nothing was published",
+        "mount it at the same place on every host (or use s3://), then run the same command again",
+    )
+
+
+def split_of(source: SourceImage, source_sha256: str, fractions: SplitFractions) -> str:
+    """The split of one image. Stable when a dataset grows; images with equal bytes are always in the same split."""
+    if source.split is not None:
+        return source.split
+    position = int(source_sha256[-16:], 16)
+    edge = 0.0
+    for split in SPLITS:
+        edge += getattr(fractions, split)
+        if position < round(edge * _HASH_RANGE):
+            return split
+    return next(split for split in reversed(SPLITS) if getattr(fractions, split) > 0)
 
 
 @cache

@@ -59,7 +59,7 @@ class DemoImages:
 
     @property
     def num_files(self) -> int:
-        """Everything that a lister finds, symlinks and litter included."""
+        """Everything that a lister finds, symlinks and system files included."""
         return self.num_digits + len(self.odd_files)
 
     @property
@@ -108,7 +108,7 @@ def encode_digit(digits: Digits, index: int) -> bytes:
 @functools.cache
 def odd_files() -> tuple[OddFile, ...]:
     """All of them, the same bytes on every call."""
-    return (*_refused_files(), *_accepted_files(), *_litter())
+    return (*_refused_files(), *_accepted_files(), *_system_files())
 
 
 def _refused_files() -> tuple[OddFile, ...]:
@@ -158,16 +158,16 @@ def _accepted_files() -> tuple[OddFile, ...]:
     )
 
 
-def _litter() -> tuple[OddFile, ...]:
+def _system_files() -> tuple[OddFile, ...]:
     """What operating systems and people leave behind; nobody meant these to be images."""
     apple_double = b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        " + b"\0" * 26
-    litter = {
+    names = {
         ".DS_Store": b"\0\0\0\1Bud1" + b"\0" * 24,
         "0/Thumbs.db": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"\0" * 24,
         "1/._digit_0001.jpg": apple_double,
         "9/clip.mp4": b"\0\0\0\x18ftypisom\0\0\2\0isomiso2",
     }
-    return tuple(OddFile(key, data, expected_reason=RejectReason.NOT_AN_IMAGE_NAME) for key, data in litter.items())
+    return tuple(OddFile(key, data, expected_reason=RejectReason.NOT_AN_IMAGE_NAME) for key, data in names.items())
 
 
 def damage_scan(jpeg: bytes) -> bytes:

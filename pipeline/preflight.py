@@ -90,8 +90,7 @@ def listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:
 
     Raises what the ETL and the training would raise for this listing.
     """
-    from etl.inferred import check_classes, inferred_facts, inferred_warnings
-    from etl.job import check_limits
+    from etl.checks import check_classes, check_limits, inferred_facts, inferred_warnings
     from etl.plan import plan_build
 
     plan = plan_build(tree.etl_tree(), run_id="preflight")

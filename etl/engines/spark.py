@@ -16,8 +16,7 @@ from shardmill import errors
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.reach import planted
-from shardmill.jobs.spark import spark_session
-from shardmill.jobs.spark_jvm import where_spark_says_more
+from shardmill.jobs.spark import spark_log_hint, spark_session
 from shardmill.stores import open_store
 
 if TYPE_CHECKING:
@@ -109,5 +108,5 @@ def _own_error(error: Exception) -> errors.ShardmillError:
     return errors.StorageError(
         f"a work unit failed on every try: {(lines or text.splitlines() or ['no reason given'])[-1][:300]}",
         "nothing was committed; finished units are kept",
-        f"run the same command again; {where_spark_says_more() or '--debug shows more'}",
+        f"run the same command again; {spark_log_hint() or '--debug shows more'}",
     )

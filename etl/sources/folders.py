@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etl.sources.listing import Listing
+from etl.sources import Listing
 from shardmill.errors import StorageError, UsageError
 from shardmill.ids import assign_sample_ids, key_bytes
 from shardmill.printable import printable
@@ -41,7 +41,7 @@ IMAGE_SUFFIXES = frozenset(
         *("fits", "wmf", "mpo"),
     )
 )
-_LITTER_NAMES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
+_SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
 
 _MAX_LABEL_LENGTH = 255
 
@@ -211,7 +211,7 @@ def _judge(image: SourceImage, max_source_bytes: int) -> SourceImage | Rejection
 
 def _is_image_name(key: str) -> bool:
     name = key.rsplit("/", 1)[-1].lower()
-    if name in _LITTER_NAMES or name.startswith("._"):
+    if name in _SYSTEM_FILES or name.startswith("._"):
         return False
     suffix = os.path.splitext(name.lstrip("."))[1]
     return suffix == "" or suffix in IMAGE_SUFFIXES

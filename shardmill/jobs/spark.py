@@ -1,24 +1,34 @@
-"""A Spark session for either application, the same from the command line, `spark-submit` and Airflow."""
+"""A Spark session for either application, the same from the command line, `spark-submit` and Airflow.
+
+PySpark alone would put every setting on the JVM's command line, where all users of the machine can read it, and would
+print Spark's own lines between those of the progress bar. So the JVM gets its settings in a private file, and its
+output goes to the run's log.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shardmill.errors import UsageError
+from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH, python_path
-from shardmill.jobs.spark_jvm import REDACTION, start_jvm, where_spark_says_more
+from shardmill.jobs.redact import SPARK_REDACTION
 from shardmill.registry import install_hint
+from shardmill.storage import Store, as_storage_error, join_uri
 
 if TYPE_CHECKING:
+    from py4j.java_gateway import JavaGateway
+    from py4j.protocol import Py4JError
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
@@ -35,19 +45,82 @@ _LOCAL_CONF = {
 }
 
 
+# What Spark itself hides on its pages, in its logs and in its event log; Spark's own defaults miss keys, DSNs and SAS.
+REDACTION = {
+    "spark.redaction.regex": SPARK_REDACTION,
+    "spark.sql.redaction.options.regex": rf"(?i:url)|{SPARK_REDACTION}",
+}
+
+
+class SparkLog:
+    """The output of this process's JVM; a store that has no append gets a copy at the end."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        self.uri = join_uri(store.uri, path)
+        self._store, self._path = store, path
+        self._is_local = store.local_root is not None
+        self._file = None if store.local_root is None else store.local_root / path
+
+    def open(self) -> Any:
+        """The file to append to."""
+        if self._file is None:
+            descriptor, name = tempfile.mkstemp(prefix="shardmill-spark-", suffix=".log")
+            os.close(descriptor)
+            self._file = Path(name)
+        with as_storage_error(self._file):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            return open(self._file, "ab", buffering=0)
+
+    def close(self) -> None:
+        """Copy the file if need be; what the JVM still writes when it ends is not worth waiting for."""
+        if not self._is_local and self._file is not None:
+            try:
+                self._store.put(self._path, self._file.read_bytes())
+            except ShardmillError as error:  # the run's own outcome counts more than its log
+                sys.stderr.write(f"WARNING: Spark's log stays in {self._file}: {error.what}\n")
+            else:
+                self._file.unlink()
+
+
+_log: ContextVar[SparkLog | None] = ContextVar("spark_log", default=None)
+
+
+@contextmanager
+def spark_log(store: Store, path: str) -> Iterator[None]:
+    """A JVM that is started inside writes its output to this file; without it, to this process's own stderr."""
+    log = SparkLog(store, path)
+    token = _log.set(log)
+    try:
+        yield
+    finally:
+        _log.reset(token)
+        log.close()
+
+
+def spark_log_hint() -> str:
+    """For an error's hint: the file that holds the JVM's output, or "" if it goes to this process's own."""
+    log = _log.get()
+    return f"Spark's own report is in {log.uri}" if log is not None else ""
+
+
+# Java's errors for a value that it cannot use (spark.executor.memory = "much") and for a class that is not there.
+_JAVA_USAGE_ERRORS = frozenset({"java.lang.IllegalArgumentException", "java.lang.ClassNotFoundException"})
+
+
 @contextmanager
 def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iterator[SparkSession]:
     """Start (or under `spark-submit` join) a session with `conf` passed through, and stop it at the end.
 
-    Raises UsageError if pyspark or Java is missing, or if Spark refuses the settings.
+    Raises UsageError if pyspark or Java is missing, or if Spark refuses the settings; StorageError, which schedulers
+    retry, if the machine or the cluster is at fault (no master answers, a port is taken).
     """
     try:
-        from py4j.protocol import Py4JJavaError
+        from py4j.protocol import Py4JError
         from pyspark.errors import PySparkRuntimeError
         from pyspark.sql import SparkSession
     except ImportError:
         raise UsageError("Spark needs the package pyspark", "", install_hint("spark")) from None
-    # Nobody reads Spark's progress bar between ours.
+    # Spark's progress bar would overwrite ours.
     settings = {"spark.ui.showConsoleProgress": "false", **REDACTION}
     submitted = is_under_spark_submit()
     if not submitted and spark.master.startswith("local"):
@@ -65,15 +138,10 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
         raise UsageError(
             f"Spark does not start: {str(error).splitlines()[0]}",
             "expected Java 17 or 21 on the PATH or in JAVA_HOME, and settings that its JVM takes",
-            where_spark_says_more() or "`shardmill doctor` shows what is missing",
+            spark_log_hint() or "`shardmill doctor` shows what is missing",
         ) from error
-    except Py4JJavaError as error:
-        # Its own text is a stack trace.
-        raise UsageError(
-            f"Spark does not start: {error.java_exception.getMessage()}",
-            "expected a master that answers and settings that Spark takes",
-            where_spark_says_more(),
-        ) from error
+    except Py4JError as error:
+        raise _start_error(error) from error
     # Spark's Python processes get it with each task.
     session.sparkContext.environment |= _worker_environment(session.sparkContext)
     if warning := protection_warning(str(session.sparkContext.master), session.sparkContext.getConf().get):
@@ -81,11 +149,44 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
     try:
         yield session
     except BaseException:
-        # A JVM that is gone (a signal to the whole process group, out of memory) is no reason to forget the error.
+        # Stopping fails if the JVM is gone (a signal to the process group, out of memory); the first error counts.
         with suppress(Exception):
             session.stop()
         raise
     session.stop()
+
+
+def _start_error(error: Py4JError) -> ShardmillError:
+    """Why Spark does not start: UsageError if a setting is wrong, StorageError for a fault that may pass."""
+    from py4j.protocol import Py4JJavaError
+
+    if not isinstance(error, Py4JJavaError):
+        return StorageError(
+            "Spark does not start: its JVM ended", "expected it to run until the session ends", spark_log_hint()
+        )
+    causes = list(_causes(error.java_exception))
+    kinds = {name for cause in causes for name in _java_classes(cause)}
+    # Its own text is a stack trace. The innermost cause names the fault; those around it, what Spark was doing.
+    line = f"Spark does not start: {causes[0].getMessage()}"
+    if causes[-1].getMessage() not in (None, causes[0].getMessage()):
+        line += f" ({causes[-1].getMessage()})"
+    wrong_master = re.search("parse Master URL|Invalid master URL|master URL must be set", line)
+    if wrong_master or kinds & _JAVA_USAGE_ERRORS:
+        return UsageError(line, "expected a master URL and settings that Spark accepts", spark_log_hint())
+    return StorageError(line, "expected a master that answers and a machine with free ports", spark_log_hint())
+
+
+def _causes(throwable: Any) -> Iterator[Any]:
+    while throwable is not None:
+        yield throwable
+        throwable = throwable.getCause()
+
+
+def _java_classes(throwable: Any) -> Iterator[str]:
+    kind = throwable.getClass()
+    while kind is not None:
+        yield kind.getName()
+        kind = kind.getSuperclass()
 
 
 def _start_context(app_name: str, master: str | None, settings: Mapping[str, str]) -> None:
@@ -114,15 +215,60 @@ def _worker_environment(context: SparkContext) -> dict[str, str]:
 
 
 def protection_warning(master: str, setting: Callable[[str, str], str | None]) -> str:
-    """What anyone on the network could do to this application, or "" if that is nobody."""
+    """A warning if other hosts of the network can run code in this application, or ""."""
     if master.startswith("local") or setting("spark.authenticate", "false") == "true":
         return ""
     return (
-        f"spark.authenticate is off at {master}: whoever reaches its ports can run code in it; set spark.authenticate "
-        "and spark.network.crypto.enabled, or keep its network closed"
+        f"spark.authenticate is off at {master}: anyone who reaches its ports can run code in it; set "
+        "spark.authenticate and spark.network.crypto.enabled, or keep its network closed"
     )
 
 
 def is_under_spark_submit() -> bool:
     """Whether `spark-submit` started this process, so that its master and settings hold."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
+
+
+def start_jvm(settings: Mapping[str, str]) -> JavaGateway:
+    """Start Spark's JVM; its settings are in no command line, and in no file once it runs."""
+    from pyspark.java_gateway import launch_gateway
+
+    log = _log.get()
+    output = log.open() if log is not None else None
+    before = os.environ.get("PYSPARK_SUBMIT_ARGS")
+    with properties_file(settings) as file:
+        os.environ["PYSPARK_SUBMIT_ARGS"] = (
+            f"--properties-file {file} --load-spark-defaults {before or 'pyspark-shell'}"
+        )
+        try:
+            return launch_gateway(popen_kwargs={"stdout": output, "stderr": output})
+        finally:
+            _restore("PYSPARK_SUBMIT_ARGS", before)
+            if output is not None:
+                output.close()
+
+
+def _restore(name: str, value: str | None) -> None:
+    if value is None:
+        del os.environ[name]
+    else:
+        os.environ[name] = value
+
+
+@contextmanager
+def properties_file(settings: Mapping[str, str]) -> Iterator[str]:
+    """The path of a file for `spark-submit --properties-file`: its owner alone can read it, and it is removed after."""
+    descriptor, path = tempfile.mkstemp(prefix="shardmill-", suffix=".properties")
+    try:
+        # mkstemp makes it 0600, whatever the umask is.
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.writelines(f"{_escaped(name)}={_escaped(value)}\n" for name, value in settings.items())
+        yield path
+    finally:
+        os.unlink(path)
+
+
+def _escaped(text: str) -> str:
+    # java.util.Properties would otherwise read these as separators, comments, line ends or blanks to strip.
+    ends = {"\n": "n", "\r": "r", "\f": "f"}
+    return re.sub(r"[\\\s=:#!]", lambda found: "\\" + ends.get(found[0], found[0]), text)

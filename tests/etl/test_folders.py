@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from etl.config import SourceConfig
-from etl.sources import SOURCES
-from etl.sources.listing import Listing
+from etl.sources import SOURCES, Listing
 from shardmill.errors import UsageError
 from shardmill.printable import printable
 from shardmill.values import RejectReason

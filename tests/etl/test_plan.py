@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from etl.checks import inferred_facts, inferred_warnings, version_warnings
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.inferred import inferred_facts, inferred_warnings, version_warnings
 from etl.job import build_dataset
 from etl.plan import plan_build
 from etl.write_unit import write_unit

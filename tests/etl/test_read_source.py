@@ -15,8 +15,7 @@ import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.plan import BuildPlan, plan_build
-from etl.read_source import read_source
-from etl.write_unit import write_unit
+from etl.write_unit import read_source, write_unit
 from shardmill.errors import StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.reach import plant_nonce, remove_nonce
@@ -66,7 +65,7 @@ def test_a_source_that_vanishes_half_way_ends_the_task(tmp_path: Path, faulty: d
 
 def test_a_single_file_that_vanished_is_one_rejection(tmp_path: Path):
     plan = planned(tmp_path)
-    gone = plan.task.witnesses[0]
+    gone = plan.task.probes[0]
     (tmp_path / "images" / gone).unlink()
     assert [(each.key, str(each.reason)) for each in rejections_of(plan)] == [(gone, "missing")]
 
@@ -88,7 +87,7 @@ def test_a_file_that_this_user_may_not_read_is_one_rejection(tmp_path: Path):
                 os.setgroups([])
                 os.setgid(65534)
                 os.setuid(65534)
-            outcome = read_source(open_store(plan.task.source_uri), plan.units[0].sources[0], plan.task.witnesses)
+            outcome = read_source(open_store(plan.task.source_uri), plan.units[0].sources[0], plan.task.probes)
             answer = f"{outcome.key}:{outcome.reason}" if isinstance(outcome, Rejection) else "read"
         except BaseException as error:  # the parent compares
             answer = repr(error)

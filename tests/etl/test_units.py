@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etl.config import EtlConfig, SplitFractions
-from etl.sources.listing import Listing
-from etl.split import split_of
+from etl.sources import Listing
 from etl.units import plan_units, unit_contract
+from etl.write_unit import split_of
 from shardmill.ids import sample_id_of
 from shardmill.values import SourceImage
 

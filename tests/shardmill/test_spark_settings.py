@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.jobs.spark import protection_warning
-from shardmill.jobs.spark_jvm import properties_file
+from shardmill.jobs.spark import properties_file, protection_warning
 
 HARD = {
     "spark.x.plain": "2g",

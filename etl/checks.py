@@ -1,22 +1,95 @@
-"""What the listing was taken to mean, said before any work starts: classes, splits, sizes, and what looks wrong."""
+"""What a person should know of a build before it is committed: inferred facts, warnings, and limits that end it."""
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from etl.config import SPLITS
+from etl.config import SPLITS, EtlConfig
 from etl.plan import BuildPlan
+from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.manifest import Counts
-from shardmill.errors import UsageError
+from shardmill.errors import RejectLimitExceeded, ShardmillError, StorageError, UsageError
 from shardmill.jobs.observer import FieldValue
 from shardmill.printable import printable
-from shardmill.values import SourceImage
+from shardmill.storage import join_uri
+from shardmill.values import (
+    REASONS_OUTSIDE_REJECT_FRACTION,
+    TRANSIENT_REASONS,
+    Rejection,
+    RejectReason,
+    SourceImage,
+)
 
+_NUM_EXAMPLES = 3
 # Fewer images than this say little about a model, whatever their accuracy is.
 _FEW_IN_SPLIT, _FEW_IN_CLASS = 10, 3
 _NUM_NAMED = 5
 _NO_CLASSES = "no classes: the images lie in no folders"
+
+
+def check_limits(plan: BuildPlan, rejections: Sequence[Rejection]) -> None:
+    """Raise StorageError (4) or RejectLimitExceeded (7) if more was refused than a limit of the config allows."""
+    config, num_listed = plan.task.config, plan.build.num_listed
+    limit = broken_limit(config, rejections, num_listed)
+    if limit is not None:
+        [ledger] = write_ledger(plan.store, rejections)
+        raise limit_error(limit, config, rejections, num_listed, join_uri(plan.store.uri, ledger.path))
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A share of the inputs, and the reasons that count against it."""
+
+    key: str
+    """The config key, in section `etl`, that holds the share."""
+    reasons: frozenset[RejectReason]
+    kind: type[ShardmillError]
+    verb: str
+    fix: str
+
+
+# Access first: while it fails, nothing can be said about the images themselves.
+LIMITS = (
+    Limit(
+        "max_unreadable_fraction", frozenset({RejectReason.UNREADABLE}), StorageError,
+        "could not be read", "give this user access to them on every host, or raise the limit",
+    ),
+    Limit(
+        "max_changed_fraction", frozenset({RejectReason.MISSING, RejectReason.SOURCE_CHANGED}), StorageError,
+        "vanished or changed after they were listed", "run it again when the source is at rest, or raise the limit",
+    ),
+    Limit(
+        "max_reject_fraction", frozenset(RejectReason) - TRANSIENT_REASONS - REASONS_OUTSIDE_REJECT_FRACTION,
+        RejectLimitExceeded, "were rejected", "fix the source or raise the limit",
+    ),
+)  # fmt: skip
+
+
+def broken_limit(config: EtlConfig, rejections: Sequence[Rejection], num_listed: int) -> Limit | None:
+    """The first limit that the rejections exceed. More rejections never heal it, so it may be asked half-way."""
+    counts = Counter(rejection.reason for rejection in rejections)
+    num_images = num_listed - sum(counts[reason] for reason in REASONS_OUTSIDE_REJECT_FRACTION)
+    for limit in LIMITS:
+        if sum(counts[reason] for reason in limit.reasons) > getattr(config, limit.key) * num_images:
+            return limit
+    return None
+
+
+def limit_error(
+    limit: Limit, config: EtlConfig, rejections: Sequence[Rejection], num_listed: int, ledger: str
+) -> ShardmillError:
+    """What a person is told: how many, why, three of them, and where the rest is."""
+    counted = [rejection for rejection in rejections if rejection.reason in limit.reasons]
+    top = ", ".join(f"{reason} {count}" for reason, count in Counter(each.reason for each in counted).most_common(3))
+    examples = ", ".join(f"{printable(each.key)}: {each.reason}" for each in counted[:_NUM_EXAMPLES])
+    return limit.kind(
+        f"{len(counted)} of {num_listed} inputs {limit.verb} ({top}), such as {examples}",
+        f"etl.{limit.key} allows {getattr(config, limit.key):g}; nothing was published",
+        f"all of them: `shardmill inspect --rejects {shlex.quote(ledger)}`; {limit.fix}",
+    )
 
 
 def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:

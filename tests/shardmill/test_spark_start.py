@@ -1,0 +1,51 @@
+"""Spark that does not start ends with exit 2 if a setting is wrong, and with exit 4, which is tried again, if not."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from shardmill.errors import StorageError, UsageError
+
+START = """
+import sys
+from shardmill.errors import ShardmillError
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.spark import spark_session
+master, *settings = sys.argv[1:]
+try:
+    with spark_session("test", SparkConfig(master=master), dict(each.split("=", 1) for each in settings)):
+        print("started")
+except ShardmillError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def start(master: str, *settings: str) -> str:
+    done = subprocess.run([sys.executable, "-c", START, master, *settings], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("master", "setting", "said"),
+    [
+        ("nonsense://here", "spark.ui.enabled=false", "nonsense"),
+        ("local[1]", "spark.driver.maxResultSize=much", "maxResultSize"),
+        ("local[1]", "spark.plugins=no.such.Plugin", "no.such.Plugin"),
+    ],
+)
+def test_a_wrong_setting_is_the_users(master: str, setting: str, said: str):
+    line = start(master, setting)
+    assert line.startswith(UsageError.__name__) and said in line, line
+
+
+def test_a_fault_of_the_machine_may_pass():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        line = start("local[1]", f"spark.driver.port={taken.getsockname()[1]}", "spark.port.maxRetries=0")
+    assert line.startswith(StorageError.__name__) and "Address already in use" in line, line
