@@ -7,7 +7,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pipeline.config import existing_path, load_for_dataset, load_for_models, require
-from pipeline.stages import SUMMARY_SECTIONS, Run, build, evaluate, gate, open_run, report_record, train, verify
+from pipeline.stages import (
+    SUMMARY_SECTIONS,
+    WHOLE_PIPELINE,
+    Run,
+    build,
+    evaluate,
+    gate,
+    open_run,
+    report_record,
+    train,
+    verify,
+)
 from shardmill.dataset.versions import split_version
 from shardmill.errors import UsageError
 from shardmill.jobs.run_files import StageRecord, read_run_state, read_stage_record, write_stage_record, write_summary
@@ -113,7 +124,7 @@ def report_again(common: Common) -> StageRecord:
     from pipeline.report import write_report
 
     workdir, run_id = common.workdir, common.run_id
-    state = read_run_state(workdir, run_id)
+    state = read_run_state(workdir, run_id, WHOLE_PIPELINE)
     record = report_record(write_report(workdir, run_id, write_summary(workdir, run_id, state, SUMMARY_SECTIONS)))
     write_stage_record(workdir, run_id, record)
     write_summary(workdir, run_id, state, SUMMARY_SECTIONS)

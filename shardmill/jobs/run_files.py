@@ -155,8 +155,17 @@ def latest_run(workdir: str | Path) -> str:
     return max(found, key=lambda file: (file.mtime_ns, file.path)).path.split("/")[1]
 
 
-def read_run_state(workdir: str | Path, run_id: str) -> RunState:
-    """How far a run has come, as its summary says, or else its stage records. Raises UsageError if there is no run."""
+def state_after(records: Sequence[StageRecord], whole: frozenset[str]) -> RunState:
+    """`ok` if all stages of `whole` have ended well; else `partial`, also if `whole` is empty: unknown."""
+    ended_well = {record.stage for record in records if record.status != "failed"}
+    return RunState("ok", 0) if whole and whole <= ended_well else PARTIAL
+
+
+def read_run_state(workdir: str | Path, run_id: str, whole: frozenset[str] = frozenset()) -> RunState:
+    """How far a run has come, as its summary says, or else its stage records. Raises UsageError if there is no run.
+
+    `whole`: the stages after which a run is `ok`.
+    """
     records = read_stage_records(workdir, run_id, skip_damaged=True)
     try:
         summary = json.loads(open_store(workdir).read(f"{run_folder(run_id)}/{SUMMARY}"))
@@ -170,7 +179,7 @@ def read_run_state(workdir: str | Path, run_id: str) -> RunState:
         # A damaged summary says nothing that the stage records do not say.
         pass
     failed = next((record for record in records if record.status == "failed"), None)
-    return RunState("failed", failed.exit_code, failed.error) if failed else PARTIAL
+    return RunState("failed", failed.exit_code, failed.error) if failed else state_after(records, whole)
 
 
 def redacted_record(record: StageRecord) -> StageRecord:

@@ -15,7 +15,6 @@ from shardmill.jobs.line_log import LineLog
 from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.redact import redacted
 from shardmill.jobs.run_files import (
-    PARTIAL,
     RUNNING,
     RunState,
     StageRecord,
@@ -24,6 +23,7 @@ from shardmill.jobs.run_files import (
     read_stage_records,
     redacted_record,
     run_folder,
+    state_after,
     write_stage_record,
     write_summary,
 )
@@ -100,9 +100,7 @@ class RunRecord:
 
     def state_so_far(self) -> RunState:
         """`ok` if every stage of the pipeline has ended well, in this process or an earlier one of the same run."""
-        records = read_stage_records(self.workdir, self.run_id, skip_damaged=True)
-        ended_well = {record.stage for record in records if record.status != "failed"}
-        return RunState("ok", 0) if self._whole and self._whole <= ended_well else PARTIAL
+        return state_after(read_stage_records(self.workdir, self.run_id, skip_damaged=True), self._whole)
 
     def _failed(self) -> StageRecord | None:
         return next((record for record in reversed(self.ended) if record.status == "failed"), None)

@@ -103,6 +103,8 @@ def test_a_run_is_ok_only_when_it_has_been_through_the_whole_pipeline(tmp_path: 
         with recording(RunRecord(str(tmp_path), "r", whole=whole)) as record:
             do_stage(record, stage, status="skipped" if stage == "export" else "done")
     assert (summary_on_disk(tmp_path)["status"], summary_on_disk(tmp_path)["exit_code"]) == ("ok", 0)
+    (tmp_path / "runs/r/summary.json").unlink()
+    assert read_run_state(tmp_path, "r", WHOLE_PIPELINE).status == "ok"
     # A stage that failed is not made good by a later one.
     with recording(RunRecord(str(tmp_path), "r", whole=WHOLE_PIPELINE)) as record:
         do_stage(record, "verify", status="failed", exit_code=3, error="damaged")
