@@ -17,12 +17,11 @@ from shardmill.errors import TrainingError
 from shardmill.reader import BatchReader, ReaderOptions, read_batches
 from shardmill.values import Batch
 from train.settings import TrainSettings
-from train.strategies.single import SingleCollective
-from train.strategies.strategy import Collective
+from train.strategies.strategy import Collective, SingleCollective
 from train.values import ClassFigures, Evaluation
 
 # Keeps the logarithm of a probability of 0 finite, and no more than that: unlike the training loss (1e-7 in
-# train/models/losses.py) nobody takes a gradient of it, and it should tell a sure error from a surer one.
+# train/models/build.py) nobody takes a gradient of it, and it should tell a sure error from a surer one.
 SMALLEST_PROBABILITY = float(np.finfo(np.float32).tiny)
 TOP = 5
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import IntegrityError
-from train.backends.keras.optimizer import ChosenOptimizer
 from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, dump_variables
-from train.backends.keras.step import TrainStep
+from train.backends.keras.step import ChosenOptimizer, TrainStep
 from train.checkpoint import (
     OPTIMIZER,
     WEIGHTS,

@@ -1,7 +1,9 @@
-"""How a model is trained: the settings of section `train`, as every rank gets them."""
+"""How a model is trained: section `train` as every rank gets it, and what follows from it by arithmetic."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -111,6 +113,19 @@ class TrainSettings(Section):
             window_budget_bytes=self.window_budget_bytes,
         )
 
+    @property
+    def base_learning_rate(self) -> float:
+        """After linear scaling (Goyal et al., arXiv:1706.02677): proportional to the global batch, if asked for."""
+        if self.learning_rate_batch_size == 0:
+            return self.learning_rate
+        return self.learning_rate * self.global_batch_size / self.learning_rate_batch_size
+
+    def learning_rate_at(self, step: int, steps_per_epoch: int) -> float:
+        """The learning rate of global step `step`, counted from 0 over all epochs."""
+        if step < self.warmup_steps:
+            return self.base_learning_rate * (step + 1) / self.warmup_steps
+        return self.base_learning_rate * SCHEDULES[self.schedule](step, self, steps_per_epoch)
+
     @model_validator(mode="after")
     def _batch_fits_streams(self) -> Self:
         if self.global_batch_size % self.num_streams:
@@ -125,3 +140,24 @@ class TrainSettings(Section):
                 f"each rank owns at least one stream"
             )
         return self
+
+
+def _constant(step: int, settings: TrainSettings, steps_per_epoch: int) -> float:
+    return 1.0
+
+
+def _cosine(step: int, settings: TrainSettings, steps_per_epoch: int) -> float:
+    # Half a cosine from 1 after the warm-up towards 0 after the last step (Loshchilov, Hutter, arXiv:1608.03983).
+    steps_after_warmup = settings.epochs * steps_per_epoch - settings.warmup_steps
+    return 0.5 * (1.0 + math.cos(math.pi * (step - settings.warmup_steps) / steps_after_warmup))
+
+
+def _step(step: int, settings: TrainSettings, steps_per_epoch: int) -> float:
+    return settings.schedule_step_factor ** (step // steps_per_epoch // settings.schedule_step_epochs)
+
+
+SCHEDULES: dict[str, Callable[[int, TrainSettings, int], float]] = {
+    "constant": _constant,
+    "cosine": _cosine,
+    "step": _step,
+}

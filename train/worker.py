@@ -16,14 +16,12 @@ from shardmill.reader import ReaderOptions, read_batches
 from shardmill.sealed import seal
 from shardmill.stores import open_store
 from shardmill.values import Batch
-from train.backends.keras.optimizer import build_optimizer
 from train.backends.keras.runtime import start_tensorflow, weights_sha256
-from train.backends.keras.step import TrainStep
+from train.backends.keras.step import TrainStep, build_optimizer
 from train.checkpoint import CheckpointFolder, TrainingIdentity, settings_that_matter
 from train.evaluate import average_moving_statistics, evaluate_split
 from train.models.build import build_model, identify_model, input_scale
 from train.progress import EarlyStop, Progress, TimeSpent, is_stuck
-from train.schedule import lr_at
 from train.session import Session, load_best, resume, save
 from train.strategies import find_strategy
 from train.strategies.strategy import AnnouncedCollective
@@ -56,7 +54,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
 
     # The world: who takes part, and on which terms.
     strategy = find_strategy(config.strategy, world.num_ranks)
-    start_tensorflow(world, config.seed)
+    start_tensorflow(world.ranks_per_node, config.seed)
 
     # The data: the version that the driver pinned, cut into streams; each rank owns some of them.
     dataset = open_pinned(task.dataset)
@@ -258,7 +256,7 @@ def _evaluate(session: Session, split: str) -> Evaluation:
 def _scheduled_learning_rate(session: Session, progress: Progress) -> float | None:
     if not session.chosen.follows_schedule:
         return None
-    return lr_at(session.global_step(progress), session.task.config, session.steps_per_epoch)
+    return session.task.config.learning_rate_at(session.global_step(progress), session.steps_per_epoch)
 
 
 def _not_finite(session: Session, progress: Progress, loss: float, gradient_norm: float) -> TrainingError:

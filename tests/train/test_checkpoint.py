@@ -26,7 +26,7 @@ from train.checkpoint import (
     save_checkpoint,
 )
 from train.progress import BestEpoch, Progress
-from train.strategies.single import SingleCollective
+from train.strategies.strategy import SingleCollective
 
 
 def checkpoints(models: Path) -> list[str]:

@@ -11,7 +11,7 @@ from shardmill.reader import read_samples
 from tests.support import make_dataset
 from train.config import TrainConfig
 from train.evaluate import EvaluationSums, evaluate_predictions, evaluate_split
-from train.strategies.single import SingleCollective
+from train.strategies.strategy import SingleCollective
 
 NUM_CLASSES = 7
 

@@ -18,8 +18,7 @@ from shardmill.jobs.config import load_tree
 from shardmill.values import Batch
 from tests.train.training import MODELS as USER_MODELS
 from tests.train.training import Recorder, train_here
-from train.backends.keras.optimizer import build_optimizer
-from train.backends.keras.step import TrainStep
+from train.backends.keras.step import TrainStep, build_optimizer
 from train.config import TrainConfig, TrainTree
 from train.models import MODELS
 from train.models.build import InputScale, build_model

@@ -10,10 +10,10 @@ import pytest
 
 from tests.train.test_models import SHAPE, batch_of, step_of
 from tests.train.training import Killed, Recorder, train_here
-from train.backends.keras.optimizer import OPTIMIZERS
+from train.backends.keras.step import OPTIMIZERS
 from train.config import TrainConfig
 from train.models.build import DTYPE_POLICIES
-from train.schedule import SCHEDULES, lr_at
+from train.settings import SCHEDULES
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -70,7 +70,7 @@ def test_float16_skips_a_step_that_overflows_and_goes_on():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_starts_at_the_base_after_the_warm_up(schedule):
     config = TrainConfig(schedule=schedule, learning_rate=0.5, epochs=40, warmup_steps=10)
-    rates = [lr_at(step, config, steps_per_epoch=5) for step in range(200)]
+    rates = [config.learning_rate_at(step, steps_per_epoch=5) for step in range(200)]
     assert rates[:10] == pytest.approx([0.05 * step for step in range(1, 11)])
     assert rates[10] == pytest.approx(0.5)
     assert all(0 < later <= earlier for earlier, later in itertools.pairwise(rates[9:]))
@@ -78,21 +78,21 @@ def test_every_schedule_starts_at_the_base_after_the_warm_up(schedule):
 
 def test_schedules_follow_their_formulas():
     cosine = TrainConfig(schedule="cosine", learning_rate=1.0, epochs=10)
-    assert lr_at(25, cosine, steps_per_epoch=5) == pytest.approx(0.5)
-    assert lr_at(49, cosine, steps_per_epoch=5) == pytest.approx(0.5 * (1 + math.cos(math.pi * 49 / 50)))
+    assert cosine.learning_rate_at(25, steps_per_epoch=5) == pytest.approx(0.5)
+    assert cosine.learning_rate_at(49, steps_per_epoch=5) == pytest.approx(0.5 * (1 + math.cos(math.pi * 49 / 50)))
     by_step = TrainConfig(
         schedule="step", learning_rate=1.0, schedule_step_epochs=2, schedule_step_factor=0.5, epochs=9
     )
-    assert [lr_at(5 * epoch, by_step, 5) for epoch in range(5)] == pytest.approx([1, 1, 0.5, 0.5, 0.25])
-    assert lr_at(3, TrainConfig(schedule="constant", learning_rate=0.25), 5) == 0.25
+    assert [by_step.learning_rate_at(5 * epoch, 5) for epoch in range(5)] == pytest.approx([1, 1, 0.5, 0.5, 0.25])
+    assert TrainConfig(schedule="constant", learning_rate=0.25).learning_rate_at(3, 5) == 0.25
 
 
 def test_linear_scaling_follows_the_global_batch():
     scaled = TrainConfig(learning_rate=0.1, learning_rate_batch_size=256, global_batch_size=1024, schedule="constant")
-    assert lr_at(0, scaled, 5) == pytest.approx(0.4)
-    assert lr_at(0, TrainConfig(learning_rate=0.1, global_batch_size=1024, schedule="constant"), 5) == 0.1
+    assert scaled.learning_rate_at(0, 5) == pytest.approx(0.4)
+    assert TrainConfig(learning_rate=0.1, global_batch_size=1024, schedule="constant").learning_rate_at(0, 5) == 0.1
 
 
 def test_a_warm_up_longer_than_the_training_never_ends():
     config = TrainConfig(learning_rate=1.0, epochs=1, warmup_steps=100)
-    assert [lr_at(step, config, 5) for step in range(5)] == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05])
+    assert [config.learning_rate_at(step, 5) for step in range(5)] == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05])

@@ -6,20 +6,24 @@ unless `train.standardize` is false.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import UsageError
+from train.backends.keras.runtime import config_sha256
 from train.models import MODELS
-from train.models.losses import PerSampleLoss, are_outputs_logits, choose_loss
-from train.models.user import USER_PACKAGE, call_factory, source_sha256
+from train.models.user import call_factory, source_sha256
 from train.settings import TrainSettings
 from train.values import ModelIdentity
 
+PerSampleLoss = Callable[[Any, Any], Any]
+"""(labels_N int64, outputs_NK float32) -> losses_N float32."""
+
+# As in Keras: keeps the logarithm of a probability of 0 finite, and bounds its gradient in float32. Figures that are
+# told, not minimised, go further down (train/evaluate.py).
+SMALLEST_PROBABILITY = 1e-7
 # Keras's names for our words.
 DTYPE_POLICIES = {"off": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 
@@ -89,23 +93,56 @@ def standardize(images_NHWC: Any, channel_mean: tuple[float, ...], channel_std: 
     )
 
 
-def config_sha256(model: Any) -> str:
-    """Over the configuration and the variables' shapes of a built Keras model, compiled optimizer and loss included.
+def choose_loss(config: TrainSettings, model: Any, outputs_are_logits: bool, num_classes: int) -> PerSampleLoss:
+    """The compiled model's own loss under `train.loss = "auto"`, else softmax cross-entropy."""
+    own = compiled_loss(model) if config.loss == "auto" else None
+    if own is None:
+        return _softmax_loss(outputs_are_logits, num_classes, config.label_smoothing)
+    if config.label_smoothing:
+        raise UsageError(
+            f"train.label_smoothing = {config.label_smoothing} with the loss of a compiled model",
+            "expected 0 there",
+            'set train.loss = "softmax", or give your own loss its label_smoothing',
+        )
+    return _own_loss(own, num_classes)
 
-    Names that Keras counts up in each process do not matter, nor dtypes: an export computes in float32 what was trained
-    in another precision. A model that cannot tell its configuration counts by its layers and variables.
+
+def compiled_loss(model: Any) -> Any | None:
+    """The one loss (a function or Loss object) that the model was compiled with, or None.
+
+    Raises UsageError for several losses: a classifier has one output here.
     """
-    try:
-        with warnings.catch_warnings():
-            # Of a lambda that it cannot be loaded again; nobody loads this.
-            warnings.simplefilter("ignore")
-            config = json.loads(model.to_json())
-    except Exception:  # a user's get_config may raise anything, and subclassed models need not have one
-        config = [type(layer).__name__ for layer in model.layers]
-    variables = [[list(variable.shape), bool(variable.trainable)] for variable in model.variables]
-    # Whether a user's module needed a name of its own depends on what else is installed.
-    text = json.dumps([_canonical(config), variables], sort_keys=True).replace(f"{USER_PACKAGE}.", "")
-    return hashlib.sha256(text.encode()).hexdigest()
+    import keras
+
+    if not getattr(model, "compiled", False) or getattr(model, "loss", None) is None:
+        return None
+    loss = model.loss
+    if isinstance(loss, dict) and len(loss) == 1:
+        loss = next(iter(loss.values()))
+    elif isinstance(loss, list | tuple) and len(loss) == 1:
+        loss = loss[0]
+    if isinstance(loss, dict | list | tuple):
+        raise UsageError(
+            f"the model was compiled with {len(loss)} losses", "expected one", 'or set train.loss = "softmax"'
+        )
+    return keras.losses.get(loss)
+
+
+def are_outputs_logits(config: TrainSettings, model: Any) -> bool:
+    """What the config says; under `auto` what the compiled loss says, else what the last layer's activation says."""
+    import keras
+
+    if config.model_outputs != "auto":
+        return config.model_outputs == "logits"
+    own = compiled_loss(model)
+    if isinstance(own, keras.losses.Loss):
+        from_logits = own.get_config().get("from_logits")
+        if isinstance(from_logits, bool):
+            return from_logits
+    last_layer = model.layers[-1] if model.layers else None
+    if isinstance(last_layer, keras.layers.Softmax):
+        return False
+    return getattr(last_layer, "activation", None) is not keras.activations.softmax
 
 
 def identify_model(name: str, built: BuiltModel, source_of_driver: str) -> ModelIdentity:
@@ -162,26 +199,39 @@ def _check_outputs(
     loss(tf.zeros(2, tf.int64), tf.cast(outputs, tf.float32))
 
 
-def _canonical(config: Any) -> Any:
-    """The configuration with every layer's name replaced by its place in the order of appearance, without dtypes."""
-    places: dict[str, str] = {}
+def _softmax_loss(outputs_are_logits: bool, num_classes: int, label_smoothing: float) -> PerSampleLoss:
+    import tensorflow as tf
 
-    def collect(value: Any) -> None:
-        if isinstance(value, dict):
-            if isinstance(value.get("name"), str):
-                places.setdefault(value["name"], f"#{len(places)}")
-            for inner in value.values():
-                collect(inner)
-        elif isinstance(value, list):
-            for inner in value:
-                collect(inner)
+    def losses_of(labels_N: Any, outputs_NK: Any) -> Any:
+        if outputs_are_logits:
+            log_probabilities_NK = tf.nn.log_softmax(outputs_NK)
+        else:
+            log_probabilities_NK = tf.math.log(tf.clip_by_value(outputs_NK, SMALLEST_PROBABILITY, 1.0))
+        targets_NK = tf.one_hot(labels_N, num_classes) * (1.0 - label_smoothing) + label_smoothing / num_classes
+        return -tf.reduce_sum(targets_NK * log_probabilities_NK, axis=1)
 
-    def rename(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: rename(inner) for key, inner in value.items() if key != "dtype"}
-        if isinstance(value, list):
-            return [rename(inner) for inner in value]
-        return places.get(value, value) if isinstance(value, str) else value
+    return losses_of
 
-    collect(config)
-    return rename(config)
+
+def _own_loss(own: Any, num_classes: int) -> PerSampleLoss:
+    """`own` unreduced. Keras's dense losses get one-hot labels; sparse ones and a user's own functions get integers."""
+    import keras
+    import tensorflow as tf
+
+    name = getattr(own, "__name__", type(own).__name__)
+    module = getattr(own, "__module__", type(own).__module__) or ""
+    wants_one_hot = module.split(".")[0] == "keras" and "sparse" not in name.lower()
+    function = own.call if isinstance(own, keras.losses.Loss) else own
+
+    def losses_of(labels_N: Any, outputs_NK: Any) -> Any:
+        targets = tf.one_hot(labels_N, num_classes) if wants_one_hot else labels_N
+        losses = tf.cast(function(targets, outputs_NK), tf.float32)
+        if losses.shape.rank == 0:
+            raise UsageError(
+                f"the model's own loss {name} gives one number for a whole batch",
+                "expected one loss per sample, of shape (N,)",
+                'leave the mean to the training loop, or set train.loss = "softmax"',
+            )
+        return tf.reduce_mean(tf.reshape(losses, [tf.shape(losses)[0], -1]), axis=1)
+
+    return losses_of

@@ -35,7 +35,7 @@ from train.published.exported import (
 )
 from train.records import put_record, record_numbers
 from train.settings import TrainSettings
-from train.values import Evaluation, ModelIdentity, TrainResult, World
+from train.values import Evaluation, ModelIdentity, TrainResult
 
 MAX_PARITY_DIFF = 1e-5
 NUM_PARITY_IMAGES = 64
@@ -144,7 +144,7 @@ def _find_whole_export(models_uri: str, result: TrainResult) -> Export | None:
 
 def _restore(store: Store, config: TrainSettings, result: TrainResult, dataset: Dataset) -> ServingModel:
     """The training model with its final weights."""
-    start_tensorflow(World(), config.seed)
+    start_tensorflow(1, config.seed)
     manifest = dataset.manifest
     # An export computes in float32, whatever the training saved time with; the weights are float32 in any case.
     config = config.model_copy(update={"mixed_precision": "off"})

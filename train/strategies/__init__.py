@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 STRATEGIES: Registry[Strategy] = Registry(
     "train.strategy",
     {
-        "single": Entry("train.strategies.single:SINGLE", "one process, one device"),
+        "single": Entry("train.strategies.strategy:SINGLE", "one process, one device"),
         "horovod": Entry(
             "train.strategies.horovod:HOROVOD",
             "one grouped allreduce a step",

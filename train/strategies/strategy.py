@@ -1,4 +1,4 @@
-"""What a strategy declares, and the collectives through which the ranks of one training exchange data."""
+"""What a strategy declares, the collectives through which ranks exchange data, and the strategy of a single process."""
 
 from __future__ import annotations
 
@@ -101,3 +101,38 @@ class AnnouncedCollective:
         self._reporter.doing(where, waits=True)
         yield
         self._reporter.doing("its own work")
+
+
+class SingleCollective:
+    """A world of one rank: every operation is the identity."""
+
+    rank = 0
+    num_ranks = 1
+
+    def sum_tensors(self, tensors: list[Any]) -> list[Any]:
+        return tensors
+
+    def broadcast_variables(self, variables: list[Any]) -> None:
+        return
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        return data
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def barrier(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def open_single(world: World) -> SingleCollective:
+    assert world.num_ranks == 1, world
+    return SingleCollective()
+
+
+SINGLE = Strategy(
+    synchronous=True, exact_resume=True, checkpoint_layout="replicated", max_ranks=1, open_collective=open_single
+)

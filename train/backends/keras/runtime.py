@@ -1,23 +1,25 @@
 """TensorFlow and Keras in this process: started deterministic, and their variables as bytes and back.
 
-Weights are named by one hash; npz files hold no code.
+One hash identifies weights, another the configuration of a model; npz files hold no code.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from shardmill.errors import UsageError
-from train.values import World
+from train.models.user import USER_PACKAGE
 
 
-def start_tensorflow(world: World, seed: int) -> None:
+def start_tensorflow(ranks_per_node: int, seed: int) -> None:
     """Threads for this rank's share of the node, seeds, deterministic kernels, and no left-overs of earlier models."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -30,7 +32,7 @@ def start_tensorflow(world: World, seed: int) -> None:
             "expected the backend 'tensorflow'",
             "unset KERAS_BACKEND, or set it to tensorflow",
         )
-    num_threads = max(1, len(os.sched_getaffinity(0)) // world.ranks_per_node)
+    num_threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)
     try:
         tf.config.threading.set_intra_op_parallelism_threads(num_threads)
         tf.config.threading.set_inter_op_parallelism_threads(1)
@@ -65,6 +67,25 @@ def weights_sha256(model: Any) -> str:
     return digest.hexdigest()
 
 
+def config_sha256(model: Any) -> str:
+    """Over the configuration and the variables' shapes of a built Keras model, compiled optimizer and loss included.
+
+    Names that Keras counts up in each process do not matter, nor dtypes: an export computes in float32 what was trained
+    in another precision. A model that cannot tell its configuration counts by its layers and variables.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Of a lambda that it cannot be loaded again; nobody loads this.
+            warnings.simplefilter("ignore")
+            config = json.loads(model.to_json())
+    except Exception:  # a user's get_config may raise anything, and subclassed models need not have one
+        config = [type(layer).__name__ for layer in model.layers]
+    variables = [[list(variable.shape), bool(variable.trainable)] for variable in model.variables]
+    # Whether a user's module needed a name of its own depends on what else is installed.
+    text = json.dumps([_canonical(config), variables], sort_keys=True).replace(f"{USER_PACKAGE}.", "")
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def dump_variables(variables: Sequence[Any]) -> bytes:
     """The values of Keras variables as an npz file; equal values give equal bytes."""
     buffer = io.BytesIO()
@@ -88,3 +109,28 @@ def assign_variables(variables: Sequence[Any], data: bytes, source: str) -> None
             )
     for variable, array in zip(variables, arrays, strict=True):
         variable.assign(array)
+
+
+def _canonical(config: Any) -> Any:
+    """The configuration with every layer's name replaced by its place in the order of appearance, without dtypes."""
+    places: dict[str, str] = {}
+
+    def collect(value: Any) -> None:
+        if isinstance(value, dict):
+            if isinstance(value.get("name"), str):
+                places.setdefault(value["name"], f"#{len(places)}")
+            for inner in value.values():
+                collect(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                collect(inner)
+
+    def rename(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: rename(inner) for key, inner in value.items() if key != "dtype"}
+        if isinstance(value, list):
+            return [rename(inner) for inner in value]
+        return places.get(value, value) if isinstance(value, str) else value
+
+    collect(config)
+    return rename(config)
