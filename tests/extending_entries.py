@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from train.strategies.single import SINGLE
-
 from etl.sources.folders import list_folders
 from etl.units import WorkUnit
 from etl.write_unit import UnitTask, write_unit
@@ -17,6 +15,7 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.stores.local import LocalStore
 from train.launching.inline import launch_inline
 from train.models.small_cnn import small_cnn
+from train.strategies.strategy import SINGLE
 
 NEW_SOURCE = list_folders
 NEW_FORMAT = replace(PARQUET, suffix="new.parquet")
