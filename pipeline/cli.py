@@ -32,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-config_app = typer.Typer(help="Look at the config.", no_args_is_help=True)
+config_app = typer.Typer(help="Show the config.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
 Version = Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)]
@@ -46,7 +46,7 @@ DatasetArgument = Annotated[str, typer.Argument(metavar="DATASET[@N]", help="Dat
 
 @app.callback(invoke_without_command=True)
 def top(context: typer.Context, version: Version = False) -> None:
-    """What stands before a command: nothing but --version."""
+    """Options before a command: only --version."""
     if version:
         from importlib import metadata
 
@@ -97,7 +97,7 @@ def verify(
 
 @app.command(cls=Command)
 def train(context: typer.Context, dataset: DatasetArgument, fresh: Fresh = False) -> None:
-    """Train on the dataset's latest version, or continue a training that was cut off."""
+    """Train on the dataset's latest version, or continue an interrupted training."""
     from pipeline.stage_commands import train_stage
 
     common: Common = context.obj
@@ -124,7 +124,7 @@ def evaluate(context: typer.Context, dataset: DatasetArgument) -> None:
 
 @app.command(cls=Command)
 def gate(context: typer.Context, dataset: DatasetArgument) -> None:
-    """What `promote` would decide; promotes nothing (and exports first, where that was not done yet)."""
+    """What `promote` would decide; promotes nothing (and exports first, if that was not done yet)."""
     from pipeline.stage_commands import gate_stage
 
     common: Common = context.obj

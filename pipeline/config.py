@@ -67,7 +67,7 @@ def load_for_dataset(dataset_or_config: str, overrides: tuple[str, ...], workdir
 
 
 def load_for_models(models_or_config: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
-    """The tree of a TOML file, or of a models folder or URI with defaults for everything else; `@N` is left aside."""
+    """The tree of a TOML file, or of a models folder or URI (`@N` is ignored) with defaults for everything else."""
     from shardmill.dataset.versions import split_version
 
     uri, _ = split_version(models_or_config)
@@ -83,7 +83,7 @@ def _with_absolute_uris(tree: PipelineTree, workdir: str) -> PipelineTree:
 
 
 def existing_path(uri: str, expected: str = "a dataset's folder or URI, or a .toml file") -> str:
-    """`uri` itself; a local path that leads nowhere raises UsageError with the nearest name beside it."""
+    """`uri` itself; a local path that does not exist raises UsageError with the nearest name in its folder."""
     from shardmill.dataset.versions import split_version
 
     path = Path(split_version(uri.removeprefix("file://"))[0]).expanduser()
@@ -97,12 +97,12 @@ def existing_path(uri: str, expected: str = "a dataset's folder or URI, or a .to
 
 
 def absolute_uri(uri: str) -> str:
-    """`uri` itself where it has a scheme or is empty; a local path is made absolute."""
+    """`uri` itself if it has a scheme or is empty; a local path is made absolute."""
     return uri if "://" in uri or not uri else os.path.abspath(os.path.expanduser(uri))
 
 
 def require(tree: PipelineTree, *sections: str) -> None:
-    """Raise UsageError where one of the named sections has no `uri`."""
+    """Raise UsageError if one of the named sections has no `uri`."""
     for section in sections:
         if not getattr(tree, section).uri:
             raise UsageError(
@@ -113,5 +113,5 @@ def require(tree: PipelineTree, *sections: str) -> None:
 
 
 def without_secrets(tree: PipelineTree) -> PipelineTree:
-    """The tree as it may be written down. Secrets belong into the environment; one that is here stays in no record."""
+    """The tree as records may show it. Secrets belong in the environment; one in the config is redacted."""
     return PipelineTree.model_validate(redacted(tree.model_dump()))

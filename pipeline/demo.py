@@ -1,4 +1,4 @@
-"""`make demo`: write the demo's images into ./demo-work, then run the pipeline on them as anybody would."""
+"""`make demo`: write the demo's images into ./demo-work, then run the pipeline on them like any user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardmill.errors import UsageError
 
 WORKDIR = Path("demo-work")
 CONFIG = Path("examples/demo.toml")
-# Only what a demo makes is removed: somebody may have put something of their own beside it.
+# Only what a demo makes is removed: the folder may hold files of the user, too.
 LEFTOVERS = ("images", "dataset", "runs", "models")
 
 

@@ -1,4 +1,4 @@
-"""The images of `make demo`: 1,797 real handwritten digits, and among them one of each file that breaks pipelines.
+"""The images of `make demo`: 1,797 real handwritten digits, and one of each kind of file that breaks pipelines.
 
 The digits are scikit-learn's (8 x 8 pixels from the UCI repository, here enlarged to 32 x 32). The odd files come on
 top of them; those that are accepted hold a real digit of the class in whose folder they lie.
@@ -36,7 +36,7 @@ class Digits:
 
 @dataclass(frozen=True, slots=True)
 class OddFile:
-    """One file that is not plainly an image, and what must become of it."""
+    """One file that is not plainly an image, and what the pipeline must do with it."""
 
     key: str
     data: bytes | None
@@ -159,7 +159,7 @@ def _accepted_files() -> tuple[OddFile, ...]:
 
 
 def _system_files() -> tuple[OddFile, ...]:
-    """What operating systems and people leave behind; nobody meant these to be images."""
+    """Files of operating systems and cameras that are not meant to be images."""
     apple_double = b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        " + b"\0" * 26
     names = {
         ".DS_Store": b"\0\0\0\1Bud1" + b"\0" * 24,

@@ -1,4 +1,4 @@
-"""How the command line ends: every way becomes one line on stderr and an exit code; with --json, an object too."""
+"""How the command line ends: always with an exit code, and on failure with one line on stderr (and JSON on stdout)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoR
             prepare()
             code = app(standalone_mode=False)
         if code == 130:
-            # typer turns Ctrl-C into this code without a word.
+            # typer silently turns Ctrl-C into this code.
             raise KeyboardInterrupt
     except BaseException as error:  # the outermost frame: whatever happens becomes one line and an exit code
         code = _end(error)
@@ -63,7 +63,7 @@ def print_failure(code: int, message: str, run_id: str | None) -> None:
 def end_children(patience_seconds: float = 5.0) -> None:
     """End what this process started and did not end: a JVM that was still starting does not notice that we are gone.
 
-    Children of children as well: once the script that starts the JVM is killed, nobody else knows of them.
+    Children of children as well: once the script that starts the JVM is killed, no other process refers to them.
     """
     deadline = time.monotonic() + patience_seconds
     found: set[int] = set()
@@ -79,7 +79,7 @@ def end_children(patience_seconds: float = 5.0) -> None:
 
 
 def _descendants(process: str) -> set[int]:
-    """Each thread's own children, as Linux tells them, and theirs."""
+    """Each thread's own children, as Linux lists them, and their children."""
     found: set[int] = set()
     for listing in Path("/proc", process, "task").glob("*/children"):
         with suppress(OSError):

@@ -44,7 +44,7 @@ def prediction_csv(predictions: Sequence[Prediction]) -> str:
 
 
 def check_any_predicted(predictions: Sequence[Prediction]) -> None:
-    """Raises UsageError if not a single file could be predicted: whoever asked was given nothing."""
+    """Raises UsageError if not a single file could be predicted."""
     if all(each.rejection for each in predictions):
         first = predictions[0]
         raise UsageError(

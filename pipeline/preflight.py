@@ -1,4 +1,4 @@
-"""What can be known before any work starts: `run` refuses on it, and `doctor` shows it row by row."""
+"""Checks before any work starts: `run` fails on them, and `doctor` shows them one by one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def look_at_source(uri: str) -> str:
 
 
 def look_at_place(uri: str) -> str:
-    """Whether the one primitive that commits stand on works here: the second writer must be told that it lost."""
+    """Whether the one primitive that commits rely on works here: the second writer must learn that it lost."""
     store = open_store(split_version(uri)[0])
     was_absent = not os.path.lexists(store.uri)
     path = f"preflight-{secrets.token_hex(6)}"

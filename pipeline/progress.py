@@ -74,7 +74,7 @@ class RunProgress:
         self.say(line)
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        """What a stage tells; frequent progress moves the bars, the rest is kept."""
+        """What a stage reports; frequent progress moves the bars, the rest is recorded."""
         numbers = {key: value for key, value in fields.items() if isinstance(value, int | float)}
         match name:
             case "etl.progress":

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardmill.dataset.unit_result import UnitResult
     from shardmill.jobs.config import SparkConfig
 
-    # (units, what they share, Spark's settings, told how many units are done) -> every unit's result
+    # (units, what they share, Spark's settings, called with the number of finished units) -> every unit's result
     Engine = Callable[[Sequence[WorkUnit], UnitTask, SparkConfig, Callable[[int], None]], list[UnitResult]]
 
 ENGINES: Registry[Engine] = Registry(
