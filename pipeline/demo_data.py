@@ -171,7 +171,7 @@ def _system_files() -> tuple[OddFile, ...]:
 
 
 def damage_scan(jpeg: bytes) -> bytes:
-    """The first change of one byte that most decoders read without a word although it ruins pixels: libjpeg warns."""
+    """The first change of one byte that most decoders accept silently although it ruins pixels; libjpeg only warns."""
     scan_start = jpeg.index(b"\xff\xda") + 10
     for position in range(scan_start, len(jpeg) - 2):
         for mask in (0x01, 0x10, 0x55):
@@ -213,7 +213,7 @@ def _cmyk_jpeg(image_HW: np.ndarray) -> bytes:
 
 
 def _transparent_png(image_HW: np.ndarray) -> bytes:
-    """Black throughout, and transparent where the ink is: only over white does the digit appear."""
+    """All black, and transparent at the ink: the digit appears only over white."""
     black_HW = np.zeros_like(image_HW)
     return _png(np.dstack([black_HW, black_HW, black_HW, 255 - image_HW]))
 

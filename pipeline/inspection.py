@@ -1,4 +1,4 @@
-"""What `shardmill inspect` says of a dataset version, as plain values for the table and for --json."""
+"""The output of `shardmill inspect` for a dataset version, as plain values for the table and for --json."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def list_files(dataset: Dataset) -> list[dict[str, Any]]:
 
 
 def read_ledger(uri: str) -> list[Rejection]:
-    """One ledger file below `DATASET/rejects/`: what a build that ended with exit 4 or 7 has refused.
+    """One ledger file below `DATASET/rejects/`: the inputs that a build which ended with exit 4 or 7 rejected.
 
-    No manifest names it, so its own name, which holds its digest, vouches for it.
+    No manifest names it, so it is verified against its own name, which holds its digest.
     """
     folder, _, name = uri.rpartition("/")
     store = open_store(folder or ".")

@@ -1,4 +1,4 @@
-"""The one place where results are printed: a table for people, or the machine's document alone with --json."""
+"""Prints results: a table for people; with --json the machine's document alone on stdout."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def verify_rows(report: VerifyReport) -> Rows:
 
 
 def verify_document(report: VerifyReport) -> dict[str, Any]:
-    """What `verify --json` prints."""
+    """The document that `verify --json` prints."""
     return {
         "uri": report.uri,
         "version": report.version,
@@ -146,7 +146,7 @@ def print_result(common: Common, machine: Any, rows: Iterable[tuple[str, ...]], 
     rows = [tuple(map(printable, row)) for row in rows]
     title = printable(title)
     if not stream.isatty() or not title:
-        # Not for a person's screen: one line a row, for grep and cut; nothing wrapped.
+        # Not a terminal: one line per row, for grep and cut; nothing wrapped.
         lines = ["\t".join(row) for row in rows]
         stream.write("".join(f"{line}\n" for line in ([title] if title else []) + lines))
         return

@@ -1,7 +1,7 @@
 """The story: a folder of images becomes a dataset version, a trained model, an export, a decision and a report.
 
-Every stage finds out by itself whether its result is there already for the same inputs, so that the same command after
-any failure goes on where it stopped. Stages hand each other values; what each did is in the run's record.
+Every stage detects whether its result exists already for the same inputs, so that the same command continues after any
+failure where it stopped. Stages pass values to each other; what each did is in the run's record.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ REASONS_WITH_THUMBNAIL = frozenset({RejectReason.TRUNCATED, RejectReason.CORRUPT
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One thumbnail: PNG bytes, or empty where nothing could be decoded."""
+    """One thumbnail: PNG bytes, or empty if nothing could be decoded."""
 
     caption: str
     tip: str
@@ -64,13 +64,13 @@ class ReportData:
     samples: tuple[Picture, ...] = ()
     rejected: tuple[RejectedGroup, ...] = ()
     notes: dict[str, int] = field(default_factory=dict)
-    """Accepted with care: how many samples carry which note."""
+    """Accepted with care: number of samples by note."""
     history: tuple[EpochRecord, ...] = ()
     evaluation: Evaluation | None = None
 
 
 def gather(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> ReportData:
-    """Read what the run left. A part that cannot be read any more is left out: a report must not need a healthy run."""
+    """Read what the run left. A part that cannot be read any more is left out: a report is needed most after a failure."""
     stages = read_stage_records(workdir, run_id)
     detail = {record.stage: record.detail for record in stages}
     history = TypeAdapter(tuple[EpochRecord, ...]).validate_python(detail.get("train", {}).get("history", ()))
@@ -104,7 +104,7 @@ def _of_dataset(named: dict[str, Any]) -> dict[str, Any]:
             "rejected": _rejected_groups(dataset),
         }
     except (ShardmillError, FileNotFoundError):
-        # The run may have ended for this very fault; its line is at the head of the page.
+        # The run may have failed for this very reason; its error is at the head of the page.
         return {}
 
 
@@ -155,7 +155,7 @@ def _rejected_picture(source: Store, rejection: Rejection) -> Picture:
 
 
 def _decode_leniently(data: bytes) -> np.ndarray | None:
-    """What can still be seen of a damaged JPEG, RGB, or None. Other damaged formats show nothing worth a look."""
+    """What can still be seen of a damaged JPEG, RGB, or None. Other damaged formats show nothing useful."""
     import simplejpeg
 
     try:
