@@ -70,7 +70,7 @@ class ReportData:
 
 
 def gather(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> ReportData:
-    """Read what the run left. A part that cannot be read any more is left out: a report is needed most after a failure."""
+    """Read what the run left. Parts that cannot be read are left out: a report is needed most after a failure."""
     stages = read_stage_records(workdir, run_id)
     detail = {record.stage: record.detail for record in stages}
     history = TypeAdapter(tuple[EpochRecord, ...]).validate_python(detail.get("train", {}).get("history", ()))
