@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 from pipeline.choices import chosen_entries
 from pipeline.config import PipelineTree
 from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
+from shardmill.jobs.reach import REACH, clear_stale
 from shardmill.registry import install_hint
 from shardmill.stores import open_store
+
+APPLICATIONS = ("etl", "train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +29,28 @@ class Check:
     look: Callable[[], str]
 
 
-def checks(tree: PipelineTree, workdir: str) -> list[Check]:
-    """All that a run of the whole pipeline needs, in the order of the story. Places are written to, and cleaned."""
-    return [
-        Check("source.uri", lambda: look_at_source(tree.source.uri)),
-        Check("--workdir", lambda: look_at_place(workdir)),
-        Check("dataset.uri", lambda: look_at_place(tree.dataset.uri)),
-        Check("models.uri", lambda: look_at_place(tree.models.uri)),
-        Check("etl", lambda: _look_at_etl(tree)),
-        Check("train.model", lambda: _look_at_model(tree)),
-        Check("train.num_workers", lambda: _look_at_launch(tree)),
-    ]
+def checks(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLICATIONS) -> list[Check]:
+    """All that the ETL, training or both need, in the order of the story. Places are written to, and cleaned."""
+    found = [Check("--workdir", partial(look_at_place, workdir))]
+    if "etl" in applications:
+        found += [
+            Check("source.uri", partial(look_at_source, tree.source.uri)),
+            Check("dataset.uri", partial(look_at_place, tree.dataset.uri)),
+            Check("etl", partial(_look_at_etl, tree)),
+        ]
+    if "train" in applications:
+        found += [
+            Check("models.uri", partial(look_at_place, tree.models.uri)),
+            Check("train.model", partial(_look_at_model, tree)),
+            Check("train.num_workers", partial(_look_at_launch, tree)),
+        ]
+    return found
 
 
-def refuse_what_cannot_work(tree: PipelineTree, workdir: str) -> None:
+def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLICATIONS) -> None:
     """Raise all at once what is wrong already, as one error: UsageError if a person must change something."""
     errors: list[ShardmillError] = []
-    for check in checks(tree, workdir):
+    for check in checks(tree, workdir, applications):
         try:
             check.look()
         except ShardmillError as error:
@@ -67,12 +76,14 @@ def look_at_place(uri: str) -> str:
     """Whether the one primitive that commits rely on works here: the second writer must learn that it lost."""
     store = open_store(split_version(uri)[0])
     was_absent = not os.path.lexists(store.uri)
-    path = f"preflight-{secrets.token_hex(6)}"
+    # In the folder whose files are removed a day later, in case this process is killed before it removes its own.
+    path = f"{REACH}/preflight-{secrets.token_hex(6)}"
     try:
         first, second = store.put_if_absent(path, b"first"), store.put_if_absent(path, b"second")
         kept = store.read(path)
     finally:
         store.delete(path)
+        clear_stale(store)
         if was_absent and "://" not in store.uri:
             with suppress(OSError):
                 os.rmdir(store.uri)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pipeline.config import existing_path, load_for_dataset, load_for_models, require
+from pipeline.preflight import refuse_what_cannot_work
 from pipeline.stages import (
     SUMMARY_SECTIONS,
     WHOLE_PIPELINE,
@@ -33,6 +34,7 @@ def etl_stage(source_or_config: str, common: Common, *, replace_source: bool) ->
     """Images to a committed dataset version."""
     with open_run(source_or_config, common) as run:
         require(run.tree, "source", "dataset")
+        refuse_what_cannot_work(run.tree, common.workdir, ("etl",))
         build(run, replace_source=replace_source)
         return run.record.ended[-1]
 
@@ -42,6 +44,7 @@ def train_stage(dataset_or_config: str, common: Common, *, fresh: bool) -> Stage
     from shardmill.dataset.open import open_dataset
 
     with _open_dataset_run(dataset_or_config, common) as run:
+        refuse_what_cannot_work(run.tree, common.workdir, ("train",))
         train(run, open_dataset(_dataset_of_run(run)).pin, fresh=fresh)
         return run.record.ended[-1]
 

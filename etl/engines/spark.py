@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -70,20 +71,20 @@ def _write_units(task: UnitTask) -> Callable[[Iterable[pa.RecordBatch]], Iterabl
 
 def _collect(session: SparkSession, frame: DataFrame, on_units_done: Callable[[int], None]) -> list[str]:
     """Run the job in a thread, so that this one can show progress and answer Ctrl-C."""
-    outcome: list[list[str] | Exception] = []
+    # Its thread must be a daemon, or a job that hangs would keep this process from ending; a pool's threads are none.
+    collected: Future[list[str]] = Future()
 
     def collect() -> None:
         try:
-            outcome.append([row.unit_result for row in frame.collect()])
-        except Exception as error:  # whatever Spark raises belongs to the thread that asked
-            outcome.append(error)
+            collected.set_result([row.unit_result for row in frame.collect()])
+        except Exception as error:  # passed on to the thread that waits for the result
+            collected.set_exception(error)
 
-    thread = threading.Thread(target=collect, name="shardmill-spark-job", daemon=True)
-    thread.start()
+    threading.Thread(target=collect, name="shardmill-spark-job", daemon=True).start()
     tracker = session.sparkContext.statusTracker()
     try:
-        while thread.is_alive():
-            thread.join(_POLL_SECONDS)
+        while not collected.done():
+            wait([collected], _POLL_SECONDS)
             stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
             done = max((stage.numCompletedTasks for stage in stages if stage is not None), default=0)
             if done:
@@ -91,19 +92,19 @@ def _collect(session: SparkSession, frame: DataFrame, on_units_done: Callable[[i
     except BaseException:
         session.sparkContext.cancelAllJobs()
         raise
-    [found] = outcome
-    if isinstance(found, Exception):
-        raise _own_error(found) from found
-    return found
+    error = collected.exception()
+    if error is not None:
+        raise _own_error(error) from error
+    return collected.result()
 
 
-def _own_error(error: Exception) -> errors.ShardmillError:
-    """The error of ours inside Spark's report of a failed task, or a line that says what Spark said."""
+def _own_error(error: BaseException) -> errors.ShardmillError:
+    """The error of ours inside Spark's report of a failed task, or one with Spark's reason; the hint names the log."""
     text = str(error)
     for name, message in re.findall(r"shardmill\.errors\.(\w+): (.+)", text):
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, errors.ShardmillError):
-            return kind(message.strip())
+            return kind(message.strip(), "", spark_log_hint())
     lines = [line.strip() for line in text.splitlines() if re.match(r"\s*\w*(Error|Exception)\b.*:", line)]
     return errors.StorageError(
         f"a work unit failed on every try: {(lines or text.splitlines() or ['no reason given'])[-1][:300]}",

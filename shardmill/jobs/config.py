@@ -6,13 +6,13 @@ import copy
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from shardmill.errors import UsageError
+from shardmill.jobs.spark_settings import flat_settings
 from shardmill.options import Section
 
 if TYPE_CHECKING:
@@ -64,19 +64,6 @@ class SparkConfig(Section):
     """Settings for the ETL's application."""
     train: SparkApplicationConfig = SparkApplicationConfig()
     """Settings for the training launcher's application."""
-
-
-def flat_settings(table: dict[str, Any]) -> dict[str, str]:
-    """TOML reads `spark.executor.memory = "2g"` as nested tables; Spark wants flat names, and every value as text."""
-    return dict(_flat("", table))
-
-
-def _flat(prefix: str, table: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(f"{prefix}{key}.", value)
-        else:
-            yield f"{prefix}{key}", str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def load_tree(

@@ -18,7 +18,7 @@ from shardmill.stores import open_store
 from shardmill.values import Nonce
 
 REACH = "reach"
-# No driver starts its ranks or tasks that late: whoever planted it was killed.
+# No driver starts its ranks or tasks that late, so the process that wrote an older file was killed.
 _STALE_SECONDS = 86400
 
 
@@ -26,15 +26,16 @@ def plant_nonce(store: Store) -> Nonce:
     """Write a nonce below the root of `store`, under a name of its own; those of killed drivers go."""
     nonce = Nonce(store.uri, f"{REACH}/{secrets.token_hex(8)}", secrets.token_hex(16))
     store.put(nonce.path, nonce.value.encode())
-    with suppress(ShardmillError):
-        _clear_stale(store)
+    clear_stale(store)
     return nonce
 
 
-def _clear_stale(store: Store) -> None:
-    for file in list(store.list(REACH)):
-        if file.mtime_ns and time.time() - file.mtime_ns / 1e9 > _STALE_SECONDS:
-            store.delete(file.path)
+def clear_stale(store: Store) -> None:
+    """Remove files below `reach/` that killed processes could not remove; a fault of the store is ignored."""
+    with suppress(ShardmillError):
+        for file in list(store.list(REACH)):
+            if file.mtime_ns and time.time() - file.mtime_ns / 1e9 > _STALE_SECONDS:
+                store.delete(file.path)
 
 
 def check_nonce(nonce: Nonce) -> None:

@@ -56,8 +56,9 @@ _HIDDEN = rf"{re.escape(HIDDEN)}(?=[\s;,&\"'}}\]]|\Z)"
 _NESTED = r"\{(?:[^{}]|\{[^{}]*\})*\}|\[[^\[\]]*\]"
 # A separator belongs to the value unless another assignment follows it, or nothing does.
 _PLAIN = r"(?:[^\s;,&\"']|[;,&](?![A-Za-z][\w.-]*\s*=|[\s;,&\"']|\Z))+"
+# `-` may stand before a name: --token=..., -Dspark.password=...
 _ASSIGNMENT = re.compile(
-    rf"(?<![\w.-])([A-Za-z][\w.-]*)([\"']?\s*=\s*|[\"']\s*:\s*)({_QUOTED}|{_HIDDEN}|{_NESTED}|{_PLAIN})", re.DOTALL
+    rf"(?<![\w.])([A-Za-z][\w.-]*)([\"']?\s*=\s*|[\"']\s*:\s*)({_QUOTED}|{_HIDDEN}|{_NESTED}|{_PLAIN})", re.DOTALL
 )
 # `name: value` and `--name value`, for secrets only: prose has colons too, and so have a path's error and `FooError: `.
 _LOOSE = (
@@ -66,10 +67,13 @@ _LOOSE = (
         rf"({_QUOTED}|{_HIDDEN}|{_NESTED}|{_PLAIN})"
     ),
     re.compile(rf"(?<![\w-])(--[A-Za-z][\w.-]*)([ \t]+)({_QUOTED}|(?!-){_PLAIN})"),
+    # ["--name", "value"]
+    re.compile(rf"(?<![\w-])(--[A-Za-z][\w.-]*)([\"']\s*,\s*)({_QUOTED})"),
 )
 _SIGNATURES = frozenset({"sig", "x-amz-signature"})
 # `num_tokens = 3` and `token_timeout_seconds = 5` are counts.
 _COUNT = re.compile(r"(?i:^(?:num|max|min)_|_(?:count|seconds|bytes)$)")
+_MAX_NESTING = 20
 _NO_SECRETS = frozenset({"true", "false", "null", "none"})
 
 
@@ -86,12 +90,18 @@ def redacted(value: Any, name: str = "") -> Any:
         case dict():
             return {key: redacted(item, str(key) if not is_secret_name(name) else name) for key, item in value.items()}
         case list() | tuple():
-            return type(value)(redacted(item, name) for item in value)
+            # After `--password`, an argument by itself is the option's value.
+            names = [name, *(item if _is_option(item) else name for item in value)]
+            return type(value)(redacted(item, owner) for owner, item in zip(names, value, strict=False))
         case bool():
             return value
         case int() | float():
             return HIDDEN if is_secret_name(name) and _COUNT.search(name) is None else value
     return value
+
+
+def _is_option(item: Any) -> bool:
+    return isinstance(item, str) and item.startswith("--") and "=" not in item and is_secret_name(item)
 
 
 def redacted_text(text: str) -> str:
@@ -102,20 +112,25 @@ def redacted_text(text: str) -> str:
         text = pattern.sub(kept, text)
     for loose in _LOOSE:
         text = loose.sub(_without_value_if_secret, text)
-    return _ASSIGNMENT.sub(_without_value, text)
+    return _without_values(text, _MAX_NESTING)
+
+
+def _without_values(text: str, levels_left: int) -> str:
+    return _ASSIGNMENT.sub(lambda found: _without_value(found, levels_left), text)
 
 
 def _without_value_if_secret(found: re.Match[str]) -> str:
-    return _without_value(found) if is_secret_name(found[1]) else found[0]
+    return _without_value(found, _MAX_NESTING) if is_secret_name(found[1]) else found[0]
 
 
-def _without_value(found: re.Match[str]) -> str:
+def _without_value(found: re.Match[str], levels_left: int) -> str:
     name, equals, value = found.groups()
     quote = value[0] if value[0] in "\"'" else ""
     if is_secret_name(name) or name.lower() in _SIGNATURES:
         if value.lower() in _NO_SECRETS or (value.isdecimal() and _COUNT.search(name)):
             return found[0]
         return f"{name}{equals}{quote}{HIDDEN}{quote}"
-    # A connection string is a value with assignments of its own.
+    # A connection string is a value with assignments of its own. Nobody nests them this deep, except to break us.
     inner = value[1:-1] if quote else value
-    return f"{name}{equals}{quote}{_ASSIGNMENT.sub(_without_value, inner)}{quote}"
+    inner = _without_values(inner, levels_left - 1) if levels_left else HIDDEN
+    return f"{name}{equals}{quote}{inner}{quote}"

@@ -23,6 +23,7 @@ from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH, python_path
 from shardmill.jobs.redact import SPARK_REDACTION
+from shardmill.jobs.spark_settings import properties_file
 from shardmill.registry import install_hint
 from shardmill.storage import Store, as_storage_error, join_uri
 
@@ -253,22 +254,3 @@ def _restore(name: str, value: str | None) -> None:
         del os.environ[name]
     else:
         os.environ[name] = value
-
-
-@contextmanager
-def properties_file(settings: Mapping[str, str]) -> Iterator[str]:
-    """The path of a file for `spark-submit --properties-file`: its owner alone can read it, and it is removed after."""
-    descriptor, path = tempfile.mkstemp(prefix="shardmill-", suffix=".properties")
-    try:
-        # mkstemp makes it 0600, whatever the umask is.
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.writelines(f"{_escaped(name)}={_escaped(value)}\n" for name, value in settings.items())
-        yield path
-    finally:
-        os.unlink(path)
-
-
-def _escaped(text: str) -> str:
-    # java.util.Properties would otherwise read these as separators, comments, line ends or blanks to strip.
-    ends = {"\n": "n", "\r": "r", "\f": "f"}
-    return re.sub(r"[\\\s=:#!]", lambda found: "\\" + ends.get(found[0], found[0]), text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,6 @@ def refused(folder: Path, *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["train.model=small_cmm"], ["'small_cmm'", "did you mean 'small_cnn'"]),
         (["train.model=mine:bild"], ["mine.py has no function 'bild'", "did you mean mine:build?"]),
         (["train.model=absent:build"], ["there is no module 'absent'", "start shardmill in the folder"]),
         (["train.model=broken:build"], ["broken.py:1: "]),
@@ -38,7 +39,7 @@ def refused(folder: Path, *overrides: str) -> str:
         ),
         (["models.uri=/proc/nowhere"], ["/proc/nowhere"]),
         (
-            ["source.uri=gone", "train.model=small_cmm"],
+            ["source.uri=gone", "train.model=absent:build"],
             ["2 things would stop this run: (1) source ", "(2) train.model"],
         ),
     ],
@@ -51,7 +52,27 @@ def test_what_cannot_work_is_refused_at_once(
     Path("broken.py").write_text("def (\n")
     line = refused(tmp_path, *overrides)
     assert all(part in line for part in parts), line
-    assert not list(tmp_path.glob("work/**/preflight-*"))
+    assert not [path for path in tmp_path.glob("work/**/*") if path.is_file()]
+
+
+def test_a_stage_by_itself_is_checked_for_what_it_needs(tmp_path: Path):
+    (tmp_path / "images").mkdir()
+    wrong = ("train.model=absent:build", "source.uri=gone")
+    tree = load_pipeline(str(tmp_path / "images"), wrong, str(tmp_path / "work"))
+    for application, said, unsaid in (("etl", "gone", "absent"), ("train", "absent", "gone")):
+        with pytest.raises(UsageError) as caught:
+            refuse_what_cannot_work(tree, str(tmp_path / "work"), (application,))
+        assert said in str(caught.value) and unsaid not in str(caught.value)
+
+
+def test_probes_of_killed_processes_are_removed_a_day_later(tmp_path: Path):
+    (tmp_path / "reach").mkdir()
+    for name, age_seconds in (("preflight-old", 90_000), ("preflight-new", 60)):
+        probe = tmp_path / "reach" / name
+        probe.write_bytes(b"first")
+        os.utime(probe, (time.time() - age_seconds,) * 2)
+    look_at_place(str(tmp_path))
+    assert [path.name for path in (tmp_path / "reach").iterdir()] == ["preflight-new"]
 
 
 def test_a_model_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -82,9 +103,9 @@ def test_doctor_shows_what_the_listing_says(tmp_path: Path):
     assert rows["source: warning"].status == "warn" and "figures on it mean little" in rows["source: warning"].found
     for number in range(9):
         (tmp_path / "images" / f"notes{number}.txt").write_text("no image")
-    tree = load_pipeline(str(tmp_path / "images"), ("train.model=small_cmm",), str(tmp_path / "work"))
+    tree = load_pipeline(str(tmp_path / "images"), ("train.model=absent:build",), str(tmp_path / "work"))
     rows = {each.subject: each for each in examine(tree, str(tmp_path / "work"))}
-    assert rows["train.model"].status == "fail" and "small_cnn" in rows["train.model"].found + rows["train.model"].fix
+    assert rows["train.model"].status == "fail" and "absent" in rows["train.model"].found
 
 
 def test_a_place_is_left_as_it_was(tmp_path: Path):

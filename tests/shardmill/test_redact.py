@@ -161,6 +161,19 @@ def test_numbers_and_nested_values_under_a_secret_name():
     }
 
 
+def test_the_value_of_an_option_is_hidden_in_a_list_of_arguments():
+    arguments = ["run", "--password", "canary", "--json", "--token=canary", "photos"]
+    shown = ["run", "--password", HIDDEN, "--json", f"--token={HIDDEN}", "photos"]
+    assert redacted(arguments) == shown and redacted({"command": tuple(arguments)}) == {"command": tuple(shown)}
+    for text in (json.dumps(arguments), repr(arguments)):
+        assert "canary" not in redacted_text(text) and "photos" in redacted_text(text)
+
+
+@pytest.mark.parametrize("text", ["a={" * 3000, "a=" * 3000, "a={" * 3000 + "password=canary" + "}" * 3000, "'" * 3000])
+def test_no_text_is_nested_too_deep(text: str):
+    assert "canary" not in redacted_text(text)
+
+
 def test_a_line_of_error_holds_none(capsys: pytest.CaptureFixture[str]):
     error = StorageError(
         f"cannot reach {SECRET_SETTINGS['spark.app.jdbc']}", "", f"see {SECRET_SETTINGS['spark.app.proxy']}"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.jobs.spark import properties_file, protection_warning
+from shardmill.jobs.spark import protection_warning
+from shardmill.jobs.spark_settings import properties_file
 
 HARD = {
     "spark.x.plain": "2g",

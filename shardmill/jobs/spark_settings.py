@@ -1,0 +1,42 @@
+"""Spark settings, from TOML and to a file for the JVM. Light, because Airflow imports it whenever it parses a DAG."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+
+def flat_settings(table: dict[str, Any]) -> dict[str, str]:
+    """TOML reads `spark.executor.memory = "2g"` as nested tables; Spark wants flat names, and every value as text."""
+    return dict(_flat("", table))
+
+
+def _flat(prefix: str, table: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@contextmanager
+def properties_file(settings: Mapping[str, str]) -> Iterator[str]:
+    """The path of a file for `spark-submit --properties-file`: its owner alone can read it, and it is removed after."""
+    descriptor, path = tempfile.mkstemp(prefix="shardmill-", suffix=".properties")
+    try:
+        # mkstemp makes it 0600, whatever the umask is.
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.writelines(f"{_escaped(name)}={_escaped(value)}\n" for name, value in settings.items())
+        yield path
+    finally:
+        os.unlink(path)
+
+
+def _escaped(text: str) -> str:
+    # java.util.Properties would otherwise read these as separators, comments, line ends or blanks to strip.
+    ends = {"\n": "n", "\r": "r", "\f": "f"}
+    return re.sub(r"[\\\s=:#!]", lambda found: "\\" + ends.get(found[0], found[0]), text)
