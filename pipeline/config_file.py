@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pipeline.choices import choices_of
 
 if TYPE_CHECKING:
+    from tomlkit import TOMLDocument
     from tomlkit.container import Container
     from tomlkit.items import Item, Table
 
@@ -27,7 +28,7 @@ def to_toml(tree: BaseModel, *, with_choices: bool = False) -> str:
 
     document = tomlkit.document()
     _fill(document, tree, "", "choices" if with_choices else "none")
-    return document.as_string().strip() + "\n"
+    return _text(document)
 
 
 def commented_toml(tree: BaseModel) -> str:
@@ -42,7 +43,12 @@ def commented_toml(tree: BaseModel) -> str:
     ):
         document.add(tomlkit.comment(line))
     _fill(document, tree, "", "all")
-    return document.as_string().strip() + "\n"
+    return _text(document)
+
+
+def _text(document: TOMLDocument) -> str:
+    # A path that is not UTF-8 holds surrogates: TOML has no way to write them, and no record may fail for it.
+    return document.as_string().strip().encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def _fill(target: Container | Table, section: BaseModel, path: str, comments: Comments) -> None:

@@ -9,7 +9,7 @@ import pytest
 from etl.config import EtlTree, SourceConfig
 from etl.engines import ENGINES
 from etl.job import build_dataset
-from shardmill.dataset import open_dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from tests.etl.building import ETL, digests
 from tests.support import build_here

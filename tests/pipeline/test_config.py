@@ -29,6 +29,17 @@ def test_shown_config_gives_the_same_tree_again(tmp_path: Path):
     assert tree.train.epochs == 3 and tree.spark.etl.conf == {"spark.x": 'a"b'}
 
 
+def test_any_text_can_be_shown(tmp_path: Path):
+    odd = "\x7f\x00\t\n\r\x1b '\"\\ {} \u2028 \N{SNOWMAN}"
+    tree = PipelineTree.model_validate({"source": {"uri": odd}, "spark": {"etl": {"conf": {odd: odd}}}})
+    for text in (to_toml(tree), to_toml(tree, with_choices=True), commented_toml(tree)):
+        assert tomllib.loads(text)["source"]["uri"] == odd
+    assert PipelineTree.model_validate(tomllib.loads(to_toml(tree))) == tree
+    # A path that is not UTF-8 has no form in TOML; a record shows it all the same.
+    nameless = PipelineTree.model_validate({"source": {"uri": "caf\udce9"}})
+    assert "caf\\udce9" in to_toml(nameless).encode("utf-8").decode()
+
+
 def test_init_file_means_all_defaults_and_explains_every_key():
     text = commented_toml(PipelineTree())
     assert PipelineTree.model_validate(tomllib.loads(text)) == PipelineTree()
