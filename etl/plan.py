@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from etl.config import EtlTree
 from etl.sources import SOURCES
-from etl.units import UnitTask, WorkUnit, plan_units, unit_contract
+from etl.units import UnitTask, WorkUnit, fingerprint_config, plan_units
 from shardmill.dataset.commit import Build
 from shardmill.dataset.manifest import SourceRef
 from shardmill.dataset.versions import latest_version, split_version
@@ -54,7 +54,7 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
     fingerprint = normalization_fingerprint(normalize)
     listing = SOURCES[tree.source.kind](tree.source, config.max_source_bytes)
     class_names = listing.class_names
-    contract = unit_contract(config, class_names, fingerprint)
+    config_fingerprint = fingerprint_config(config, class_names, fingerprint)
     columns = parquet_schema(RowSchema(config.encoding, config.image_shape_HWC, class_names))
     # Absolute from here on: an executor has a working directory of its own.
     source_uri, store = open_store(tree.source.uri).uri, open_store(tree.dataset.uri)
@@ -75,11 +75,11 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
         normalization_fingerprint=fingerprint,
         decoder_id=DECODER_ID,
         config=redacted(config.model_dump(mode="json")),
-        config_fingerprint=contract,
+        config_fingerprint=config_fingerprint,
     )
     return BuildPlan(
         build=build,
-        units=tuple(plan_units(listing, config, contract)),
+        units=tuple(plan_units(listing, config, config_fingerprint)),
         task=UnitTask(source_uri, store.uri, config, class_names, DECODER_ID, probes=choose_probes(listing.images)),
         store=store,
         parent_version=latest_version(store),

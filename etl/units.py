@@ -47,10 +47,10 @@ class UnitTask:
     """Read back by every task; None for units that run in the driver's own process."""
 
 
-def plan_units(listing: Listing, config: EtlConfig, contract: str) -> list[WorkUnit]:
+def plan_units(listing: Listing, config: EtlConfig, config_fingerprint: str) -> list[WorkUnit]:
     """Cut the listing, in a seeded hash order, into units of about equal estimated output.
 
-    `contract` names all of the config that decides what a unit produces (see `unit_contract`).
+    `config_fingerprint` stands for all of the config that decides what a unit produces (see `fingerprint_config`).
     """
     images = listing.images
     # Hash order mixes classes and folders, so that chunk-level reads are well mixed already.
@@ -62,15 +62,15 @@ def plan_units(listing: Listing, config: EtlConfig, contract: str) -> list[WorkU
     units = []
     for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
         sources = tuple(images[place] for place in order[start:stop].tolist())
-        units.append(WorkUnit(index, _fingerprint(sources, contract), sources))
+        units.append(WorkUnit(index, _fingerprint(sources, config_fingerprint), sources))
     return units
 
 
-def unit_contract(config: EtlConfig, class_names: tuple[str, ...], normalization_fingerprint: str) -> str:
+def fingerprint_config(config: EtlConfig, class_names: tuple[str, ...], normalization_fingerprint: str) -> str:
     """A digest of what decides a unit's output beside its sources. Spark, paths and thresholds are not in it.
 
-    The limits of decoding are, though they are no part of the dataset's contract (no pixel depends on them): a higher
-    limit asks again for the images that the lower one refused.
+    The limits of decoding are, although no pixel depends on them: a higher limit asks again for the images that the
+    lower one refused.
     """
     deciding = config.model_dump(mode="json", exclude=_NOT_DECIDING | set(NormalizeOptions.model_fields))
     text = json.dumps([deciding, list(class_names), normalization_fingerprint], sort_keys=True)
@@ -84,8 +84,8 @@ def _images_per_unit(num_images: int, config: EtlConfig) -> int:
     return min(fitting, max(config.unit_min_images, -(-num_images // _TARGET_NUM_UNITS)))
 
 
-def _fingerprint(sources: tuple[SourceImage, ...], contract: str) -> str:
-    digest = hashlib.sha256(contract.encode())
+def _fingerprint(sources: tuple[SourceImage, ...], config_fingerprint: str) -> str:
+    digest = hashlib.sha256(config_fingerprint.encode())
     for source in sources:
         facts = [
             source.key,

@@ -80,7 +80,7 @@ def _check_host(task: UnitTask, source: Store) -> None:
         raise UsageError(
             f"an executor decodes with {DECODER_ID}",
             f"the driver with {task.decoder_id}",
-            "install the same simplejpeg, opencv-python-headless and pillow; pixels are part of the contract",
+            "install the same simplejpeg, opencv-python-headless and pillow; other versions make other pixels",
         )
     if task.reach is not None:
         check_nonce(task.reach)

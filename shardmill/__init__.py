@@ -4,9 +4,9 @@ The map of the repository, in the order in which an image travels:
 
 - `etl/` lists images and writes shards with Spark; `shardmill.images` decodes and normalizes, `shardmill.formats`
   stores, `shardmill.dataset` commits and verifies (contract 1).
-- `shardmill.epoch_plan` says which rows make step k (contract 2); `shardmill.reader` turns them into batches.
+- `shardmill.epoch_plan` decides which rows make step k (contract 2); `shardmill.reader` turns them into batches.
 - `train/` launches ranks, trains, evaluates, exports and promotes.
-- `pipeline/` tells the whole story and owns the command line; `airflow_dags/` schedules it.
+- `pipeline/` runs all stages and owns the command line; `airflow_dags/` schedules it.
 
 This library imports none of the applications, and importing it loads nothing heavy.
 """

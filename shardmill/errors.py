@@ -1,10 +1,10 @@
-"""How every part says that it cannot go on: one exception per exit code of the command line."""
+"""The errors that end a command: one exception class per exit code of the command line."""
 
 from __future__ import annotations
 
 
 class ShardmillError(Exception):
-    """A refusal that a person can act on: what was found and where, what was expected, what to do next.
+    """An error that a person can act on: what was found and where, what was expected, what to do next.
 
     The command line prints it as ``ERROR <exit_code>: <what>; <expected>; <fix>`` and exits with ``exit_code``.
     """

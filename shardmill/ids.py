@@ -21,7 +21,7 @@ def sample_id_of(key: str, block: int = 0) -> int:
 
 
 def assign_sample_ids(keys: Sequence[str]) -> list[int]:
-    """One id for each key, in the order given; where two collide, the larger key takes its next 8 bytes."""
+    """One id for each key, in the order given; if two collide, the larger key takes its next 8 bytes."""
     ids = [sample_id_of(key) for key in keys]
     if len(set(ids)) == len(ids):
         return ids

@@ -1,4 +1,4 @@
-"""The one source of randomness: a specified integer mix, so order and augmentation are the same everywhere, forever.
+"""The one source of randomness: a specified integer mix, so that order and augmentation never change.
 
 The finalizer is splitmix64's (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014,
 doi:10.1145/2660193.2660195). `numpy.random` is not used: its streams may change between NumPy versions (NEP 19).

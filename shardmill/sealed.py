@@ -1,4 +1,4 @@
-"""Files that we vouch for: their size and SHA-256 are known before they are read, or stand inside them.
+"""Files with a known digest: their size and SHA-256 are known before they are read, or are stored inside them.
 
 Two kinds. A `SealedFile` is named by another record (a checkpoint's marker, an export's record), which holds its size
 and digest. An envelope is a record that nothing else names: one line of JSON that carries the SHA-256 of its own body.

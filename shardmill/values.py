@@ -48,10 +48,10 @@ class RejectReason(StrEnum):
     DECODER_MEMORY = "decoder_memory"
 
 
-# These say something about a moment, not about the input: whoever asks again may get another answer.
+# Transient: these describe a moment, not the input; another run may get another answer.
 TRANSIENT_REASONS = frozenset({RejectReason.MISSING, RejectReason.UNREADABLE, RejectReason.SOURCE_CHANGED})
 
-# Files that nobody meant to be images do not count against `etl.max_reject_fraction`.
+# Files that were never meant as images do not count against `etl.max_reject_fraction`.
 REASONS_OUTSIDE_REJECT_FRACTION = frozenset({RejectReason.NOT_AN_IMAGE_NAME})
 
 
@@ -126,7 +126,7 @@ class ShardInfo:
     format: str
     path: str
     """Relative to the dataset root."""
-    num_bytes: int
+    size_bytes: int
     sha256: str
     num_rows: int
     footer_start: int

@@ -63,13 +63,13 @@ class ChunkFetcher:
             return self._store.read_range(shard.path, place.start, place.num_bytes)
         except FileNotFoundError:
             uri = join_uri(self._store.uri, shard.path)
-            raise IntegrityError(f"shard {uri} is missing", f"expected {shard.num_bytes} bytes", RESTORE) from None
+            raise IntegrityError(f"shard {uri} is missing", f"expected {shard.size_bytes} bytes", RESTORE) from None
 
     def _verified(self, shard: ShardInfo, place: ByteRange, data: bytes, crc32c: int, what: str) -> bytes:
         uri = join_uri(self._store.uri, shard.path)
         if len(data) != place.num_bytes:
             raise IntegrityError(
-                f"shard {uri} has another size than {shard.num_bytes} bytes: its {what} has {len(data)}",
+                f"shard {uri} has another size than {shard.size_bytes} bytes: its {what} has {len(data)}",
                 f"expected {place.num_bytes}",
                 RESTORE,
             )

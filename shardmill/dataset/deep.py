@@ -1,4 +1,4 @@
-"""The rules of a version that only its bytes can tell: each one is read, each image decoded, each sum made again."""
+"""The rules of a version that only its bytes prove: each is read, each image decoded, each sum recomputed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_everything(rules: RecordRules, on_shard: Callable[[int, int], None] | N
         where = join_uri(dataset.store.uri, shard.path)
         known = rules.rows_of(shard).to_pylist()
         place = 0
-        # First chunk by chunk, so that damage is named where it lies; then the file whole, for what no chunk covers.
+        # First chunk by chunk, so that an error names the damaged chunk; then the whole file, for what no chunk covers.
         for chunk, info in enumerate(shard.chunks):
             rows = fetcher.read_chunk(first_chunk + chunk)
             digests = _row_digests(dataset, rows, where)

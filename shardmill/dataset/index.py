@@ -105,7 +105,7 @@ def index_table(shards: Iterable[ShardInfo]) -> pa.Table:
         (
             *(shard.split, shard.format, shard.path),
             *(chunk.start, chunk.num_bytes, chunk.num_rows, chunk.image_bytes, chunk.crc32c, chunk.content_sha256),
-            *(shard.num_bytes, shard.sha256, shard.num_rows),
+            *(shard.size_bytes, shard.sha256, shard.num_rows),
             *(shard.footer_start, shard.footer_bytes, shard.footer_crc32c),
             *(shard.rows_path, shard.rows_bytes, shard.rows_sha256),
         )
@@ -144,7 +144,7 @@ def shards_of_table(table: pa.Table) -> list[ShardInfo]:
                 split=record["split"],
                 format=record["format"],
                 path=check_relative_path(record["shard"]),
-                num_bytes=record["shard_bytes"],
+                size_bytes=record["shard_bytes"],
                 sha256=record["shard_sha256"],
                 num_rows=record["shard_rows"],
                 footer_start=record["footer_start"],
@@ -184,7 +184,7 @@ def rows_table(rows: Sequence[StoredRow]) -> pa.Table:
 
 def shard_file(shard: ShardInfo) -> SealedFile:
     """The shard itself, as its index vouches for it."""
-    return SealedFile(shard.path, shard.num_bytes, shard.sha256)
+    return SealedFile(shard.path, shard.size_bytes, shard.sha256)
 
 
 def rows_file(shard: ShardInfo) -> SealedFile:
@@ -210,7 +210,7 @@ def _check_places(shard: ShardInfo) -> None:
                 f"expected at least {_MIN_ROW_BYTES} bytes a row and at most {_MAX_CHUNK_BYTES} a chunk",
             )
         position += chunk.num_bytes
-    if position != shard.footer_start or shard.footer_bytes < 0 or position + shard.footer_bytes != shard.num_bytes:
+    if position != shard.footer_start or shard.footer_bytes < 0 or position + shard.footer_bytes != shard.size_bytes:
         raise IntegrityError(f"{shard.path} has bytes that neither a chunk nor the footer covers")
     rows = sum(chunk.num_rows for chunk in shard.chunks)
     if rows != shard.num_rows:

@@ -1,4 +1,4 @@
-"""The rules of a version that its records can tell: manifest, index, row segments and ledger against each other."""
+"""The rules of a version that its records prove: manifest, index, row segments and ledger against each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardmill.values import Rejection, ShardInfo
 
 @dataclass
 class RecordRules:
-    """The rules, and what several of them look at, read once. A rule says what it found, or raises IntegrityError."""
+    """The rules, and what several of them need, read once. A rule returns what it found, or raises IntegrityError."""
 
     dataset: Dataset
     _rows: dict[str, pa.Table] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class RecordRules:
         return f"{2 * len(self.dataset.shards)} files, {num_bytes} bytes"
 
     def chunks(self) -> str:
-        # What this rule says is checked before anything is read: see `shards_of_table`.
+        # `shards_of_table` has checked this rule before anything was read.
         return f"{sum(len(shard.chunks) for shard in self.dataset.shards)} chunks"
 
     def formats_agree(self) -> str:

@@ -58,7 +58,7 @@ def read_segment(store: Store, file: SealedFile, schema: pa.Schema, max_rows: in
         raise IntegrityError(f"{where} does not parse: {error}", "", RESTORE) from None
 
 
-def _check_footer(footer: pq.FileMetaData, schema: pa.Schema, max_rows: int, num_bytes: int, where: str) -> None:
+def _check_footer(footer: pq.FileMetaData, schema: pa.Schema, max_rows: int, size_bytes: int, where: str) -> None:
     found = footer.schema.to_arrow_schema()
     places = [found.get_field_index(name) for name in schema.names]  # -1 for a name that is absent or ambiguous
     if min(places) < 0 or not pa.schema([found.field(place) for place in places]).equals(schema):
@@ -66,18 +66,18 @@ def _check_footer(footer: pq.FileMetaData, schema: pa.Schema, max_rows: int, num
     if footer.num_rows > max_rows:
         raise IntegrityError(f"{where} has {footer.num_rows} rows", f"expected at most {max_rows}, which were counted")
     # Each of our rows has a digest or a key of its own, so even the best compression needs a byte for it.
-    if footer.num_rows > num_bytes:
+    if footer.num_rows > size_bytes:
         raise IntegrityError(
-            f"{where} claims {footer.num_rows} rows in {num_bytes} bytes", "expected at least one byte a row"
+            f"{where} claims {footer.num_rows} rows in {size_bytes} bytes", "expected at least one byte a row"
         )
     groups = [footer.row_group(number).total_byte_size for number in range(footer.num_row_groups)]
-    _check_size(sum(groups), num_bytes, where)
+    _check_size(sum(groups), size_bytes, where)
 
 
-def _check_size(plain_bytes: int, num_bytes: int, where: str) -> None:
-    if plain_bytes > _MAX_EXPANSION * num_bytes + _ALWAYS_ALLOWED_BYTES:
+def _check_size(plain_bytes: int, size_bytes: int, where: str) -> None:
+    if plain_bytes > _MAX_EXPANSION * size_bytes + _ALWAYS_ALLOWED_BYTES:
         raise IntegrityError(
-            f"{where} would grow from {num_bytes} to {plain_bytes} bytes in memory",
+            f"{where} would grow from {size_bytes} to {plain_bytes} bytes in memory",
             f"expected at most {_MAX_EXPANSION} times its size",
             "do not use this dataset; find out who wrote it",
         )

@@ -41,7 +41,7 @@ def publish_shard(
         split=split,
         format=format_name,
         path=path,
-        num_bytes=shard_seal.size_bytes,
+        size_bytes=shard_seal.size_bytes,
         sha256=shard_seal.sha256,
         num_rows=len(rows),
         footer_start=written.footer.start,

@@ -1,4 +1,4 @@
-"""What one finished work unit hands to the driver: the only thing that a commit is made from."""
+"""What one finished work unit returns to the driver: a commit is made from these alone."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Check:
     rule: str
     detail: str
     problem: str = ""
-    """Empty where the rule holds."""
+    """Empty if the rule holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class VerifyReport:
 def verify_dataset(
     dataset: Dataset, *, deep: bool = False, on_shard: Callable[[int, int], None] | None = None
 ) -> VerifyReport:
-    """Check every rule; the report says what holds and what does not. `deep` re-reads every byte of every shard.
+    """Check every rule and report each. `deep` re-reads every byte of every shard.
 
-    `on_shard` is told (shards done, all shards). The manifest's own rules were checked when `dataset` was opened.
+    `on_shard` is called with (shards done, all shards). Opening `dataset` has checked the manifest's own rules.
     """
     rules = RecordRules(dataset)
     checks: list[tuple[str, Callable[[], str]]] = [
@@ -92,9 +92,9 @@ def _checked(rule: str, check: Callable[[], str]) -> Check:
     try:
         return Check(rule, check())
     except (StorageError, SecurityRefusal):
-        # Nothing is known of a store that does not answer; and a hostile record is not to be read on.
+        # A store that fails proves nothing about the dataset, and a hostile record must not be read any further.
         raise
     except ShardmillError as error:
         return Check(rule, "", "; ".join(part for part in (error.what, error.expected) if part))
-    except Exception as error:  # whatever a damaged record makes a parser raise is a finding, never the end of it
+    except Exception as error:  # a parser's error on a damaged record is a finding; the other rules are still checked
         return Check(rule, "", f"cannot be checked: {type(error).__name__}: {error}".splitlines()[0])

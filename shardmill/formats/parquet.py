@@ -43,7 +43,7 @@ def parquet_schema(schema: RowSchema) -> pa.Schema:
         pa.field("source_sha256", pa.string(), nullable=False),
         pa.field("notes", pa.string(), nullable=False),
     ]
-    # For whoever holds the file alone: what the numbers in `label` mean.
+    # So that a file alone explains the numbers in `label`.
     return pa.schema(fields, metadata={CLASS_NAMES_KEY: json.dumps(schema.class_names, ensure_ascii=False)})
 
 

@@ -26,7 +26,7 @@ def encode_example(features: Mapping[str, FeatureValue]) -> bytes:
 
 
 def decode_example(data: memoryview) -> dict[str, bytes | memoryview | int]:
-    """The first value of each bytes or int64 feature. Raises IntegrityError where `data` is not a tf.Example."""
+    """The first value of each bytes or int64 feature. Raises IntegrityError if `data` is not a tf.Example."""
     found: dict[str, bytes | memoryview | int] = {}
     try:
         for _, features in _fields(data):

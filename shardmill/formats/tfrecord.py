@@ -1,8 +1,8 @@
 """TFRecord shards: a chunk is a run of records, each a tf.Example with the usual image keys.
 
 Framing: length (u64 LE), masked CRC-32C of the length, data, masked CRC-32C of the data
-(https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details). The format cannot tell a file that
-was cut between two records from a whole one; the index can, because it names each chunk's rows and bytes.
+(https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details). A file that was cut between two
+records is valid TFRecord; only the index shows the loss, because it counts each chunk's rows and bytes.
 """
 
 from __future__ import annotations

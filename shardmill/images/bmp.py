@@ -42,7 +42,7 @@ class BmpHeader:
     compression: int
     pixels_start: int
     masks: tuple[int, ...]
-    """Red, green, blue and alpha; alpha is 0 where the header is too old to have it."""
+    """Red, green, blue and alpha; alpha is 0 if the header is too old to have it."""
 
 
 def decode_bmp(data: bytes, options: NormalizeOptions) -> DecodedImage:

@@ -1,4 +1,4 @@
-"""What the sandbox and its child say to each other: two lengths, a JSON header and raw bytes. Nothing is unpickled."""
+"""The messages between the sandbox and its child: two lengths, a JSON header, raw bytes. Nothing is unpickled."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Entry:
     type: int
     count: int
     value_start: int
-    """Where the value lies: in the entry itself, or where the entry points."""
+    """Start of the value: in the entry itself, or at the offset that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def orient(pixels_HWC: np.ndarray, orientation: int, notes: list[str]) -> np.nda
 
 
 def count_mpo_images(mpf: bytes) -> int:
-    """How many images an MPO file holds, from its MPF segment; 0 if it cannot be told."""
+    """How many images an MPO file holds, from its MPF segment; 0 if that is unknown."""
     try:
         return read_directory(mpf).integer(MPO_IMAGE_COUNT_TAG, default=0)
     except BadDirectory:

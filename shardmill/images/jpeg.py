@@ -57,7 +57,7 @@ class Segment:
 
 @dataclass(slots=True)
 class JpegHeader:
-    """What the markers in front of the first scan say."""
+    """What the markers before the first scan declare."""
 
     height: int = 0
     width: int = 0
@@ -86,7 +86,7 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
     pixels_HWC = _decode_strictly(data, {1: "GRAY", 3: "RGB", 4: "CMYK"}[header.num_components])
     expect_size(pixels_HWC, header.height, header.width)
     if header.num_components == 4:
-        # Adobe's writers, and whoever copies their marker, store 255 for "no ink"; without the marker 0 is.
+        # Adobe's writers, and others that copy their marker, store 255 for "no ink"; without the marker 0 is.
         pixels_HWC = cmyk_to_rgb(pixels_HWC, stored_inverted=header.has_adobe)
         notes.append(CMYK_NOTE)
     pixels_HWC = orient_by_exif(pixels_HWC, header.exif, notes)
@@ -94,7 +94,7 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
 
 
 def read_header(data: bytes, options: NormalizeOptions) -> JpegHeader:
-    """Walks the markers up to the first scan and refuses by what they say, before anything is allocated."""
+    """Walks the markers up to the first scan and refuses by what they declare, before anything is allocated."""
     header = JpegHeader()
     position = 2
     for _ in range(MAX_SEGMENTS):
@@ -129,7 +129,7 @@ def _walk_scans(data: bytes, scan_start: int) -> int:
     position, num_scans = scan_start, 1
     for _ in range(MAX_SEGMENTS):
         found = END_OF_SCAN.search(data, position)
-        if found is None:  # damage made a marker that swallowed the real end; libjpeg will say what is wrong
+        if found is None:  # damage made a marker that swallowed the real end; libjpeg will report what is wrong
             return len(data)
         marker = data[found.end() - 1]
         if marker == EOI:

@@ -47,7 +47,7 @@ MAX_CHUNKS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class PngHeader:
-    """What the IHDR chunk says."""
+    """What the IHDR chunk declares."""
 
     height: int
     width: int

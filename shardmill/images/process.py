@@ -28,7 +28,7 @@ MAX_DETAIL_CHARACTERS = 300
 def process_image(source: SourceImage, data: bytes, options: NormalizeOptions) -> ImageSample | Rejection:
     """Decodes, normalizes and encodes one image. Equal arguments give an equal answer; no bytes make it raise.
 
-    Only `MemoryError` passes through: it says something about the machine and nothing about the image.
+    Only `MemoryError` passes through: it concerns the machine, not the image.
     """
     source_sha256 = hashlib.sha256(data).hexdigest()
     try:

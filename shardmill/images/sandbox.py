@@ -84,18 +84,19 @@ class DecodeSandbox:
         self.close()
 
     def close(self) -> None:
-        """Ends the child; the next image starts another."""
+        """End the child; the next image starts another."""
         if self._child is not None:
             self._child.kill()
         self._child = self._pending = None
 
     def process(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> ImageSample | Rejection:
-        """What `process_image` says of the image, or `decoder_crash`, `decoder_timeout` or `decoder_memory`."""
+        """The outcome of `process_image`, or a rejection: `decoder_crash`, `decoder_timeout` or `decoder_memory`."""
         return self.finish(self.start(source, data, options))
 
     def start(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> PendingImage:
-        """Hands an image over, so that the caller can read the next one; `finish` it before the next `start`."""
-        if self._pending is not None:  # an error of the caller's kept it from asking: the answer is not ours to read
+        """Send an image to the child, so that the caller can read the next one; `finish` it before the next `start`."""
+        # The caller failed before it took the last answer, which must not be taken for this image's.
+        if self._pending is not None:
             self.close()
         if self._child is None:
             self._child = _Child(self._limits, self._entry)
@@ -223,7 +224,7 @@ class _Child:
                 pass
 
     def _wait(self, pipe: select.poll) -> None:
-        """Until the child says something or takes more, or its time is over."""
+        """Wait until the pipe is ready. Raises `_Failed` when the image's time is over."""
         limit = self._limits.decode_timeout_seconds
         while True:
             cpu_left = limit - (self._cpu_seconds() - self._cpu_start)
@@ -237,7 +238,7 @@ class _Child:
     def _cpu_seconds(self) -> float:
         try:
             return time.clock_gettime(self._cpu_clock)
-        except OSError:  # it is gone; the pipe will say so
+        except OSError:  # it ended; reading the pipe will show how
             return self._cpu_start
 
     def _how_it_ended(self) -> tuple[RejectReason, str]:
@@ -270,7 +271,7 @@ class _Child:
         if decoder_id != DECODER_ID:
             self.kill()
             raise UsageError(
-                f"the decoding process says {decoder_id!r} of itself",
+                f"the decoding process decodes with {decoder_id!r}",
                 f"expected {DECODER_ID!r}, as here",
                 f"see that {sys.executable} alone can import this shardmill and its packages",
             )
@@ -282,6 +283,6 @@ def _environment() -> dict[str, str]:
         **os.environ,
         # A relative or empty entry is the working directory.
         "PYTHONPATH": os.pathsep.join(path for path in kept if os.path.isabs(path)),
-        # Threads that nobody uses here, but each with its own memory.
+        # Its threads would take memory, and nothing here uses them.
         "OPENBLAS_NUM_THREADS": "1",
     }

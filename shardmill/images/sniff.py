@@ -1,4 +1,4 @@
-"""Names the format of some bytes by their content alone, and says why bytes that we do not decode are refused."""
+"""The format of some bytes by their content alone, or the reason why they are not decoded."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Layout:
     uses_predictor: bool
     rows_per_strip: int
     alpha_kind: int
-    """One of the two alpha constants, or 0 where an extra sample is not alpha (or there is none)."""
+    """One of the two alpha constants, or 0 if the extra sample is not alpha, or there is none."""
     byte_order: str
 
     def row_bytes(self) -> int:

@@ -48,7 +48,7 @@ def decode_webp(data: bytes, options: NormalizeOptions) -> DecodedImage:
     chunks: dict[bytes, bytes] = {}
     num_frames = 0
     for type_, payload in _walk_chunks(data, 12, end):
-        chunks.setdefault(type_, payload)  # the first frame of an animation; others are doubles
+        chunks.setdefault(type_, payload)  # the first frame of an animation; later ones are ignored
         num_frames += type_ == b"ANMF"
     notes = [f"first_frame_of_{num_frames}"] if num_frames > 1 else []
     if end + end % 2 < len(data):

@@ -119,9 +119,9 @@ def _create_beside(target: Path) -> tuple[IO[bytes], Path]:
             _make_folder(target.parent)
             return open(temporary, "xb"), temporary
         except FileNotFoundError:
-            # A `delete` took the empty folder away in between; or nobody can make one there, as in /proc.
+            # A concurrent `delete` removed the empty folder, or none can be made there, as in /proc.
             continue
-    raise StorageError(f"cannot write {target}", "its folder cannot be made, or vanishes again and again")
+    raise StorageError(f"cannot write {target}", "its folder cannot be made, or is removed again and again")
 
 
 def _make_folder(folder: Path) -> None:
@@ -141,7 +141,7 @@ def _is_removed(folder: Path) -> bool:
     try:
         os.rmdir(folder)
     except OSError:
-        # Not empty, or not ours to remove: the file is gone, and that is what was asked for.
+        # Not empty, or not ours to remove. Either way the file itself is gone, as asked.
         return False
     return True
 

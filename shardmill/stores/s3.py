@@ -82,7 +82,7 @@ class S3Store:
         return True
 
     def _check_conditional(self) -> None:
-        """Raise StorageError for a server that ignores `If-None-Match`: there, two writers would both be told True."""
+        """Raise StorageError for a server that ignores `If-None-Match`: there, two writers would both get True."""
         if self._is_conditional:
             return
         probe = f"{TEMPORARY_PREFIX}conditional-put-{uuid.uuid4().hex}"

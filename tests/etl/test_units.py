@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from etl.config import EtlConfig, SplitFractions
 from etl.sources import Listing
-from etl.units import plan_units, unit_contract
+from etl.units import fingerprint_config, plan_units
 from etl.write_unit import split_of
 from shardmill.ids import sample_id_of
 from shardmill.values import SourceImage
@@ -25,7 +25,7 @@ def listing_of(num_images: int) -> Listing:
 @given(st.integers(1, 700), st.integers(1, 90), st.integers(1, 200_000), st.integers(0, 5))
 def test_each_source_is_in_one_unit_and_units_are_even(num_images: int, minimum: int, shard_bytes: int, seed: int):
     config = EtlConfig(image_size=32, unit_min_images=minimum, shard_max_bytes=shard_bytes, seed=seed)
-    units = plan_units(listing_of(num_images), config, "contract")
+    units = plan_units(listing_of(num_images), config, "config")
     keys = Counter(source.key for unit in units for source in unit.sources)
     assert keys == Counter(image.key for image in listing_of(num_images).images)
     sizes = [len(unit.sources) for unit in units]
@@ -33,16 +33,16 @@ def test_each_source_is_in_one_unit_and_units_are_even(num_images: int, minimum:
 
 
 def test_units_mix_the_classes():
-    units = plan_units(listing_of(600), EtlConfig(image_size=32, unit_min_images=100), "contract")
+    units = plan_units(listing_of(600), EtlConfig(image_size=32, unit_min_images=100), "config")
     assert all(len({source.label for source in unit.sources[:20]}) == 3 for unit in units)
 
 
-def test_a_fingerprint_names_sources_and_contract():
+def test_a_fingerprint_names_sources_and_config():
     config = EtlConfig(image_size=32)
-    [unit] = plan_units(listing_of(10), config, "contract")
-    assert plan_units(listing_of(10), config, "contract")[0].fingerprint == unit.fingerprint
+    [unit] = plan_units(listing_of(10), config, "config")
+    assert plan_units(listing_of(10), config, "config")[0].fingerprint == unit.fingerprint
     assert plan_units(listing_of(10), config, "other")[0].fingerprint != unit.fingerprint
-    assert plan_units(listing_of(11), config, "contract")[0].fingerprint != unit.fingerprint
+    assert plan_units(listing_of(11), config, "config")[0].fingerprint != unit.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_a_fingerprint_names_sources_and_contract():
         ({"split_fractions": SplitFractions(train=1, validation=0, test=0)}, False),
     ],
 )
-def test_the_contract_covers_what_decides_a_units_output(change: dict, same: bool):
-    before, after = (unit_contract(config, ("a",), "n") for config in (EtlConfig(), EtlConfig(**change)))
+def test_the_config_fingerprint_covers_what_decides_a_units_output(change: dict, same: bool):
+    before, after = (fingerprint_config(config, ("a",), "n") for config in (EtlConfig(), EtlConfig(**change)))
     assert (before == after) is same
 
 

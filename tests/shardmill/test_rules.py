@@ -131,9 +131,9 @@ def _grown(shard: ShardInfo, **first: int) -> ShardInfo:
         lambda shard: _grown(shard, num_rows=_HUGE),
         lambda shard: _grown(shard, image_bytes=_HUGE),
         lambda shard: _grown(shard, start=-1),
-        lambda shard: replace(shard, footer_bytes=_HUGE, num_bytes=shard.num_bytes + _HUGE - shard.footer_bytes),
+        lambda shard: replace(shard, footer_bytes=_HUGE, size_bytes=shard.size_bytes + _HUGE - shard.footer_bytes),
         lambda shard: replace(shard, footer_start=_HUGE),
-        lambda shard: replace(shard, num_bytes=_HUGE),
+        lambda shard: replace(shard, size_bytes=_HUGE),
         lambda shard: replace(shard, num_rows=_HUGE),
     ],
 )
