@@ -32,12 +32,12 @@ class RunFolder:
         self._store = open_store(workdir)
         self._folder = run_folder(run_id)
 
-    def forget_summary(self) -> None:
+    def remove_summary(self) -> None:
         """So that what is read after a failure was written by this attempt, and not by an earlier one."""
         self._store.delete(f"{self._folder}/summary.json")
 
     def summary(self) -> dict[str, Any]:
-        """What the run says of itself; empty if it says nothing yet."""
+        """The run's summary; empty if there is none yet."""
         try:
             return json.loads(self._store.read(f"{self._folder}/summary.json"))
         except FileNotFoundError:
@@ -80,7 +80,7 @@ class ShardmillSparkOperator(SparkSubmitOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         folder = RunFolder(self.workdir, self.shardmill_run_id)
-        folder.forget_summary()
+        folder.remove_summary()
         try:
             super().execute(context)
         except AirflowFailException:
@@ -115,7 +115,7 @@ class ShardmillOperator(BaseOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         folder = RunFolder(self.workdir, self.shardmill_run_id)
-        folder.forget_summary()
+        folder.remove_summary()
         command = [*shlex.split(os.environ.get("SHARDMILL_COMMAND", "shardmill")), *self.arguments]
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

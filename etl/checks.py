@@ -69,7 +69,7 @@ LIMITS = (
 
 
 def broken_limit(config: EtlConfig, rejections: Sequence[Rejection], num_listed: int) -> Limit | None:
-    """The first limit that the rejections exceed. More rejections never heal it, so it may be asked half-way."""
+    """The first limit that the rejections exceed. More rejections never undo it, so a part of them may be enough."""
     counts = Counter(rejection.reason for rejection in rejections)
     num_images = num_listed - sum(counts[reason] for reason in REASONS_OUTSIDE_REJECT_FRACTION)
     for limit in LIMITS:
@@ -81,7 +81,7 @@ def broken_limit(config: EtlConfig, rejections: Sequence[Rejection], num_listed:
 def limit_error(
     limit: Limit, config: EtlConfig, rejections: Sequence[Rejection], num_listed: int, ledger: str
 ) -> ShardmillError:
-    """What a person is told: how many, why, three of them, and where the rest is."""
+    """The error for a broken limit: how many, why, three examples, and where the rest is listed."""
     counted = [rejection for rejection in rejections if rejection.reason in limit.reasons]
     top = ", ".join(f"{reason} {count}" for reason, count in Counter(each.reason for each in counted).most_common(3))
     examples = ", ".join(f"{printable(each.key)}: {each.reason}" for each in counted[:_NUM_EXAMPLES])
@@ -120,7 +120,7 @@ def check_classes(plan: BuildPlan) -> None:
 
 
 def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
-    """A sentence for each thing that a person would want to know before the work is done."""
+    """One sentence for each thing in the listing that looks wrong, before any work is done."""
     by_split = _images_by_split(plan)
     fractions = plan.task.config.split_fractions
     for split in SPLITS:
@@ -147,7 +147,7 @@ def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
 
 
 def version_warnings(counts: Counts) -> Iterator[str]:
-    """A sentence for what only the images' bytes could tell."""
+    """One sentence for each thing that looks wrong once the images have been read."""
     if counts.conflicting_label:
         yield (
             f"{counts.conflicting_label} accepted images have the same bytes as one of another class; a model cannot "
@@ -164,7 +164,7 @@ def _has_split_folders(plan: BuildPlan) -> bool:
 
 
 def _images_by_split(plan: BuildPlan) -> Counter[str]:
-    """Exact where folders name the splits; where content hashes do, what their shares come to."""
+    """Exact if folders name the splits; estimated from the shares if content hashes decide."""
     if _has_split_folders(plan):
         return Counter(image.split for image in _images(plan) if image.split is not None)
     fractions = plan.task.config.split_fractions

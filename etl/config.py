@@ -1,4 +1,4 @@
-"""What the ETL can be told: the sections `source` and `etl`, and the tree that `etl/job.py` reads."""
+"""The ETL's settings: the sections `source` and `etl`, and the tree that `etl/job.py` reads."""
 
 from __future__ import annotations
 

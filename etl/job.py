@@ -46,9 +46,9 @@ class BuildOutcome:
     pin: DatasetPin
     manifest: Manifest
     skipped: bool
-    """True where the latest version was made from the same inputs and config already."""
+    """True if the latest version was made from the same inputs and config already."""
     published: bool
-    """True where this run made the version, in this try or an earlier one."""
+    """True if this run made the version, in this attempt or an earlier one."""
     num_units: int
     num_units_kept: int
     """Units that an earlier, interrupted run had finished."""
@@ -56,7 +56,7 @@ class BuildOutcome:
 
     @property
     def images_per_second(self) -> float:
-        """Listed images per second of this build; 0 where there was nothing to do."""
+        """Listed images per second of this build; 0 if there was nothing to do."""
         return 0.0 if self.skipped else self.manifest.counts.listed / max(self.seconds, 1e-9)
 
 
@@ -140,7 +140,7 @@ def run_units(plan: BuildPlan, tree: EtlTree, observer: Observer) -> tuple[list[
 def commit_results(plan: BuildPlan, results: Sequence[UnitResult]) -> Manifest:
     """Commit what all units produced, then clear their pending records.
 
-    Where nothing new came of it, the records stay: the same listing (of touched files, say) is not processed again.
+    If no new version came of it, the records stay: the same listing (of touched files, say) is not processed again.
     """
     check_limits(plan, all_rejections(plan.build, results))
     manifest = commit_version(plan.store, plan.build, results, plan.parent_version)
@@ -159,13 +159,13 @@ def _check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
     if replace_source or not plan.parent_version:
         return
     before, now = read_manifest(plan.store, plan.parent_version).source, plan.build.source
-    # Where the very same files are listed, the source has moved, or is named in another way.
+    # If the very same files are listed, the source has moved, or is named in another way.
     moved = before.listing_fingerprint == now.listing_fingerprint
     if (before.kind, before.uri) != (now.kind, now.uri) and not moved:
         raise UsageError(
             f"dataset {plan.store.uri}@{plan.parent_version} was made from {before.uri}, not from {now.uri}",
             "expected the same source: the new version would replace the old images, and its models would be compared",
-            "give each source its own dataset.uri (or --workdir), or say --replace-source",
+            "give each source its own dataset.uri (or --workdir), or give --replace-source",
         )
 
 
@@ -177,7 +177,7 @@ def _up_to_date_parent(plan: BuildPlan) -> Manifest | None:
     same = (parent.config_fingerprint, parent.source.listing_fingerprint, parent.source.kind) == (
         build.config_fingerprint, build.source.listing_fingerprint, build.source.kind
     )  # fmt: skip
-    # Transient faults are asked again: the next answer may be another one.
+    # Inputs with transient faults are read again: they may be fine now.
     if not same or TRANSIENT_REASONS & set(parent.counts.by_reason) or not has_all_files(plan.store, parent):
         return None
     check_limits(plan, read_rejections(plan.store, parent))

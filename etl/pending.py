@@ -1,6 +1,6 @@
-"""What finished work units leave until the commit: kept by the next run after a crash, cleared by whoever commits.
+"""Records of finished work units: kept for the next run after a crash, removed after the commit.
 
-A record speaks for shards that nobody has read since: it is believed only if it is whole and every byte of them is.
+A record vouches for shards that nobody has read since: it is used only if it is whole and so is every byte of them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from shardmill.storage import Store, StoredFile
 from shardmill.values import TRANSIENT_REASONS
 
 PENDING = "pending"
-# Of a run that nobody has resumed for so long, nothing is lost but time.
+# A run that nobody has resumed for so long loses nothing but time.
 _ABANDONED_SECONDS = 7 * 86_400.0
 _NUM_READERS = 8
 
 
 def pending_path(unit: WorkUnit) -> str:
-    """Where a finished unit's result waits for the commit."""
+    """The path of a finished unit's record."""
     return f"{PENDING}/{unit.fingerprint}.json"
 
 
 def keep_result(store: Store, unit: WorkUnit, result: UnitResult) -> None:
-    """Leave a finished unit's record: after a crash, a run that plans the same unit finds it and does not repeat it."""
+    """Write a finished unit's record: after a crash, a run that plans the same unit finds it and does not repeat it."""
     store.put(pending_path(unit), seal(encode_unit_result(result)))
 
 

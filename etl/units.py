@@ -15,7 +15,7 @@ from shardmill.mix import mix64_array
 from shardmill.options import ENCODINGS, NormalizeOptions
 from shardmill.values import Nonce, SourceImage
 
-# Enough units for the last ones to even out, on any cluster that a dataset of that size is given to.
+# Enough units that a cluster of the size that suits the dataset stays busy until the last of them.
 _TARGET_NUM_UNITS = 64
 
 # What may change without making other units.

@@ -1,4 +1,4 @@
-"""Checks before any work starts: `run` fails on them, and `doctor` shows them one by one."""
+"""Checks before any work starts: `run`, `etl` and `train` fail on them, `doctor` shows them one by one."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ SENTENCES = {
     "etl.warning": "etl: WARNING: {message}",
     "etl.units_kept": "etl: keeps {kept} work units of an interrupted run, {missing} are left to do",
     "train.resumed": "train: continues at epoch {epoch}, step {step}",
-    "train.checkpoint_discarded": "train: passes over the checkpoint {path}: {reason}",
-    "train.training_discarded": "train: passes over the training {path}: {reason}",
+    "train.checkpoint_discarded": "train: skips the checkpoint {path}: {reason}",
+    "train.training_discarded": "train: skips the training {path}: {reason}",
     "train.unfinished": "train: a training on version {version} is unfinished; this run trains version {trains}. "
     "To finish it: `shardmill train CONFIG --set dataset.uri={dataset}`",
     "train.continues": "train: goes on from {epochs_done} finished epochs to {epochs}: {note}",

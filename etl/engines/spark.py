@@ -32,7 +32,7 @@ def run_on_spark(
 ) -> list[UnitResult]:
     """One DataFrame row, one partition and one task for each unit. Spark moves the plan; images never cross the JVM.
 
-    `on_units_done` is told how many units have finished. Raises the tasks' own error after Spark's retries.
+    `on_units_done` gets the number of finished units. Raises the tasks' own error after Spark's retries.
     """
     # Every task reads the nonce back before it works: a folder of its executor's own would swallow its shards.
     with (

@@ -95,7 +95,7 @@ def _walk_local(root: Path, follow_symlinks: bool) -> Iterator[SourceImage | Rej
 
 
 def _leads_back(link: str, root: Path) -> bool:
-    """Whether a link to a folder leads to one that it lies in: whoever enters it never comes to an end."""
+    """Whether a link to a folder leads to a folder that contains it, so that a walk would never end."""
     target = os.path.realpath(link)
     folder = Path(link).parent
     return any(os.path.realpath(above) == target for above in (folder, *folder.parents) if above.is_relative_to(root))
