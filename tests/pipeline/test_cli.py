@@ -170,7 +170,6 @@ def test_a_flipped_byte_is_named_by_verify_and_on_every_rank(config: Path):
     ("overrides", "parts"),
     [
         (["train.model=nowhere:build"], ["nowhere:build", "there is no module 'nowhere'"]),
-        (["train.model=user_models:absent"], ["user_models", "absent"]),
         (["train.model=small_cmm"], ["small_cmm", "small_cnn"]),
         (["train.model=user_models:too_narrow"], ["gives 2 outputs", "expected 3 outputs", "3 classes"]),
         (["train.global_batch_size=20"], ["train.global_batch_size = 20", "train.num_streams = 8", "nearest: 16"]),

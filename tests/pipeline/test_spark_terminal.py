@@ -92,6 +92,11 @@ def test_a_live_spark_session_shows_no_secret_and_no_line_of_its_own(tmp_path: P
     assert b"SparkListenerEnvironmentUpdate" in log.read_bytes() and b"spark.eventLog.enabled" in log.read_bytes()
     assert files_with_canaries(tmp_path / "spark-events", tmp_path / "work", tmp_path / "dataset") == []
 
+    # The progress bar is one line that is drawn over again, and nothing came between.
+    lines = shown.replace("\r\n", "\n").split("\n")
+    assert any(line.count("\r") > 3 for line in lines)
+    assert [line for line in lines if "━" in line.rpartition("\r")[2]] in ([], [lines[-1]], [lines[-2]])
+
     # The person saw our lines alone; Spark's are in the run's log.
     assert not SPARK_LINES.search(shown), shown
     assert "canary" not in shown and "etl: done" in shown

@@ -6,6 +6,7 @@ Before the walks over their headers were made linear, some took from ten seconds
 from __future__ import annotations
 
 import io
+import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ import pytest
 from PIL import Image
 
 from shardmill.images.sandbox import DecodeSandbox
+from shardmill.options import DecodeLimits
 from shardmill.values import ImageSample, RejectReason, SourceImage
+from tests.processes import children_of, peak_bytes
 from tests.shardmill.images.make import (
     OPTIONS,
     gif,
@@ -30,6 +33,8 @@ from tests.shardmill.images.make import (
     with_segment,
 )
 
+# More than the decoders' own libraries take.
+IDLE_BYTES = 300_000_000
 LZW_NOISE = {256: [4000], 257: [4000], 258: [8], 262: [1], 259: [5]}
 
 
@@ -200,17 +205,27 @@ CRAFTED: dict[str, tuple[Callable[[], bytes], RejectReason | None]] = {
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Iterator[DecodeSandbox]:
+def others() -> set[int]:
+    """The children of this process but for the sandbox's."""
+    return children_of(os.getpid())
+
+
+@pytest.fixture(scope="module")
+def sandbox(others: set[int]) -> Iterator[DecodeSandbox]:
     """With the product's own limits: what takes longer or more is not decoded but rejected."""
     with DecodeSandbox() as sandbox:
         yield sandbox
 
 
 @pytest.mark.parametrize("name", CRAFTED)
-def test_a_crafted_file_ends_as_it_should_and_soon(name: str, sandbox: DecodeSandbox) -> None:
+def test_a_crafted_file_ends_as_it_should_within_the_limits(
+    name: str, others: set[int], sandbox: DecodeSandbox
+) -> None:
     build, expected = CRAFTED[name]
     data = build()
     outcome = sandbox.process(SourceImage(key="x", size_bytes=len(data)), data, OPTIONS)
+    [child] = children_of(os.getpid()) - others
+    assert peak_bytes(child) < IDLE_BYTES + DecodeLimits().decode_memory_bytes
     if expected is None:
         assert isinstance(outcome, ImageSample), outcome
     else:

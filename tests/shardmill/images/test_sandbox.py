@@ -19,6 +19,7 @@ from shardmill.images.process import process_image
 from shardmill.images.sandbox import DecodeSandbox
 from shardmill.options import DecodeLimits
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
+from tests.processes import children_of, is_running
 from tests.shardmill.images.make import OPTIONS, gray_photo, jpeg, one_of_each_format, photo, png
 
 MISBEHAVE = "tests.shardmill.images.misbehaving:misbehave"
@@ -45,11 +46,6 @@ def others() -> None:
 def child_pids() -> set[int]:
     """Children that the tests of this file have started, zombies included."""
     return children_of(os.getpid()) - OTHERS
-
-
-def children_of(pid: int) -> set[int]:
-    """Those that its main thread has started."""
-    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def test_answers_are_those_of_process_image(sandbox: DecodeSandbox) -> None:
@@ -191,13 +187,6 @@ def test_no_child_outlives_a_killed_parent() -> None:
     while is_running(child):
         assert time.monotonic() < deadline, "the child outlived its parent"
         time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_ctrl_c_is_the_parents_matter(sandbox: DecodeSandbox) -> None:

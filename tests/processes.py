@@ -1,0 +1,24 @@
+"""What the kernel says of other processes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def children_of(pid: int) -> set[int]:
+    """Those that its main thread has started, zombies included."""
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that it has held at once so far; 0 for a zombie."""
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(peak[1]) * 1024 if peak else 0
