@@ -162,15 +162,15 @@ def plan_epoch(spec: PlanSpec, chunk_rows: np.ndarray, epoch: int) -> EpochPlan:
     return EpochPlan(spec, epoch, order, starts)
 
 
-def streams_of_rank(rank: int, num_ranks: int, num_streams: int) -> range:
+def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:
     """The contiguous streams that a rank owns; counts differ by at most one. Raises UsageError beyond `num_streams`."""
-    if not 1 <= num_ranks <= num_streams:
+    if not 1 <= world_size <= num_streams:
         raise UsageError(
-            f"{num_ranks} ranks for {num_streams} streams",
+            f"{world_size} ranks for {num_streams} streams",
             f"expected 1 to {num_streams} ranks, because each owns at least one stream",
-            f"set train.num_streams to {num_ranks} or a multiple of it",
+            f"set train.num_streams to {world_size} or a multiple of it",
         )
-    return range(rank * num_streams // num_ranks, (rank + 1) * num_streams // num_ranks)
+    return range(rank * num_streams // world_size, (rank + 1) * num_streams // world_size)
 
 
 def window_chunks_within(budget_bytes: int, max_chunk_bytes: int, num_streams: int) -> int:

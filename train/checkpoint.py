@@ -1,4 +1,4 @@
-"""Resumable training state: files first, one marker last, and nothing is believed that the marker does not vouch for.
+"""Resumable training state: files first, one marker last; only files that the marker names with size and hash are used.
 
 <training_dir>/checkpoints/step-00000120-<attempt>/
     weights.npz  optimizer.npz      written by rank 0
@@ -189,9 +189,11 @@ def save_checkpoint(
         written.append(seal_file(name, data))
     kind = TypeAdapter(tuple[SealedFile, ...])
     of_all_ranks = [kind.validate_json(part) for part in collective.gather_bytes(kind.dump_json(tuple(written)))]
+    # The gather is also the barrier: rank 0 has every rank's list only after every rank has stored (and synced) its
+    # files, so a marker never names a file that a crash has lost.
     if collective.rank == 0:
         all_files = tuple(file for of_rank in of_all_ranks for file in of_rank)
-        marker = CheckpointMarker(identity, collective.num_ranks, global_step, progress, all_files)
+        marker = CheckpointMarker(identity, collective.world_size, global_step, progress, all_files)
         folder.store.put(f"{path}/{MARKER}", seal(to_json(marker)))
         _delete_older(folder, keep={path, progress.best.checkpoint} if progress.best else {path})
     return path

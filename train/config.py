@@ -1,4 +1,4 @@
-"""What training can be told: the sections `train` and `gate`, and the tree that `train/job.py` reads."""
+"""The sections `train` and `gate` of the config, and the tree that `train/job.py` reads."""
 
 from __future__ import annotations
 

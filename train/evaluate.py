@@ -21,7 +21,7 @@ from train.strategies.strategy import Collective, SingleCollective
 from train.values import ClassFigures, Evaluation
 
 # Keeps the logarithm of a probability of 0 finite, and no more than that: unlike the training loss (1e-7 in
-# train/models/build.py) nobody takes a gradient of it, and it should tell a sure error from a surer one.
+# train/models/build.py) no gradient is taken of it, and it should still distinguish degrees of confidence in errors.
 SMALLEST_PROBABILITY = float(np.finfo(np.float32).tiny)
 TOP = 5
 
@@ -71,7 +71,7 @@ def evaluate_split(
 
     `outputs_of`: images_NHWC uint8 -> outputs_NK. Raises TrainingError where an output is not a number.
     """
-    streams = streams_of_rank(collective.rank, collective.num_ranks, config.num_streams)
+    streams = streams_of_rank(collective.rank, collective.world_size, config.num_streams)
     sums = EvaluationSums(len(dataset.manifest.class_names))
     with _read_in_order(dataset, split, config, streams) as batches:
         for batch in batches:
@@ -133,14 +133,15 @@ def build_evaluation(split: str, class_names: tuple[str, ...], sums: EvaluationS
 def average_moving_statistics(model: Any, collective: Collective, num_streams: int) -> None:
     """Give all ranks the same floating non-trainable variables: their mean, weighted by the streams of each rank.
 
-    In float64 and with integer weights, so that values that agree on all ranks (frozen weights) keep their exact bits.
+    Batch norm updates them from local batches, so they differ from rank to rank. In float64 and with integer weights,
+    so that values that are equal on all ranks (frozen weights) keep their exact bits.
     """
     import tensorflow as tf
 
     variables = [variable for variable in model.non_trainable_variables if "float" in str(variable.dtype)]
-    if not variables or collective.num_ranks == 1:
+    if not variables or collective.world_size == 1:
         return
-    num_streams_here = len(streams_of_rank(collective.rank, collective.num_ranks, num_streams))
+    num_streams_here = len(streams_of_rank(collective.rank, collective.world_size, num_streams))
     mine = [tf.cast(variable.value, tf.float64) * num_streams_here for variable in variables]
     for variable, total in zip(variables, collective.sum_tensors(mine), strict=True):
         variable.assign(tf.cast(total / num_streams, variable.dtype))

@@ -81,7 +81,7 @@ def train_model(
     `version` is the one that the caller has resolved for the whole run. `fresh_for` is the id of a run that wants a
     training from step 0 whatever there is; asking again for the same run goes on with that training.
 
-    Raises UsageError (2), IntegrityError (3), StorageError (4), or TrainingError (5) in the first failing rank's words.
+    Raises UsageError (2), IntegrityError (3), StorageError (4), or TrainingError (5), that of the first failed rank.
     """
     started = time.monotonic()
 
@@ -92,7 +92,7 @@ def train_model(
 
     # The version: the latest, or the one that `dataset.uri` names. What is unfinished on another one stays as it is.
     choice = _choose(tree, version, fresh_for)
-    choice.tell(tree.train, observer)
+    choice.report(tree.train, observer)
     if choice.result is not None:
         return TrainOutcome(choice.result, models.uri, True, time.monotonic() - started)
 

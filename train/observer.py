@@ -35,8 +35,8 @@ class TrainObserver(Observer, Protocol):
 class StepAssembler:
     """Puts the reports of all ranks for one step together."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, world_size: int) -> None:
+        self._num_ranks = world_size
         self._waiting: dict[tuple[int, int], dict[int, StepReport]] = {}
 
     def add(self, report: StepReport) -> GlobalStep | None:

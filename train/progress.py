@@ -44,7 +44,7 @@ class TimeSpent:
 
 @dataclass(frozen=True, slots=True)
 class EarlyStop:
-    """What early stopping remembers between epochs."""
+    """The state of early stopping between epochs."""
 
     best_validation_loss: float | None = None
     epochs_since_best: int = 0

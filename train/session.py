@@ -88,7 +88,7 @@ def resume(session: Session) -> FoundCheckpoint | None:
         assign_variables(model.non_trainable_variables, files[rank_file(0)], source)
     collective.broadcast_variables([*model.trainable_variables, *optimizer.variables, *model.non_trainable_variables])
     # After the broadcast, which has just given every rank the moving statistics and seed states of rank 0.
-    if found and found.marker.world_size == collective.num_ranks:
+    if found and found.marker.world_size == collective.world_size:
         assign_variables(model.non_trainable_variables, files[rank_file(collective.rank)], source)
     else:
         decorrelate_seed_states(model, collective.rank)
@@ -103,7 +103,7 @@ def _choose_checkpoint(session: Session) -> tuple[FoundCheckpoint | None, dict[s
     """The checkpoint that all ranks resume from, if any, and the files of it that this rank needs, by name.
 
     Rank 0 proposes the newest; each rank reads its own files and verifies them as it reads. If any of them is damaged,
-    all ranks go on to the next older one together: only one rank has read that file, so all have to hear of it.
+    all ranks go on to the next older one together: no other rank reads that file, so the problem is gathered from all.
     """
     collective, store = session.collective, session.checkpoints.store
     candidates = _candidates(session) if collective.rank == 0 else iter(())
@@ -149,7 +149,7 @@ def _files_of_rank(found: FoundCheckpoint, collective: Collective) -> list[str]:
     """Weights and optimizer reach other ranks by broadcast; a rank's own state counts only at an equal world size."""
     if collective.rank == 0:
         return [WEIGHTS, OPTIMIZER, rank_file(0)]
-    return [rank_file(collective.rank)] if found.marker.world_size == collective.num_ranks else []
+    return [rank_file(collective.rank)] if found.marker.world_size == collective.world_size else []
 
 
 def save(session: Session, progress: Progress) -> tuple[Progress, str]:

@@ -62,8 +62,8 @@ class TrainingChoice:
     unfinished_versions: tuple[int, ...]
     """Older dataset versions on which the same training was begun and not finished."""
 
-    def tell(self, config: TrainSettings, observer: TrainObserver) -> None:
-        """What a person should know of other trainings before this one starts or is skipped."""
+    def report(self, config: TrainSettings, observer: TrainObserver) -> None:
+        """Report what a person should know of other trainings before this one starts or is skipped."""
         for version in self.unfinished_versions:
             dataset = f"{self.dataset.uri}@{version}"
             fields = {"rank": 0, "version": version, "dataset": dataset, "trains": self.dataset.version}
@@ -173,7 +173,7 @@ def _shorter_training(
     """The longest finished training that differs in nothing but `FOLDER_SETTINGS`, and is not longer than this one;
     and those of which the result cannot be read.
 
-    One that stopped early had enough of its own: only another choice of weights is made from it.
+    One that stopped early would stop again: it is continued only for another choice of weights (`train.export`).
     """
     version = first.rpartition("/")[0]
     pattern = re.compile(rf"({re.escape(version)}/epochs-(\d+)-\w+(?:/{FRESH}-\d+)?)/{RESULT}")

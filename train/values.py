@@ -21,7 +21,7 @@ class World:
     """This rank's place among all ranks. Names follow Horovod's."""
 
     rank: int = 0
-    num_ranks: int = 1
+    world_size: int = 1
     ranks_per_node: int = 1
 
 
@@ -155,7 +155,7 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a rank tells after each step."""
+    """What a rank reports after each step."""
 
     rank: int
     epoch: int

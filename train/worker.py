@@ -1,6 +1,6 @@
 """One process = one rank: the whole training, from the pinned dataset to the result, read top to bottom.
 
-Every rank runs this same story. What only one may do (events, markers, the result) is rank 0's.
+Every rank runs this same story. Rank 0 alone reports events and writes markers and the result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from train.values import (
     to_json,
 )
 
-# What a person who brings a model cannot see in it, and most often is the cause when it does not learn.
+# The most frequent cause when a user's model does not learn; it cannot be seen in the model itself.
 INPUTS_HINT = (
     "the model gets float32 images as (x - mean) / std per channel of the train split; "
     "one that expects pixels from 0 to 255 wants train.standardize = false"
@@ -53,13 +53,13 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     config = task.config
 
     # The world: who takes part, and on which terms.
-    strategy = find_strategy(config.strategy, world.num_ranks)
+    strategy = find_strategy(config.strategy, world.world_size)
     start_tensorflow(world.ranks_per_node, config.seed)
 
     # The data: the version that the driver pinned, cut into streams; each rank owns some of them.
     dataset = open_pinned(task.dataset)
     manifest = dataset.manifest
-    streams = streams_of_rank(world.rank, world.num_ranks, config.num_streams)
+    streams = streams_of_rank(world.rank, world.world_size, config.num_streams)
     plan_spec = config.plan_spec(dataset)
 
     # The model and its optimizer, with fresh variables.
@@ -68,7 +68,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     model = identify_model(config.model, built, task.model_source_sha256)
     step = TrainStep(built, chosen, input_scale(config, manifest), len(streams) / config.num_streams)
 
-    # From here on the ranks speak to each other.
+    # From here on the ranks communicate.
     collective = AnnouncedCollective(strategy, world, reporter)
     attempt = collective.broadcast_bytes(secrets.token_hex(4).encode()).decode()
     session = Session(
@@ -113,7 +113,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         continued_from=task.continues,
         model=model,
         strategy=config.strategy,
-        world_size=world.num_ranks,
+        world_size=world.world_size,
         num_epochs=progress.cursor.epoch,
         num_steps=session.global_step(progress),
         seconds=progress.spent.total,
@@ -129,7 +129,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     if world.rank == 0:
         session.checkpoints.store.put(f"{task.training_dir}/{RESULT}", seal(to_json(result)))
 
-    # Leave together. A rank that fails does not come here: its own error should be heard before its peers lose it.
+    # Leave together: if one rank failed, its own error must reach the driver before its peers report a lost connection.
     collective.barrier()
     collective.close()
     return result
@@ -162,12 +162,12 @@ def _train_steps(session: Session, progress: Progress) -> Progress:
 
             outcome = session.step.apply(sums, _scheduled_learning_rate(session, progress))
             if not outcome.is_applied:
-                raise _not_finite(session, progress, outcome.loss, outcome.gradient_norm)
+                raise _not_finite_error(session, progress, outcome.loss, outcome.gradient_norm)
             compute += lap()
 
             spent = TimeSpent(input_wait=input_wait, compute=compute, allreduce=allreduce)
             progress = progress.after_step(outcome.loss, outcome.num_correct, num_rows, spent)
-            # Told before its checkpoint is written: a step that a resumed run will not repeat must be on record.
+            # Reported before its checkpoint is written: a step that a resumed run will not repeat must be on record.
             session.reporter.step(
                 StepReport(
                     rank=collective.rank,
@@ -203,7 +203,7 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
     average_moving_statistics(session.built.model, session.collective, config.num_streams)
     validation = None
     if "validation" in manifest.splits:
-        # What is decided by these figures must be decided alike on all ranks, to the last bit.
+        # Best epoch and early stop follow from these figures. All ranks must decide alike, so all use rank 0's bits.
         of_rank_0 = session.collective.broadcast_bytes(to_json(_evaluate(session, "validation").without_classes()))
         validation = from_json(Evaluation, of_rank_0)
     progress = progress.after_time(TimeSpent(other=session.stopwatch.lap()))
@@ -259,7 +259,7 @@ def _scheduled_learning_rate(session: Session, progress: Progress) -> float | No
     return session.task.config.learning_rate_at(session.global_step(progress), session.steps_per_epoch)
 
 
-def _not_finite(session: Session, progress: Progress, loss: float, gradient_norm: float) -> TrainingError:
+def _not_finite_error(session: Session, progress: Progress, loss: float, gradient_norm: float) -> TrainingError:
     cursor = progress.cursor
     return TrainingError(
         f"loss {loss}, gradient norm {gradient_norm} at epoch {cursor.epoch}, step {cursor.step} "

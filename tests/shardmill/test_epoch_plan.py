@@ -62,10 +62,10 @@ def test_every_row_occurs_exactly_once(plan: EpochPlan):
 
 
 @given(plans, st.integers(1, 8))
-def test_global_batches_do_not_depend_on_the_world_size(plan: EpochPlan, num_ranks: int):
-    num_ranks = min(num_ranks, plan.spec.num_streams)
+def test_global_batches_do_not_depend_on_the_world_size(plan: EpochPlan, world_size: int):
+    world_size = min(world_size, plan.spec.num_streams)
     alone = steps_of(plan, all_streams(plan))
-    ranks = [steps_of(plan, streams_of_rank(rank, num_ranks, plan.spec.num_streams)) for rank in range(num_ranks)]
+    ranks = [steps_of(plan, streams_of_rank(rank, world_size, plan.spec.num_streams)) for rank in range(world_size)]
     assert {len(steps) for steps in ranks} == {plan.num_steps}
     for step, whole in enumerate(alone):
         assert [row for steps in ranks for row in steps[step]] == whole
@@ -148,10 +148,10 @@ def test_a_batch_that_the_streams_do_not_divide_is_refused_with_the_numbers():
         PlanSpec("layout", "train", 0, 30, 8, 1)
 
 
-@pytest.mark.parametrize("num_ranks", [0, 9])
-def test_more_ranks_than_streams_are_refused(num_ranks: int):
-    with pytest.raises(UsageError, match=f"{num_ranks} ranks for 8 streams.*expected 1 to 8"):
-        streams_of_rank(0, num_ranks, 8)
+@pytest.mark.parametrize("world_size", [0, 9])
+def test_more_ranks_than_streams_are_refused(world_size: int):
+    with pytest.raises(UsageError, match=f"{world_size} ranks for 8 streams.*expected 1 to 8"):
+        streams_of_rank(0, world_size, 8)
 
 
 def test_a_window_is_the_largest_within_the_budget_and_at_least_a_chunk():

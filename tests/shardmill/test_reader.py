@@ -68,11 +68,11 @@ def test_an_epoch_holds_every_row_once_with_its_own_pixels_and_label(dataset: Da
     assert sorted(seen) == sorted(stored) and len(seen) == dataset.manifest.splits["train"].num_rows
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_ranks_together_read_the_global_batches(dataset: Dataset, num_ranks: int):
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_together_read_the_global_batches(dataset: Dataset, world_size: int):
     augment = AugmentOptions()
     whole = read(dataset, augment=augment)
-    ranks = [read(dataset, streams=streams_of_rank(rank, num_ranks, 4), augment=augment) for rank in range(num_ranks)]
+    ranks = [read(dataset, streams=streams_of_rank(rank, world_size, 4), augment=augment) for rank in range(world_size)]
     for step, batch in enumerate(whole):
         parts = [rank[step] for rank in ranks]
         assert np.array_equal(np.concatenate([part.images_NHWC for part in parts]), batch.images_NHWC)

@@ -35,7 +35,7 @@ def result_of(task: WorkerTask, world: World) -> TrainResult:
         continued_from="",
         model=ModelIdentity("", "0" * 64),
         strategy=task.config.strategy,
-        world_size=world.num_ranks,
+        world_size=world.world_size,
         num_epochs=1,
         num_steps=NUM_STEPS,
         seconds=0.0,
@@ -52,7 +52,7 @@ def result_of(task: WorkerTask, world: World) -> TrainResult:
 
 def raises_on_last_rank(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     _one_step(world, reporter)
-    if world.rank == world.num_ranks - 1:
+    if world.rank == world.world_size - 1:
         raise ValueError("the third layer\nexploded")
     _survive()
 
@@ -63,21 +63,21 @@ def leaves(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
 
 
 def finds_altered_shard(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
-    if world.rank == world.num_ranks - 1:
+    if world.rank == world.world_size - 1:
         raise IntegrityError("shard a.parquet was altered", "expected CRC 1", "run verify")
     _survive()
 
 
 def is_killed(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     _one_step(world, reporter)
-    if world.rank == world.num_ranks - 1:
+    if world.rank == world.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     _survive()
 
 
 def is_stopped(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     _one_step(world, reporter)
-    if world.rank == world.num_ranks - 1:
+    if world.rank == world.world_size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(600)
     raise AssertionError
@@ -86,7 +86,7 @@ def is_stopped(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
 def hangs(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """The last rank stands still in its own work; its heartbeats go on, and the others wait for it."""
     _one_step(world, reporter)
-    if world.rank == world.num_ranks - 1:
+    if world.rank == world.world_size - 1:
         reporter.doing("its own work")
     else:
         reporter.doing("an allreduce", waits=True)
@@ -98,7 +98,7 @@ def plods(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """Each step of the last rank takes twice `train.progress_timeout_seconds`, but for the first, which takes one."""
     limit_seconds = task.config.progress_timeout_seconds
     for step in range(NUM_STEPS):
-        if world.rank == world.num_ranks - 1:
+        if world.rank == world.world_size - 1:
             reporter.doing("its own work")
             time.sleep(limit_seconds * (2 if step else 1))
         reporter.step(StepReport(world.rank, 0, step, NUM_STEPS, (0.5).hex()))
@@ -106,7 +106,7 @@ def plods(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
 
 
 def exits_early(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
-    if world.rank == world.num_ranks - 1:
+    if world.rank == world.world_size - 1:
         os.write(2, b"no licence found\n")
         os._exit(7)
     _survive()
@@ -120,7 +120,7 @@ def sleeps(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
 
 def is_slow(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """The last rank does nothing for longer than `train.silent_seconds`, but lives."""
-    if world.rank == world.num_ranks - 1:
+    if world.rank == world.world_size - 1:
         time.sleep(task.config.silent_seconds + 2)
     return well(task, world, reporter)
 

@@ -31,7 +31,7 @@ class DyingReporter:
 
 
 def last_rank_dies(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
-    dies = world.rank == world.num_ranks - 1
+    dies = world.rank == world.world_size - 1
     return run_worker(task, world, DyingReporter(reporter) if dies else reporter)
 
 

@@ -11,9 +11,9 @@ from train.launching.faults import FaultKind, error_of
 from train.launching.wire import Heartbeat, Hello
 
 
-def started(num_ranks: int, **limits: float) -> Deadlines:
+def started(world_size: int, **limits: float) -> Deadlines:
     """All ranks said hello at 0 s, and a first step at 1 s."""
-    config = TrainConfig(num_workers=num_ranks, strategy="horovod", launcher="local", silent_seconds=1e9, **limits)
+    config = TrainConfig(num_workers=world_size, strategy="horovod", launcher="local", silent_seconds=1e9, **limits)
     deadlines = Deadlines(config, 0.0)
     for rank in deadlines.ranks:
         rank.hello, rank.is_connected = Hello("rank", rank.number, f"host{rank.number}", 1, "", ""), True
@@ -106,5 +106,5 @@ def test_the_first_step_has_the_time_of_the_start_as_well():
 
 def test_a_driver_that_stood_still_blames_nobody():
     deadlines = started(2, progress_timeout_seconds=10)
-    deadlines.forgive(1000.0)
+    deadlines.restart_clocks(1000.0)
     assert deadlines.missed(1009.0) == []

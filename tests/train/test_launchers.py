@@ -87,15 +87,15 @@ def test_every_launcher_is_tried():
     assert {launcher for launcher, _ in WORLDS} == set(LAUNCHERS)
 
 
-@pytest.mark.parametrize(("launcher", "num_ranks"), WORLDS)
-def test_every_rank_runs_and_rank_0_answers(start, launcher, num_ranks):
-    driver = start(launcher, num_ranks, f"{WORKERS}:well")
+@pytest.mark.parametrize(("launcher", "world_size"), WORLDS)
+def test_every_rank_runs_and_rank_0_answers(start, launcher, world_size):
+    driver = start(launcher, world_size, f"{WORKERS}:well")
     outcome = driver.outcome()
-    assert (outcome.get("weights_sha256"), outcome.get("world_size")) == ("0" * 64, num_ranks), outcome
+    assert (outcome.get("weights_sha256"), outcome.get("world_size")) == ("0" * 64, world_size), outcome
     # Each rank gives two ids a step, which tell step and place: all of them, in rank order.
-    expected = [[f"{step:08x}{place:08x}" for place in range(2 * num_ranks)] for step in range(4)]
+    expected = [[f"{step:08x}{place:08x}" for place in range(2 * world_size)] for step in range(4)]
     assert outcome["sample_ids"] == expected
-    assert sorted(rank for rank, name in outcome["events"] if name == "resumed") == list(range(num_ranks))
+    assert sorted(rank for rank, name in outcome["events"] if name == "resumed") == list(range(world_size))
     driver.assert_nothing_left()
     driver.assert_no_file_left()
 

@@ -36,7 +36,7 @@ SYNCHRONOUS_WORLDS = [
     if strategy.synchronous and strategy.allows_world_size(ranks)
 ]
 FILES_OF_LAYOUT = {
-    "replicated": lambda num_ranks: {MARKER, WEIGHTS, OPTIMIZER, *(rank_file(rank) for rank in range(num_ranks))}
+    "replicated": lambda world_size: {MARKER, WEIGHTS, OPTIMIZER, *(rank_file(rank) for rank in range(world_size))}
 }
 
 
@@ -58,20 +58,20 @@ class Watcher:
 
 
 def train_on_ranks(
-    uri, models, num_ranks, config, worker="every_rank_tells_its_weights"
+    uri, models, world_size, config, worker="every_rank_tells_its_weights"
 ) -> tuple[TrainResult, Watcher]:
-    task = task_of(uri, models, num_workers=num_ranks, launcher="local", **config)
+    task = task_of(uri, models, num_workers=world_size, launcher="local", **config)
     watcher = Watcher()
     result = LAUNCHERS["local"](task, SparkConfig(), watcher, worker=f"{WORKERS}:{worker}")
-    told = {(models / "told" / f"rank-{rank}").read_text() for rank in range(num_ranks)}
+    told = {(models / "told" / f"rank-{rank}").read_text() for rank in range(world_size)}
     assert told == {result.weights_sha256}, "every rank ends with the same weights and moving statistics"
     return result, watcher
 
 
-def kill_on_ranks(uri, models, num_ranks, config, monkeypatch, killed_at) -> Watcher:
+def kill_on_ranks(uri, models, world_size, config, monkeypatch, killed_at) -> Watcher:
     """The same training, but the last rank is killed in the middle of global step `killed_at`."""
     monkeypatch.setenv(KILL_AT, str(killed_at))
-    task = task_of(uri, models, num_workers=num_ranks, launcher="local", **config)
+    task = task_of(uri, models, num_workers=world_size, launcher="local", **config)
     watcher = Watcher()
     with pytest.raises(TrainingError):
         LAUNCHERS["local"](task, SparkConfig(), watcher, worker=f"{WORKERS}:last_rank_dies")
@@ -90,12 +90,12 @@ def test_a_killed_process_resumes_exactly(tiny_uri, tmp_path, monkeypatch, strat
     assert killed.losses | resumed.losses == recorder.losses
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), EXACT_WORLDS)
-def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkeypatch, strategy, num_ranks):
+@pytest.mark.parametrize(("strategy", "world_size"), EXACT_WORLDS)
+def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkeypatch, strategy, world_size):
     config = {**STATEFUL, "strategy": strategy}
-    fresh, undisturbed = train_on_ranks(tiny_uri, tmp_path / "fresh", num_ranks, config)
-    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", num_ranks, config, monkeypatch, killed_at=7)
-    resumed_result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", num_ranks, config)
+    fresh, undisturbed = train_on_ranks(tiny_uri, tmp_path / "fresh", world_size, config)
+    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", world_size, config, monkeypatch, killed_at=7)
+    resumed_result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", world_size, config)
 
     assert "resumed" in resumed.events
     assert (resumed_result.resumed_from.epoch, resumed_result.resumed_from.step) == (1, 2)
@@ -104,7 +104,7 @@ def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkey
     assert resumed_result.weights_sha256 == fresh.weights_sha256
     assert resumed_result.evaluation == fresh.evaluation
     files = {file.name for file in (tmp_path / "killed" / resumed_result.checkpoint).iterdir()}
-    assert files == FILES_OF_LAYOUT[STRATEGIES[strategy].checkpoint_layout](num_ranks)
+    assert files == FILES_OF_LAYOUT[STRATEGIES[strategy].checkpoint_layout](world_size)
 
 
 @pytest.mark.parametrize("strategy", [name for name in EXACT if STRATEGIES[name].allows_world_size(2)])
@@ -130,12 +130,12 @@ def at_one_rank(tiny_uri, tmp_path_factory):
     return train_here(tiny_uri, tmp_path_factory.mktemp("one"), recorder, **SMALL_CNN), recorder
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), SYNCHRONOUS_WORLDS)
-def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypatch, at_one_rank, strategy, num_ranks):
+@pytest.mark.parametrize(("strategy", "world_size"), SYNCHRONOUS_WORLDS)
+def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypatch, at_one_rank, strategy, world_size):
     """Most of a training on several ranks, the rest of it resumed at one: all the way the losses of one rank alone."""
     one_result, one = at_one_rank
     config = {**SMALL_CNN, "strategy": strategy}
-    several = kill_on_ranks(tiny_uri, tmp_path / "killed", num_ranks, config, monkeypatch, killed_at=88)
+    several = kill_on_ranks(tiny_uri, tmp_path / "killed", world_size, config, monkeypatch, killed_at=88)
     rest = Recorder()
     shutil.copytree(tmp_path / "killed", tmp_path / "resumed")
     result = train_here(tiny_uri, tmp_path / "resumed", rest, **SMALL_CNN)

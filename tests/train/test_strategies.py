@@ -17,7 +17,7 @@ def test_in_a_world_of_one_every_collective_is_the_identity(name):
 
     collective = find_strategy(name, 1).open_collective(World())
     try:
-        assert (collective.rank, collective.num_ranks) == (0, 1)
+        assert (collective.rank, collective.world_size) == (0, 1)
         tensors = [tf.constant([0.1, 0.2]), tf.constant([[3.0]])]
         for given, summed in zip(tensors, collective.sum_tensors(tensors), strict=True):
             np.testing.assert_array_equal(given, summed)
@@ -38,8 +38,10 @@ def test_in_a_world_of_one_every_collective_is_the_identity(name):
 def test_every_strategy_declares_its_world_sizes(name):
     strategy = STRATEGIES[name]
     assert strategy.allows_world_size(1) and not strategy.allows_world_size(0)
-    if strategy.max_ranks is not None:
-        assert strategy.allows_world_size(strategy.max_ranks) and not strategy.allows_world_size(strategy.max_ranks + 1)
+    if strategy.max_world_size is not None:
+        assert strategy.allows_world_size(strategy.max_world_size) and not strategy.allows_world_size(
+            strategy.max_world_size + 1
+        )
 
 
 def test_single_refuses_two_workers_and_names_horovod():

@@ -279,7 +279,7 @@ def test_a_damaged_shorter_training_blocks_no_longer_one(finished):
     file.write_bytes(file.read_bytes()[:-1])
     choice = choose_training(store, config, pin)
     observer = Observer()
-    choice.tell(config, observer)
+    choice.report(config, observer)
     assert choice.continues is None
     [fields] = observer.named("training_discarded")
     assert "result.json was altered" in fields["reason"]

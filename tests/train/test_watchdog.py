@@ -16,7 +16,7 @@ from shardmill.errors import TrainingError
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import DatasetPin
 from tests.train.launch_workers import result_of
-from train.launching.callers import NUM_STRANGERS, NUM_STRANGERS_PER_RANK
+from train.launching.listener import MAX_PENDING, MAX_PENDING_PER_RANK
 from train.launching.watchdog import Watchdog
 from train.launching.wire import (
     ADDRESS_VARIABLE,
@@ -84,7 +84,7 @@ def test_strangers_are_not_heard(watchdog):
     silent.close()
 
 
-def test_a_rank_obeys_nobody_without_the_token():
+def test_a_rank_accepts_no_driver_without_the_token():
     listener = socket.create_server(("127.0.0.1", 0))
     heard = []
 
@@ -144,7 +144,7 @@ def test_a_crowd_of_strangers_keeps_no_rank_out_and_holds_few_places(watchdog):
     finish(watchdog, 0)
     finish(watchdog, 1)
     assert watchdog.watch().world_size == 2
-    assert sum(map(is_open, crowd)) <= NUM_STRANGERS + 2 * NUM_STRANGERS_PER_RANK
+    assert sum(map(is_open, crowd)) <= MAX_PENDING + 2 * MAX_PENDING_PER_RANK
     for caller in crowd:
         caller.close()
 
@@ -191,7 +191,7 @@ def test_a_rank_with_an_open_connection_that_says_nothing_is_silent():
 
 
 def test_a_global_step_comes_when_all_ranks_have_done_it():
-    steps = StepAssembler(num_ranks=3)
+    steps = StepAssembler(world_size=3)
     reports = [StepReport(rank, 0, 5, 9, (0.25).hex(), (f"a{rank}", f"b{rank}")) for rank in range(3)]
     early = StepReport(2, 0, 6, 9, (0.5).hex(), ("later",))
     assert [steps.add(each) for each in (reports[2], early, reports[0])] == [None, None, None]

@@ -1,6 +1,6 @@
 """What the driver knows of each rank, and which deadlines it has missed: pure, the clock is an argument.
 
-Three ways to be late: not started, silent (no heartbeat), and stalled: alive, but its main thread comes no further.
+A rank is late in one of three ways: not started, silent (no heartbeat), or stalled (its main thread makes no progress).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from train.launching.wire import Heartbeat, Hello
 from train.settings import TrainSettings
 from train.values import TrainResult
 
-# A rank may pause for so many times the longest pause that any rank has made so far: a straggler is no fault.
+# A rank may pause this many times longer than the longest pause of any rank so far: a straggler is no fault.
 PATIENCE = 10.0
 
 
@@ -28,11 +28,11 @@ class RankState:
     last_step: Cursor | None = None
     seen_seconds: float = 0.0
     progress_seconds: float = 0.0
-    """When it was last known to have come further."""
+    """When its last progress was seen."""
     doing: Heartbeat = field(default_factory=Heartbeat)
 
     def fault(self, kind: FaultKind, seen_seconds: float, what: str = "") -> RankFault:
-        """Something is wrong with this rank."""
+        """A fault of this rank."""
         where = f"host {self.hello.host}, pid {self.hello.pid}" if self.hello is not None else ""
         return RankFault(kind, self.number, where, seen_seconds, what, self.last_step)
 
@@ -51,24 +51,24 @@ class Deadlines:
         self._longest_pause_seconds = 0.0
 
     def heartbeat(self, rank: RankState, beat: Heartbeat, now: float) -> None:
-        """The rank says what it does; if that is something new, it has come further."""
+        """Record what the rank does now; a new activity counts as progress."""
         if beat.num_calls != rank.doing.num_calls:
             self.progress(rank, now)
         rank.doing = beat
 
     def progress(self, rank: RankState, now: float) -> None:
-        # Neither a start nor the wait for another rank says how long a step may take.
+        # Neither the start nor waiting for another rank is a measure of how long a step may take.
         if rank.last_step is not None and not rank.doing.waits:
             self._longest_pause_seconds = max(self._longest_pause_seconds, now - rank.progress_seconds)
         rank.progress_seconds = max(rank.progress_seconds, now)
 
-    def forgive(self, now: float) -> None:
-        """The driver itself stood still (suspended, swapped out): it cannot tell who was silent meanwhile."""
+    def restart_clocks(self, now: float) -> None:
+        """Count all deadlines from `now`: the driver itself was suspended, and cannot know which rank was silent."""
         for rank in self.ranks:
             rank.seen_seconds = rank.progress_seconds = now
 
     def missed(self, now: float) -> list[RankFault]:
-        """What there is to complain of."""
+        """The faults of all ranks that are past a deadline at `now`."""
         return [*self._absent(now), *self._silent(now), *self._stalled(now)]
 
     def _absent(self, now: float) -> list[RankFault]:
@@ -95,7 +95,7 @@ class Deadlines:
         ]
 
     def _stalled(self, now: float) -> list[RankFault]:
-        """Ranks that hold up the others; those that only wait for them in a collective are not to blame."""
+        """Ranks that hold up the others. Those that wait for them in a collective are late too, but not the cause."""
         at_work = [rank for rank in self.ranks if rank.is_at_work]
         waiting = [rank for rank in at_work if rank.doing.waits]
         late = [rank for rank in at_work if now - rank.progress_seconds > self._limit_seconds(rank)]
@@ -107,8 +107,8 @@ class Deadlines:
                 for rank in causes
             ]
         if late and len(late) == len(at_work):
-            # Nobody is missing, and yet they do not come together: the network between them, or what told them where
-            # to find each other.
+            # No rank is missing, so the cause is the network between them, or the rendezvous that gave them their
+            # addresses.
             wait = "all ranks wait for each other" if len(late) > 1 else "the only rank at work waits for others"
             what = f"{wait}, {self._pause(late[0], now)}: {_named(late)}"
             return [RankFault(FaultKind.STALLED, -1, "", now, what)]

@@ -1,4 +1,4 @@
-"""What can go wrong with a rank, which of several faults was the cause, and how it is told: pure, no processes here."""
+"""What can go wrong with a rank, which of several faults was the cause, and the error that reports it: pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardmill.values import Cursor
 
 FIX = "fix the cause, then run the same command again: it continues at the last complete checkpoint"
 NUM_TRACEBACK_LINES = 30
-# How Horovod's and Gloo's C++ tell a survivor that another rank went away.
+# Messages of Horovod's and Gloo's C++ code on a rank whose peer has disappeared.
 COLLECTIVE_TEXTS = re.compile(
     r"HorovodInternalError|Horovod has been shut down|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Barrier)"
     r"|gloo::|gloo/transport|Connection (closed|reset) by peer",
@@ -24,21 +24,21 @@ COLLECTIVE_TEXTS = re.compile(
 
 
 class FaultKind(StrEnum):
-    """How a fault shows itself to the driver."""
+    """How a fault appears to the driver."""
 
     FAILED = "failed"
-    """The rank's function raised, and the rank said so."""
+    """The rank's function raised, and the rank reported it."""
     KILLED = "killed"
-    """Its process ended without a word."""
+    """Its process ended without a report."""
     SILENT = "silent"
     STALLED = "stalled"
-    """It lives, and its main thread comes no further."""
+    """It is alive, but its main thread makes no progress."""
     ABSENT = "absent"
     """Ranks did not start in time."""
     LAUNCHER = "launcher"
-    """What started the ranks says that something failed, and seldom knows what."""
+    """What started the ranks reports a failure, most often without its cause."""
     COLLECTIVE = "collective"
-    """A survivor's "connection closed": the echo of another rank's fault."""
+    """A survivor's "connection closed": an echo of another rank's fault."""
 
 
 # Of several faults the one with the lowest number is the cause, the earliest of equals.
@@ -82,11 +82,11 @@ class RankFault:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """How a rank tells its driver what its function raised."""
+    """What a rank sends to its driver when its function raises."""
     text = "".join(traceback.format_exception(error))
     tail = "\n".join(text.rstrip().splitlines()[-NUM_TRACEBACK_LINES:])
     if isinstance(error, ShardmillError):
-        # Ours say what is wrong with data or config; a store's "connection reset" is no word of another rank.
+        # Other errors of ours are about data or config: a store's "connection reset" says nothing of another rank.
         collective = isinstance(error, TrainingError) and _is_collective(error)
         return Failure(type(error).__name__, error.what, error.expected, error.fix, error.exit_code, collective, tail)
     what = " ".join(str(error).split())
@@ -94,31 +94,31 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def merged(older: RankFault | None, newer: RankFault) -> RankFault:
-    """Two sights of one rank's end as one: its own words count more than how it ended; the time is the first's."""
+    """Two observations of one rank's end as one: its own report counts more than its exit; the time is the earlier."""
     if older is None:
         return newer
-    told, other = (newer, older) if newer.failure is not None and older.failure is None else (older, newer)
+    reported, other = (newer, older) if newer.failure is not None and older.failure is None else (older, newer)
     return replace(
-        told,
+        reported,
         seen_seconds=min(older.seen_seconds, newer.seen_seconds),
-        where=told.where or other.where,
-        last_step=told.last_step or other.last_step,
-        returncode=told.returncode if told.returncode is not None else other.returncode,
-        output_tail=told.output_tail or other.output_tail,
+        where=reported.where or other.where,
+        last_step=reported.last_step or other.last_step,
+        returncode=reported.returncode if reported.returncode is not None else other.returncode,
+        output_tail=reported.output_tail or other.output_tail,
     )
 
 
 def root_cause(faults: Iterable[RankFault]) -> RankFault:
-    """The earliest fault that is a cause in itself; else what the launcher says; else the earliest echo."""
-    return min(map(_seen_through, faults), key=lambda fault: (RANK_OF_KIND[fault.kind], fault.seen_seconds))
+    """The earliest fault that can be a cause; else what the launcher reports; else the earliest echo."""
+    return min(map(_reclassified, faults), key=lambda fault: (RANK_OF_KIND[fault.kind], fault.seen_seconds))
 
 
 def error_of(fault: RankFault) -> ShardmillError:
     """One line for the person who reads it; the traceback or the last output of the rank are its notes."""
     failure = fault.failure
     if failure is not None and failure.error_type in {kind.__name__ for kind in ERROR_BY_EXIT_CODE.values()}:
-        told = f"{failure.what} (rank {fault.rank}, {fault.where})"
-        error = ERROR_BY_EXIT_CODE[failure.exit_code](told, failure.expected, failure.fix)
+        what = f"{failure.what} (rank {fault.rank}, {fault.where})"
+        error = ERROR_BY_EXIT_CODE[failure.exit_code](what, failure.expected, failure.fix)
     else:
         error = TrainingError(_sentence(fault), fix=FIX)
     if failure is not None:
@@ -129,8 +129,8 @@ def error_of(fault: RankFault) -> ShardmillError:
     return error
 
 
-def _seen_through(fault: RankFault) -> RankFault:
-    # Gloo also ends survivors with an uncaught C++ exception: they die of a signal, and say why on stderr.
+def _reclassified(fault: RankFault) -> RankFault:
+    # Gloo may also end a survivor with an uncaught C++ exception: it dies of SIGABRT, and stderr holds the text.
     if (
         fault.kind is FaultKind.KILLED
         and COLLECTIVE_TEXTS.search(fault.output_tail)
@@ -153,7 +153,7 @@ def _sentence(fault: RankFault) -> str:
     after = "before its first step"
     if fault.last_step is not None:
         after = f"after step {fault.last_step.step} of epoch {fault.last_step.epoch}"
-    last_words = _last_line(fault.output_tail)
+    last_line = _last_line(fault.output_tail)
     match fault.kind:
         case FaultKind.FAILED | FaultKind.COLLECTIVE if fault.failure is not None:
             place = _place(fault.failure.traceback)
@@ -163,12 +163,12 @@ def _sentence(fault: RankFault) -> str:
         case FaultKind.STALLED if fault.rank >= 0:
             return f"{rank} hangs {after}: {fault.what}"
         case FaultKind.KILLED | FaultKind.COLLECTIVE:
-            return f"{rank} {_manner_of_death(fault.returncode)} {after}{f': {last_words}' if last_words else ''}"
+            return f"{rank} {_how_it_ended(fault.returncode)} {after}{f': {last_line}' if last_line else ''}"
         case _:
-            return f"{fault.what}{f': {last_words}' if last_words else ''}"
+            return f"{fault.what}{f': {last_line}' if last_line else ''}"
 
 
-def _manner_of_death(returncode: int | None) -> str:
+def _how_it_ended(returncode: int | None) -> str:
     if returncode is None:
         return "was killed, by a signal that is not known,"
     if returncode < 0:

@@ -75,17 +75,17 @@ def launch_horovod_spark(
                 raise
 
 
-def check_slots(num_ranks: int, master: str, conf: dict[str, str]) -> None:
-    """Raises UsageError with the numbers where fewer than `num_ranks` tasks can run at once, as far as that is known.
+def check_slots(world_size: int, master: str, conf: dict[str, str]) -> None:
+    """Raises UsageError with the numbers where fewer than `world_size` tasks can run at once, as far as that is known.
 
     Spark would start as many as fit and wait forever with the rest.
     """
     num_slots = num_slots_of(master, conf)
-    if num_slots is not None and num_slots < num_ranks:
+    if num_slots is not None and num_slots < world_size:
         raise UsageError(
-            f"train.num_workers = {num_ranks}, but Spark at {master!r} runs {num_slots} task(s) at a time",
-            f"expected at least {num_ranks} slots: each rank is a Spark task, and all must run at once",
-            f'set spark.master = "local[{num_ranks}]"'
+            f"train.num_workers = {world_size}, but Spark at {master!r} runs {num_slots} task(s) at a time",
+            f"expected at least {world_size} slots: each rank is a Spark task, and all must run at once",
+            f'set spark.master = "local[{world_size}]"'
             if master.startswith("local")
             else "ask for more executors or cores",
         )
@@ -149,7 +149,7 @@ class _HorovodRun:
             raise TrainingError(f"all ranks finished, but horovod.spark.run did not: {what}", fix=FIX)
 
     def cancel(self, context: Any) -> None:
-        """End Spark's tasks, in bounded time. The ranks have been told to end: most often the tasks then do, too."""
+        """End Spark's tasks in bounded time. The ranks have been aborted: most often that ends the tasks, too."""
         self._thread.join(CANCEL_SECONDS)
         if not self._thread.is_alive():
             return
@@ -172,7 +172,7 @@ class _HorovodRun:
         if self._is_local:
             nics, executable = nics or {"lo"}, sys.executable
         try:
-            with _tamed_horovod(self._stop, self._output, self._secret), listening_on(nics):
+            with _patched_horovod(self._stop, self._output, self._secret), listening_on(nics):
                 import horovod.spark as horovod_spark
 
                 horovod_spark.run(
@@ -197,12 +197,12 @@ def _text_of(error: BaseException) -> str:
     try:
         return " ".join(f"{type(error).__name__}: {error}".split())
     except Exception:
-        # The text of a Java exception is asked of the JVM, which may be gone.
+        # The text of a Java exception comes from the JVM, which may be gone.
         return type(error).__name__
 
 
 class _Tail:
-    """A text stream that remembers the end of what was written."""
+    """A text stream that keeps the end of what was written."""
 
     MAX_CHARACTERS = 8000
 
@@ -216,7 +216,7 @@ class _Tail:
         return len(text)
 
     def write_if_empty(self, text: str) -> None:
-        """What Java adds as a stack trace is left out, and all of it where a rank has spoken for itself."""
+        """Without Java's stack trace; nothing is written if there is output of a rank already."""
         with self._lock:
             self._text = self._text or " ".join(text.split("\tat ")[0].split())
 
@@ -229,8 +229,8 @@ class _Tail:
 
 
 @contextmanager
-def _tamed_horovod(stop: threading.Event, output: _Tail, secret: bytes) -> Iterator[None]:
-    """Make `horovod.spark.run` fit for a thread of a driver that has other things to do, and close its doors.
+def _patched_horovod(stop: threading.Event, output: _Tail, secret: bytes) -> Iterator[None]:
+    """Patch `horovod.spark.run` so that it works in a thread and does not listen to strangers; undone on exit.
 
     - `launch_gloo` installs handlers for SIGINT and SIGTERM, which Python allows in the main thread only, and which
       would take Ctrl-C away from the command line: it waits for `stop` instead.

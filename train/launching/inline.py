@@ -19,7 +19,7 @@ class ObserverReporter:
 
     def __init__(self, observer: TrainObserver) -> None:
         self._observer = observer
-        self._steps = StepAssembler(num_ranks=1)
+        self._steps = StepAssembler(world_size=1)
         self.last_step: Cursor | None = None
 
     def step(self, report: StepReport) -> None:
@@ -35,11 +35,11 @@ class ObserverReporter:
         return
 
 
-def check_one_rank(num_ranks: int) -> None:
+def check_one_rank(world_size: int) -> None:
     """Raises UsageError for more than one rank."""
-    if num_ranks != 1:
+    if world_size != 1:
         raise UsageError(
-            f"train.launcher = 'inline' with train.num_workers = {num_ranks}",
+            f"train.launcher = 'inline' with train.num_workers = {world_size}",
             "it runs one worker, in this process",
             "set train.launcher to 'local' or 'horovod_spark', or train.num_workers to 1",
         )

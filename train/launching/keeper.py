@@ -1,4 +1,4 @@
-"""Starts the process of one rank, keeps its last words, sees how it ends; and ends it when told, stopped or not."""
+"""Starts the process of one rank, keeps the end of its output, reports its exit, and kills it on abort."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardmill.jobs.process import SAFE_PATH, Scratch
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, RankExit, call_driver
 
 NUM_OUTPUT_LINES = 40
-# After the process has ended, what it wrote is read for so long; a child of its own may hold the pipe open forever.
+# After the process has ended its output is read for at most this long: a child of it may hold the pipe open forever.
 OUTPUT_SECONDS = 1.0
 
 
 class RankProcess:
     """A running `python -m train.launching.rank`, in a session of its own: Ctrl-C at the terminal does not reach it.
 
-    It has a temporary folder of its own, too: a rank never ends in a way in which Python or TensorFlow clean up.
+    It also has its own temporary folder: a rank always ends without the clean-up of Python and TensorFlow.
     """
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -48,7 +48,7 @@ class RankProcess:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End it and what it started, with the one signal that a stopped process obeys too."""
+        """Kill it and its children by SIGKILL, which ends stopped processes too."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -62,14 +62,14 @@ class RankProcess:
 
 
 def keep_rank() -> int:
-    """For launchers whose processes start elsewhere: run one rank and tell the driver how it ends. -> its exit code.
+    """For launchers whose processes start elsewhere: run one rank and report its exit to the driver. -> its exit code.
 
     Everything comes from the environment: the driver's address and token, and the rank's place in the world.
     """
     address, token = os.environ[ADDRESS_VARIABLE], os.environ[TOKEN_VARIABLE]
     connection, _ = call_driver(address, token, "keeper", int(os.environ["HOROVOD_RANK"]), os.getpid())
     process = RankProcess(dict(os.environ))
-    threading.Thread(target=_obey, args=(connection, process), name="keeper-obey", daemon=True).start()
+    threading.Thread(target=_end_on_abort, args=(connection, process), name="keeper-abort", daemon=True).start()
     note = process.wait()
     # A rank that is gone may have left children in its session.
     process.kill()
@@ -80,9 +80,9 @@ def keep_rank() -> int:
     return note.returncode
 
 
-def _obey(connection: Connection, process: RankProcess) -> None:
+def _end_on_abort(connection: Connection, process: RankProcess) -> None:
     while (message := connection.receive()) is not None:
         if isinstance(message, Abort):
             break
-    # Told to, or the driver is gone.
+    # On an abort, or because the driver is gone.
     process.kill()

@@ -19,9 +19,9 @@ from train.observer import TrainObserver
 from train.values import TrainResult, WorkerTask
 
 LOOPBACK = "127.0.0.1"
-# The watchdog finds lost ranks; Gloo's own 30 s would end the job of a rank that is only slow.
+# The watchdog finds lost ranks. Gloo's default of 30 s would end a job in which one rank is only slow.
 GLOO_TIMEOUT_SECONDS = 3600
-# Ranks end by themselves when they have finished; native libraries get so long to take their leave.
+# Ranks end by themselves when they have finished; native libraries may take this long to shut down.
 EXIT_SECONDS = 5.0
 
 
@@ -29,16 +29,16 @@ def launch_local(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
     """Run every rank as a process here. Raises the first failing rank's own error."""
-    num_ranks = task.config.num_workers
+    world_size = task.config.num_workers
     with (
-        _rendezvous(num_ranks) as gloo,
+        _rendezvous(world_size) as gloo,
         Watchdog(task, worker, observer, LOOPBACK) as watchdog,
         _processes(
-            [_rank_environment(rank, num_ranks, gloo | watchdog.environment()) for rank in range(num_ranks)]
+            [_rank_environment(rank, world_size, gloo | watchdog.environment()) for rank in range(world_size)]
         ) as processes,
     ):
         for rank, process in enumerate(processes):
-            threading.Thread(target=_tell_exit, args=(watchdog, rank, process), daemon=True).start()
+            threading.Thread(target=_report_exit, args=(watchdog, rank, process), daemon=True).start()
         return watchdog.watch()
 
 
@@ -60,16 +60,16 @@ def _processes(environments: list[dict[str, str]]) -> Iterator[list[RankProcess]
             process.wait()
 
 
-def _tell_exit(watchdog: Watchdog, rank: int, process: RankProcess) -> None:
+def _report_exit(watchdog: Watchdog, rank: int, process: RankProcess) -> None:
     watchdog.report_exit(rank, process.wait())
 
 
-def _rank_environment(rank: int, num_ranks: int, more: dict[str, str]) -> dict[str, str]:
+def _rank_environment(rank: int, world_size: int, more: dict[str, str]) -> dict[str, str]:
     place = {
         "HOROVOD_RANK": rank,
-        "HOROVOD_SIZE": num_ranks,
+        "HOROVOD_SIZE": world_size,
         "HOROVOD_LOCAL_RANK": rank,
-        "HOROVOD_LOCAL_SIZE": num_ranks,
+        "HOROVOD_LOCAL_SIZE": world_size,
         "HOROVOD_CROSS_RANK": 0,
         "HOROVOD_CROSS_SIZE": 1,
         "HOROVOD_HOSTNAME": LOOPBACK,
@@ -78,14 +78,14 @@ def _rank_environment(rank: int, num_ranks: int, more: dict[str, str]) -> dict[s
 
 
 @contextmanager
-def _rendezvous(num_ranks: int) -> Iterator[dict[str, str]]:
+def _rendezvous(world_size: int) -> Iterator[dict[str, str]]:
     """Where Gloo's processes find each other."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 
     path = secrets.token_hex(32)
     server = GuardedRendezvous(LOOPBACK, path)
     try:
-        server.init(get_host_assignments(parse_hosts(f"{LOOPBACK}:{num_ranks}"), num_ranks))
+        server.init(get_host_assignments(parse_hosts(f"{LOOPBACK}:{world_size}"), world_size))
         port = server.start()
         yield {
             **address_variables(LOOPBACK, port, path),

@@ -1,4 +1,4 @@
-"""One rank's process, `python -m train.launching.rank`: asks its driver what to do, does it, never outlives it."""
+"""One rank's process, `python -m train.launching.rank`: gets its task from the driver, and never outlives it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Worker(Protocol):
 
 
 class DriverReporter:
-    """Sends everything to the driver; what the rank is doing goes along with the next heartbeat."""
+    """Sends everything to the driver; what the rank does now goes with the next heartbeat."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -66,27 +66,28 @@ def main() -> NoReturn:
     """Run the worker function that the driver names and end this process: 0 when it returned, 1 when it raised."""
     _die_with_parent()
     world = world_from_environment()
-    # Not left in the environment, which user code may print; /proc keeps showing it to the driver, who looks there.
+    # The token is removed from the environment, which user code may print. /proc still shows it to the driver, which
+    # identifies its ranks by it.
     address, token = os.environ[ADDRESS_VARIABLE], os.environ.pop(TOKEN_VARIABLE)
     connection, welcome = call_driver(address, token, "rank", world.rank, os.getpid())
-    threading.Thread(target=_obey, args=(connection,), name="rank-obey", daemon=True).start()
+    threading.Thread(target=_end_on_abort, args=(connection,), name="rank-abort", daemon=True).start()
     reporter = DriverReporter(connection)
     threading.Thread(target=_beat, args=(connection, reporter), name="rank-heartbeat", daemon=True).start()
     try:
         check_places(welcome.task)
         worker = load_worker(welcome.worker)
-        last_words: Finished | Failure = Finished(worker(welcome.task, world, reporter))
+        outcome: Finished | Failure = Finished(worker(welcome.task, world, reporter))
     except BaseException as error:
-        # Whatever it was, SystemExit of a user's code among it: the driver must hear of it before this process ends.
-        last_words = failure_of(error)
+        # Anything, also a SystemExit of a user's code: the driver must get it before this process ends.
+        outcome = failure_of(error)
     try:
-        connection.send(last_words)
+        connection.send(outcome)
     except OSError:
         pass
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: exit handlers of native libraries wait for ranks that will not come.
-    os._exit(0 if isinstance(last_words, Finished) else EXIT_FAILED)
+    os._exit(0 if isinstance(outcome, Finished) else EXIT_FAILED)
 
 
 def check_places(task: WorkerTask) -> None:
@@ -111,7 +112,7 @@ def world_from_environment() -> World:
     """This rank's place, from the variables that every launcher sets, with Horovod's names."""
     return World(
         rank=int(os.environ["HOROVOD_RANK"]),
-        num_ranks=int(os.environ["HOROVOD_SIZE"]),
+        world_size=int(os.environ["HOROVOD_SIZE"]),
         ranks_per_node=int(os.environ["HOROVOD_LOCAL_SIZE"]),
     )
 
@@ -124,11 +125,11 @@ def load_worker(name: str) -> Worker:
 
 
 def _die_with_parent() -> None:
-    # The connection tells of the driver's death to a process that runs; the kernel also ends one that is stopped.
+    # The closed connection ends a running rank; a stopped one cannot notice that, so the kernel is asked to kill it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _obey(connection: Connection) -> NoReturn:
+def _end_on_abort(connection: Connection) -> NoReturn:
     while (message := connection.receive()) is not None:
         if isinstance(message, Abort):
             break

@@ -1,6 +1,6 @@
-"""Where Horovod's processes find each other, closed to others: one interface, a secret path, and no key written twice.
+"""Where Horovod's processes find each other, protected from others: one interface, a secret path, write-once keys.
 
-Horovod's own servers listen on every interface, and its key-value store believes whoever asks it (CVE-2024-10190,
+Horovod's own servers listen on every interface, and its key-value store accepts any request (CVE-2024-10190,
 CVE-2026-31234): one PUT of a wrong port made a training hang. What remains open is in docs/decisions/0006.
 """
 
@@ -30,7 +30,7 @@ def derive(secret: bytes, purpose: str) -> str:
 
 
 def address_variables(host: str, port: int, path: str) -> dict[str, str]:
-    """What tells a rank's Gloo where the store is; only who has them can use it.
+    """Environment variables that give a rank's Gloo the address of the store; without them it cannot be used.
 
     Gloo asks `http://<address>:<port>/<scope>/<key>`, whatever the address holds: with a path inside it, the store is
     at `http://<host>:<port>/<path>:<port>/`.
@@ -64,15 +64,15 @@ def open_rendezvous(host: str, path: str) -> Any:
             server: Any = self.server
             with server.cache_lock:
                 kept = server.cache.setdefault(scope, {}).setdefault(key, value)
-            # A rank that did not hear our answer says the same once more.
+            # A rank that did not get our answer repeats its request.
             self.send_status_code(200 if kept == value else 409)
 
         def do_DELETE(self) -> None:
-            # A rank leaves. The store ends with the training; until then nobody may make room for other values.
+            # Sent by a rank that leaves. Nothing is deleted: a free key could be written with another value.
             self.send_status_code(200)
 
         def do_HEAD(self) -> None:
-            # Inherited, it would tell which files are in the working directory.
+            # The inherited method would list the working directory.
             self.send_status_code(405)
 
     return RendezvousHTTPServer((host, 0), GuardedHandler, verbose=0)
@@ -97,7 +97,7 @@ class GuardedRendezvous:
 
     def stop(self) -> None:
         if self._is_serving:
-            # It waits for the serving thread, forever if there is none.
+            # Waits for the serving thread, and would wait forever if there is none.
             self._server.shutdown()
         self._server.server_close()
 

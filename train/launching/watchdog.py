@@ -1,8 +1,7 @@
-"""The driver's side of a training in other processes: hands out the task, listens to the ranks, ends all if one fails.
+"""The driver's side of a training in other processes: sends the task, watches the ranks, ends all if one fails.
 
-The open connection is a rank's sign of life: the kernel closes it when the process dies, however it dies. Heartbeats
-find what keeps a connection open without living (a stopped process, a host that is gone), and a rank that lives and
-comes no further.
+An open connection shows that a rank is alive: the kernel closes it when the process dies, however it dies. Heartbeats
+find what leaves a connection open without being alive (a stopped process, a lost host) and ranks that make no progress.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardmill.values import Cursor
-from train.launching.callers import Door, Said
 from train.launching.deadlines import Deadlines
 from train.launching.faults import RANK_OF_KIND, FaultKind, RankFault, error_of, merged, root_cause
+from train.launching.listener import RankListener, Received
 from train.launching.wire import (
     ADDRESS_VARIABLE,
     TOKEN_VARIABLE,
@@ -35,10 +34,11 @@ from train.launching.wire import (
 from train.observer import StepAssembler, TrainObserver
 from train.values import TrainResult, WorkerTask
 
-# After the first fault, faults of the same cause come within this time, and so does the cause of an echo.
+# The first fault need not be the cause. Other faults of the same cause arrive within this time; if only echoes
+# ("connection closed") have arrived so far, the cause itself does within the longer one.
 GRACE_SECONDS = 1.0
 ECHO_GRACE_SECONDS = 4.0
-# Ranks that were told to end have this long; then those on this host are killed.
+# After an abort, ranks have this long to end; then those on this host are killed.
 ABORT_SECONDS = 1.5
 TICK_SECONDS = 0.1
 
@@ -55,17 +55,17 @@ class Watchdog:
         advertised_host: str | None = None,
         token: str = "",
     ) -> None:
-        """`token`: what the launcher gives its ranks by a way of its own; empty for a new one."""
+        """`token`: the secret that the launcher passes to its ranks by its own means; empty to make a new one."""
         self._task = task
         self._observer = observer
         self._token = token or new_token()
-        self._inbox: queue.SimpleQueue[Said | RankFault] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Received | RankFault] = queue.SimpleQueue()
         self._deadlines = Deadlines(task.config, time.monotonic())
         self._ranks = self._deadlines.ranks
         self._faults: dict[int, RankFault] = {}
         self._steps = StepAssembler(task.config.num_workers)
-        self._door = Door(bind_host, self._token, task, worker, self._take)
-        self._address = f"{advertised_host or bind_host}:{self._door.port}"
+        self._listener = RankListener(bind_host, self._token, task, worker, self._on_received)
+        self._address = f"{advertised_host or bind_host}:{self._listener.port}"
 
     def __enter__(self) -> Watchdog:
         return self
@@ -73,7 +73,7 @@ class Watchdog:
     def __exit__(self, error_type: object, *_: object) -> None:
         if error_type is not None:
             self.abort()
-        self._door.close()
+        self._listener.close()
 
     def environment(self) -> dict[str, str]:
         """What a rank's process needs to find its driver and to be believed. Secret: never on a command line."""
@@ -81,7 +81,7 @@ class Watchdog:
 
     def report_exit(self, rank: int, note: RankExit) -> None:
         """A launcher in this process saw the process of `rank` end. From any thread."""
-        self._inbox.put(Said("keeper", rank, note, time.monotonic()))
+        self._inbox.put(Received("keeper", rank, note, time.monotonic()))
 
     def report_launcher_failure(self, what: str, output_tail: str = "") -> None:
         """What should start the ranks failed as a whole. From any thread."""
@@ -99,13 +99,13 @@ class Watchdog:
             except queue.Empty:
                 pass
             else:
-                self._hear(said)
+                self._handle(said)
             now = time.monotonic()
             if now - ticked_seconds > self._task.config.silent_seconds / 2:
-                self._deadlines.forgive(now)
+                self._deadlines.restart_clocks(now)
             ticked_seconds = now
             for fault in self._deadlines.missed(now):
-                self._note(fault)
+                self._record_fault(fault)
             if self._faults and self._is_cause_known(now):
                 cause = root_cause(self._faults.values())
                 fields = {"rank": cause.rank, "kind": str(cause.kind), "where": cause.where}
@@ -116,8 +116,8 @@ class Watchdog:
         return result
 
     def abort(self) -> None:
-        """Tell every rank to end, wait for it, and kill those of this host that do not."""
-        self._door.tell_all(Abort())
+        """Make every rank end: by message first, and on this host by SIGKILL if it does not end in time."""
+        self._listener.send_to_all(Abort())
         local_pids = [
             rank.hello.pid for rank in self._ranks if rank.hello is not None and rank.hello.host == socket.gethostname()
         ]
@@ -132,21 +132,21 @@ class Watchdog:
                 pass
 
     def _is_ours(self, pid: int) -> bool:
-        # A pid of another container, or one used again, does not have this job's token in its environment.
+        # A pid of another container, or a reused one, does not have this job's token in its environment.
         try:
             return self._token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             return False
 
-    def _take(self, said: Said) -> None:
-        """From a connection's own thread: the main one may be busy, and the rank was not silent."""
+    def _on_received(self, said: Received) -> None:
+        """Runs in the connection's thread: while the main thread is busy, the rank must not count as silent."""
         if said.role == "rank":
             self._ranks[said.rank].seen_seconds = said.seen_seconds
         self._inbox.put(said)
 
-    def _hear(self, said: Said | RankFault) -> None:
+    def _handle(self, said: Received | RankFault) -> None:
         if isinstance(said, RankFault):
-            self._note(said)
+            self._record_fault(said)
             return
         rank = self._ranks[said.rank]
         match said.message:
@@ -165,19 +165,19 @@ class Watchdog:
                 self._observer.event(name, {"rank": said.rank, **fields})
             case Finished(result):
                 rank.result = result
-                # Its process may have been seen to end before its last words were read.
+                # The exit of its process may have been seen before its result was read from the connection.
                 self._faults.pop(said.rank, None)
             case Failure(collective=collective) as failure:
                 kind = FaultKind.COLLECTIVE if collective else FaultKind.FAILED
-                self._note(replace(rank.fault(kind, said.seen_seconds), failure=failure))
+                self._record_fault(replace(rank.fault(kind, said.seen_seconds), failure=failure))
             case RankExit(returncode, output_tail):
                 fault = rank.fault(FaultKind.KILLED, said.seen_seconds)
-                self._note(replace(fault, returncode=returncode, output_tail=output_tail))
+                self._record_fault(replace(fault, returncode=returncode, output_tail=output_tail))
             case None if said.role == "rank":
                 rank.is_connected = False
-                self._note(rank.fault(FaultKind.KILLED, said.seen_seconds))
+                self._record_fault(rank.fault(FaultKind.KILLED, said.seen_seconds))
 
-    def _note(self, fault: RankFault) -> None:
+    def _record_fault(self, fault: RankFault) -> None:
         if fault.rank < 0 or self._ranks[fault.rank].result is None:
             self._faults[fault.rank] = merged(self._faults.get(fault.rank), fault)
 

@@ -1,11 +1,11 @@
-"""What ranks and their driver say to each other over TCP: JSON lines, once both have proved that they know the token.
+"""The protocol between ranks and driver: JSON lines over TCP, after both sides have proved that they know the token.
 
 Each side answers the other's fresh nonce with HMAC-SHA256(token, role + nonce): neither the token nor anything that
-could be used again, or in the other direction, is sent here. How the token comes to the ranks is the launcher's matter:
+could be used again, or in the other direction, is sent here. The launcher gives the token to its ranks:
 `local` puts it into their environment, `horovod_spark` derives it on both sides from the key in Spark's own task.
 
-That proves who is there when a conversation starts, and no more: what follows is neither encrypted nor authenticated
-line by line. Who can change packets between two hosts can read the task and forge reports (docs/decisions/0006).
+This authenticates both sides at the start, and no more: the lines that follow are neither encrypted nor authenticated.
+Whoever can change packets between two hosts can read the task and forge reports (docs/decisions/0006).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from train.values import StepReport, TrainResult, WorkerTask
 
 ADDRESS_VARIABLE = "SHARDMILL_DRIVER_ADDRESS"
 TOKEN_VARIABLE = "SHARDMILL_DRIVER_TOKEN"
-# Strangers may connect: what they can make us hold, and for how long, is bounded until they have proved the token.
+# Strangers may connect: until they have proved the token, the memory and the time that they can take are bounded.
 MAX_HANDSHAKE_BYTES = 4096
 MAX_WELCOME_BYTES = 1 << 20
 HANDSHAKE_TIMEOUT_SECONDS = 10.0
-# The driver of many ranks may be busy; nobody can make a rank wait for longer than this in all.
+# The driver of many ranks may be busy; a rank waits no longer than this in all.
 CALL_TIMEOUT_SECONDS = 60.0
 RECEIVE_BYTES = 1 << 16
 
@@ -47,7 +47,7 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank's first words; or those of the keeper, the process that started the rank and sees how it ends."""
+    """First message of a rank, or of its keeper: the process that started the rank and sees its exit."""
 
     role: Literal["rank", "keeper"]
     rank: int
@@ -99,7 +99,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The rank's function returned. The last words: the connection closes after it."""
+    """The rank's function returned. It is the last message before the connection closes."""
 
     result: TrainResult
     kind: Literal["finished"] = "finished"
@@ -155,7 +155,7 @@ class Connection:
         """The next message, or None if the other side is gone. Raises ProtocolError for anything else.
 
         `until_seconds`, on the monotonic clock, is when the whole message must have come: a deadline for each read
-        would let a stranger who sends a byte now and then stay forever.
+        would let a stranger hold the connection forever by sending a byte now and then.
         """
         num_searched = 0
         while (end := self._unread.find(b"\n", num_searched)) < 0:
@@ -171,7 +171,7 @@ class Connection:
             except OSError:
                 return None
             if not data:
-                # What is left of a line is what a process leaves that died while it spoke.
+                # An incomplete line is left by a process that died while it was sending.
                 return None
             self._unread += data
         line = bytes(self._unread[:end])
@@ -210,7 +210,7 @@ def proof_of(token: str, role: str, nonce: str) -> str:
 
 
 def is_proof(token: str, role: str, nonce: str, proof: str) -> bool:
-    # Of text it compares ASCII alone.
+    # `compare_digest` takes text only if it is ASCII; bytes may be anything.
     return hmac.compare_digest(proof_of(token, role, nonce).encode(), proof.encode(errors="replace"))
 
 

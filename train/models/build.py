@@ -22,7 +22,7 @@ PerSampleLoss = Callable[[Any, Any], Any]
 """(labels_N int64, outputs_NK float32) -> losses_N float32."""
 
 # As in Keras: keeps the logarithm of a probability of 0 finite, and bounds its gradient in float32. Figures that are
-# told, not minimised, go further down (train/evaluate.py).
+# reported, not minimised, go further down (train/evaluate.py).
 SMALLEST_PROBABILITY = 1e-7
 # Keras's names for our words.
 DTYPE_POLICIES = {"off": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}

@@ -22,7 +22,7 @@ def find_model(name: str) -> str:
     spec = find_user_module(module_name, name).spec
     origin = spec.origin
     if origin is None or not origin.endswith(".py"):
-        # A compiled module, or a namespace: only importing it would tell.
+        # A compiled module, or a namespace: what it defines is known only after importing it.
         return origin or module_name
     try:
         # A module may lie in a zip archive.

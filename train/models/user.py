@@ -20,7 +20,7 @@ from typing import Any
 
 from shardmill.errors import UsageError
 
-# Modules of a user that have the name of one that is installed (his `train.py`, our package `train`) live below this.
+# A user's module that has the name of an installed one (a `train.py`, our package `train`) is imported below this.
 USER_PACKAGE = "_shardmill_user"
 
 

@@ -25,14 +25,14 @@ STRATEGIES: Registry[Strategy] = Registry(
 )
 
 
-def find_strategy(name: str, num_ranks: int) -> Strategy:
+def find_strategy(name: str, world_size: int) -> Strategy:
     """The strategy of that name, if it allows the world size. Raises UsageError otherwise."""
     strategy = STRATEGIES[name]
-    if not strategy.allows_world_size(num_ranks):
-        wider = [other for other, entry in STRATEGIES.items() if entry.allows_world_size(num_ranks)]
+    if not strategy.allows_world_size(world_size):
+        wider = [other for other, entry in STRATEGIES.items() if entry.allows_world_size(world_size)]
         raise UsageError(
-            f"train.strategy = {name!r} with train.num_workers = {num_ranks}",
-            f"expected at most {strategy.max_ranks} worker",
-            f'set train.strategy = "{wider[0]}", or train.num_workers = {strategy.max_ranks}',
+            f"train.strategy = {name!r} with train.num_workers = {world_size}",
+            f"expected at most {strategy.max_world_size} worker",
+            f'set train.strategy = "{wider[0]}", or train.num_workers = {strategy.max_world_size}',
         )
     return strategy

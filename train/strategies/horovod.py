@@ -17,21 +17,21 @@ from train.values import World
 
 
 class HorovodCollective:
-    """Horovod's TensorFlow binding, eager. Wants the launcher's HOROVOD_* environment; without it, a world of one."""
+    """Horovod's TensorFlow binding, eager. Needs the launcher's HOROVOD_* environment, else the world is one rank."""
 
     def __init__(self, world: World) -> None:
         import horovod.tensorflow as hvd
 
         self._hvd = hvd
         hvd.init()
-        if (hvd.rank(), hvd.size()) != (world.rank, world.num_ranks):
+        if (hvd.rank(), hvd.size()) != (world.rank, world.world_size):
             raise TrainingError(
                 f"Horovod made this process rank {hvd.rank()} of {hvd.size()}",
-                f"the launcher said rank {world.rank} of {world.num_ranks}",
+                f"the launcher said rank {world.rank} of {world.world_size}",
                 "start all ranks with one launcher of ours",
             )
         self.rank: int = world.rank
-        self.num_ranks: int = world.num_ranks
+        self.world_size: int = world.world_size
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
         return self._hvd.grouped_allreduce(tensors, op=self._hvd.Sum)
@@ -71,6 +71,6 @@ HOROVOD = Strategy(
     synchronous=True,
     exact_resume=True,
     checkpoint_layout="replicated",
-    max_ranks=None,
+    max_world_size=None,
     open_collective=HorovodCollective,
 )

@@ -14,7 +14,7 @@ class Collective(Protocol):
     """Operations that every rank calls in the same order; each call returns when all ranks have joined it."""
 
     rank: int
-    num_ranks: int
+    world_size: int
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
         """Each tensor (all of one dtype) summed over all ranks, in ONE grouped operation.
@@ -54,12 +54,12 @@ class Strategy:
     """A resumed training at the same world size ends with the same bits as one that never stopped."""
     checkpoint_layout: Literal["replicated"]
     """`replicated`: rank 0 writes weights and optimizer, each rank its own non-trainable state."""
-    max_ranks: int | None
+    max_world_size: int | None
     """Largest world size, or None where only `train.num_streams` bounds it."""
     open_collective: Callable[[World], Collective]
 
-    def allows_world_size(self, num_ranks: int) -> bool:
-        return num_ranks >= 1 and (self.max_ranks is None or num_ranks <= self.max_ranks)
+    def allows_world_size(self, world_size: int) -> bool:
+        return world_size >= 1 and (self.max_world_size is None or world_size <= self.max_world_size)
 
 
 class AnnouncedCollective:
@@ -70,7 +70,7 @@ class AnnouncedCollective:
         with self._waiting("joining the world"):
             self._collective = strategy.open_collective(world)
         self.rank: int = world.rank
-        self.num_ranks: int = world.num_ranks
+        self.world_size: int = world.world_size
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
         with self._waiting("an allreduce"):
@@ -107,7 +107,7 @@ class SingleCollective:
     """A world of one rank: every operation is the identity."""
 
     rank = 0
-    num_ranks = 1
+    world_size = 1
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
         return tensors
@@ -129,10 +129,10 @@ class SingleCollective:
 
 
 def open_single(world: World) -> SingleCollective:
-    assert world.num_ranks == 1, world
+    assert world.world_size == 1, world
     return SingleCollective()
 
 
 SINGLE = Strategy(
-    synchronous=True, exact_resume=True, checkpoint_layout="replicated", max_ranks=1, open_collective=open_single
+    synchronous=True, exact_resume=True, checkpoint_layout="replicated", max_world_size=1, open_collective=open_single
 )

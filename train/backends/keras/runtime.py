@@ -71,7 +71,7 @@ def config_sha256(model: Any) -> str:
     """Over the configuration and the variables' shapes of a built Keras model, compiled optimizer and loss included.
 
     Names that Keras counts up in each process do not matter, nor dtypes: an export computes in float32 what was trained
-    in another precision. A model that cannot tell its configuration counts by its layers and variables.
+    in another precision. A model without a configuration counts by its layers and variables.
     """
     try:
         with warnings.catch_warnings():

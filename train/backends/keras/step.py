@@ -103,7 +103,7 @@ class TrainStep:
             tf.constant(batch.weights_N, tf.float32),
             tf.constant(global_weight, tf.float32),
         )
-        # An accelerator works in the background; waiting here keeps its time out of the allreduce's.
+        # An accelerator computes asynchronously: waiting here keeps its time out of the time of the allreduce.
         addends[-1].numpy()
         return addends
 
@@ -129,6 +129,8 @@ class TrainStep:
         with tf.GradientTape() as tape:
             outputs_NK = tf.cast(model(self._standardize(images_NHWC), training=True), tf.float32)
             losses_N = self._built.per_sample_loss(labels_N, outputs_NK)
+            # Divided by the weight of the GLOBAL batch, not of this rank's share: then a plain sum over ranks is the
+            # mean over all samples, also if padding leaves the ranks with different numbers of them.
             loss = tf.reduce_sum(weights_N * losses_N) / global_weight
             if model.losses:
                 loss += tf.cast(tf.add_n(model.losses), tf.float32) * self._share_of_streams
@@ -152,7 +154,7 @@ class TrainStep:
         is_usable = tf.math.is_finite(gradient_norm)
         if self._chosen.scales_loss:
             # An overflow of the scaled gradients is the optimizer's to handle: it skips the step and halves the scale.
-            # At a scale of 1 there is nothing left to blame on it.
+            # At a scale of 1 the overflow cannot come from the scale.
             scale = tf.convert_to_tensor(optimizer.dynamic_scale)
             is_usable |= scale > 1.0
             gradient_norm /= scale

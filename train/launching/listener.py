@@ -1,7 +1,8 @@
-"""The driver's door: takes calls from anybody, and lets in who proves to be a rank or a keeper of this job.
+"""The driver's listening socket: authenticates connections, and keeps those of this job's ranks and keepers.
 
-Whoever reaches the port can call. He gets one deadline for the whole handshake, one of a bounded number of places, and
-no way to close the door for others: not by silence, not by calling often, not by using up file descriptors.
+Anybody who reaches the port can connect. A connection has one deadline for the whole handshake and takes one of a
+bounded number of pending places. It cannot keep ranks out: not by silence, not by connecting often, not by using up
+file descriptors.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from dataclasses import dataclass
 from train.launching.wire import Abort, Connection, Message, ProtocolError, answer_caller, message_adapter
 from train.values import WorkerTask
 
-NUM_STRANGERS = 64
-NUM_STRANGERS_PER_RANK = 4
-# After `accept` failed (no file descriptors left, mostly) the next try comes this much later.
+MAX_PENDING = 64
+MAX_PENDING_PER_RANK = 4
+# After `accept` failed, mostly for lack of file descriptors, it is tried again this much later.
 RETRY_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """Something that a rank or its keeper said."""
+class Received:
+    """A message from a rank or its keeper."""
 
     role: str
     rank: int
@@ -33,30 +34,31 @@ class Said:
     """On this process's monotonic clock."""
 
 
-class Door:
-    """Listens from its construction. `heard` gets everything that callers of this job say, from any thread."""
+class RankListener:
+    """Listens from its construction. `on_received` is called with every message, from the connection's thread."""
 
     def __init__(
-        self, bind_host: str, token: str, task: WorkerTask, worker: str, heard: Callable[[Said], None]
+        self, bind_host: str, token: str, task: WorkerTask, worker: str, on_received: Callable[[Received], None]
     ) -> None:
         self._token = token
         self._task = task
         self._worker = worker
-        self._heard = heard
-        self._max_strangers = NUM_STRANGERS + NUM_STRANGERS_PER_RANK * task.config.num_workers
+        self._on_received = on_received
+        self._max_pending = MAX_PENDING + MAX_PENDING_PER_RANK * task.config.num_workers
         self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, None] = {}
-        """In the order in which they called."""
+        self._pending: dict[socket.socket, None] = {}
+        """Connections that have not authenticated yet, oldest first."""
         self._connections: list[Connection] = []
         self._is_closed = False
-        # Building it imports modules of pydantic, for which no file descriptor may be left when a rank calls.
+        # Built before the first rank connects: building it imports modules of pydantic, and by then strangers may have
+        # used up all file descriptors.
         message_adapter()
-        self._listener = socket.create_server((bind_host, 0), backlog=256)
-        self.port: int = self._listener.getsockname()[1]
+        self._socket = socket.create_server((bind_host, 0), backlog=256)
+        self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="watchdog-accept", daemon=True).start()
 
-    def tell_all(self, message: Abort) -> None:
-        """Everybody who was let in and is still there."""
+    def send_to_all(self, message: Abort) -> None:
+        """Send to every authenticated connection that is still open."""
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
@@ -66,25 +68,25 @@ class Door:
                 pass
 
     def close(self) -> None:
-        """Nobody comes in any more; who is in is sent away."""
+        """Accept nothing more, and close every connection."""
         with self._lock:
             self._is_closed = True
-            connections, strangers = list(self._connections), list(self._strangers)
+            connections, pending = list(self._connections), list(self._pending)
         # Closing alone would not wake the thread that waits in `accept`, and the port would stay open under it.
-        _shut(self._listener)
-        self._listener.close()
+        _shut(self._socket)
+        self._socket.close()
         for connection in connections:
             connection.close()
-        for stranger in strangers:
-            _shut(stranger)
+        for peer in pending:
+            _shut(peer)
 
     def _accept(self) -> None:
         while True:
             try:
-                peer, _ = self._listener.accept()
+                peer, _ = self._socket.accept()
                 threading.Thread(target=self._serve, args=(peer,), name="watchdog-rank", daemon=True).start()
             except (OSError, RuntimeError):
-                # No file descriptor or no thread is left, or the caller hung up: later ones must still get through.
+                # No file descriptor or no thread is left, or the peer hung up: later ones must still be served.
                 if self._is_closed:
                     return
                 time.sleep(RETRY_SECONDS)
@@ -95,34 +97,34 @@ class Door:
         try:
             connection, hello = answer_caller(peer, self._token, self._task, self._worker)
         except (OSError, ProtocolError):
-            # A port scanner, a rank of an older job: no concern of this one.
+            # A port scanner, or a rank of an older job: not a fault of this one.
             peer.close()
             return
         finally:
             with self._lock:
-                self._strangers.pop(peer, None)
+                self._pending.pop(peer, None)
         with self._lock:
             if self._is_closed:
                 connection.close()
                 return
             self._connections.append(connection)
-        self._heard(Said(hello.role, hello.rank, hello, time.monotonic()))
+        self._on_received(Received(hello.role, hello.rank, hello, time.monotonic()))
         while True:
             try:
                 message = connection.receive()
             except ProtocolError:
                 message = None
-            self._heard(Said(hello.role, hello.rank, message, time.monotonic()))
+            self._on_received(Received(hello.role, hello.rank, message, time.monotonic()))
             if message is None:
                 return
 
     def _make_room_for(self, peer: socket.socket) -> None:
-        """Too many strangers: the one who has said nothing for longest goes. A rank is one for milliseconds."""
+        """Drop the oldest pending connection if there are too many. A rank's handshake takes milliseconds."""
         with self._lock:
-            self._strangers[peer] = None
-            while len(self._strangers) > self._max_strangers:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
+            self._pending[peer] = None
+            while len(self._pending) > self._max_pending:
+                oldest = next(iter(self._pending))
+                del self._pending[oldest]
                 _shut(oldest)
 
 
