@@ -25,7 +25,7 @@ def augment(
     sample_id: int,
     occurrence: int = 0,
 ) -> np.ndarray:
-    """A changed copy of the same shape; `occurrence` tells the repeats of a sample within one epoch apart."""
+    """A changed copy of the same shape; `occurrence` distinguishes repeats of a sample within one epoch."""
     key = (seed, epoch, sample_id, occurrence)
     changed_HWC = image_HWC
     padding = options.random_crop_padding

@@ -85,7 +85,8 @@ class BatchReader:
 
     def _submit(self, step: int) -> Future[Batch]:
         rows = self._planner.rows_of_step(step)
-        # Keep the chunks of the current windows; steps in flight hold on to what they still need.
+        # Keep the chunks of the current windows. A step in flight holds its own references, so dropping a chunk here
+        # frees its memory only after the last step that needs it.
         live = self._planner.live_chunks()
         self._chunks = {chunk: future for chunk, future in self._chunks.items() if chunk in live}
         needed: dict[int, Future[ChunkRows]] = {}

@@ -196,7 +196,7 @@ def _judge(image: SourceImage, max_source_bytes: int) -> SourceImage | Rejection
         (lambda: not _is_utf8(image.key), RejectReason.PATH_NOT_UTF8, "the name is not UTF-8"),
         (lambda: not _is_image_name(image.key), RejectReason.NOT_AN_IMAGE_NAME, "the name is not an image's"),
         (lambda: len((image.label or "").encode()) > _MAX_LABEL_LENGTH, RejectReason.BAD_LABEL, "too long"),
-        (lambda: _is_no_name(image.label), RejectReason.BAD_LABEL, f"{image.label!r} is no class name"),
+        (lambda: _is_invalid_label(image.label), RejectReason.BAD_LABEL, f"{image.label!r} is no class name"),
         (
             lambda: image.size_bytes > max_source_bytes,
             RejectReason.TOO_LARGE_BYTES,
@@ -217,7 +217,7 @@ def _is_image_name(key: str) -> bool:
     return suffix == "" or suffix in IMAGE_SUFFIXES
 
 
-def _is_no_name(label: str | None) -> bool:
+def _is_invalid_label(label: str | None) -> bool:
     """Nothing but spaces or dots, or with characters that nobody sees: `\\x1b[2J` clears the screen of who reads it."""
     return label is not None and (label.strip() in ("", ".", "..") or printable(label) != label)
 

@@ -98,6 +98,7 @@ def commit_version(store: Store, build: Build, results: Sequence[UnitResult], pa
     published something else first.
     """
     check_accounting(build, results)
+    # Results come in the order in which units finished; layout and digests must not depend on it.
     results = sorted(results, key=lambda result: result.unit_index)
     rejections = all_rejections(build, results)
     draft = _draft(store, build, results, rejections, parent_version)
@@ -112,6 +113,7 @@ def commit_version(store: Store, build: Build, results: Sequence[UnitResult], pa
 def publish(store: Store, draft: Manifest) -> Manifest:
     """Put the manifest if its number is free. One winner among any number of writers, lost replies included."""
     data, winner = encode_manifest(draft), draft
+    # Everything that the manifest names is published by now; from this one request on, the version exists.
     if not store.put_if_absent(manifest_path(draft.version), data):
         data = read_manifest_bytes(store, draft.version)
         winner = parse_manifest(data, draft.version, store.uri)
@@ -147,6 +149,7 @@ def _draft(
     splits = _merge_splits(results, shards, build.formats[0])
     content = content_digest(build.columns, build.class_names, build.normalization_fingerprint, splits)
     one_format = [shard for shard in shards if shard.format == build.formats[0]]
+    # Index and ledger are published while the manifest is made: a crash here leaves files that nothing names.
     return Manifest(
         version=parent_version + 1,
         commit_id=uuid.uuid4().hex,
@@ -154,6 +157,7 @@ def _draft(
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         parent_version=parent_version or None,
         content_digest=content,
+        # Chunks are equal in every format, so the first one stands for all.
         layout_digest=layout_digest(content, one_format),
         columns=build.columns,
         formats=build.formats,

@@ -169,6 +169,7 @@ def parse_manifest(data: bytes, version: int, uri: str) -> Manifest:
             f"this shardmill reads version {SCHEMA_VERSION}",
             "read it with the shardmill that wrote it, or a newer one",
         )
+    # The digest is over the canonical form; comparing the bytes as well refuses a file that was only reformatted.
     stated = body.pop("manifest_digest", None)
     actual = canonical_digest(body)
     if stated != actual or _canonical({**body, "manifest_digest": stated}) != data:

@@ -27,6 +27,7 @@ def publish_shard(
     try:
         with as_storage_error(file, sum(row.image_bytes for chunk in chunks for row in chunk)):
             written = shard_format.write_shard(file, chunks, schema)
+        # One read for the SHA-256 of the whole and the CRCs of its parts; `shard_max_bytes` bounds it.
         data = file.read_bytes()
         path = f"{SHARDS}/{split}/{name}.{shard_format.suffix}"
         store.put_file(path, file)

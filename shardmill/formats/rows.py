@@ -90,6 +90,7 @@ def cut_chunks(rows: Iterable[StoredRow], chunk_bytes: int) -> Iterable[list[Sto
     """Runs of rows, each closed as soon as its images reach `chunk_bytes`."""
     chunk: list[StoredRow] = []
     size = 0
+    # Closed by size alone, never by a limit of rows: so chunks are equal in every format, and so are plans.
     for row in rows:
         chunk.append(row)
         size += row.image_bytes
