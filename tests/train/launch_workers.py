@@ -95,12 +95,15 @@ def hangs(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
 
 
 def plods(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
-    """Each step of the last rank takes twice `train.progress_timeout_seconds`, but for the first, which takes one."""
+    """Each step of the last rank takes twice `train.progress_timeout_seconds`, and the first one longer.
+
+    From the first one the driver learns how long a step may take; it knows no better than to a heartbeat.
+    """
     limit_seconds = task.config.progress_timeout_seconds
     for step in range(NUM_STEPS):
         if world.rank == world.world_size - 1:
             reporter.doing("its own work")
-            time.sleep(limit_seconds * (2 if step else 1))
+            time.sleep(limit_seconds * (2 if step else 3))
         reporter.step(StepReport(world.rank, 0, step, NUM_STEPS, (0.5).hex()))
     return result_of(task, world)
 
