@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+import tempfile
 from pathlib import Path
 
 import cv2
@@ -36,7 +38,11 @@ def folder(tmp_path_factory) -> Path:
         train=config,
         gate=GateConfig(min_accuracy=0.9),
     )
-    exported = export_model(tree, train_model(tree, RunLog(SilentObserver())), "run")
+    trained = train_model(tree, RunLog(SilentObserver()))
+    (folder / "temporary").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder / "temporary"))
+        exported = export_model(tree, trained, "run")
     assert promote_model(tree, exported, "run").gate.decision == "promoted"
     # 48 megapixels in some kilobytes: as large as is allowed, and 144 MB when it is decoded.
     assert cv2.imwrite(str(folder / "bomb.png"), np.zeros((6000, 8000, 3), np.uint8))
@@ -55,6 +61,22 @@ def test_files_get_the_labels_of_their_folders_and_the_probabilities_of_the_stor
     expected_NK = load_exported(str(folder / "models"), 1).predict(images_NHWC)
     given_N = np.array([each.probability for each in predictions])
     assert np.abs(given_N - expected_NK.max(axis=1)).max() < 1e-6
+
+
+def test_exports_and_predictions_leave_no_temporary_files(folder, monkeypatch):
+    temporary = folder / "temporary"
+    assert not _left_in(temporary), "left by the export"
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    [prediction] = predict_images(str(folder / "models"), [str(next((folder / "images").rglob("*.png")))])
+    assert prediction.label and not _left_in(temporary)
+
+
+def test_without_tensorflow_the_extra_is_named_and_nothing_is_left(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    with pytest.raises(UsageError, match=r"needs TensorFlow: .*pip install '\.\[tensorflow\]'"):
+        open_model(str(folder / "models"))
+    assert not _left_in(tmp_path)
 
 
 def test_what_the_etl_would_reject_is_rejected_for_the_same_reason(folder, tmp_path):
@@ -126,3 +148,8 @@ def test_a_model_that_is_not_there_is_refused(folder, tmp_path):
         open_model(f"{folder / 'models'}@9")
     with pytest.raises(IntegrityError, match="no export of .* names artifacts/other"):
         open_model(str(folder / "models" / "artifacts" / "other"))
+
+
+def _left_in(temporary: Path) -> list[Path]:
+    # AutoGraph writes the code that it generates into files, which TensorFlow deletes when the process ends.
+    return [path for path in temporary.iterdir() if not path.name.startswith("__autograph_generated_file")]

@@ -22,11 +22,12 @@ from shardmill.jobs.spark import is_under_spark_submit, spark_session
 from shardmill.registry import install_hint
 from train.launching.faults import FIX
 from train.launching.keeper import keep_rank
-from train.launching.local import GLOO_TIMEOUT_SECONDS, LOOPBACK
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.rendezvous import (
     GLOO_ADDRESS,
     GLOO_PORT,
+    GLOO_TIMEOUT_SECONDS,
+    LOOPBACK,
     GuardedRendezvous,
     address_variables,
     derive,

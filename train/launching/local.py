@@ -13,14 +13,11 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import python_path
 from train.launching.keeper import RankProcess
 from train.launching.rank import DEFAULT_WORKER
-from train.launching.rendezvous import GuardedRendezvous, address_variables
+from train.launching.rendezvous import GLOO_TIMEOUT_SECONDS, LOOPBACK, GuardedRendezvous, address_variables
 from train.launching.watchdog import Watchdog
 from train.observer import TrainObserver
 from train.values import TrainResult, WorkerTask
 
-LOOPBACK = "127.0.0.1"
-# The watchdog finds lost ranks. Gloo's default of 30 s would end a job in which one rank is only slow.
-GLOO_TIMEOUT_SECONDS = 3600
 # Ranks end by themselves when they have finished; native libraries may take this long to shut down.
 EXIT_SECONDS = 5.0
 

@@ -20,6 +20,9 @@ from shardmill.jobs.process import python_path
 
 GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 GLOO_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+LOOPBACK = "127.0.0.1"
+# The watchdog finds lost ranks. Gloo's default of 30 s would end a job in which one rank is only slow.
+GLOO_TIMEOUT_SECONDS = 3600
 # What Gloo stores is a few hundred bytes for each pair of ranks.
 MAX_VALUE_BYTES = 1 << 24
 

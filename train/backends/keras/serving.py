@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import UsageError
+from shardmill.registry import install_hint
 from train.models.build import standardize
 
 # A class may have any name; this one is never asked for, because every index has its own.
@@ -72,7 +73,7 @@ def load_saved_model(folder: Path) -> Any:
         import tensorflow as tf
     except ImportError as error:
         raise UsageError(
-            f"loading a model needs TensorFlow: {error}", "it is an extra", "pip install '.[tensorflow]'"
+            f"loading a model needs TensorFlow: {error}", "which is an extra", install_hint("tensorflow")
         ) from None
 
     loaded = tf.saved_model.load(str(folder))
