@@ -95,15 +95,16 @@ def hangs(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
 
 
 def plods(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
-    """Each step of the last rank takes twice `train.progress_timeout_seconds`, and the first one longer.
+    """Each step of the last rank takes twice `train.progress_timeout_seconds`, the first one 2.5 times.
 
-    From the first one the driver learns how long a step may take; it knows no better than to a heartbeat.
+    After the first step the driver measures the time to the next heartbeat, and allows ten times as much. Heartbeats
+    come every second from the start: a first step that ends halfway between two of them gives a pause of 0.5 s.
     """
     limit_seconds = task.config.progress_timeout_seconds
     for step in range(NUM_STEPS):
         if world.rank == world.world_size - 1:
             reporter.doing("its own work")
-            time.sleep(limit_seconds * (2 if step else 3))
+            time.sleep(limit_seconds * (2 if step else 2.5))
         reporter.step(StepReport(world.rank, 0, step, NUM_STEPS, (0.5).hex()))
     return result_of(task, world)
 

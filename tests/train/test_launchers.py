@@ -187,7 +187,8 @@ def test_a_worker_that_leaves_with_0_has_failed(start, launcher):
 @pytest.mark.parametrize(("worker", "limits"), [("is_slow", {"silent_seconds": 2}), ("plods", {})])
 def test_straggler_is_not_killed(start, worker, limits):
     driver = start("local", 2, f"{WORKERS}:{worker}", progress_timeout_seconds=1, **limits)
-    assert driver.outcome()["world_size"] == 2
+    outcome = driver.outcome()
+    assert outcome.get("world_size") == 2, outcome
 
 
 @pytest.mark.parametrize("launcher", ["local", "horovod_spark"])
