@@ -131,9 +131,9 @@ def build(run: Run, *, replace_source: bool, will_train: bool = False) -> BuildO
 
 
 def verify(run: Run, dataset: str, *, deep: bool) -> VerifyReport:
-    """Check the version; never skipped, because it looks for what changed without a commit. Raises for no broken rule.
+    """Check the version; never skipped, because it looks for what changed without a commit.
 
-    A broken rule fails the stage and the run; the caller prints the whole table before it raises the error.
+    It does not raise for a broken rule: the stage and the run fail, and the caller prints the whole table first.
     """
     from shardmill.dataset.open import open_dataset
     from shardmill.dataset.verify import verify_dataset

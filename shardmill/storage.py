@@ -47,7 +47,11 @@ class Store(Protocol):
     """The root as a folder that this machine's programs can open; None for remote storage."""
 
     def read(self, path: str) -> bytes:
-        """The whole file. Raises FileNotFoundError if there is none, StorageError for anything else."""
+        """The whole file. Raises FileNotFoundError if there is none, StorageError for anything else.
+
+        AccessDenied only if the refusal is known to concern this one file, as a POSIX mode does. An S3 403 may as well
+        be expired credentials, which must not become a fact about an image: that is a plain StorageError.
+        """
         ...
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:

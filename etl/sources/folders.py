@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,7 +55,9 @@ def list_folders(source: SourceConfig, max_source_bytes: int) -> Listing:
     local = "://" not in uri or uri.startswith("file://")
     found = _walk_local(Path(open_store(uri).uri), source.follow_symlinks) if local else _walk_store(uri)
     entries = _with_labels(sorted(found, key=lambda entry: key_bytes(entry.key)), source.label_level)
-    judged = [entry if isinstance(entry, Rejection) else _judge(entry, max_source_bytes) for entry in entries]
+    judged = [
+        entry if isinstance(entry, Rejection) else _accepted_or_rejected(entry, max_source_bytes) for entry in entries
+    ]
     images = [entry for entry in judged if isinstance(entry, SourceImage)]
     rejections = tuple(entry for entry in judged if isinstance(entry, Rejection))
     if not images:
@@ -190,22 +192,23 @@ def _check_level_is_clear(levels: list[list[str]]) -> None:
     )
 
 
-def _judge(image: SourceImage, max_source_bytes: int) -> SourceImage | Rejection:
+def _accepted_or_rejected(image: SourceImage, max_source_bytes: int) -> SourceImage | Rejection:
     """Refuse by name and size, before any byte is read."""
-    refusals: list[tuple[Callable[[], bool], RejectReason, str]] = [
-        (lambda: not _is_utf8(image.key), RejectReason.PATH_NOT_UTF8, "the name is not UTF-8"),
-        (lambda: not _is_image_name(image.key), RejectReason.NOT_AN_IMAGE_NAME, "the name is not an image's"),
-        (lambda: len((image.label or "").encode()) > _MAX_LABEL_LENGTH, RejectReason.BAD_LABEL, "too long"),
-        (lambda: _is_invalid_label(image.label), RejectReason.BAD_LABEL, f"{image.label!r} is no class name"),
-        (
-            lambda: image.size_bytes > max_source_bytes,
-            RejectReason.TOO_LARGE_BYTES,
-            f"{image.size_bytes} bytes; etl.max_source_bytes is {max_source_bytes}",
-        ),
-    ]
-    for applies, reason, detail in refusals:
-        if applies():
-            return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage="list")
+
+    def rejection(reason: RejectReason, detail: str) -> Rejection:
+        return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage="list")
+
+    if not _is_utf8(image.key):
+        return rejection(RejectReason.PATH_NOT_UTF8, "the name is not UTF-8")
+    if not _is_image_name(image.key):
+        return rejection(RejectReason.NOT_AN_IMAGE_NAME, "the name is not an image's")
+    if len((image.label or "").encode()) > _MAX_LABEL_LENGTH:
+        return rejection(RejectReason.BAD_LABEL, "too long")
+    if _is_invalid_label(image.label):
+        return rejection(RejectReason.BAD_LABEL, f"{image.label!r} is no class name")
+    if image.size_bytes > max_source_bytes:
+        detail = f"{image.size_bytes} bytes; etl.max_source_bytes is {max_source_bytes}"
+        return rejection(RejectReason.TOO_LARGE_BYTES, detail)
     return image
 
 

@@ -16,7 +16,7 @@ from shardmill.formats.encodings import decode_stored
 from shardmill.formats.rows import ChunkRows
 from shardmill.ids import row_digest
 from shardmill.options import ENCODINGS
-from shardmill.sealed import read_sealed
+from shardmill.sealed import check_sealed
 from shardmill.storage import join_uri
 from shardmill.values import ShardInfo
 
@@ -39,8 +39,8 @@ def read_everything(rules: RecordRules, on_shard: Callable[[int, int], None] | N
             require(image_bytes == info.image_bytes, f"chunk {chunk} of shard {where} holds {image_bytes} image bytes")
             _check_rows(dataset, rows, known[place : place + info.num_rows], f"chunk {chunk} of shard {where}")
             place += info.num_rows
-        data = read_sealed(dataset.store, shard_file(shard), fix=RESTORE)
-        num_bytes, num_rows = num_bytes + len(data), num_rows + place
+        check_sealed(dataset.store, shard_file(shard), fix=RESTORE)
+        num_bytes, num_rows = num_bytes + shard.size_bytes, num_rows + place
         if on_shard is not None:
             on_shard(number + 1, len(dataset.shards))
     return f"{num_bytes} bytes, {num_rows} rows"

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.options import NormalizeOptions, Section
-from shardmill.sealed import SealedFile, read_sealed
+from shardmill.sealed import SealedFile, check_sealed, read_sealed
 from shardmill.storage import check_relative_path
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
@@ -113,7 +113,7 @@ def verify_export(models_uri: str, export: Export) -> None:
     """Raises IntegrityError that names the first file that is missing or altered."""
     store = open_store(models_uri)
     for file in export.record.files:
-        read_sealed(store, file)
+        check_sealed(store, file)
 
 
 def load_exported(models_uri: str, number: int) -> ExportedModel:
