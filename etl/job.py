@@ -1,6 +1,6 @@
 """Build a dataset version: list the source, plan work units, run them, commit. Also `spark-submit etl/job.py`.
 
-spark-submit etl/job.py --config FILE [--set section.key=value]... [--workdir DIR --run-id ID] [--replace-source]
+spark-submit etl/job.py --config FILE [--set SECTION.NAME=VALUE]... [--workdir DIR --run-id ID] [--replace-source]
 """
 
 from __future__ import annotations

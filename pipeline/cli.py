@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli_options import Command, Common
+from pipeline.cli_options import Command, Common, command_without
 from pipeline.ending import run_app
 from pipeline.printing import (
     flat_rows,
@@ -167,7 +167,7 @@ def report(
     _print_stage(chosen, report_again(chosen))
 
 
-@app.command(cls=Command)
+@app.command(cls=command_without("overrides", "workdir", "run_id"))
 def predict(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Models folder or URI (its current model), or one export below it.")],
@@ -189,7 +189,7 @@ def predict(
     check_any_predicted(predictions)
 
 
-@app.command(cls=Command)
+@app.command(cls=command_without("run_id"))
 def inspect(
     context: typer.Context,
     dataset: DatasetArgument,
@@ -215,23 +215,22 @@ def inspect(
         print_result(common, facts, flat_rows(facts), title=title)
 
 
-@app.command(cls=Command)
+@app.command(cls=command_without("run_id"))
 def doctor(
     context: typer.Context, config: Annotated[str, typer.Argument(help="A TOML file to check as well.")] = ""
 ) -> None:
     """Check this machine: versions, Java, compiler, config, storage, slots."""
-    from pipeline.config import load_pipeline
-    from pipeline.doctor import examine
+    from pipeline.doctor import diagnose
 
     common: Common = context.obj
-    findings = examine(load_pipeline(config or None, common.overrides, common.workdir), common.workdir)
+    findings = diagnose(config, common.overrides, common.workdir)
     rows = [(each.status, each.subject, each.found, each.fix) for each in findings]
     print_result(common, [plain(each) for each in findings], rows, title="doctor")
     if any(each.status == "fail" for each in findings):
         raise typer.Exit(2)
 
 
-@app.command(cls=Command)
+@app.command(cls=command_without("workdir", "run_id"))
 def init(
     context: typer.Context,
     file: Annotated[str, typer.Argument(help="Where to write it; must not exist.")] = "shardmill.toml",
@@ -239,11 +238,13 @@ def init(
     """Write a commented config file to start from."""
     from pipeline.config import PipelineTree
     from pipeline.config_file import commented_toml
+    from shardmill.jobs.config import load_tree
 
     common: Common = context.obj
+    text = commented_toml(load_tree(PipelineTree, None, common.overrides))
     try:
         with open(file, "x", encoding="utf-8") as target:
-            target.write(commented_toml(PipelineTree()))
+            target.write(text)
     except FileExistsError:
         raise UsageError(f"{file} exists already", "expected a new name", "shardmill init OTHER.toml") from None
     except OSError as error:
@@ -253,7 +254,7 @@ def init(
     )
 
 
-@config_app.command("show", cls=Command)
+@config_app.command("show", cls=command_without("run_id"))
 def config_show(
     context: typer.Context, source_or_config: Annotated[str, typer.Argument(help="A folder or TOML file.")] = ""
 ) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 from typer.core import TyperCommand
@@ -27,7 +28,7 @@ class Common:
     debug: bool
 
 
-Overrides = Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one config key.")]
+Overrides = Annotated[list[str], typer.Option("--set", metavar="SECTION.NAME=VALUE", help="Override one config key.")]
 Workdir = Annotated[str, typer.Option(metavar="DIR", help="Where runs leave their records (and more with a folder).")]
 RunId = Annotated[str, typer.Option(metavar="ID", help="Name this run, or continue the run of that name.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine output on stdout, human output on stderr.")]
@@ -56,9 +57,14 @@ COMMON_OPTIONS = typer.main.get_command(_options)
 class Command(TyperCommand):
     """A command that takes the common options as well; its function finds them, a `Common`, in `context.obj`."""
 
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """The common options that do nothing here: taken, because scripts give every command the same ones, but hidden."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.params = [*self.params, *COMMON_OPTIONS.params]
+        for option in map(copy.copy, COMMON_OPTIONS.params):
+            option.hidden = option.name in self.unused  # pyright: ignore[reportAttributeAccessIssue]  all are options
+            self.params.append(option)
 
     def invoke(self, ctx: Any) -> Any:
         given = {option.name: ctx.params.pop(option.name) for option in COMMON_OPTIONS.params}
@@ -72,6 +78,11 @@ class Command(TyperCommand):
             run_id = _recorded_run(common)
             code = end_with_failure(error, is_json=common.json, is_debug=common.debug, run_id=run_id)
             raise SystemExit(code) from None
+
+
+def command_without(*unused: str) -> type[Command]:
+    """A `Command` whose help leaves out the common options that do nothing in it."""
+    return type("Command", (Command,), {"unused": frozenset(unused)})
 
 
 def _recorded_run(common: Common) -> str | None:

@@ -32,13 +32,14 @@ def to_toml(tree: BaseModel, *, with_choices: bool = False) -> str:
 
 
 def commented_toml(tree: BaseModel) -> str:
-    """A config file to start from: each key with its meaning, and commented out if the default will do."""
+    """A config file to start from: each key with its meaning, and commented out if it has its default."""
     import tomlkit
 
     document = tomlkit.document()
     for line in (
         "shardmill: every key with its meaning and its default. Uncomment what you change.",
         "`source.uri` and `dataset.uri` must be set; `models.uri` is `models` in the work directory unless set.",
+        "A relative path is resolved against the directory in which shardmill is started, not that of this file.",
         "`shardmill run FILE` runs the whole pipeline; `shardmill config show FILE` prints what it resolves to.",
     ):
         document.add(tomlkit.comment(line))
@@ -63,7 +64,8 @@ def _fill(target: Container | Table, section: BaseModel, path: str, comments: Co
         for line in _comment_lines(field.description or "", comments, field.annotation, *field.metadata):
             target.add(tomlkit.comment(line))
         item = _item(getattr(section, name))
-        if comments == "all" and f"{path}{name}" not in REQUIRED_KEYS:
+        is_default = getattr(section, name) == field.get_default(call_default_factory=True)
+        if comments == "all" and is_default and f"{path}{name}" not in REQUIRED_KEYS:
             target.add(tomlkit.comment(f"{name} = {item.as_string()}"))
         else:
             target.add(name, item)

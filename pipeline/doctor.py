@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from pipeline.choices import Chosen, chosen_entries, registries
-from pipeline.config import PipelineTree
+from pipeline.config import PipelineTree, load_pipeline
 from pipeline.preflight import Check, checks, listing_facts
 from shardmill.errors import ShardmillError
 from shardmill.registry import Entry, install_hint
@@ -34,16 +34,29 @@ class Finding:
     fix: str = ""
 
 
-def examine(tree: PipelineTree, workdir: str) -> list[Finding]:
-    """Check everything that a run with this config would need. Writes one small file to each store and removes it."""
+def diagnose(config: str, overrides: tuple[str, ...], workdir: str) -> list[Finding]:
+    """Check a TOML file, or the defaults if `config` is empty; one that does not load is a finding like any other."""
+    try:
+        tree = load_pipeline(config or None, overrides, workdir)
+    except ShardmillError as error:
+        found = "; ".join(part for part in (error.what, error.expected) if part)
+        return [_python(), _java(), _compiler(), Finding("fail", "config", found, error.fix)]
+    return examine(tree, workdir, has_config=bool(config))
+
+
+def examine(tree: PipelineTree, workdir: str, *, has_config: bool = True) -> list[Finding]:
+    """Check everything that a run with this config would need. Writes one small file to each store and removes it.
+
+    `has_config`: whether keys that only a config file sets are missed.
+    """
     chosen = list(chosen_entries(tree))
     return [
-        Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}"),
+        _python(),
         *map(_entry, chosen),
         *_packages(chosen),
         _java(),
         _compiler(),
-        *_preflight(tree, workdir),
+        *_preflight(tree, workdir, has_config=has_config),
         _slots(tree),
         *_window_memory(tree),
     ]
@@ -79,6 +92,10 @@ def _packages(chosen: list[Chosen]) -> Iterator[Finding]:
             yield Finding("warn", package, found, install_hint(extra))
 
 
+def _python() -> Finding:
+    return Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}")
+
+
 def _java() -> Finding:
     java = os.path.join(os.environ["JAVA_HOME"], "bin", "java") if os.environ.get("JAVA_HOME") else "java"
     fix = "apt-get install -y openjdk-17-jre-headless, or set JAVA_HOME to a Java 17 or 21"
@@ -99,11 +116,12 @@ def _compiler() -> Finding:
     return Finding("ok", "g++", compiler)
 
 
-def _preflight(tree: PipelineTree, workdir: str) -> Iterator[Finding]:
+def _preflight(tree: PipelineTree, workdir: str, *, has_config: bool) -> Iterator[Finding]:
     """What a run would be refused for; then, if nothing is, what the listing of the source says."""
     uris = {"source.uri": tree.source.uri, "dataset.uri": tree.dataset.uri, "models.uri": tree.models.uri}
     unset = [subject for subject, uri in uris.items() if not uri]
-    yield from (Finding("warn", subject, "not set", f"set {subject} in the config") for subject in unset)
+    if has_config:
+        yield from (Finding("warn", subject, "not set", f"set {subject} in the config") for subject in unset)
     is_refused = bool(unset)
     for check in checks(tree, workdir):
         if check.subject not in unset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import NoReturn
 
 import typer
 
+from shardmill.errors import StorageError
 from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals
 
 
@@ -29,13 +31,13 @@ def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoR
         with private_temporary_folder():
             prepare()
             code = app(standalone_mode=False)
+            sys.stdout.flush()  # a full disk behind a redirect may show only now
         if code == 130:
             # typer silently turns Ctrl-C into this code.
             raise KeyboardInterrupt
     except BaseException as error:  # the outermost frame: whatever happens becomes one line and an exit code
         code = _end(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush_or_drop()
     if code in (130, Terminated.exit_code):
         # Threads that still wait for Spark or a rank would keep the interpreter; what must be undone was undone above.
         end_children()
@@ -47,6 +49,7 @@ def end_with_failure(error: BaseException, *, is_json: bool, is_debug: bool, run
     """Say why the command ends; the machine's document is `{"error": {"code", "message"}, "run_id"}`. -> exit code."""
     from shardmill.jobs.run_job import error_line, report_error
 
+    error = _as_storage_error(error)
     code = report_error(error, debug=is_debug)
     if is_json:
         print_failure(code, error_line(error), run_id)
@@ -56,8 +59,26 @@ def end_with_failure(error: BaseException, *, is_json: bool, is_debug: bool, run
 def print_failure(code: int, message: str, run_id: str | None) -> None:
     """The object that `--json` promises when there is no result."""
     document = {"error": {"code": code, "message": message}, "run_id": run_id}
-    sys.stdout.write(json.dumps(document, indent=2) + "\n")
-    sys.stdout.flush()
+    with suppress(OSError):  # stdout may be what failed
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        sys.stdout.flush()
+
+
+def _as_storage_error(error: BaseException) -> BaseException:
+    """A full disk that no store has reported is most often behind stdout."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = error.filename or "this command's output"
+        return StorageError(f"no room to write {where}: {error.strerror}", fix="free space, then run it again")
+    return error
+
+
+def _flush_or_drop() -> None:
+    """Write out what was printed. What cannot be written is dropped: Python would fail on it again while it exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stderr.flush()
 
 
 def end_children(patience_seconds: float = 5.0) -> None:

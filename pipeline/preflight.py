@@ -93,7 +93,7 @@ def look_at_place(uri: str) -> str:
             "nothing can be committed to it",
             "use a store with conditional writes (If-None-Match)",
         )
-    return f"{store.uri}: put_if_absent works"
+    return f"{store.uri}: can be written to; a second writer is refused"
 
 
 def listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:

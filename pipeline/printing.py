@@ -46,8 +46,6 @@ def stage_rows(record: StageRecord) -> Rows:
             ("differs by", f"{export['parity_max_abs_diff']:.2g} at most from the training model"),
         ]
     rows += _decision_rows(sections)
-    if sections.get("promotion"):
-        rows.append(("models", sections["promotion"]["models"]))
     if sections.get("report"):
         rows.append(("report", sections["report"]["path"]))
     return rows

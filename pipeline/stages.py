@@ -63,10 +63,19 @@ def open_run(
     *,
     load: Callable[[str, tuple[str, ...], str], PipelineTree] = load_pipeline,
 ) -> Iterator[Run]:
-    """A run record around the work inside; an error, one of the config too, is recorded before it is raised on."""
+    """A run record around the work inside; an error is recorded before it is raised on.
+
+    One of the config is recorded only if the run was named: a scheduler looks there for the reason. A mistyped command
+    leaves nothing.
+    """
+
+    def resolve() -> PipelineTree:
+        return load(source_or_config, common.overrides, common.workdir)
+
+    resolved = None if common.is_run_named else resolve()
     record = RunRecord(common.workdir, common.run_id, sections=SUMMARY_SECTIONS, whole=WHOLE_PIPELINE)
     with recording(record):
-        tree = load(source_or_config, common.overrides, common.workdir)
+        tree = resolved or resolve()
         record.store.put(f"{record.folder}/config.toml", to_toml(without_secrets(tree)).encode())
         record.summarize(RUNNING)
         with RunProgress(record, tree.train.epochs) as progress:

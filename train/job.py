@@ -1,6 +1,6 @@
 """Train on a dataset version, export the model, promote it. Also `spark-submit train/job.py`.
 
-spark-submit train/job.py --config FILE [--set section.key=value]... [--until train|export|promote]
+spark-submit train/job.py --config FILE [--set SECTION.NAME=VALUE]... [--until train|export|promote]
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> Tra
         raise UsageError(
             f"no finished training of this config on {choice.dataset.uri}@{choice.dataset.version}",
             "expected one to export",
-            "run `shardmill train` first",
+            "repeat the --set options of the run, or give its runs/ID/config.toml; or run `shardmill train` first",
         )
     return TrainOutcome(choice.result, open_store(tree.models.uri).uri, True, 0.0)
 

@@ -117,9 +117,10 @@ def _entry(path: str, key: str, bounds: str | None) -> SourceImage | Rejection:
             return rejection(RejectReason.SYMLINK_LOOP, error.strerror or "")
         if bounds is not None and os.path.commonpath([bounds, target]) != bounds:
             return rejection(RejectReason.SYMLINK_OUTSIDE_ROOT, f"links to {target}")
-        if os.path.isdir(path) and bounds is None:
-            return rejection(RejectReason.SYMLINK_LOOP, f"leads back to {target}")
         if os.path.isdir(path):
+            # A link that the walk would have entered is here only because it leads back.
+            if bounds is None or Path(os.path.realpath(os.path.dirname(path))).is_relative_to(target):
+                return rejection(RejectReason.SYMLINK_LOOP, f"leads back to {target}")
             return rejection(RejectReason.SYMLINK_DIRECTORY, "its files are listed where they are")
     try:
         status = os.stat(path)

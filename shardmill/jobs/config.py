@@ -72,6 +72,7 @@ def load_tree(
     """Read `file` (TOML; None for no file), lay it over `defaults`, apply `section.key=value` overrides, validate.
 
     Sections of other applications are skipped; any other unknown key raises UsageError with the nearest known one.
+    The error names the file.
     """
     values = _merged(copy.deepcopy(defaults or {}), _read_toml(Path(file)) if file is not None else {})
     for override in overrides:
@@ -80,7 +81,8 @@ def load_tree(
     try:
         return tree.model_validate(mine)
     except ValidationError as error:
-        raise UsageError(_explain(tree, error), fix="`shardmill config show` prints every key") from None
+        origin = f"{file}{' with --set' if overrides else ''}: " if file is not None else ""
+        raise UsageError(f"{origin}{_explain(tree, error)}", fix="`shardmill config show` prints every key") from None
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def _apply_override(values: dict[str, Any], override: str, tree: type[BaseModel]
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) < 2:
-        raise UsageError(f"--set {override!r}", "expected section.key=value, such as --set train.epochs=3")
+        raise UsageError(f"--set {override!r}", "expected SECTION.NAME=VALUE, such as --set train.epochs=3")
     section = values
     for key in keys[:-1]:
         section = section.setdefault(key, {})
@@ -149,7 +151,7 @@ def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> str:
         owner = _model_at(tree, keys[:-1])
         known = [*(owner.model_fields if owner is not None else ()), *(tree.other_sections if len(keys) == 1 else ())]
         near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else f"known here: {', '.join(known)}"
+        hint = f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else f"known here: {_first_few(known)}"
         return f"unknown config key {name}; {hint}"
     if isinstance(error["input"], dict) and error["type"] == "value_error":
         return f"config section {name}: expected {error['msg'].removeprefix('Value error, ')}"
@@ -158,6 +160,10 @@ def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> str:
         return f"config key {name} = {given}; expected a section, [{name}], with keys of its own"
     expected = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return f"config key {name or 'config'} = {given}; expected {expected}"
+
+
+def _first_few(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _model_at(tree: type[BaseModel], keys: list[str]) -> type[BaseModel] | None:

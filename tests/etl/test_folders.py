@@ -137,6 +137,9 @@ def test_links_and_special_files(tmp_path: Path):
     (root / "cat" / "loop.jpg").symlink_to(root / "cat" / "loop.jpg")
     (root / "alias").symlink_to(root / "cat")
     (root / "elsewhere").symlink_to(outside)
+    (root / "cat" / "upwards").symlink_to(root)
+    (root / "dog_too").mkdir()
+    (root / "dog_too" / "itself").symlink_to(root / "dog_too")
     os.mkfifo(root / "cat" / "fifo.jpg")
     listing = listed(root)
     assert sorted(image.key for image in listing.images) == ["cat/1.jpg", "cat/inside.jpg"]
@@ -145,6 +148,8 @@ def test_links_and_special_files(tmp_path: Path):
         "cat/outside.jpg": "symlink_outside_root",
         "cat/loop.jpg": "symlink_loop",
         "alias": "symlink_directory",
+        "cat/upwards": "symlink_loop",
+        "dog_too/itself": "symlink_loop",
         "elsewhere": "symlink_outside_root",
         "cat/fifo.jpg": "not_regular_file",
     }

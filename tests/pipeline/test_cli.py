@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardmill.dataset.open import open_dataset
-from tests.pipeline.command import ENVIRONMENT, last_line, shardmill
+from tests.pipeline.command import BIN, ENVIRONMENT, last_line, shardmill
 from tests.support import make_dataset, write_images
 
 
@@ -73,6 +73,8 @@ def test_wrong_words_are_refused(arguments: list[str], part: str, tmp_path: Path
     (tmp_path / "only-dataset.toml").write_text('[dataset]\nuri = "d"\n')
     code = 8 if "../x" in arguments else 2
     refused(shardmill(*arguments, cwd=tmp_path), code, part)
+    if "nowhere" in part:
+        assert not (tmp_path / "shardmill-work").exists()
 
 
 @pytest.mark.parametrize(
@@ -250,6 +252,35 @@ def test_doctor_finds_what_would_fail(tmp_path: Path):
     assert found["--workdir"]["status"] == "ok" and found["java"]["status"] == "ok"
     assert found["source.uri"]["status"] == "fail" and found["source.uri"]["fix"]
     assert found["dataset.uri"]["status"] == "fail"
+
+
+def test_doctor_shows_a_config_that_does_not_load_as_a_row(tmp_path: Path):
+    (tmp_path / "c.toml").write_text("[train]\nepoch = 3\n")
+    done = shardmill("doctor", "c.toml", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "")
+    rows = {row[1]: (row[0], *row[2:]) for row in (line.split("\t") for line in done.stdout.splitlines()[1:])}
+    assert rows["config"][:2] == ("fail", "c.toml: unknown config key train.epoch; did you mean train.epochs?")
+    assert rows["python"][0] == "ok"
+
+
+def test_options_without_effect_are_hidden(tmp_path: Path):
+    for command, without in (("init", "--workdir"), ("predict", "--set"), ("config show", "--run-id")):
+        shown = shardmill(*command.split(), "--help", cwd=tmp_path).stdout
+        assert "--json" in shown and without not in shown
+    assert "--run-id" in shardmill("run", "--help", cwd=tmp_path).stdout
+    # They are still taken: scripts give every command the same ones.
+    assert shardmill("init", "--run-id", "r", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_stdout_is_a_storage_error(options: list[str], unbuffered: str):
+    command = [str(BIN / "shardmill"), "config", "show", *options]
+    with open("/dev/full", "w") as full:
+        environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 4 and line.startswith("ERROR 4: ") and "No space left" in line and "free space" in line
 
 
 @pytest.mark.parametrize(("error", "text"), [("RuntimeError", "a\nb"), ("KeyError", "x"), ("RecursionError", "deep")])

@@ -81,7 +81,7 @@ def test_local_uris_become_absolute_and_others_stay(tmp_path: Path, monkeypatch:
         (".", ("etl.image_sise=3",), "unknown config key etl.image_sise; did you mean etl.image_size?"),
         (".", ("trian.epochs=3",), "unknown config key trian; did you mean train?"),
         (".", ("train.epochs=no",), 'config key train.epochs = "no"; expected'),
-        (".", ("train.epochs",), "--set 'train.epochs'; expected section.key=value"),
+        (".", ("train.epochs",), "--set 'train.epochs'; expected SECTION.NAME=VALUE, such as --set train.epochs=3"),
         (
             ".",
             ("train.global_batch_size=30",),
@@ -108,7 +108,7 @@ def test_all_errors_are_told_at_once(tmp_path: Path):
     with pytest.raises(UsageError) as caught:
         load_pipeline(str(file), ("etl.image_size=0", "trian.seed=1"), "work")
     line = str(caught.value)
-    assert line.startswith("4 errors in the config: (1) ")
+    assert line.startswith(f"{file} with --set: 4 errors in the config: (1) ")
     for part in (
         'config key dataset = "s3://b/d"; expected a section, [dataset]',
         "unknown config key train.epoch; did you mean train.epochs?",
@@ -116,6 +116,15 @@ def test_all_errors_are_told_at_once(tmp_path: Path):
         "unknown config key trian; did you mean train?",
     ):
         assert part in line
+
+
+def test_what_init_is_given_is_set_in_its_file():
+    tree = load_pipeline(None, ("train.epochs=3", "source.uri=/photos", "spark.etl.conf.spark.x=y"), "work")
+    lines = commented_toml(tree).splitlines()
+    assert {"epochs = 3", 'uri = "/photos"', "# image_size = 64"} <= set(lines)
+    written = PipelineTree.model_validate(tomllib.loads("\n".join(lines)))
+    assert written.model_copy(update={"models": PipelineTree().models}).train == tree.train
+    assert written.spark == tree.spark and any("relative path" in line for line in lines)
 
 
 def test_secrets_are_in_no_record():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.config import load_for_dataset
-from pipeline.doctor import examine
-from pipeline.printing import stage_title
+from pipeline.doctor import diagnose, examine
+from pipeline.printing import stage_rows, stage_title
 from shardmill.jobs.run_files import StageRecord
 from tests.support import make_dataset
 
@@ -24,6 +24,21 @@ def test_doctor_shows_the_window_budget_of_the_committed_dataset(tmp_path: Path)
     # A warning: the next ETL may commit a version with smaller chunks.
     status, text = window("train.window_budget_bytes=1000")
     assert status == "warn" and "expected at most train.window_budget_bytes = 1000" in text and "num_workers" in text
+
+
+def test_doctor_without_a_config_misses_no_key_of_it(tmp_path: Path):
+    workdir = str(tmp_path / "work")
+    for config, is_warned in ("", False), (str(tmp_path / "c.toml"), True):
+        (tmp_path / "c.toml").touch()
+        rows = {each.subject: each for each in diagnose(config, (), workdir)}
+        assert ("source.uri" in rows, "dataset.uri" in rows) == (is_warned, is_warned)
+        assert rows["--workdir"].status == "ok" and "second writer" in rows["--workdir"].found
+
+
+def test_the_models_of_a_promotion_are_named_once():
+    promotion = {"decision": "promoted", "reason": "better", "models": "/models"}
+    rows = stage_rows(StageRecord(stage="promote", sections={"promotion": promotion}))
+    assert rows == [("models", "/models"), ("model", "promoted: better")]
 
 
 def test_a_skipped_stage_says_what_it_shows():

@@ -109,5 +109,5 @@ def test_doctor_shows_what_the_listing_says(tmp_path: Path):
 
 
 def test_a_place_is_left_as_it_was(tmp_path: Path):
-    assert "put_if_absent works" in look_at_place(str(tmp_path / "place"))
+    assert "a second writer is refused" in look_at_place(str(tmp_path / "place"))
     assert not list(tmp_path.iterdir())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, line_chart, nice_ticks, share_bar
-from pipeline.report.data import ReportData, gather
+from pipeline.report.data import Picture, RejectedGroup, ReportData, gather
 from pipeline.report.page import render
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.run_files import StageRecord, write_stage_record
+from shardmill.values import Rejection, RejectReason
 from tests.support import make_dataset, write_images
 from train.values import ClassFigures, EpochRecord, Evaluation
 
@@ -89,6 +91,17 @@ def test_refused_files_are_shown_where_something_can_be_seen(tmp_path: Path):
     [(picture, rejection)] = groups["truncated"].examples
     assert picture.png.startswith(b"\x89PNG") and rejection.key == "class_0/cut.jpg"
     assert groups["empty_file"].examples[0][0].png == b""
+
+
+def test_words_of_a_refusal_stay_whole_on_a_narrow_page():
+    rejection = Rejection("class_0/cut.jpg", RejectReason.TRUNCATED, "no end marker", 10)
+    group = RejectedGroup("truncated", 1, ((Picture("", rejection.key), rejection),))
+    page = render(
+        ReportData("r", {"dataset": {"counts": {"listed": 1}}}, class_counts={"train": ()}, rejected=(group,))
+    )
+    # The table scrolls by itself; cells as narrow as their longest word, which `anywhere` would be free to break.
+    assert re.search(r'<div class="scroll">\s*<table>.*class_0/cut\.jpg.*</table>\s*</div>', page, re.DOTALL)
+    assert ".scroll { overflow-x: auto; } .scroll td, .scroll code { overflow-wrap: break-word; }" in page
 
 
 def test_charts_hold_their_numbers():

@@ -9,14 +9,16 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from pipeline.cli_options import Common
 from pipeline.progress import RunProgress
-from pipeline.stages import SUMMARY_SECTIONS, WHOLE_PIPELINE
+from pipeline.stages import SUMMARY_SECTIONS, WHOLE_PIPELINE, open_run
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
 from shardmill.jobs.line_log import LineLog, read_lines
 from shardmill.jobs.process import Terminated
 from shardmill.jobs.run_files import (
     PARTIAL,
     StageRecord,
+    latest_run,
     new_run_id,
     read_run_state,
     read_stage_record,
@@ -66,6 +68,26 @@ def test_warnings_are_said_and_stay_with_their_stage(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().err
     # People count from 1, and a name cannot command their terminal.
     assert r"WARNING: few \x1b[2J images" in said and "continues at epoch 3/12, step 5" in said
+
+
+def test_the_latest_run_is_one_that_did_something(tmp_path: Path):
+    for run_id in ("r", "mistyped"):
+        with recording(RunRecord(str(tmp_path), run_id)) as record:
+            if run_id == "r":
+                do_stage(record, "etl")
+    assert latest_run(tmp_path) == "r"
+    with pytest.raises(UsageError, match="no run below"):
+        latest_run(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_run_without_a_config_is_recorded_only_for_who_named_it(is_named: bool, tmp_path: Path):
+    common = Common((), str(tmp_path / "work"), "r", is_run_named=is_named, json=False, debug=False)
+    with pytest.raises(UsageError, match="no config file"), open_run(str(tmp_path / "c.toml"), common):
+        pass
+    # A scheduler names its runs, and finds the reason of a failed task in the summary.
+    assert (tmp_path / "work/runs/r/summary.json").exists() == is_named
+    assert (tmp_path / "work").exists() == is_named
 
 
 def test_run_ids_are_unique_and_plain():

@@ -10,6 +10,7 @@ from etl.config import EtlTree
 from pipeline.config import PipelineTree
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
+from shardmill.jobs.redact import redacted_text
 from train.config import TrainTree
 
 
@@ -23,7 +24,11 @@ from train.config import TrainTree
         (EtlTree, "eetl.image_size=3", r"unknown config key eetl; did you mean etl\?"),
         (PipelineTree, "trian.epochs=3", r"unknown config key trian; did you mean train\?"),
         (TrainTree, "train.augment.random_flp=true", r"did you mean train\.augment\.random_flip\?"),
-        (TrainTree, "train.zzzz=1", r"unknown config key train\.zzzz; known here: model, epochs"),
+        (
+            TrainTree,
+            "train.zzzz=1",
+            r"unknown config key train\.zzzz; known here: model, epochs(, \w+){3} and \d+ more;",
+        ),
         (TrainTree, "train.epochs=many", r'config key train\.epochs = "many"; expected a valid integer'),
         (TrainTree, "train.epochs=0", r"config key train\.epochs = 0; expected greater than or equal to 1"),
         (TrainTree, "train.global_batch_size=30", r"global_batch_size = 30.*num_streams = 8; nearest: 32"),
@@ -31,7 +36,7 @@ from train.config import TrainTree
         (EtlTree, 'etl.encoding="webp"', r"config key etl\.encoding = \"webp\"; expected one of jpeg, png, raw"),
         (EtlTree, "etl.formats=[]", r"etl\.formats = \[\]; expected a non-empty list of different formats"),
         (EtlTree, "etl.split_fractions.train=0.5", r"expected fractions that add up to 1, and these add up to 0\.7"),
-        (EtlTree, "etl", r"--set 'etl'; expected section\.key=value"),
+        (EtlTree, "etl", r"--set 'etl'; expected SECTION\.NAME=VALUE"),
         (EtlTree, "etl.image_size.x=1", r"config key etl\.image_size"),
     ],
 )
@@ -79,6 +84,23 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path):
     for file in (tmp_path / "file" / "c.toml", tmp_path / ("x" * 300)):
         with pytest.raises(UsageError, match=f"cannot read {file}: "):
             load_tree(EtlTree, file)
+
+
+def test_an_error_names_the_file(tmp_path: Path):
+    file = tmp_path / "c.toml"
+    file.write_text("[train]\nepoch = 3\n")
+    with pytest.raises(UsageError, match=rf"^{file}: unknown config key train\.epoch; did you mean"):
+        load_tree(TrainTree, file)
+    with pytest.raises(UsageError, match=rf"^{file} with --set: 2 errors"):
+        load_tree(TrainTree, file, ("train.seeds=3",))
+    with pytest.raises(UsageError, match="^unknown config key"):
+        load_tree(TrainTree, None, ("train.epoch=3",))
+
+
+def test_no_fixed_text_is_redacted():
+    with pytest.raises(UsageError) as refused:
+        load_tree(TrainTree, None, ("epochs=3",))
+    assert redacted_text(str(refused.value)) == str(refused.value)
 
 
 def test_trees_are_frozen():

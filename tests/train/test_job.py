@@ -92,7 +92,7 @@ def test_a_training_is_another_where_the_outcome_may_be(other):
 
 def test_a_finished_training_is_not_done_again(dataset_uri, tmp_path):
     tree = tree_of(dataset_uri, tmp_path / "models")
-    with pytest.raises(UsageError, match="no finished training"):
+    with pytest.raises(UsageError, match=r"no finished training.*repeat the --set options.*runs/ID/config\.toml"):
         finished_training(tree)
     first = train_model(tree, Recorder())
     recorder = Recorder()
