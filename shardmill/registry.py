@@ -46,6 +46,9 @@ class Entry:
 class Registry(Mapping[str, Value], Generic[Value]):
     """Name -> entry, loaded on first use. Iterating gives the built-in names; `key` is the config key that takes them.
 
+    `values()` and `items()` load every entry, so they raise UsageError if a package of any one is missing; `entries`
+    describes them without loading.
+
     If `takes_own` is set, a user's own object `package.module:object` is accepted wherever a built-in name is. A
     registry whose names are stored in datasets does not set it: opening a dataset must not import what its manifest
     names.

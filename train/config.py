@@ -16,7 +16,7 @@ from train.settings import TrainSettings
 class TrainConfig(TrainSettings):
     """How a model is trained. The important keys come first."""
 
-    # Only the driver chooses a launcher: a rank neither knows nor cares what started it.
+    # Declared again to add the choices: every launcher imports TrainSettings, which therefore cannot import LAUNCHERS.
     launcher: Annotated[str, OneOf(LAUNCHERS)] = "inline"
     """How ranks start."""
 

@@ -20,8 +20,8 @@ from train.settings import TrainSettings
 from train.strategies.strategy import Collective, SingleCollective
 from train.values import ClassFigures, Evaluation
 
-# Keeps the logarithm of a probability of 0 finite, and no more than that: unlike the training loss (1e-7 in
-# train/models/build.py) no gradient is taken of it, and it should still distinguish degrees of confidence in errors.
+# Keeps the logarithm of a probability of 0 finite, and no more than that. The training loss clips at 1e-7
+# (backends/keras/build.py) to bound its gradient; none is taken here, and errors made with confidence should differ.
 SMALLEST_PROBABILITY = float(np.finfo(np.float32).tiny)
 TOP = 5
 

@@ -40,7 +40,7 @@ from train.preflight import check_trainable, window_memory
 from train.published.export import export_training
 from train.published.exported import Export
 from train.published.promote import Promotion, promote_export
-from train.steps_log import RunLog, StepsLog
+from train.run_log import RunLog, StepsLog
 from train.strategies import find_strategy
 from train.trainings import TrainingChoice, choose_training, read_result
 from train.values import TrainResult

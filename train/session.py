@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import IntegrityError
+from train.backends.keras.build import BuiltModel
 from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, dump_variables
 from train.backends.keras.step import ChosenOptimizer, TrainStep
 from train.checkpoint import (
@@ -25,7 +26,6 @@ from train.checkpoint import (
     rank_file,
     save_checkpoint,
 )
-from train.models.build import BuiltModel
 from train.progress import BestEpoch, Progress, TimeSpent
 from train.strategies.strategy import Collective
 from train.values import Reporter, WorkerTask, from_json, to_json

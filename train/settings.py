@@ -32,6 +32,7 @@ class TrainSettings(Section):
     """Ranks: training processes."""
     strategy: Annotated[str, OneOf(STRATEGIES)] = "single"
     """How ranks combine gradients."""
+    # Here for its place among the keys, which is the order that users see; its choices are added in train/config.py.
     launcher: str = "inline"
     """How ranks start."""
     format: Annotated[str, OneOf(SHARD_FORMATS, also=("auto",))] = "auto"

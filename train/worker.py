@@ -16,11 +16,11 @@ from shardmill.reader import ReaderOptions, read_batches
 from shardmill.sealed import seal
 from shardmill.stores import open_store
 from shardmill.values import Batch
+from train.backends.keras.build import build_model, identify_model, input_scale
 from train.backends.keras.runtime import start_tensorflow, weights_sha256
 from train.backends.keras.step import TrainStep, build_optimizer
 from train.checkpoint import CheckpointFolder, TrainingIdentity, settings_that_matter
 from train.evaluate import average_moving_statistics, evaluate_split
-from train.models.build import build_model, identify_model, input_scale
 from train.progress import EarlyStop, Progress, TimeSpent, is_stuck
 from train.session import Session, load_best, resume, save
 from train.strategies import find_strategy

@@ -28,7 +28,7 @@ from train.models.user import source_sha256
 from train.published.export import export_training
 from train.published.exported import EXPORTS, KERAS_FILE, load_exported, number_of_artifact, read_export, verify_export
 from train.records import put_record, read_record, record_numbers
-from train.steps_log import RunLog
+from train.run_log import RunLog
 from train.trainings import training_dir
 from train.values import TrainResult, WorkerTask
 

@@ -22,7 +22,7 @@ from tests.support import build_here, make_dataset, write_images
 from train.config import TrainConfig, TrainTree
 from train.job import export_model, finished_training, promote_model, train_model
 from train.published.predict import predict_images
-from train.steps_log import RunLog
+from train.run_log import RunLog
 from train.trainings import choose_training, training_id
 
 ROOT = Path(__file__).parents[2]

@@ -25,7 +25,7 @@ from tests.train.driver_process import MARK, PIN, ROOT, WORKERS, Driver
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.horovod_spark import num_slots_of
-from train.steps_log import RunLog
+from train.run_log import RunLog
 from train.values import WorkerTask
 
 MODELS = "tests.train.launch_models"

@@ -18,10 +18,10 @@ from shardmill.jobs.config import load_tree
 from shardmill.values import Batch
 from tests.train.training import MODELS as USER_MODELS
 from tests.train.training import Recorder, train_here
+from train.backends.keras.build import InputScale, build_model
 from train.backends.keras.step import TrainStep, build_optimizer
 from train.config import TrainConfig, TrainTree
 from train.models import MODELS
-from train.models.build import InputScale, build_model
 from train.models.find import find_model
 from train.models.small_cnn import small_cnn
 from train.models.user import load_factory, source_sha256

@@ -10,9 +10,9 @@ import pytest
 
 from tests.train.test_models import SHAPE, batch_of, step_of
 from tests.train.training import Killed, Recorder, train_here
+from train.backends.keras.build import DTYPE_POLICIES
 from train.backends.keras.step import OPTIMIZERS
 from train.config import TrainConfig
-from train.models.build import DTYPE_POLICIES
 from train.settings import SCHEDULES
 
 

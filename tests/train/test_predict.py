@@ -23,7 +23,7 @@ from train.config import GateConfig, TrainConfig, TrainTree
 from train.job import export_model, promote_model, train_model
 from train.published.exported import load_exported
 from train.published.predict import MAX_BATCH_SIZE, open_model, predict_files, predict_images
-from train.steps_log import RunLog
+from train.run_log import RunLog
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shardmill.errors import TrainingError, UsageError
+from shardmill.registry import Entry
 from train.strategies import STRATEGIES, find_strategy
 from train.values import World
 
@@ -48,6 +49,14 @@ def test_single_refuses_two_workers_and_names_horovod():
     with pytest.raises(UsageError, match=r"'single' with train.num_workers = 2; expected at most 1 .*\"horovod\""):
         find_strategy("single", 2)
     assert find_strategy("horovod", 64) is STRATEGIES["horovod"]
+
+
+def test_without_horovod_single_refuses_two_workers_and_names_only_what_is_installed(monkeypatch):
+    missing = Entry("train.strategies.horovod:HOROVOD", "", packages=("package_that_is_not_installed",))
+    monkeypatch.setitem(STRATEGIES.entries, "horovod", missing)
+    with pytest.raises(UsageError, match=r"'single' with train.num_workers = 2") as refused:
+        find_strategy("single", 2)
+    assert refused.value.fix == "set train.num_workers = 1"
 
 
 def test_an_unknown_strategy_is_answered_with_the_nearest():

@@ -19,9 +19,9 @@ from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.sealed import seal
 from shardmill.stores import open_store
 from tests.train.training import Recorder as Reporter
+from train.backends.keras.build import input_scale, standardize
 from train.config import TrainConfig, TrainTree
 from train.job import export_model, train_model
-from train.models.build import input_scale, standardize
 from train.models.user import source_sha256
 from train.preflight import window_memory
 from train.trainings import RESULT, choose_training, read_result

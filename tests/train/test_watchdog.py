@@ -33,8 +33,8 @@ from train.launching.wire import (
     proof_of,
 )
 from train.observer import StepAssembler
+from train.run_log import RunLog
 from train.settings import TrainSettings
-from train.steps_log import RunLog
 from train.values import StepReport, WorkerTask, World
 
 ROOT = Path(__file__).parents[2]

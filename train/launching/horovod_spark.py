@@ -5,7 +5,6 @@ Driver and executors share nothing but the network: task, reports and result tra
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import secrets
@@ -19,7 +18,6 @@ from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH
 from shardmill.jobs.spark import is_under_spark_submit, spark_session
-from shardmill.registry import install_hint
 from train.launching.faults import FIX
 from train.launching.keeper import keep_rank
 from train.launching.rank import DEFAULT_WORKER
@@ -50,7 +48,6 @@ def launch_horovod_spark(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
     """Run every rank in a Spark task. Raises UsageError at once where Spark cannot run them all at the same time."""
-    _require_horovod()
     if not is_under_spark_submit():
         check_slots(task.config.num_workers, spark.master, spark.train.conf)
     with spark_session(APPLICATION_NAME, spark, spark.train.conf) as session:
@@ -106,11 +103,6 @@ def num_slots_of(master: str, conf: dict[str, str]) -> int | None:
     if is_fixed and "spark.executor.instances" in conf and "spark.executor.cores" in conf:
         return int(conf["spark.executor.instances"]) * (int(conf["spark.executor.cores"]) // cpus_per_task)
     return None
-
-
-def _require_horovod() -> None:
-    if importlib.util.find_spec("horovod") is None:
-        raise UsageError("train.launcher = 'horovod_spark' needs Horovod", fix=install_hint("horovod"))
 
 
 def keep_rank_of_horovod() -> int:

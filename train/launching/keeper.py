@@ -26,7 +26,7 @@ class RankProcess:
     def __init__(self, environment: dict[str, str]) -> None:
         self._scratch = Scratch()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "train.launching.rank"],
+            [sys.executable, "-m", "train.launching.rank", str(os.getpid())],
             env={"TF_CPP_MIN_LOG_LEVEL": "2", **environment, **SAFE_PATH, "TMPDIR": str(self._scratch.path)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

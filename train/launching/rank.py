@@ -1,4 +1,4 @@
-"""One rank's process, `python -m train.launching.rank`: gets its task from the driver, and never outlives it."""
+"""One rank's process, `python -m train.launching.rank PARENT`: gets its task from the driver, and never outlives it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DriverReporter:
 
 def main() -> NoReturn:
     """Run the worker function that the driver names and end this process: 0 when it returned, 1 when it raised."""
-    _die_with_parent()
+    _die_with_parent(int(sys.argv[1]))
     world = world_from_environment()
     # The token is removed from the environment, which user code may print. /proc still shows it to the driver, which
     # identifies its ranks by it.
@@ -124,9 +124,11 @@ def load_worker(name: str) -> Worker:
     return getattr(module, function_name)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     # The closed connection ends a running rank; a stopped one cannot notice that, so the kernel is asked to kill it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(EXIT_ABORTED)
 
 
 def _end_on_abort(connection: Connection) -> NoReturn:

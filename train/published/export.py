@@ -17,11 +17,11 @@ from shardmill.reader import read_samples
 from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store
 from shardmill.stores import open_store
+from train.backends.keras.build import build_model, check_same_model, input_scale
 from train.backends.keras.runtime import assign_variables, start_tensorflow, weights_sha256
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.checkpoint import WEIGHTS, open_checkpoint, rank_file
 from train.evaluate import evaluate_predictions
-from train.models.build import build_model, check_same_model, input_scale
 from train.models.user import source_sha256
 from train.published.exported import (
     ARTIFACTS,

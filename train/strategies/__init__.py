@@ -29,10 +29,13 @@ def find_strategy(name: str, world_size: int) -> Strategy:
     """The strategy of that name, if it allows the world size. Raises UsageError otherwise."""
     strategy = STRATEGIES[name]
     if not strategy.allows_world_size(world_size):
-        wider = [other for other, entry in STRATEGIES.items() if entry.allows_world_size(world_size)]
+        installed = [other for other, entry in STRATEGIES.entries.items() if not entry.missing_packages()]
+        wider = [other for other in installed if STRATEGIES[other].allows_world_size(world_size)]
+        fixes = [f'train.strategy = "{other}"' for other in wider[:1]]
+        fixes.append(f"train.num_workers = {strategy.max_world_size}")
         raise UsageError(
             f"train.strategy = {name!r} with train.num_workers = {world_size}",
             f"expected at most {strategy.max_world_size} worker",
-            f'set train.strategy = "{wider[0]}", or train.num_workers = {strategy.max_world_size}',
+            f"set {', or '.join(fixes)}",
         )
     return strategy

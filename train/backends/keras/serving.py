@@ -15,7 +15,7 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.registry import install_hint
-from train.models.build import standardize
+from train.backends.keras.build import standardize
 
 # A class may have any name; this one is never asked for, because every index has its own.
 _UNKNOWN = "\0unknown"

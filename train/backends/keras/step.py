@@ -11,7 +11,7 @@ from typing import Any
 
 from shardmill.errors import UsageError
 from shardmill.values import Batch
-from train.models.build import BuiltModel, InputScale, standardize
+from train.backends.keras.build import BuiltModel, InputScale, standardize
 from train.settings import TrainSettings
 
 
