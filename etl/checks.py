@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from etl.config import SPLITS, EtlConfig
 from etl.plan import BuildPlan
+from shardmill.dataset.dataset import read_shards
+from shardmill.dataset.duplicates import first_conflict
 from shardmill.dataset.ledger import write_ledger
-from shardmill.dataset.manifest import Counts
+from shardmill.dataset.manifest import Manifest
 from shardmill.errors import RejectLimitExceeded, ShardmillError, StorageError, UsageError
 from shardmill.jobs.observer import FieldValue
 from shardmill.printable import printable
-from shardmill.storage import join_uri
+from shardmill.storage import Store, join_uri
 from shardmill.values import (
     REASONS_OUTSIDE_REJECT_FRACTION,
     TRANSIENT_REASONS,
@@ -36,7 +38,7 @@ def check_limits(plan: BuildPlan, rejections: Sequence[Rejection]) -> None:
     limit = broken_limit(config, rejections, num_listed)
     if limit is not None:
         [ledger] = write_ledger(plan.store, rejections)
-        raise limit_error(limit, config, rejections, num_listed, join_uri(plan.store.uri, ledger.path))
+        raise limit_error(limit, plan, rejections, join_uri(plan.store.uri, ledger.path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +80,25 @@ def broken_limit(config: EtlConfig, rejections: Sequence[Rejection], num_listed:
     return None
 
 
-def limit_error(
-    limit: Limit, config: EtlConfig, rejections: Sequence[Rejection], num_listed: int, ledger: str
-) -> ShardmillError:
+def limit_error(limit: Limit, plan: BuildPlan, rejections: Sequence[Rejection], ledger: str) -> ShardmillError:
     """The error for a broken limit: how many, why, three examples, and where the rest is listed."""
     counted = [rejection for rejection in rejections if rejection.reason in limit.reasons]
-    top = ", ".join(f"{reason} {count}" for reason, count in Counter(each.reason for each in counted).most_common(3))
+    others = [rejection for rejection in rejections if rejection.reason not in limit.reasons]
+    beside = f"; not counted: {_by_reason(others)}" if others else ""
     examples = ", ".join(f"{printable(each.key)}: {each.reason}" for each in counted[:_NUM_EXAMPLES])
+    build = plan.build
     return limit.kind(
-        f"{len(counted)} of {num_listed} inputs {limit.verb} ({top}), such as {examples}",
-        f"etl.{limit.key} allows {getattr(config, limit.key):g}; nothing was published",
+        f"{len(counted)} of {build.num_listed} inputs {limit.verb} ({_by_reason(counted)}), such as {examples}{beside}",
+        f"etl.{limit.key} allows {getattr(plan.task.config, limit.key):g}; nothing was published",
         f"all of them: `shardmill inspect --rejects {shlex.quote(ledger)}`; {limit.fix}",
+        detail={"ledger": ledger, "source": build.source.uri, "num_listed": build.num_listed},
     )
+
+
+def _by_reason(rejections: Sequence[Rejection]) -> str:
+    """Every reason with its count, the most frequent one first."""
+    counts = Counter(rejection.reason for rejection in rejections)
+    return ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
 
 
 def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
@@ -146,13 +155,24 @@ def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
         )
 
 
-def version_warnings(counts: Counts) -> Iterator[str]:
+def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
     """One sentence for each thing that looks wrong once the images have been read."""
-    if counts.conflicting_label:
+    if manifest.counts.conflicting_label:
+        examples = ", ".join(map(printable, _first_conflict(store, manifest)))
         yield (
-            f"{counts.conflicting_label} accepted images have the same bytes as one of another class; a model cannot "
-            "learn both: remove them from one of the classes"
+            f"{manifest.counts.conflicting_label} accepted images have the same bytes as one of another class"
+            f"{', such as ' if examples else ''}{examples}; a model cannot learn both: remove them from one of the "
+            "classes"
         )
+
+
+def _first_conflict(store: Store, manifest: Manifest) -> tuple[str, ...]:
+    try:
+        shards = [shard for shard in read_shards(store, manifest) if shard.format == manifest.formats[0]]
+        return first_conflict(store, shards)
+    except (ShardmillError, FileNotFoundError):
+        # The version is committed: a warning without names is better than a failed build; `verify` reports damage.
+        return ()
 
 
 def _images(plan: BuildPlan) -> Iterator[SourceImage]:

@@ -52,12 +52,14 @@ class BuildOutcome:
     num_units: int
     num_units_kept: int
     """Units that an earlier, interrupted run had finished."""
+    num_images_read: int
+    """Images in the other units; 0 if nothing was left to do."""
     seconds: float
 
     @property
     def images_per_second(self) -> float:
-        """Listed images per second of this build; 0 if there was nothing to do."""
-        return 0.0 if self.skipped else self.manifest.counts.listed / max(self.seconds, 1e-9)
+        """Images that this build itself read, per second; 0 if there was nothing to do."""
+        return self.num_images_read / max(self.seconds, 1e-9)
 
 
 def build_dataset(
@@ -90,30 +92,35 @@ def build_dataset(
     parent = _up_to_date_parent(plan)
     if parent is not None:
         record_if_missing(plan.store, parent.version)
+        _warn(observer, version_warnings(plan.store, parent))
         clear_pending(plan.store, plan.units, parent.version)  # of a run that was killed just behind its commit
         observer.event("etl.unchanged", {"version": parent.version})
-        return _outcome(plan, parent, time.monotonic() - started, skipped=True)
+        return _outcome(plan, parent, time.monotonic() - started)
 
     # Keep what an interrupted run has finished, and run the rest.
     kept, new = run_units(plan, tree, observer)
 
     # Commit: the limits, the accounting, then one manifest.
     manifest = commit_results(plan, [*kept, *new])
-    _warn(observer, version_warnings(manifest.counts))
+    _warn(observer, version_warnings(plan.store, manifest))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
-    return _outcome(plan, manifest, time.monotonic() - started, num_units_kept=len(kept))
+    return _outcome(plan, manifest, time.monotonic() - started, kept)
 
 
 def _outcome(
-    plan: BuildPlan, manifest: Manifest, seconds: float, *, skipped: bool = False, num_units_kept: int = 0
+    plan: BuildPlan, manifest: Manifest, seconds: float, kept: Sequence[UnitResult] | None = None
 ) -> BuildOutcome:
+    """`kept`: results of an earlier run; None if the build was skipped."""
+    done = {unit.unit_index for unit in kept or ()}
+    missing = [] if kept is None else [unit for unit in plan.units if unit.index not in done]
     return BuildOutcome(
         pin=pin_of(plan.store, manifest.version, read_manifest_bytes(plan.store, manifest.version)),
         manifest=manifest,
-        skipped=skipped,
+        skipped=kept is None,
         published=manifest.run_id == plan.build.run_id,
         num_units=len(plan.units),
-        num_units_kept=num_units_kept,
+        num_units_kept=len(done),
+        num_images_read=sum(len(unit.sources) for unit in missing),
         seconds=seconds,
     )
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.ledger import LEDGER_SCHEMA, read_rejections, rejections_of_table
+from shardmill.dataset.ledger import REJECTS, read_ledger, read_rejections
 from shardmill.dataset.open import open_dataset
-from shardmill.dataset.segment import read_segment
-from shardmill.errors import IntegrityError, UsageError
-from shardmill.sealed import seal_file
+from shardmill.dataset.versions import latest_version, split_version
+from shardmill.errors import UsageError
+from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import Rejection
 
@@ -56,32 +57,27 @@ def list_files(dataset: Dataset) -> list[dict[str, Any]]:
     ]
 
 
-def read_ledger(uri: str) -> list[Rejection]:
-    """One ledger file below `DATASET/rejects/`: the inputs that a build which ended with exit 4 or 7 rejected.
-
-    No manifest names it, so it is verified against its own name, which holds its digest.
-    """
-    folder, _, name = uri.rpartition("/")
-    store = open_store(folder or ".")
-    try:
-        data = store.read(name)
-    except FileNotFoundError:
-        raise UsageError(f"no ledger {uri}", "expected the path that the failed run's error names") from None
-    file = seal_file(name, data)
-    if name != f"{file.sha256[:32]}.parquet":
-        expected = f"expected a file named {file.sha256[:32]}.parquet"
-        raise IntegrityError(f"{uri} was altered, or is no ledger", expected)
-    # No manifest counted its rows; a row takes at least a byte.
-    return rejections_of_table(read_segment(store, file, LEDGER_SCHEMA, max_rows=len(data)))
-
-
-def _rejections_of(dataset: Dataset) -> list[Rejection]:
+def _read_rejections(uri: str) -> list[Rejection]:
+    if uri.endswith(".parquet"):
+        return read_ledger(uri)
+    store = open_store(split_version(uri)[0])
+    ledgers = [] if latest_version(store) else list(store.list(REJECTS))
+    if ledgers:
+        newest = join_uri(store.uri, max(ledgers, key=lambda file: (file.mtime_ns, file.path)).path)
+        raise UsageError(
+            f"{store.uri} has no version: its builds failed",
+            "expected a committed dataset, or a ledger",
+            f"what the last one rejected: `shardmill inspect --rejects {shlex.quote(newest)}`",
+        )
+    dataset = open_dataset(uri)
     return read_rejections(dataset.store, dataset.manifest)
 
 
 def list_rejections(uri: str) -> list[dict[str, Any]]:
-    """The rejects ledger of a dataset version, or one ledger file."""
-    rejections = read_ledger(uri) if uri.endswith(".parquet") else _rejections_of(open_dataset(uri))
+    """The rejects ledger of a dataset version, or one ledger file.
+
+    Raises UsageError naming the newest ledger if no build of the dataset succeeded.
+    """
     return [
         {
             # Names that are not UTF-8 travel as surrogates, which JSON can hold only escaped.
@@ -92,5 +88,5 @@ def list_rejections(uri: str) -> list[dict[str, Any]]:
             "source_sha256": rejection.source_sha256,
             "stage": rejection.stage,
         }
-        for rejection in rejections
+        for rejection in _read_rejections(uri)
     ]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
+from shardmill.printable import printable, without_surrogates
 
 if TYPE_CHECKING:
     from train.published.predict import Prediction
@@ -40,15 +41,16 @@ def prediction_csv(predictions: Sequence[Prediction]) -> str:
         guesses = [cell for guess in each.top for cell in (_harmless(guess.label), f"{guess.probability:.6f}")]
         row = [_harmless(each.path), _harmless(each.rejection), *guesses]
         writer.writerow(row + [""] * (len(names) - len(row)))
-    return text.getvalue().encode("utf-8", "backslashreplace").decode()
+    return without_surrogates(text.getvalue())
 
 
 def check_any_predicted(predictions: Sequence[Prediction]) -> None:
     """Raises UsageError if not a single file could be predicted."""
     if all(each.rejection for each in predictions):
         first = predictions[0]
+        example = f"{printable(first.path)}: {first.rejection}"
         raise UsageError(
-            f"none of {len(predictions)} file(s) is an image that can be predicted: {first.path!r}: {first.rejection}",
+            f"none of {len(predictions)} file(s) is an image that can be predicted: {example}",
             "expected at least one",
         )
 

@@ -18,10 +18,10 @@ PLAIN_LINE_SECONDS = 5.0
 WARNING = "WARNING: "
 # What a person should read among the events; the rest is for `events.jsonl`.
 SENTENCES = {
-    "etl.listed": "etl: {listed:,} inputs listed, {images:,} of them named like images, {units} work units",
+    "etl.listed": "etl: inputs listed: {listed:,}; named like images: {images:,}; work units: {units:,}",
     "etl.inferred": "etl: {num_classes} classes ({classes}); splits {splits}; stored as {image}; dataset {dataset}",
     "etl.warning": "etl: WARNING: {message}",
-    "etl.units_kept": "etl: keeps {kept} work units of an interrupted run, {missing} are left to do",
+    "etl.units_kept": "etl: work units kept of an interrupted run: {kept:,}; left to do: {missing:,}",
     "train.resumed": "train: continues at epoch {epoch}, step {step}",
     "train.checkpoint_discarded": "train: skips the checkpoint {path}: {reason}",
     "train.training_discarded": "train: skips the training {path}: {reason}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ShardmillError(Exception):
     """An error that a person can act on: what was found and where, what was expected, what to do next.
@@ -11,15 +13,17 @@ class ShardmillError(Exception):
 
     exit_code = 1
 
-    def __init__(self, what: str, expected: str = "", fix: str = "") -> None:
+    def __init__(self, what: str, expected: str = "", fix: str = "", *, detail: dict[str, Any] | None = None) -> None:
         self.what = what
         self.expected = expected
         self.fix = fix
+        # For the record of the stage that it ends: figures and paths beside the one line, as JSON takes them.
+        self.detail = detail or {}
         super().__init__("; ".join(part for part in (what, expected, fix) if part))
 
     def __reduce__(self):
         # The default reduction passes the joined message as `what`; errors cross process borders (Spark, ranks) whole.
-        return (type(self), (self.what, self.expected, self.fix))
+        return (type(self), (self.what, self.expected, self.fix), {"detail": self.detail})
 
 
 class UsageError(ShardmillError):

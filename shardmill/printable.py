@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 # Format characters that real names need: joiners (Persian, emoji) and the tags inside some flags.
@@ -15,8 +16,16 @@ def printable(text: str) -> str:
     return "".join(_escaped(character) for character in text)
 
 
+def without_surrogates(text: str) -> str:
+    r"""`text` as every encoder takes it: a byte of a file name that is not UTF-8 is a surrogate, and becomes `\xff`."""
+    return re.sub("[\ud800-\udfff]", lambda found: _escaped(found[0]), text)
+
+
 def _escaped(character: str) -> str:
-    # Control, format, surrogate (a byte that is not UTF-8), line and paragraph separator.
+    if "\udc80" <= character <= "\udcff":
+        # Python stands for the byte 0x80 with U+DC80, and so on.
+        return rf"\x{ord(character) - 0xDC00:02x}"
+    # Control, format, surrogate, line and paragraph separator.
     hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
     if not hidden or ord(character) in _NEEDED:
         return character

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from shardmill.dataset.ledger import read_rejections
+from shardmill.dataset.ledger import read_ledger, read_rejections
 from shardmill.errors import ShardmillError
 from shardmill.jobs.run_files import StageRecord, read_stage_records, run_folder
 from shardmill.reader import read_samples
@@ -62,6 +63,7 @@ class ReportData:
     class_counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By split, in the order of `class_names`."""
     samples: tuple[Picture, ...] = ()
+    num_listed: int = 0
     rejected: tuple[RejectedGroup, ...] = ()
     notes: dict[str, int] = field(default_factory=dict)
     """Accepted with care: number of samples by note."""
@@ -83,7 +85,9 @@ def gather(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> ReportD
         "history": history,
         "evaluation": TypeAdapter(Evaluation).validate_python(evaluation) if evaluation else None,
     }
-    return ReportData(**data, **_of_dataset(summary.get("dataset") or {}))
+    failed_build = detail.get("etl", {}).get("ledger")
+    found = _of_failed_build(detail["etl"]) if failed_build else _of_dataset(summary.get("dataset") or {})
+    return ReportData(**data, **found)
 
 
 def _of_dataset(named: dict[str, Any]) -> dict[str, Any]:
@@ -101,10 +105,22 @@ def _of_dataset(named: dict[str, Any]) -> dict[str, Any]:
             "class_counts": {name: split.class_counts for name, split in splits.items()},
             "notes": dataset.manifest.counts.by_note,
             "samples": _sample_pictures(dataset, first_split) if first_split else (),
-            "rejected": _rejected_groups(dataset),
+            "num_listed": dataset.manifest.counts.listed,
+            "rejected": _rejected_groups(read_rejections(dataset.store, dataset.manifest), dataset.manifest.source.uri),
         }
     except (ShardmillError, FileNotFoundError):
         # The run may have failed for this very reason; its error is at the head of the page.
+        return {}
+
+
+def _of_failed_build(detail: dict[str, Any]) -> dict[str, Any]:
+    """What a build refused that broke a limit: no version names its ledger, the record of the stage does."""
+    try:
+        return {
+            "num_listed": detail["num_listed"],
+            "rejected": _rejected_groups(read_ledger(detail["ledger"]), detail["source"]),
+        }
+    except (ShardmillError, FileNotFoundError):
         return {}
 
 
@@ -125,10 +141,10 @@ def _sample_pictures(dataset: Dataset, split: str) -> tuple[Picture, ...]:
     return tuple(pictures)
 
 
-def _rejected_groups(dataset: Dataset) -> tuple[RejectedGroup, ...]:
-    rejections = sorted(read_rejections(dataset.store, dataset.manifest), key=lambda rejection: rejection.key)
+def _rejected_groups(rejections: Iterable[Rejection], source_uri: str) -> tuple[RejectedGroup, ...]:
+    rejections = sorted(rejections, key=lambda rejection: rejection.key)
     counts = Counter(rejection.reason for rejection in rejections)
-    source = open_store(dataset.manifest.source.uri)
+    source = open_store(source_uri)
     return tuple(
         RejectedGroup(
             str(reason),

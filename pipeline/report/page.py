@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.printing import counted
 from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, empty, line_chart, share_bar
 from pipeline.report.data import ReportData
+from shardmill.printable import without_surrogates
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -52,8 +53,7 @@ def render(data: ReportData) -> str:
             **sections,
         )
     )
-    # Names that are not UTF-8 travel as surrogates, which no encoder takes.
-    return page.encode("utf-8", "replace").decode()
+    return without_surrogates(page)
 
 
 @cache
@@ -77,7 +77,8 @@ def _cards(data: ReportData) -> list[tuple[str, str]]:
     """Names and values of the figures that a person looks for first."""
     summary = data.summary
     counts = (summary.get("dataset") or {}).get("counts", {})
-    cards = [("images accepted", number(counts.get("accepted"))), ("images refused", number(counts.get("rejected")))]
+    num_refused = sum(group.count for group in data.rejected) if data.rejected else counts.get("rejected")
+    cards = [("images accepted", number(counts.get("accepted"))), ("images refused", number(num_refused))]
     if train := summary.get("train"):
         size = train.get("world_size") or 1
         cards.append((f"rank{'s' * (size > 1)}, {train.get('strategy', '')}", number(size)))

@@ -16,6 +16,9 @@ from shardmill.storage import Store
 from shardmill.values import ShardInfo
 
 _COLUMNS = ["source_sha256", "label"]
+# All row segments are read for the names in a warning: at most about 20 MB.
+_MAX_ROWS_SEARCHED = 200_000
+_NUM_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,21 @@ def count_duplicates_of_units(store: Store, results: Sequence[UnitResult], forma
         read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows).select(_COLUMNS) for shard in repeating
     ]
     return count_duplicates(pa.concat_tables([ROWS_SCHEMA.empty_table().select(_COLUMNS), *tables]))
+
+
+def first_conflict(store: Store, shards: Sequence[ShardInfo]) -> tuple[str, ...]:
+    """A few sources in `shards` with equal bytes and several classes; none if there are too many rows to search."""
+    if not 0 < sum(shard.num_rows for shard in shards) <= _MAX_ROWS_SEARCHED:
+        return ()
+    columns = ["source", *_COLUMNS]
+    tables = [read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows).select(columns) for shard in shards]
+    groups = (
+        pa.concat_tables(tables)
+        .group_by("source_sha256")
+        .aggregate([("label", "count_distinct"), ("source", "list")])
+        .filter(pc.field("label_count_distinct") > 1)
+    )
+    return tuple(min(map(sorted, groups.column("source_list").to_pylist()), default=[])[:_NUM_NAMED])
 
 
 def _shards_in_row_order(result: UnitResult, format_name: str) -> Iterator[ShardInfo]:

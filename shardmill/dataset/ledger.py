@@ -9,10 +9,12 @@ import pyarrow as pa
 
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.segment import put_segment, read_segment
-from shardmill.errors import IntegrityError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.ids import key_bytes
-from shardmill.sealed import SealedFile
+from shardmill.printable import without_surrogates
+from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store
+from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
 
 REJECTS = "rejects"
@@ -46,6 +48,25 @@ def read_rejections(store: Store, manifest: Manifest) -> list[Rejection]:
     ]
 
 
+def read_ledger(uri: str) -> list[Rejection]:
+    """One ledger file below `DATASET/rejects/`: the inputs that a build which ended with exit 4 or 7 rejected.
+
+    No manifest names it, so it is verified against its own name, which holds its digest.
+    """
+    folder, _, name = uri.rpartition("/")
+    store = open_store(folder or ".")
+    try:
+        data = store.read(name)
+    except FileNotFoundError:
+        raise UsageError(f"no ledger {uri}", "expected the path that the failed run's error names") from None
+    file = seal_file(name, data)
+    if name != f"{file.sha256[:32]}.parquet":
+        expected = f"expected a file named {file.sha256[:32]}.parquet"
+        raise IntegrityError(f"{uri} was altered, or is no ledger", expected)
+    # No manifest counted its rows; a row takes at least a byte.
+    return rejections_of_table(read_segment(store, file, LEDGER_SCHEMA, max_rows=len(data)))
+
+
 def ledger_table(rejections: Iterable[Rejection]) -> pa.Table:
     """The rejects ledger; a key that is not UTF-8 is base64 in a column of its own."""
     records = [(*_ledger_key(rejection.key), rejection) for rejection in rejections]
@@ -59,7 +80,7 @@ def ledger_table(rejections: Iterable[Rejection]) -> pa.Table:
     ]
     columns[2] = [str(reason) for reason in columns[2]]
     # A detail may quote a name that is not UTF-8, such as a link's target.
-    columns[3] = [detail.encode("utf-8", "backslashreplace").decode() for detail in columns[3]]
+    columns[3] = [without_surrogates(detail) for detail in columns[3]]
     return pa.table(
         [pa.array(column, field.type) for column, field in zip(columns, LEDGER_SCHEMA, strict=True)],
         schema=LEDGER_SCHEMA,

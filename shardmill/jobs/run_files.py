@@ -194,11 +194,12 @@ def failed_stage(stage: str, error: BaseException) -> StageRecord:
     """The record of a stage that ended with `error`, or because this process was asked to end."""
     error = why_ended(error)
     line = f"{type(error).__name__}: {error}"
+    detail = error.detail if isinstance(error, ShardmillError) else {}
     if isinstance(error, ShardmillError) or hasattr(error, "exit_code"):
         line = str(error)
     elif isinstance(error, KeyboardInterrupt):
         line = "interrupted by Ctrl-C"
-    return StageRecord(stage=stage, status="failed", exit_code=exit_code_of(error), error=line)
+    return StageRecord(stage=stage, status="failed", exit_code=exit_code_of(error), error=line, detail=detail)
 
 
 def exit_code_of(error: BaseException) -> int:

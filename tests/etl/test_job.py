@@ -145,6 +145,8 @@ def test_touched_files_make_no_version_and_are_processed_once(tmp_path: Path):
     num_files = sum(1 for _ in (tmp_path / "dataset").rglob("*"))
     second = build_dataset(tree_for(tmp_path, "dataset"), run_id="again")
     assert (second.manifest.version, second.num_units_kept) == (1, second.num_units)
+    # What was kept says nothing about the pace.
+    assert first.images_per_second * first.seconds == pytest.approx(60) and second.images_per_second == 0
     assert sum(1 for _ in (tmp_path / "dataset").rglob("*")) == num_files
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset, commit_results
 from etl.plan import plan_build
 from etl.write_unit import write_unit
-from pipeline.inspection import read_ledger
+from pipeline.inspection import list_rejections
+from shardmill.dataset.ledger import read_ledger
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import IntegrityError, RejectLimitExceeded, ShardmillError, StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig
+from shardmill.jobs.run_files import failed_stage
 from shardmill.storage import AccessDenied
 from shardmill.stores import open_store
 from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION, RejectReason
@@ -85,6 +88,34 @@ def test_a_limit_that_the_listing_breaks_ends_before_any_unit(tmp_path: Path):
     message = str(caught.value)
     assert message.count(": dangling_symlink") == 3 and r"dangling\x1b[2J0.png" in message and "\x1b" not in message
     assert {file.path.split("/")[0] for file in open_store(tmp_path / "dataset").list("")} == {"rejects"}
+
+
+def test_the_line_of_a_broken_limit_accounts_for_every_row_of_the_ledger(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=20)
+    folder = tmp_path / "images" / "class_0"
+    (folder / "link.png").symlink_to("/nowhere")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "outside.png").symlink_to("/dev/null")
+    (folder / "up").symlink_to(tmp_path / "images" / "class_1")
+    (folder / "notes.txt").write_text("a note")
+    with pytest.raises(RejectLimitExceeded) as caught:
+        build_dataset(tree_for(tmp_path), run_id="a")
+    message = str(caught.value)
+    reasons = re.search(r"4 of 25 inputs were rejected \((.*?)\)", message)
+    assert reasons is not None and sum(map(int, re.findall(r" (\d+)", reasons[1]))) == 4
+    assert "not counted: not_an_image_name 1" in message
+    # The report of the failed run finds the ledger by the record of its stage.
+    assert len(read_ledger(failed_stage("etl", caught.value).detail["ledger"])) == 5
+
+
+def test_the_rejects_of_a_dataset_without_a_version_name_the_ledger_of_the_failed_build(tmp_path: Path):
+    broken_listing(tmp_path)
+    with pytest.raises(RejectLimitExceeded) as failed:
+        build_dataset(tree_for(tmp_path), run_id="a")
+    with pytest.raises(UsageError, match="has no version") as caught:
+        list_rejections(str(tmp_path / "dataset"))
+    found = re.search(r"`shardmill inspect --rejects (\S+)`", str(caught.value))
+    assert found is not None and found[1] in str(failed.value)
 
 
 def test_a_wrong_source_is_named_before_its_rejects_are_counted(tmp_path: Path):

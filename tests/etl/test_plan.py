@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from etl.checks import inferred_facts, inferred_warnings, version_warnings
+from etl.checks import inferred_facts, inferred_warnings
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
 from etl.plan import plan_build
@@ -16,6 +16,7 @@ from shardmill.dataset.versions import latest_version
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
+from tests.etl.building import Recorder
 from tests.support import build_here, write_images
 
 ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20)
@@ -121,8 +122,12 @@ def test_the_same_image_under_two_classes_is_counted_and_warned_of(tmp_path: Pat
     (tmp_path / "images" / "class_1" / "twin.png").write_bytes(twins.read_bytes())
     counts = open_dataset(build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), ETL)).manifest.counts
     assert (counts.duplicate_content, counts.conflicting_label) == (4, 4)
-    [warning] = version_warnings(counts)
+    recorder = Recorder()
+    tree = tree_for(tmp_path / "images", tmp_path / "dataset")
+    assert build_dataset(tree, run_id="again", observer=recorder).skipped
+    warning = str(recorder.events["etl.warning"]["message"])
     assert warning.startswith("4 accepted images have the same bytes as one of another class")
+    assert "such as class_0/00000.png, class_0/twin.png, class_1/copy.png, class_2/copy.png;" in warning
 
 
 def test_images_without_labels_conflict_with_nothing(tmp_path: Path):

@@ -24,6 +24,13 @@ def test_no_cell_of_the_csv_is_a_formula():
     assert rows[2] == ["'-b,\n.png", "missing: no such file", "", "", "", ""]
 
 
+def test_a_path_that_is_not_utf8_is_shown_by_its_bytes():
+    unreadable = Prediction("bad\udcff.png", "", 0.0, "missing: no such file")
+    assert r"bad\xff.png" in prediction_csv([unreadable])
+    with pytest.raises(UsageError, match=r"bad\\xff\.png"):
+        check_any_predicted([unreadable])
+
+
 def test_people_see_one_row_a_file():
     assert prediction_rows([GOOD, BAD]) == [
         ("a.png", "cat", "0.7500", "dog", "0.2500"),

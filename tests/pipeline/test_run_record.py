@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import jsonschema
 import pytest
 
 from pipeline.cli_options import Common
-from pipeline.progress import RunProgress
+from pipeline.progress import SENTENCES, RunProgress
 from pipeline.stages import SUMMARY_SECTIONS, WHOLE_PIPELINE, open_run
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
 from shardmill.jobs.line_log import LineLog, read_lines
@@ -215,3 +216,9 @@ def test_line_logs_on_a_store_without_append(s3_bucket: str):
 def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path):
     (tmp_path / "events.jsonl").write_bytes(b'{"n": 1}\n{"n":')
     assert read_lines(open_store(tmp_path), "events.jsonl") == [b'{"n": 1}\n']
+
+
+@pytest.mark.parametrize("name", ["etl.listed", "etl.units_kept"])
+def test_no_sentence_counts_one_thing_in_the_plural(name: str):
+    sentence = SENTENCES[name].format(listed=1, images=1, units=1, kept=1, missing=1)
+    assert not re.search(r"\b1 \w+ ?\w*s\b", sentence)

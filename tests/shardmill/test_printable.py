@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardmill.printable import printable
+from shardmill.printable import printable, without_surrogates
 
 
 @pytest.mark.parametrize("name", ["cat", "größe 3", "猫", "👩‍🔬", "می‌خواهم", "a\\b", ""])
@@ -21,8 +21,13 @@ def test_real_names_are_shown_as_they_are(name: str):
         ("gpj.\u202eexe", r"gpj.\u202eexe"),
         ("cat\u200b", r"cat\u200b"),
         ("\u2028", r"\u2028"),
-        ("caf\udce9", r"caf\udce9"),
+        ("caf\udce9", r"caf\xe9"),
+        ("\ud800", r"\ud800"),
     ],
 )
 def test_what_acts_or_hides_is_escaped(name: str, shown: str):
     assert printable(name) == shown
+
+
+def test_text_with_bytes_that_are_not_utf8_can_be_encoded_and_is_otherwise_kept():
+    assert without_surrogates("<b>\ngröße\udcff\udc80.jpg\x1b") == "<b>\ngröße\\xff\\x80.jpg\x1b"
