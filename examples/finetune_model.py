@@ -6,9 +6,12 @@ import keras
 # starts from random ones: it works offline, and shows the mechanics but not the benefit. A file works, too: give the
 # path of a .weights.h5 that all machines can read.
 WEIGHTS = None
-# With trained weights: first train the head alone (False), for some epochs; then set True, lower train.learning_rate to
-# 1e-5 or so, and train again. With random weights the backbone has to learn.
-TRAIN_BACKBONE = WEIGHTS is None
+# With trained weights, the head alone learns first. Then the whole model: let `shardmill export examples/finetune.toml`
+# print the folder of the first training's export, set this to the path of its `model.keras` and train.learning_rate to
+# 1e-5 or so, and run again. That starts another training, from these weights.
+PHASE_ONE = None
+# With random weights the backbone has to learn from the start.
+TRAIN_BACKBONE = WEIGHTS is None or PHASE_ONE is not None
 
 
 def mobilenet(image_shape, num_classes):
@@ -20,9 +23,15 @@ def mobilenet(image_shape, num_classes):
     inputs = keras.Input(image_shape)
     # Each model of keras.applications says in its documentation which pixels it wants; this one -1 to 1.
     x = keras.layers.Rescaling(1 / 127.5, offset=-1)(inputs)
-    # training=False keeps the batch norm's trained statistics while the head learns.
-    x = backbone(x) if TRAIN_BACKBONE else backbone(x, training=False)
+    # training=False keeps the batch norm's trained statistics, in both phases.
+    x = backbone(x) if WEIGHTS is None else backbone(x, training=False)
     x = keras.layers.Dropout(0.2)(x)
     # Float32 under train.mixed_precision, too: sixteen bits are too coarse for a softmax.
     outputs = keras.layers.Dense(num_classes, dtype="float32")(x)
-    return keras.Model(inputs, outputs)
+    model = keras.Model(inputs, outputs)
+    if PHASE_ONE is not None:
+        exported = keras.models.load_model(PHASE_ONE, compile=False)
+        # An export adds layers for the inputs and for the class names around the model that was trained.
+        trained = next(layer for layer in exported.layers if isinstance(layer, keras.Model))
+        model.set_weights(trained.get_weights())
+    return model

@@ -154,7 +154,9 @@ def promote(
 @app.command(cls=Command)
 def report(
     context: typer.Context,
-    source_or_config: Annotated[str, typer.Argument(help="A folder or TOML file; not needed.")] = "",
+    source_or_config: Annotated[
+        str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="A folder or TOML file; not needed.")
+    ] = "",
 ) -> None:
     """Write report.html again: of the run that --run-id names, or of the latest."""
     from pipeline.config import load_pipeline
@@ -170,7 +172,9 @@ def report(
 @app.command(cls=command_without("overrides", "workdir", "run_id"))
 def predict(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Models folder or URI (its current model), or one export below it.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Models folder or URI (its current model), or one export.")
+    ],
     images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
     top: Annotated[int, typer.Option(metavar="N", min=1, help="The N most probable classes of each.")] = 1,
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
@@ -217,7 +221,8 @@ def inspect(
 
 @app.command(cls=command_without("run_id"))
 def doctor(
-    context: typer.Context, config: Annotated[str, typer.Argument(help="A TOML file to check as well.")] = ""
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file to check as well.")] = "",
 ) -> None:
     """Check this machine: versions, Java, compiler, config, storage, slots."""
     from pipeline.doctor import diagnose
@@ -233,7 +238,7 @@ def doctor(
 @app.command(cls=command_without("workdir", "run_id"))
 def init(
     context: typer.Context,
-    file: Annotated[str, typer.Argument(help="Where to write it; must not exist.")] = "shardmill.toml",
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Where to write it; must not exist.")] = "shardmill.toml",
 ) -> None:
     """Write a commented config file to start from."""
     from pipeline.config import PipelineTree
@@ -256,7 +261,8 @@ def init(
 
 @config_app.command("show", cls=command_without("run_id"))
 def config_show(
-    context: typer.Context, source_or_config: Annotated[str, typer.Argument(help="A folder or TOML file.")] = ""
+    context: typer.Context,
+    source_or_config: Annotated[str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="A folder or TOML file.")] = "",
 ) -> None:
     """Print the resolved config with every default, as TOML."""
     from pipeline.config import load_pipeline, without_secrets

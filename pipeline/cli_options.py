@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperArgument, TyperCommand
 
 from pipeline.ending import end_with_failure
 from shardmill.errors import ShardmillError
@@ -65,6 +65,11 @@ class Command(TyperCommand):
         for option in map(copy.copy, COMMON_OPTIONS.params):
             option.hidden = option.name in self.unused  # pyright: ignore[reportAttributeAccessIssue]  all are options
             self.params.append(option)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Arguments as they are named, such as `MODEL IMAGE...`; typer would write `{MODEL} {IMAGE...}...`."""
+        arguments = [each for each in self.params if isinstance(each, TyperArgument)]
+        return ["[OPTIONS]", *(str(each.metavar) if each.required else f"[{each.metavar}]" for each in arguments)]
 
     def invoke(self, ctx: Any) -> Any:
         given = {option.name: ctx.params.pop(option.name) for option in COMMON_OPTIONS.params}

@@ -29,7 +29,8 @@ def summary_rows(summary: dict[str, Any]) -> Rows:
 def stage_title(record: StageRecord) -> str:
     """What a stage by itself has done; for one that was skipped, whose result its rows show."""
     if record.status != "skipped":
-        return f"{record.stage}: {record.status}"
+        # That it is done, and in how many seconds, is on stderr already.
+        return record.stage
     if record.stage == "evaluate":
         return "evaluate: nothing was computed again; the figures that the training recorded"
     return f"{record.stage}: skipped; the result that is already there"

@@ -28,10 +28,12 @@ SENTENCES = {
     "train.unfinished": "train: a training on version {version} is unfinished; this run trains version {trains}. "
     "To finish it: `shardmill train CONFIG --set dataset.uri={dataset}`",
     "train.continues": "train: goes on from {epochs_done} finished epochs to {epochs}: {note}",
-    "train.plan": "train: shuffle windows of up to {bytes_per_rank:,} bytes in each rank ({streams_per_rank} streams x "
-    "{window_chunks} chunks x {chunk_bytes:,} bytes; train.window_budget_bytes = {budget_bytes:,})",
-    "train.loss_stuck": "train: WARNING: the loss has not moved in two epochs (now {train_loss:.4f}): {hint}; "
-    "or change train.learning_rate",
+    "train.other_world_size": "train: it was done with {world_size} rank(s), and with {num_workers} it is the same "
+    "training; --fresh does it again",
+    "train.plan": "train: shuffle windows of up to {bytes_per_rank:,} bytes in each rank "
+    "(train.window_budget_bytes = {budget_bytes:,})",
+    "train.loss_stuck": "train: WARNING: the loss has not fallen by the end of epoch {epoch} (now {train_loss:.4f}): "
+    "{hint}",
     "train.early_stop": "train: stops early after epoch {epoch}",
 }
 
@@ -44,7 +46,7 @@ class RunProgress:
         self._num_epochs = num_epochs
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        self._first_seen: dict[str, tuple[float, int]] = {}
+        self._marks: dict[str, list[tuple[float, int]]] = {}
         self._next_line = 0.0
 
     def __enter__(self) -> RunProgress:
@@ -103,16 +105,20 @@ class RunProgress:
     def _advance(self, label: str, num_done: int, num_total: int, unit: str) -> None:
         if self._bars is not None:
             if label not in self._tasks:
-                self._tasks[label] = self._bars.add_task(label, total=num_total, unit=unit)
+                self._tasks[label] = self._bars.add_task(label, total=num_total, completed=num_done, unit=unit)
             self._bars.update(self._tasks[label], completed=num_done, total=num_total, unit=unit)
             return
         now = time.monotonic()
-        # What was done before this process looked (kept units, resumed steps) says nothing about its rate.
-        started, done_before = self._first_seen.setdefault(label, (now, num_done))
+        # What was done before this process looked (kept units, resumed steps) says nothing about its rate, and neither
+        # does the time until the first piece of work is done, when Spark was starting. So the second mark counts.
+        marks = self._marks.setdefault(label, [])
+        if not marks or (len(marks) == 1 and num_done > marks[0][1]):
+            marks.append((now, num_done))
+        started, done_before = marks[-1]
         if now < self._next_line:
             return
         self._next_line = now + PLAIN_LINE_SECONDS
-        rate = (num_done - done_before) / (now - started) if now > started else 0.0
+        rate = (num_done - done_before) / (now - started) if num_done > done_before and now > started else 0.0
         pace = f", {rate:,.0f} a second, {(num_total - num_done) / rate:,.0f} s left" if rate else ""
         self.say(f"{label}: {num_done:,} of {num_total:,} {unit}{pace}")
 

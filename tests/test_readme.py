@@ -15,6 +15,7 @@ from shardmill.errors import ERROR_BY_EXIT_CODE
 from tests.demo import Demo
 from tests.pipeline.command import ENVIRONMENT
 from tests.support import write_images
+from train.checkpoint import FREE_SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,11 +50,18 @@ def test_every_command_of_the_readme_runs(demo: Demo):
 
 
 def test_the_python_of_the_readme_runs(demo: Demo):
-    [code] = blocks("python")
+    # One epoch; then one rank's rest of another, and the validation split.
+    first, second = blocks("python")
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=demo.folder, env=ENVIRONMENT, capture_output=True, text=True
+        [sys.executable, "-c", f"{first}\n{second}"], cwd=demo.folder, env=ENVIRONMENT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_names_the_settings_that_make_no_other_training():
+    paragraph = next(part for part in README.split("\n\n") if "except those that" in part)
+    named = set(re.findall(r"`(\w+)`", paragraph.partition("except those that")[2].partition(". ")[0]))
+    assert named == FREE_SETTINGS
 
 
 def test_what_the_readme_shows_is_what_the_demo_says(demo: Demo):

@@ -18,11 +18,13 @@ class WindowMemory:
     window_chunks: int
     chunk_bytes: int
     """Of the largest chunk."""
+    split_bytes: int
+    """Of all chunks of the train split; streams share a chunk that several of their windows hold."""
     budget_bytes: int
 
     @property
     def bytes_per_rank(self) -> int:
-        return self.streams_per_rank * self.window_chunks * self.chunk_bytes
+        return min(self.streams_per_rank * self.window_chunks * self.chunk_bytes, self.split_bytes)
 
     def as_fields(self) -> dict[str, str | int | float]:
         """For an event."""
@@ -59,17 +61,19 @@ def window_memory(config: TrainSettings, dataset: Dataset) -> WindowMemory:
     The window itself follows from budget, streams and chunks alone: it is part of the plan, which must be the same at
     every world size. Only what a rank holds of it depends on how many ranks share the streams.
     """
+    index = dataset.index("train")
     memory = WindowMemory(
         streams_per_rank=-(-config.num_streams // config.num_workers),
         window_chunks=config.plan_spec(dataset).window_chunks,
-        chunk_bytes=dataset.index("train").max_chunk_bytes,
+        chunk_bytes=index.max_chunk_bytes,
+        split_bytes=sum(chunk.image_bytes for chunk in index.chunks),
         budget_bytes=config.window_budget_bytes,
     )
     if memory.bytes_per_rank > memory.budget_bytes:
         affordable = max(1, memory.budget_bytes // (memory.window_chunks * memory.chunk_bytes))
         raise UsageError(
             f"a rank with {memory.streams_per_rank} of {config.num_streams} streams needs {memory.streams_per_rank} x "
-            f"{memory.window_chunks} chunk(s) of {memory.chunk_bytes} bytes = {memory.bytes_per_rank} bytes",
+            f"{memory.window_chunks} chunk(s) of up to {memory.chunk_bytes} bytes: {memory.bytes_per_rank} bytes",
             f"expected at most train.window_budget_bytes = {memory.budget_bytes}",
             f"set train.num_workers to {-(-config.num_streams // affordable)} or more; or raise the budget or lower "
             "train.num_streams, which is another training",

@@ -113,9 +113,18 @@ class Progress:
         )
 
 
-def is_stuck(history: tuple[EpochRecord, ...]) -> bool:
-    """Whether a model has learned nothing by the end of its second epoch: later ones say less, and repeat it."""
-    if len(history) != 2:
+# Fewer say nothing: a small model's loss often rises before it falls.
+MIN_STEPS_TO_JUDGE = 20
+
+
+def has_not_learned(history: tuple[EpochRecord, ...]) -> bool:
+    """Whether the loss has not fallen since the first epoch.
+
+    Judged once: at the end of the second epoch, or of the first later one with `MIN_STEPS_TO_JUDGE` steps behind it.
+    """
+    *earlier, last = history
+    num_steps_before = sum(record.num_steps for record in earlier)
+    was_judged = len(earlier) > 1 and num_steps_before >= MIN_STEPS_TO_JUDGE
+    if not earlier or was_judged or num_steps_before + last.num_steps < MIN_STEPS_TO_JUDGE:
         return False
-    first, second = history
-    return second.train_loss > 0.995 * first.train_loss and second.train_accuracy < 0.9
+    return last.train_loss > 0.995 * earlier[0].train_loss and last.train_accuracy < 0.9

@@ -80,6 +80,10 @@ class TrainingChoice:
             fields = {"rank": 0, "training_dir": self.continues.training_dir, "epochs_done": shorter}
             observer.event("continues", {**fields, "epochs": config.epochs, "note": note})
 
+        if self.result is not None and self.result.world_size != config.num_workers:
+            sizes = {"world_size": self.result.world_size, "num_workers": config.num_workers}
+            observer.event("other_world_size", {"rank": 0, **sizes})
+
     def task(self, config: TrainSettings, reach: Nonce) -> WorkerTask:
         """What the ranks have to do, once they have read back what the driver planted in the models' root."""
         return WorkerTask(

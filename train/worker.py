@@ -16,12 +16,12 @@ from shardmill.reader import ReaderOptions, read_batches
 from shardmill.sealed import seal
 from shardmill.stores import open_store
 from shardmill.values import Batch
-from train.backends.keras.build import build_model, identify_model, input_scale
+from train.backends.keras.build import build_model, identify_model, input_scale, inputs_hint
 from train.backends.keras.runtime import start_tensorflow, weights_sha256
 from train.backends.keras.step import TrainStep, build_optimizer
 from train.checkpoint import CheckpointFolder, TrainingIdentity, settings_that_matter
 from train.evaluate import average_moving_statistics, evaluate_split
-from train.progress import EarlyStop, Progress, TimeSpent, is_stuck
+from train.progress import EarlyStop, Progress, TimeSpent, has_not_learned
 from train.session import Session, load_best, resume, save
 from train.strategies import find_strategy
 from train.strategies.strategy import AnnouncedCollective
@@ -36,12 +36,6 @@ from train.values import (
     World,
     from_json,
     to_json,
-)
-
-# The most frequent cause when a user's model does not learn; it cannot be seen in the model itself.
-INPUTS_HINT = (
-    "the model gets float32 images as (x - mean) / std per channel of the train split; "
-    "one that expects pixels from 0 to 255 wants train.standardize = false"
 )
 
 
@@ -233,8 +227,9 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
     if early_stop.stopped:
         session.event("early_stop", {"epoch": record.epoch, "epochs_since_best": early_stop.epochs_since_best})
     after = progress.after_epoch(record, early_stop, session.checkpoints.path_of(session.global_step(progress)))
-    if is_stuck(after.history):
-        session.event("loss_stuck", {"epoch": record.epoch, "train_loss": record.train_loss, "hint": INPUTS_HINT})
+    if has_not_learned(after.history):
+        hint = f"change train.learning_rate{inputs_hint(config)}"
+        session.event("loss_stuck", {"epoch": record.epoch, "train_loss": record.train_loss, "hint": hint})
     return after
 
 
@@ -260,12 +255,12 @@ def _scheduled_learning_rate(session: Session, progress: Progress) -> float | No
 
 
 def _not_finite_error(session: Session, progress: Progress, loss: float, gradient_norm: float) -> TrainingError:
-    cursor = progress.cursor
+    config, cursor = session.task.config, progress.cursor
     return TrainingError(
         f"loss {loss}, gradient norm {gradient_norm} at epoch {cursor.epoch}, step {cursor.step} "
         f"(global step {session.global_step(progress)}); the update was not applied",
         "expected finite numbers",
-        f"lower train.learning_rate, or set train.gradient_clip_norm or train.warmup_steps; {INPUTS_HINT}",
+        f"lower train.learning_rate, or set train.gradient_clip_norm or train.warmup_steps{inputs_hint(config)}",
     )
 
 

@@ -91,6 +91,20 @@ def test_a_run_without_a_config_is_recorded_only_for_who_named_it(is_named: bool
     assert (tmp_path / "work").exists() == is_named
 
 
+def test_time_left_is_estimated_from_work_under_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    progress = RunProgress(RunRecord(str(tmp_path), "r"), num_epochs=1)
+    # (seconds, images): 500 were kept, Spark takes 20 s to start, then ten images a second are done.
+    for now, num_done in ((0.0, 500), (20.0, 510), (30.0, 610), (40.0, 710)):
+        monkeypatch.setattr("pipeline.progress.time.monotonic", lambda now=now: now)
+        progress.event("etl.progress", {"num_done": num_done, "num_images": 1010})
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" images")[2] for line in lines] == [
+        "", "", ", 10 a second, 40 s left", ", 10 a second, 30 s left"
+    ]  # fmt: skip
+
+
 def test_run_ids_are_unique_and_plain():
     assert len({new_run_id() for _ in range(500)}) == 500
     for hostile in ("a/b", "../x", ".hidden", ""):

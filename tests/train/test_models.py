@@ -19,6 +19,7 @@ from shardmill.values import Batch
 from tests.train.training import MODELS as USER_MODELS
 from tests.train.training import Recorder, train_here
 from train.backends.keras.build import InputScale, build_model
+from train.backends.keras.serving import KerasCheck, ServingModel, write_keras_file
 from train.backends.keras.step import TrainStep, build_optimizer
 from train.config import TrainConfig, TrainTree
 from train.models import MODELS
@@ -75,6 +76,30 @@ def test_the_example_fine_tunes(monkeypatch):
     assert built.outputs_are_logits
     outcome = step.apply(step.gradients(batch_of((32, 32, 3)), 4), 0.001)
     assert outcome.is_applied and np.isfinite(outcome.loss) and outcome.gradient_norm > 0
+
+
+def test_the_examples_second_phase_starts_from_the_first_ones_export(monkeypatch, tmp_path):
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(root / "examples")
+    monkeypatch.setattr("finetune_model.TRAIN_BACKBONE", False)
+    config = load_pipeline(str(root / "examples/finetune.toml"), (), "work").train
+    images_NHWC = batch_of((32, 32, 3)).images_NHWC
+    head, step = step_of(config, (32, 32, 3))
+    step.apply(step.gradients(batch_of((32, 32, 3)), 4), 0.1)
+    serving = ServingModel(head.model, True, ("a", "b", "c"), (32, 32, 3), (0.0,) * 3, (1.0,) * 3)
+    exported_NK = serving.predict(images_NHWC)
+    assert write_keras_file(serving, tmp_path / "model.keras", KerasCheck(images_NHWC, exported_NK, 1e-5)) == ""
+
+    monkeypatch.setattr("finetune_model.PHASE_ONE", str(tmp_path / "model.keras"))
+    monkeypatch.setattr("finetune_model.TRAIN_BACKBONE", True)
+    whole, step = step_of(config, (32, 32, 3))
+    assert whole.outputs_are_logits, "softmax is a layer of the export, not of the trained model"
+    assert np.allclose(
+        whole.model(images_NHWC.astype(np.float32)), head.model(images_NHWC.astype(np.float32)), atol=1e-5
+    )
+    assert len(whole.model.trainable_variables) > len(head.model.trainable_variables) == 2
+    outcome = step.apply(step.gradients(batch_of((32, 32, 3)), 4), 0.001)
+    assert outcome.is_applied and np.isfinite(outcome.loss)
 
 
 @pytest.mark.parametrize("side", [1, 2, 7, 16, 100])

@@ -20,24 +20,27 @@ from shardmill.options import DecodeLimits
 from shardmill.reader import read_samples
 from tests.support import make_dataset
 from train.config import GateConfig, TrainConfig, TrainTree
-from train.job import export_model, promote_model, train_model
+from train.job import export_model, finished_training, promote_model, train_model
 from train.published.exported import load_exported
 from train.published.predict import MAX_BATCH_SIZE, open_model, predict_files, predict_images
 from train.run_log import RunLog
+
+
+def tree_of(folder: Path) -> TrainTree:
+    return TrainTree(
+        dataset=DatasetConfig(uri=str(folder / "dataset")),
+        models=ModelsConfig(uri=str(folder / "models")),
+        train=TrainConfig(epochs=4, learning_rate=3e-3, global_batch_size=24, num_streams=6),
+        gate=GateConfig(min_accuracy=0.9),
+    )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """`images/`, `dataset/`, and `models/` with one promoted export of a model that has learned them."""
     folder = tmp_path_factory.mktemp("data")
-    uri = make_dataset(folder, encoding="jpeg")
-    config = TrainConfig(epochs=4, learning_rate=3e-3, global_batch_size=24, num_streams=6)
-    tree = TrainTree(
-        dataset=DatasetConfig(uri=uri),
-        models=ModelsConfig(uri=str(folder / "models")),
-        train=config,
-        gate=GateConfig(min_accuracy=0.9),
-    )
+    make_dataset(folder, encoding="jpeg")
+    tree = tree_of(folder)
     trained = train_model(tree, RunLog(SilentObserver()))
     (folder / "temporary").mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -77,6 +80,18 @@ def test_without_tensorflow_the_extra_is_named_and_nothing_is_left(folder, tmp_p
     with pytest.raises(UsageError, match=r"needs TensorFlow: .*pip install '\.\[tensorflow\]'"):
         open_model(str(folder / "models"))
     assert not _left_in(tmp_path)
+
+
+def test_without_tensorflow_nothing_is_exported_and_the_extra_is_named(folder, monkeypatch):
+    tree = tree_of(folder)
+    trained = finished_training(tree)
+    shutil.move(folder / "models/exports", folder / "exports")
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    try:
+        with pytest.raises(UsageError, match=r"needs TensorFlow: .*pip install '\.\[tensorflow\]'"):
+            export_model(tree, trained, "run")
+    finally:
+        shutil.move(folder / "exports", folder / "models/exports")
 
 
 def test_what_the_etl_would_reject_is_rejected_for_the_same_reason(folder, tmp_path):
@@ -142,8 +157,10 @@ def test_a_model_is_named_by_root_by_number_or_by_its_folder(folder):
 
 
 def test_a_model_that_is_not_there_is_refused(folder, tmp_path):
-    with pytest.raises(UsageError, match="has no current model"):
+    with pytest.raises(UsageError, match="holds no exports; expected a models folder or URI; .*WORKDIR/models"):
         open_model(str(tmp_path))
+    with pytest.raises(UsageError, match=f"{folder} holds no exports; .*; did you mean {folder}/models\\?"):
+        open_model(str(folder))
     with pytest.raises(UsageError, match="has no export 9"):
         open_model(f"{folder / 'models'}@9")
     with pytest.raises(IntegrityError, match="no export of .* names artifacts/other"):

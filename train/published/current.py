@@ -13,7 +13,7 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.options import Section
 from shardmill.storage import Store
 from shardmill.stores import open_store
-from train.published.exported import Export, read_export
+from train.published.exported import Export, read_export, require_exports
 from train.records import put_record, read_record, record_numbers
 
 CURRENT = "current"
@@ -119,6 +119,7 @@ def current_export(models_uri: str) -> Export:
     if history.damage:
         raise unknown_current(models_uri, history)
     if history.current is None:
+        require_exports(models_uri)
         raise UsageError(
             f"{models_uri} has no current model",
             "expected a promoted export",

@@ -16,7 +16,7 @@ import numpy as np
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.options import NormalizeOptions, Section
 from shardmill.sealed import SealedFile, check_sealed, read_sealed
-from shardmill.storage import check_relative_path
+from shardmill.storage import check_relative_path, join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from train.backends.keras.serving import load_saved_model
@@ -96,11 +96,11 @@ def require_exports(models_uri: str) -> list[int]:
     """The numbers of all exports, ascending. Raises UsageError if there is none: this is no models' root then."""
     numbers = record_numbers(open_store(models_uri), EXPORTS)
     if not numbers:
-        raise UsageError(
-            f"{models_uri} holds no exports",
-            "expected a models folder or URI, or a .toml file",
-            "`shardmill run` writes models to WORKDIR/models unless models.uri is set",
-        )
+        below = join_uri(models_uri, "models")
+        fix = "`shardmill run` writes models to WORKDIR/models unless models.uri is set"
+        if record_numbers(open_store(below), EXPORTS):
+            fix = f"did you mean {below}?"
+        raise UsageError(f"{models_uri} holds no exports", "expected a models folder or URI", fix)
     return numbers
 
 

@@ -84,6 +84,21 @@ def input_scale(config: TrainSettings, manifest: Manifest) -> InputScale:
     return InputScale((0.0,) * num_channels, (1.0,) * num_channels)
 
 
+def inputs_hint(config: TrainSettings) -> str:
+    """The most frequent cause when a user's model does not learn, as the end of a sentence; empty for a model of ours.
+
+    It cannot be seen in the model itself.
+    """
+    if not MODELS.is_own(config.model):
+        return ""
+    if config.standardize:
+        arrives, otherwise = "as (x - mean) / std per channel of the train split", "pixels from 0 to 255"
+    else:
+        arrives, otherwise = "with pixels from 0 to 255", "(x - mean) / std"
+    wanted = str(not config.standardize).lower()
+    return f"; the model gets float32 images {arrives}; one that expects {otherwise} wants train.standardize = {wanted}"
+
+
 def standardize(images_NHWC: Any, channel_mean: tuple[float, ...], channel_std: tuple[float, ...]) -> Any:
     """uint8 images on the 0..255 scale -> float32 with mean 0 and deviation 1 per channel over the train split."""
     import tensorflow as tf

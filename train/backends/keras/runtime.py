@@ -16,15 +16,25 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import UsageError
+from shardmill.registry import install_hint
 from train.models.user import USER_PACKAGE
+
+
+def import_tensorflow() -> Any:
+    """The module `tensorflow`. Raises UsageError that names the extra if it cannot be imported."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    try:
+        import tensorflow as tf
+    except ImportError as error:
+        raise UsageError(f"this needs TensorFlow: {error}", "which is an extra", install_hint("tensorflow")) from None
+    return tf
 
 
 def start_tensorflow(ranks_per_node: int, seed: int) -> None:
     """Threads for this rank's share of the node, seeds, deterministic kernels, and no left-overs of earlier models."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    tf = import_tensorflow()
     import keras
-    import tensorflow as tf
 
     if keras.backend.backend() != "tensorflow":
         raise UsageError(

@@ -6,16 +6,14 @@ Shape legend: N batch, H height, W width, C channels, K classes.
 from __future__ import annotations
 
 import inspect
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardmill.errors import UsageError
-from shardmill.registry import install_hint
 from train.backends.keras.build import standardize
+from train.backends.keras.runtime import import_tensorflow
 
 # A class may have any name; this one is never asked for, because every index has its own.
 _UNKNOWN = "\0unknown"
@@ -68,14 +66,7 @@ def write_saved_model(serving: ServingModel, folder: Path) -> None:
 
 def load_saved_model(folder: Path) -> Any:
     """A function images_NHWC uint8 -> probabilities_NK float32, as NumPy arrays."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    try:
-        import tensorflow as tf
-    except ImportError as error:
-        raise UsageError(
-            f"loading a model needs TensorFlow: {error}", "which is an extra", install_hint("tensorflow")
-        ) from None
-
+    tf = import_tensorflow()
     loaded = tf.saved_model.load(str(folder))
 
     def predict(images_NHWC: np.ndarray) -> np.ndarray:
