@@ -29,7 +29,7 @@ from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import pin_of, read_manifest, read_manifest_bytes, record_if_missing
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
-from shardmill.jobs.observer import Observer, SilentObserver
+from shardmill.jobs.observer import WARNING, Observer, SilentObserver
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.run_job import run_job
 from shardmill.jobs.run_record import RunRecord
@@ -159,7 +159,7 @@ def commit_results(plan: BuildPlan, results: Sequence[UnitResult]) -> Manifest:
 
 def _warn(observer: Observer, messages: Iterable[str]) -> None:
     for message in messages:
-        observer.event("etl.warning", {"message": message})
+        observer.event("etl.warning", {WARNING: message})
 
 
 def _check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shardmill.jobs.observer import FieldValue
+from shardmill.jobs.observer import WARNING, FieldValue
 from shardmill.jobs.run_record import RunRecord
 from shardmill.printable import printable
 
@@ -15,12 +15,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PLAIN_LINE_SECONDS = 5.0
-WARNING = "WARNING: "
 # What a person should read among the events; the rest is for `events.jsonl`.
 SENTENCES = {
     "etl.listed": "etl: inputs listed: {listed:,}; named like images: {images:,}; work units: {units:,}",
     "etl.inferred": "etl: {num_classes} classes ({classes}); splits {splits}; stored as {image}; dataset {dataset}",
-    "etl.warning": "etl: WARNING: {message}",
     "etl.units_kept": "etl: work units kept of an interrupted run: {kept:,}; left to do: {missing:,}",
     "train.resumed": "train: continues at epoch {epoch}, step {step}",
     "train.checkpoint_discarded": "train: skips the checkpoint {path}: {reason}",
@@ -32,8 +30,6 @@ SENTENCES = {
     "training; --fresh does it again",
     "train.plan": "train: shuffle windows of up to {bytes_per_rank:,} bytes in each rank "
     "(train.window_budget_bytes = {budget_bytes:,})",
-    "train.loss_stuck": "train: WARNING: the loss has not fallen by the end of epoch {epoch} (now {train_loss:.4f}): "
-    "{hint}",
     "train.early_stop": "train: stops early after epoch {epoch}",
 }
 
@@ -93,10 +89,9 @@ class RunProgress:
                     self.finish(_epoch_line(self._epoch(numbers), numbers))
                 elif name in SENTENCES and fields.get("rank", 0) == 0:
                     shown = {"epoch": self._epoch(numbers), "step": int(numbers.get("step", 0)) + 1}
-                    sentence = SENTENCES[name].format(**{**fields, **shown})
-                    self.say(sentence)
-                    if WARNING in sentence:
-                        self._record.warn(sentence.partition(WARNING)[2])
+                    self.say(SENTENCES[name].format(**{**fields, **shown}))
+                elif WARNING in fields:
+                    self.say(f"{name.partition('.')[0]}: WARNING: {fields[WARNING]}")
 
     def _epoch(self, numbers: Mapping[str, int | float]) -> str:
         """People count from 1, all others from 0."""

@@ -12,6 +12,7 @@ from pipeline.config import PipelineTree, load_pipeline, without_secrets
 from pipeline.config_file import to_toml
 from pipeline.progress import RunProgress
 from shardmill.errors import ShardmillError, UsageError
+from shardmill.jobs.observer import WARNING
 from shardmill.jobs.run_files import RUNNING, RunState, StageRecord, failed_stage, write_stage_record
 from shardmill.jobs.run_record import RunRecord, recording
 
@@ -116,7 +117,7 @@ def report_if_failed(run: Run) -> Iterator[None]:
             path = _write_report(run.record, RunState("failed", failed.exit_code, failed.error))
             write_stage_record(run.record.workdir, run.id, report_record(path))
         except Exception as problem:  # the run's own error is the one that counts
-            run.record.event("report.warning", {"message": f"no report could be written: {problem}"})
+            run.record.event("report.warning", {WARNING: f"no report could be written: {problem}"})
         else:
             run.progress.say(f"report: {path}")
         raise

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_dataset(tmp_path_factory.mktemp("dataset"), num_images=100, num_classes=3)
+
+
+def test_the_wheel_holds_every_file_of_its_packages(wheel: Path):
+    """Templates and log settings as well as modules: what is read from beside a module is there."""
+    packages = ("shardmill", "etl", "train", "pipeline", "airflow_dags")
+    tracked = run("git", "ls-files", *packages, cwd=ROOT).split()
+    assert "shardmill/jobs/spark-log4j2.properties" in tracked
+    assert set(tracked) <= set(zipfile.ZipFile(wheel).namelist())
 
 
 @pytest.mark.parametrize("python", pythons())

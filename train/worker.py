@@ -12,6 +12,7 @@ from shardmill.dataset.open import open_pinned
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import TrainingError
 from shardmill.ids import format_sample_id
+from shardmill.jobs.observer import WARNING
 from shardmill.reader import ReaderOptions, read_batches
 from shardmill.sealed import seal
 from shardmill.stores import open_store
@@ -228,8 +229,9 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
         session.event("early_stop", {"epoch": record.epoch, "epochs_since_best": early_stop.epochs_since_best})
     after = progress.after_epoch(record, early_stop, session.checkpoints.path_of(session.global_step(progress)))
     if has_not_learned(after.history):
-        hint = f"change train.learning_rate{inputs_hint(config)}"
-        session.event("loss_stuck", {"epoch": record.epoch, "train_loss": record.train_loss, "hint": hint})
+        stuck = f"the loss has not fallen by the end of epoch {record.epoch + 1} (now {record.train_loss:.4f})"
+        warning = f"{stuck}: change train.learning_rate{inputs_hint(config)}"
+        session.event("loss_stuck", {"epoch": record.epoch, "train_loss": record.train_loss, WARNING: warning})
     return after
 
 

@@ -7,6 +7,14 @@ from typing import Protocol
 
 FieldValue = str | int | float | bool | None
 
+WARNING = "warning"
+"""The field that makes an event a warning: one sentence for people, which the run's summary keeps."""
+
+
+def is_progress(name: str) -> bool:
+    """Whether an event comes with each step, shard or unit: observers show some of them, and record none."""
+    return name.endswith(".progress")
+
 
 class Observer(Protocol):
     """Takes the events of a stage; called in the driver's main thread."""

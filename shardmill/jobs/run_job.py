@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from shardmill.errors import ShardmillError, TrainingError
-from shardmill.jobs.observer import FieldValue, Observer
+from shardmill.jobs.observer import FieldValue, Observer, is_progress
 from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals, why_ended
 from shardmill.jobs.redact import redacted, redacted_text
 from shardmill.jobs.run_files import exit_code_of
@@ -79,7 +79,7 @@ def print_error(code: int, line: str) -> int:
 
 
 class _JobObserver:
-    """Logs every event, and writes some as lines on stderr, for the scheduler's log: frequent ones now and then."""
+    """Records events, and writes them as lines on stderr, for the scheduler's log; of progress, a line now and then."""
 
     def __init__(self, record: RunRecord) -> None:
         self._record = record
@@ -87,9 +87,7 @@ class _JobObserver:
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         self._record.event(name, fields)
-        if name.endswith(".warning"):
-            self._record.warn(str(fields["message"]))
-        if not name.endswith(("progress", "step")) or time.monotonic() >= self._next_line:
+        if not is_progress(name) or time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_EVERY_SECONDS
             shown = [f"{key}={value}" for key, value in redacted(dict(fields)).items()]
             sys.stderr.write(printable(" ".join([name, *shown])) + "\n")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.line_log import LineLog
-from shardmill.jobs.observer import FieldValue
+from shardmill.jobs.observer import WARNING, FieldValue, is_progress
 from shardmill.jobs.redact import redacted
 from shardmill.jobs.run_files import (
     RUNNING,
@@ -59,12 +59,12 @@ class RunRecord:
         self._warnings: list[str] = []
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        """Append one line to `events.jsonl`."""
+        """Append one line to `events.jsonl`, unless it is progress; a warning is also kept for the stage's record."""
+        if is_progress(name):
+            return
         self._events.append({"time": round(time.time(), 3), "event": name, **redacted(dict(fields))})
-
-    def warn(self, message: str) -> None:
-        """Keep a warning of the stage that is under way, for the summary and the report."""
-        self._warnings.append(message)
+        if WARNING in fields:
+            self._warnings.append(str(fields[WARNING]))
 
     def stage(self, name: str, work: Callable[[], Value], record_of: Callable[[Value], StageRecord]) -> Value:
         """Do one stage, write its record, and return the value of `work`; an error is recorded and raised on.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
@@ -15,6 +17,7 @@ from pipeline.progress import SENTENCES, RunProgress
 from pipeline.stages import SUMMARY_SECTIONS, WHOLE_PIPELINE, open_run
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
 from shardmill.jobs.line_log import LineLog, read_lines
+from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import Terminated
 from shardmill.jobs.run_files import (
     PARTIAL,
@@ -27,6 +30,7 @@ from shardmill.jobs.run_files import (
     write_stage_record,
     write_summary,
 )
+from shardmill.jobs.run_job import run_job
 from shardmill.jobs.run_record import RunRecord, recording
 from shardmill.stores import open_store
 from tests.pipeline.command import SUMMARY_SCHEMA
@@ -58,7 +62,7 @@ def test_warnings_are_said_and_stay_with_their_stage(tmp_path: Path, capsys: pyt
     progress = RunProgress(record, num_epochs=12)
 
     def work() -> None:
-        progress.event("etl.warning", {"message": "few \x1b[2J images"})
+        progress.event("etl.warning", {"warning": "few \x1b[2J images"})
         progress.event("train.resumed", {"epoch": 2, "step": 4, "rank": 0})
 
     record.stage("etl", work, lambda _: StageRecord(stage="etl"))
@@ -103,6 +107,37 @@ def test_time_left_is_estimated_from_work_under_way(
     assert [line.partition(" images")[2] for line in lines] == [
         "", "", ", 10 a second, 40 s left", ", 10 a second, 30 s left"
     ]  # fmt: skip
+
+
+@pytest.fixture
+def signal_handlers_restored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signal_handlers_restored")
+def test_every_observer_records_the_same_events_and_warnings(tmp_path: Path):
+    def work(observer: Observer) -> None:
+        observer.event("etl.progress", {"num_done": 1, "num_images": 2})
+        observer.event("train.progress", {"rank": 0, "epoch": 0, "step": 0, "num_steps": 2, "loss": 1.0})
+        observer.event("etl.warning", {"warning": "few images"})
+        observer.event("train.loss_stuck", {"rank": 0, "epoch": 1, "warning": "the loss has not moved"})
+        observer.event("train.checkpoint", {"rank": 0, "global_step": 2})
+
+    def job(record: RunRecord, observer: Observer) -> None:
+        record.stage("s", lambda: work(observer), lambda _: StageRecord(stage="s"))
+
+    with recording(RunRecord(str(tmp_path), "command")) as record, RunProgress(record, 2) as progress:
+        job(record, progress)
+    assert run_job(job, str(tmp_path), "job", sections=(), debug=True) == 0
+    for run_id in ("command", "job"):
+        lines = (tmp_path / f"runs/{run_id}/events.jsonl").read_text().splitlines()
+        told = [json.loads(line)["event"] for line in lines if '"s"' not in line]
+        assert told == ["etl.warning", "train.loss_stuck", "train.checkpoint", "run.ended"]
+        summary = json.loads((tmp_path / f"runs/{run_id}/summary.json").read_text())
+        assert summary["warnings"] == {"s": ["few images", "the loss has not moved"]}
 
 
 def test_run_ids_are_unique_and_plain():
