@@ -65,11 +65,11 @@ def seal(body: bytes) -> bytes:
     return _BEFORE_DIGEST + hashlib.sha256(body).hexdigest().encode() + _BEFORE_BODY + body + _AFTER_BODY
 
 
-def unseal(data: bytes, where: str) -> bytes:
-    """The body of the envelope that `seal` made. Raises IntegrityError, naming `where`, if any byte differs."""
+def unseal(data: bytes, where: str, *, fix: str = "") -> bytes:
+    """The body of the envelope that `seal` made. Raises IntegrityError, with `where` and `fix`, if any byte differs."""
     body = data[_BODY_START : -len(_AFTER_BODY)]
     if data != seal(body):
-        raise IntegrityError(f"{where} was altered", "its own SHA-256 does not match")
+        raise IntegrityError(f"{where} was altered", "its own SHA-256 does not match", fix)
     return body
 
 

@@ -116,6 +116,9 @@ def check_relative_path(path: str) -> str:
     return path
 
 
+_ACCESS_FIX = "check the path, its permissions and, for s3://, the AWS_* environment; then run it again"
+
+
 @contextmanager
 def as_storage_error(
     path: Path | str, num_bytes: int | None = None, *, denied: type[StorageError] = StorageError
@@ -136,9 +139,9 @@ def as_storage_error(
                 f"no room to write {path}{size}: {reason}", "nothing was published", "free space, then run it again"
             ) from error
         kind = denied if isinstance(error, PermissionError) else StorageError
-        raise kind(f"cannot access {path}{size}: {reason}") from error
+        raise kind(f"cannot access {path}{size}: {reason}", fix=_ACCESS_FIX) from error
     except Exception as error:
         # botocore and aiohttp raise their own families of exceptions; each means that the request failed.
         if type(error).__module__.split(".")[0] in ("botocore", "aiobotocore", "aiohttp"):
-            raise StorageError(f"cannot access {path}: {error}") from error
+            raise StorageError(f"cannot access {path}: {error}", fix=_ACCESS_FIX) from error
         raise

@@ -47,7 +47,7 @@ def read_record(store: Store, folder: str, number: int, kind: type[Record]) -> R
         data = store.read(path)
     except FileNotFoundError:
         raise IntegrityError(f"{where} is missing", f"expected record {number} of {folder}/") from None
-    body = unseal(data, where)
+    body = unseal(data, where, fix="restore it from a backup, or use another models.uri")
     try:
         return kind.model_validate_json(json.dumps(json.loads(body)["record"]))
     except (ValidationError, ValueError, KeyError, TypeError):

@@ -137,14 +137,11 @@ def read_result(store: Store, folder: str) -> TrainResult | None:
     """What a finished training left, or None. Raises IntegrityError if a byte of it was altered."""
     path = f"{folder}/{RESULT}"
     where = join_uri(store.uri, path)
+    fix = "restore it from a backup, or delete it: the training then goes on from its last checkpoint"
     try:
-        body = unseal(store.read(path), where)
-        result = from_json(TrainResult, body)
+        result = from_json(TrainResult, unseal(store.read(path), where, fix=fix))
     except FileNotFoundError:
         return None
-    except IntegrityError as error:
-        fix = "restore it from a backup, or delete it: the training then goes on from its last checkpoint"
-        raise IntegrityError(error.what, error.expected, fix) from None
     except ValidationError as error:
         raise IntegrityError(
             f"{where} is not a training's result: {error.errors()[0]['msg']}",

@@ -62,7 +62,7 @@ def check_recorded(store: Store, version: int) -> str:
     except FileNotFoundError:
         return "not recorded: the commit was interrupted, or made by an older shardmill"
     where = join_uri(store.uri, path)
-    unseal(data, where)
+    unseal(data, where, fix="restore it from a copy")
     if data != _record_of(version, read_manifest_bytes(store, version)):
         raise IntegrityError(
             f"{join_uri(store.uri, manifest_path(version))} is not the manifest that was committed",

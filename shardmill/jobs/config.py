@@ -28,6 +28,8 @@ class ConfigTree(Section):
 
 Tree = TypeVar("Tree", bound=ConfigTree)
 
+_KEYS_FIX = "`shardmill config show` prints every key"
+
 
 class DatasetConfig(Section):
     """Where the committed dataset is."""
@@ -82,7 +84,7 @@ def load_tree(
         return tree.model_validate(mine)
     except ValidationError as error:
         origin = f"{file}{' with --set' if overrides else ''}: " if file is not None else ""
-        raise UsageError(f"{origin}{_explain(tree, error)}", fix="`shardmill config show` prints every key") from None
+        raise UsageError(f"{origin}{_explain(tree, error)}", fix=_KEYS_FIX) from None
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -91,25 +93,29 @@ def _read_toml(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"no config file {file}", "expected a TOML file", "`shardmill init` writes one") from None
     except IsADirectoryError:
-        raise UsageError(f"{file} is a folder", "expected a TOML file") from None
+        raise UsageError(f"{file} is a folder", "expected a TOML file", "give the path of the file in it") from None
     except OSError as error:
         raise UsageError(
-            f"cannot read {file}: {error.strerror}", "expected a TOML file that this user can read"
+            f"cannot read {file}: {error.strerror}",
+            "expected a TOML file that this user can read",
+            "check the path and its permissions",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} is not TOML: {error}", "expected lines like `epochs = 3`") from None
+        raise UsageError(
+            f"{file} is not TOML: {error}", "expected lines like `epochs = 3`", "correct it; `shardmill init` shows how"
+        ) from None
 
 
 def _apply_override(values: dict[str, Any], override: str, tree: type[BaseModel]) -> None:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) < 2:
-        raise UsageError(f"--set {override!r}", "expected SECTION.NAME=VALUE, such as --set train.epochs=3")
+        raise UsageError(f"--set {override!r}", "expected SECTION.NAME=VALUE, such as --set train.epochs=3", _KEYS_FIX)
     section = values
     for key in keys[:-1]:
         section = section.setdefault(key, {})
         if not isinstance(section, dict):
-            raise UsageError(f"--set {override!r}", f"but {key!r} is a value, not a section")
+            raise UsageError(f"--set {override!r}", f"but {key!r} is a value, not a section", _KEYS_FIX)
     value = _toml_value(text)
     owner = _model_at(tree, keys[:-1])
     field = owner.model_fields.get(keys[-1]) if owner is not None else None

@@ -93,9 +93,7 @@ def read_stage_record(workdir: str | Path, run_id: str, stage: str) -> StageReco
         return None
     where, again = join_uri(workdir, path), "delete it: its stage then runs again, or finds its result"
     try:
-        return StageRecord.model_validate_json(unseal(data, where))
-    except IntegrityError as error:
-        raise IntegrityError(error.what, error.expected, again) from None
+        return StageRecord.model_validate_json(unseal(data, where, fix=again))
     except ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"]
         raise IntegrityError(f"{where} is not a stage record: {message}", "", again) from None

@@ -79,6 +79,15 @@ def test_a_file_that_is_no_config_is_one_line(tmp_path: Path, content: bytes | N
         load_tree(EtlTree, file)
 
 
+def test_every_refusal_says_how_to_fix_it(tmp_path: Path):
+    (tmp_path / "c.toml").write_text("[etl\n")
+    given = [(tmp_path, ()), (tmp_path / "c.toml", ()), (tmp_path / "absent.toml", ())]
+    for file, overrides in [*given, (None, ("epochs",)), (None, ("train.epochs=3", "train.epochs.more=4"))]:
+        with pytest.raises(UsageError) as caught:
+            load_tree(TrainTree, file, overrides)
+        assert caught.value.fix, caught.value
+
+
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path):
     (tmp_path / "file").touch()
     for file in (tmp_path / "file" / "c.toml", tmp_path / ("x" * 300)):

@@ -30,8 +30,8 @@ def test_every_flipped_bit_and_every_cut_of_an_envelope_is_noticed():
     ]
     damaged += [sealed[:length] for length in range(len(sealed))] + [sealed + b" "]
     for data in damaged:
-        with pytest.raises(IntegrityError, match="here was altered"):
-            unseal(data, "here")
+        with pytest.raises(IntegrityError, match="here was altered; .*; restore it"):
+            unseal(data, "here", fix="restore it")
 
 
 def test_a_sealed_file_is_read_only_as_it_was(tmp_path: Path):

@@ -163,7 +163,7 @@ def test_only_an_absent_folder_is_empty(tmp_path: Path):
     store = open_store(tmp_path)
     assert list(store.list("manifests")) == []
     (tmp_path / "manifests").write_bytes(b"")
-    with pytest.raises(StorageError, match=r"cannot access .*manifests: Not a directory"):
+    with pytest.raises(StorageError, match=r"cannot access .*manifests: Not a directory; check the path"):
         list(store.list("manifests"))
     (tmp_path / "manifests").unlink()
     (tmp_path / "manifests").symlink_to("manifests")
