@@ -26,8 +26,8 @@ from shardmill.values import (
 )
 
 _NUM_EXAMPLES = 3
-# Fewer images than this say little about a model, whatever their accuracy is.
-_FEW_IN_SPLIT, _FEW_IN_CLASS = 10, 3
+# Fewer images than this say little about a model, whatever their accuracy is: one of 30 is more than 3 %.
+_FEW_IN_SPLIT, _FEW_IN_CLASS = 30, 3
 _NUM_NAMED = 5
 _NO_CLASSES = "no classes: the images lie in no folders"
 
@@ -130,14 +130,27 @@ def check_classes(plan: BuildPlan) -> None:
 
 def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
     """One sentence for each thing in the listing that looks wrong, before any work is done."""
-    by_split = _images_by_split(plan)
+    by_split, about = _images_by_split(plan), "" if _has_split_folders(plan) else "about "
     fractions = plan.task.config.split_fractions
+    by_class = Counter(image.label for image in _images(plan) if image.label is not None)
     for split in SPLITS:
         if by_split[split] == 0 and (_has_split_folders(plan) or getattr(fractions, split) > 0):
             yield f"the split {split} will be empty"
         elif 0 < by_split[split] < _FEW_IN_SPLIT:
-            yield f"the split {split} will have about {by_split[split]} images: figures on it mean little"
-    by_class = Counter(image.label for image in _images(plan) if image.label is not None)
+            yield (
+                f"the split {split} will have {about}{by_split[split]} images, fewer than {_FEW_IN_SPLIT}: figures on "
+                "it mean little"
+            )
+        elif split != "train" and by_split[split]:
+            planned = _images_by_class(plan, split)
+            # A class with few images in all has a warning of its own.
+            thin = [name for name in by_class if by_class[name] >= _FEW_IN_CLASS > planned[name]]
+            if thin:
+                named = _named(tuple(f"{name}: {about}{planned[name]}" for name in sorted(thin)))
+                yield (
+                    f"the split {split} will have fewer than {_FEW_IN_CLASS} images of {len(thin)} of {len(by_class)} "
+                    f"classes ({named})"
+                )
     few = tuple(f"{name}: {by_class[name]}" for name in plan.task.class_names if by_class[name] < _FEW_IN_CLASS)
     if few:
         yield f"{len(few)} of {len(by_class)} classes have fewer than {_FEW_IN_CLASS} images ({_named(few)})"
@@ -189,6 +202,16 @@ def _images_by_split(plan: BuildPlan) -> Counter[str]:
         return Counter(image.split for image in _images(plan) if image.split is not None)
     fractions = plan.task.config.split_fractions
     return Counter({split: round(getattr(fractions, split) * plan.num_images) for split in SPLITS})
+
+
+def _images_by_class(plan: BuildPlan, split: str) -> Counter[str]:
+    """Of one split; exact or estimated like `_images_by_split`."""
+    by_folder = _has_split_folders(plan)
+    counts = Counter(
+        image.label for image in _images(plan) if image.label is not None and (not by_folder or image.split == split)
+    )
+    fraction = 1.0 if by_folder else getattr(plan.task.config.split_fractions, split)
+    return Counter({name: round(fraction * count) for name, count in counts.items()})
 
 
 def _named(names: tuple[str, ...]) -> str:

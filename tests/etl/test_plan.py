@@ -98,7 +98,7 @@ def test_what_was_inferred_is_said_and_what_looks_wrong_is_warned_of(tmp_path: P
     assert facts["image"] == "16 x 16 x 3, png, resized by crop" and facts["dataset"] == str(tmp_path / "dataset")
     assert list(inferred_warnings(plan)) == [
         "the split validation will be empty",
-        "the split test will have about 4 images: figures on it mean little",
+        "the split test will have 4 images, fewer than 30: figures on it mean little",
         "1 of 4 classes have fewer than 3 images (class_3: 1)",
         "1 of 4 classes have no image in train/ (class_3)",
         "1 of 34 images lie deeper than their class folder, such as train/class_0/deeper/0.png, taken as class "
@@ -107,10 +107,28 @@ def test_what_was_inferred_is_said_and_what_looks_wrong_is_warned_of(tmp_path: P
 
 
 def test_a_sound_source_gives_no_warning(tmp_path: Path):
-    write_images(tmp_path / "images", num_images=120)
+    write_images(tmp_path / "images", num_images=300)
     plan = plan_build(tree_for(tmp_path / "images", tmp_path / "dataset"), run_id="a")
-    assert inferred_facts(plan)["splits"] == "by content hash, about train 96, validation 12, test 12"
+    assert inferred_facts(plan)["splits"] == "by content hash, about train 240, validation 30, test 30"
     assert list(inferred_warnings(plan)) == []
+
+
+def test_planned_splits_that_are_small_or_lack_a_class_are_warned_of_before_any_work(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=144)
+    plan = plan_build(tree_for(tmp_path / "images", tmp_path / "dataset"), run_id="a")
+    assert list(inferred_warnings(plan)) == [
+        f"the split {split} will have about 14 images, fewer than 30: figures on it mean little"
+        for split in ("validation", "test")
+    ]
+    write_images(tmp_path / "images", num_images=300)
+    (tmp_path / "images" / "rare").mkdir()
+    for number in range(8):
+        (tmp_path / "images" / "rare" / f"{number}.png").write_bytes(b"only listed")
+    plan = plan_build(tree_for(tmp_path / "images", tmp_path / "dataset"), run_id="a")
+    assert list(inferred_warnings(plan)) == [
+        f"the split {split} will have fewer than 3 images of 1 of 4 classes (rare: about 1)"
+        for split in ("validation", "test")
+    ]
 
 
 def test_the_same_image_under_two_classes_is_counted_and_warned_of(tmp_path: Path):
