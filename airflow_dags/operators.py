@@ -87,7 +87,7 @@ class ShardmillSparkOperator(SparkSubmitOperator):
             raise
         except AirflowException as error:
             raise folder.failure(self.stage, f"ended ({error})") from error
-        return hand_on(self, context, folder)
+        return report_result(self, context, folder)
 
 
 class ShardmillOperator(BaseOperator):
@@ -126,7 +126,7 @@ class ShardmillOperator(BaseOperator):
         exit_code = self._process.wait()
         if exit_code:
             raise folder.failure(self.stage, f"ended with exit code {exit_code}")
-        return hand_on(self, context, folder)
+        return report_result(self, context, folder)
 
     def on_kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -134,7 +134,7 @@ class ShardmillOperator(BaseOperator):
             self._process.terminate()
 
 
-def hand_on(task: Any, context: Context, folder: RunFolder) -> dict[str, Any]:
+def report_result(task: Any, context: Context, folder: RunFolder) -> dict[str, Any]:
     """Ids and digests for XCom; and an asset event, if this stage has published something that was not there before."""
     sections = folder.sections_of(task.stage)
     dataset, promotion = sections.get("dataset") or {}, sections.get("promotion") or {}

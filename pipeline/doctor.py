@@ -125,7 +125,7 @@ def _preflight(tree: PipelineTree, workdir: str, *, has_config: bool) -> Iterato
     is_refused = bool(unset)
     for check in checks(tree, workdir):
         if check.subject not in unset:
-            finding = _looked(check)
+            finding = _run_check(check)
             is_refused |= finding.status == "fail"
             yield finding
     if not is_refused:
@@ -136,7 +136,7 @@ def _preflight(tree: PipelineTree, workdir: str, *, has_config: bool) -> Iterato
             yield _failed("source", error)
 
 
-def _looked(check: Check) -> Finding:
+def _run_check(check: Check) -> Finding:
     try:
         return Finding("ok", check.subject, check.look())
     except ShardmillError as error:

@@ -31,16 +31,16 @@ class Check:
 
 def checks(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLICATIONS) -> list[Check]:
     """All that the ETL, training or both need, in the order of the story. Places are written to, and cleaned."""
-    found = [Check("--workdir", partial(look_at_place, workdir))]
+    found = [Check("--workdir", partial(check_place, workdir))]
     if "etl" in applications:
         found += [
             Check("source.uri", partial(look_at_source, tree.source.uri)),
-            Check("dataset.uri", partial(look_at_place, tree.dataset.uri)),
+            Check("dataset.uri", partial(check_place, tree.dataset.uri)),
             Check("etl", partial(_look_at_etl, tree)),
         ]
     if "train" in applications:
         found += [
-            Check("models.uri", partial(look_at_place, tree.models.uri)),
+            Check("models.uri", partial(check_place, tree.models.uri)),
             Check("train.model", partial(_look_at_model, tree)),
             Check("train.num_workers", partial(_look_at_launch, tree)),
         ]
@@ -72,7 +72,7 @@ def look_at_source(uri: str) -> str:
     return uri
 
 
-def look_at_place(uri: str) -> str:
+def check_place(uri: str) -> str:
     """Whether the one primitive that commits rely on works here: the second writer must learn that it lost."""
     store = open_store(split_version(uri)[0])
     was_absent = not os.path.lexists(store.uri)

@@ -60,7 +60,7 @@ class TrainingIdentity:
     """Every setting of `train.*` that decides the outcome, as JSON."""
 
     def differences(self, now: TrainingIdentity) -> list[str]:
-        """One phrase for each thing that `now` has otherwise."""
+        """One phrase for each thing that differs in `now`."""
         found = []
         if self.dataset.manifest_sha256 != now.dataset.manifest_sha256:
             found.append(f"dataset: then version {self.dataset.version}, now version {now.dataset.version}")
@@ -68,7 +68,7 @@ class TrainingIdentity:
             then_value, now_value = self.settings.get(name, "absent"), now.settings.get(name, "absent")
             if then_value != now_value:
                 found.append(f"train.{name}: then {then_value}, now {now_value}")
-        # Other settings build another model: only what they do not explain is worth telling.
+        # Other settings build another model: a difference of the model is reported only if they do not explain it.
         if not found:
             found += self.model.differences(now.model)
         if not found and self.plan_fingerprint != now.plan_fingerprint:

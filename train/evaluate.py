@@ -69,7 +69,7 @@ def evaluate_split(
 ) -> Evaluation:
     """Figures of a model over one split; all ranks call it and all get the same.
 
-    `outputs_of`: images_NHWC uint8 -> outputs_NK. Raises TrainingError where an output is not a number.
+    `outputs_of`: images_NHWC uint8 -> outputs_NK. Raises TrainingError if an output is not a number.
     """
     streams = streams_of_rank(collective.rank, collective.world_size, config.num_streams)
     sums = EvaluationSums(len(dataset.manifest.class_names))
@@ -95,7 +95,7 @@ def evaluate_predictions(
 
 
 def build_evaluation(split: str, class_names: tuple[str, ...], sums: EvaluationSums) -> Evaluation:
-    """The figures that follow from the sums. Raises TrainingError where the loss is not a number."""
+    """The figures that follow from the sums. Raises TrainingError if the loss is not a number."""
     confusion_KK = sums.confusion_KK
     num_samples = int(confusion_KK.sum())
     loss = sums.loss_sum / num_samples

@@ -57,7 +57,7 @@ class TrainOutcome:
     result: TrainResult
     models_uri: str
     skipped: bool
-    """True where it had finished before, on the same dataset version with the same settings."""
+    """True if it had finished before, on the same dataset version with the same settings."""
     seconds: float
     """Of this call; the training's own time over all attempts is `result.seconds`."""
 
@@ -69,7 +69,7 @@ class ExportOutcome:
     export: Export
     models_uri: str
     skipped: bool
-    """True where it was there already."""
+    """True if it existed already."""
     seconds: float
 
 
@@ -96,7 +96,7 @@ def train_model(
     if choice.result is not None:
         return TrainOutcome(choice.result, models.uri, True, time.monotonic() - started)
 
-    # It must be trainable, and every shard there; the ranks verify the bytes of each chunk when they first read it.
+    # It must be trainable and every shard present; the ranks verify the bytes of each chunk when they first read it.
     dataset = open_pinned(choice.dataset)
     check_trainable(tree.train, dataset)
     memory = window_memory(tree.train, dataset)
@@ -106,6 +106,8 @@ def train_model(
     # Train, on ranks that see the same storage as this process.
     with planted(models) as nonce:
         result = launch(choice.task(tree.train, nonce), tree.spark, observer)
+    # The ranks reported success over the network. Only the result in the store proves that they wrote to our `models`,
+    # and the next call and the export find the training there.
     if read_result(models, choice.training_dir) is None:
         raise IntegrityError(
             f"the ranks finished, and {join_uri(models.uri, choice.training_dir)} holds no result",
@@ -137,7 +139,7 @@ def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> Tra
 
 
 def export_model(tree: TrainTree, outcome: TrainOutcome, run_id: str) -> ExportOutcome:
-    """Export a finished training, once. Raises TrainingError where the export predicts otherwise than the model."""
+    """Export a finished training, once. Raises TrainingError if its predictions differ from the model's."""
     started = time.monotonic()
     export, skipped = export_training(outcome.models_uri, tree.train, outcome.result, run_id)
     return ExportOutcome(export, outcome.models_uri, skipped, time.monotonic() - started)
@@ -222,7 +224,7 @@ def promotion_record(promotion: Promotion) -> StageRecord:
 
 
 def evaluation_section(evaluation: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The figures of an evaluation that a summary holds; None where there was no split to evaluate on."""
+    """The figures of an evaluation that a summary holds; None if there was no split to evaluate on."""
     if evaluation is None:
         return None
     return {name: evaluation[name] for name in ("split", "num_samples", "loss", "accuracy", "top5_accuracy")}
@@ -261,7 +263,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the file")
     parser.add_argument("--dataset-version", type=int, help="the version, as an earlier stage resolved it")
     parser.add_argument("--until", choices=STAGES, default="promote", help="the last stage to run")
-    parser.add_argument("--require", action="store_true", help="exit 9 where the gate is not passed")
+    parser.add_argument("--require", action="store_true", help="exit 9 if the gate is not passed")
     parser.add_argument("--fresh", action="store_true", help="train again although a result exists")
     parser.add_argument("--workdir", default="./shardmill-work", help="where the run record goes")
     parser.add_argument("--run-id", default="", help="names the run record")
@@ -276,6 +278,7 @@ def _named_version(tree: TrainTree, arguments: argparse.Namespace) -> DatasetPin
 
 
 def _choose(tree: TrainTree, version: DatasetPin | None = None, fresh_for: str = "") -> TrainingChoice:
+    # A run passes the version that it has resolved: one committed meanwhile must not split it between two datasets.
     version = version or open_dataset(_require("dataset.uri", tree.dataset.uri)).pin
     return choose_training(open_store(_require("models.uri", tree.models.uri)), tree.train, version, fresh_for)
 

@@ -1,4 +1,4 @@
-"""What must hold before a training starts: checked by the driver, so that no rank starts in vain."""
+"""What must hold before a training starts: the driver checks it, so that no rank is started only to fail."""
 
 from __future__ import annotations
 

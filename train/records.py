@@ -51,7 +51,7 @@ def read_record(store: Store, folder: str, number: int, kind: type[Record]) -> R
     try:
         return kind.model_validate_json(json.dumps(json.loads(body)["record"]))
     except (ValidationError, ValueError, KeyError, TypeError):
-        # Not damage: nobody may take it for lost and go on without it.
+        # Not damage: a caller must not treat it as lost and continue without it.
         raise UsageError(
             f"{where} has another layout",
             f"expected a {kind.__name__} of this version; another version of this program wrote it",

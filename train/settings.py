@@ -36,7 +36,7 @@ class TrainSettings(Section):
     launcher: str = "inline"
     """How ranks start."""
     format: Annotated[str, OneOf(SHARD_FORMATS, also=("auto",))] = "auto"
-    """Which of the dataset's formats to read; `auto` takes Parquet where there is a choice."""
+    """Which of the dataset's formats to read; `auto` takes Parquet if there is a choice."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Decides initial weights, order and augmentation."""
     num_streams: int = Field(default=8, ge=1)
@@ -94,10 +94,10 @@ class TrainSettings(Section):
     reader_threads: int = Field(default=2, ge=1)
     """Threads in each rank that read, verify, decode and augment."""
     silent_seconds: float = Field(default=60.0, gt=0)
-    """A rank that shows no sign of life for so long is declared silent and the job ends."""
+    """A rank that sends no heartbeat for this long is declared silent, and the job ends."""
     progress_timeout_seconds: float = Field(default=600.0, gt=0)
-    """A rank that lives but comes no further for so long (and for 10 times the longest pause that any rank has made so
-    far, so that no straggler is meant) is said to hang and the job ends; before its first step it also has
+    """A rank that is alive but makes no progress for this long (and for 10 times the longest pause of any rank so far,
+    so that a straggler is spared) counts as hung and the job ends; before its first step it also has
     `start_timeout_seconds`."""
     start_timeout_seconds: float = Field(default=300.0, gt=0)
     """All ranks must have started within this time."""

@@ -39,7 +39,7 @@ class ModelIdentity:
     """Of what it built."""
 
     def differences(self, now: ModelIdentity) -> list[str]:
-        """One phrase for each part that `now` has otherwise."""
+        """One phrase for each part that differs in `now`."""
         found = []
         if self.source_sha256 != now.source_sha256:
             found.append(f"source of train.model: then SHA-256 {self.source_sha256}, now {now.source_sha256}")
@@ -67,7 +67,7 @@ class WorkerTask:
 
 @dataclass(frozen=True, slots=True)
 class ClassFigures:
-    """One class in an evaluation; precision and recall are 0 where nothing was predicted or present."""
+    """One class in an evaluation; precision and recall are 0 if nothing was predicted or present."""
 
     name: str
     num_samples: int
@@ -150,7 +150,7 @@ class TrainResult:
     resumed_from: Cursor | None
     history: tuple[EpochRecord, ...]
     evaluation: Evaluation | None
-    """On the test split, or on validation where there is no test split; None where there is neither."""
+    """On the test split, or on validation if there is no test split; None if there is neither."""
 
 
 @dataclass(frozen=True, slots=True)

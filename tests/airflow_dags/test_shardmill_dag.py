@@ -95,7 +95,7 @@ def test_a_failure_is_classified_by_the_summary_of_this_attempt(tmp_path: Path):
     printed = python(
         f"""
 import json
-from airflow_dags.operators import ShardmillOperator, ShardmillSparkOperator, RunFolder, hand_on
+from airflow_dags.operators import ShardmillOperator, ShardmillSparkOperator, RunFolder, report_result
 from airflow_dags.shardmill_dag import job_file
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 from shardmill.jobs.run_files import RunState, write_summary

@@ -11,7 +11,7 @@ import pytest
 from etl.job import build_dataset
 from pipeline.config import load_pipeline
 from pipeline.doctor import examine
-from pipeline.preflight import look_at_place, refuse_what_cannot_work
+from pipeline.preflight import check_place, refuse_what_cannot_work
 from shardmill.errors import StorageError, UsageError
 from tests.support import write_images
 from train.models.find import find_model
@@ -71,7 +71,7 @@ def test_probes_of_killed_processes_are_removed_a_day_later(tmp_path: Path):
         probe = tmp_path / "reach" / name
         probe.write_bytes(b"first")
         os.utime(probe, (time.time() - age_seconds,) * 2)
-    look_at_place(str(tmp_path))
+    check_place(str(tmp_path))
     assert [path.name for path in (tmp_path / "reach").iterdir()] == ["preflight-new"]
 
 
@@ -109,5 +109,5 @@ def test_doctor_shows_what_the_listing_says(tmp_path: Path):
 
 
 def test_a_place_is_left_as_it_was(tmp_path: Path):
-    assert "a second writer is refused" in look_at_place(str(tmp_path / "place"))
+    assert "a second writer is refused" in check_place(str(tmp_path / "place"))
     assert not list(tmp_path.iterdir())

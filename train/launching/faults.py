@@ -57,7 +57,7 @@ class Failure:
     exit_code: int
     """Of a ShardmillError its own; 5 for anything else."""
     collective: bool
-    """True where the error only says that another rank went away."""
+    """True if the error only says that another rank went away."""
     traceback: str
     """The tail of it, oldest call first."""
     kind: Literal["failure"] = "failure"

@@ -47,7 +47,7 @@ CANCEL_SECONDS = 2.0
 def launch_horovod_spark(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
-    """Run every rank in a Spark task. Raises UsageError at once where Spark cannot run them all at the same time."""
+    """Run every rank in a Spark task. Raises UsageError at once if Spark cannot run them all at the same time."""
     if not is_under_spark_submit():
         check_slots(task.config.num_workers, spark.master, spark.train.conf)
     with spark_session(APPLICATION_NAME, spark, spark.train.conf) as session:
@@ -74,7 +74,7 @@ def launch_horovod_spark(
 
 
 def check_slots(world_size: int, master: str, conf: dict[str, str]) -> None:
-    """Raises UsageError with the numbers where fewer than `world_size` tasks can run at once, as far as that is known.
+    """Raises UsageError with the numbers if fewer than `world_size` tasks can run at once, as far as that is known.
 
     Spark would start as many as fit and wait forever with the rest.
     """
@@ -90,7 +90,7 @@ def check_slots(world_size: int, master: str, conf: dict[str, str]) -> None:
 
 
 def num_slots_of(master: str, conf: dict[str, str]) -> int | None:
-    """Tasks that can run at the same time, or None where that is not known yet (dynamic allocation, defaults)."""
+    """Tasks that can run at the same time, or None if that is not known yet (dynamic allocation, defaults)."""
     cpus_per_task = int(conf.get("spark.task.cpus", "1"))
     if master == "local":
         return 1 // cpus_per_task
@@ -135,7 +135,7 @@ class _HorovodRun:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for Spark's tasks to end too. Raises TrainingError where they fail although all ranks finished."""
+        """Wait for Spark's tasks to end too. Raises TrainingError if they fail although all ranks finished."""
         self._thread.join(FINISH_SECONDS)
         if self._thread.is_alive() or self._failure:
             what = self._failure or f"Spark's tasks still run {FINISH_SECONDS:g} s later"
@@ -223,7 +223,7 @@ class _Tail:
 
 @contextmanager
 def _patched_horovod(stop: threading.Event, output: _Tail, secret: bytes) -> Iterator[None]:
-    """Patch `horovod.spark.run` so that it works in a thread and does not listen to strangers; undone on exit.
+    """Patch `horovod.spark.run` so that it works in a thread and accepts only this job's ranks; undone on exit.
 
     - `launch_gloo` installs handlers for SIGINT and SIGTERM, which Python allows in the main thread only, and which
       would take Ctrl-C away from the command line: it waits for `stop` instead.

@@ -1,6 +1,6 @@
 """The driver's listening socket: authenticates connections, and keeps those of this job's ranks and keepers.
 
-Anybody who reaches the port can connect. A connection has one deadline for the whole handshake and takes one of a
+Anyone who reaches the port can connect. A connection has one deadline for the whole handshake and takes one of a
 bounded number of pending places. It cannot keep ranks out: not by silence, not by connecting often, not by using up
 file descriptors.
 """
@@ -50,8 +50,8 @@ class RankListener:
         """Connections that have not authenticated yet, oldest first."""
         self._connections: list[Connection] = []
         self._is_closed = False
-        # Built before the first rank connects: building it imports modules of pydantic, and by then strangers may have
-        # used up all file descriptors.
+        # Built before the first rank connects: building it imports modules of pydantic, and by then other connections
+        # may have used up all file descriptors.
         message_adapter()
         self._socket = socket.create_server((bind_host, 0), backlog=256)
         self.port: int = self._socket.getsockname()[1]

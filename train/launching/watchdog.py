@@ -90,16 +90,16 @@ class Watchdog:
     def watch(self) -> TrainResult:
         """Serve the ranks until all have finished; rank 0's result.
 
-        Raises the first failing rank's own error: its class where that is a ShardmillError, TrainingError otherwise.
+        Raises the first failing rank's own error: its class if that is a ShardmillError, TrainingError otherwise.
         """
         ticked_seconds = time.monotonic()
         while any(rank.result is None for rank in self._ranks):
             try:
-                said = self._inbox.get(timeout=TICK_SECONDS)
+                received = self._inbox.get(timeout=TICK_SECONDS)
             except queue.Empty:
                 pass
             else:
-                self._handle(said)
+                self._handle(received)
             now = time.monotonic()
             if now - ticked_seconds > self._task.config.silent_seconds / 2:
                 self._deadlines.restart_clocks(now)
@@ -138,44 +138,44 @@ class Watchdog:
         except OSError:
             return False
 
-    def _on_received(self, said: Received) -> None:
+    def _on_received(self, received: Received) -> None:
         """Runs in the connection's thread: while the main thread is busy, the rank must not count as silent."""
-        if said.role == "rank":
-            self._ranks[said.rank].seen_seconds = said.seen_seconds
-        self._inbox.put(said)
+        if received.role == "rank":
+            self._ranks[received.rank].seen_seconds = received.seen_seconds
+        self._inbox.put(received)
 
-    def _handle(self, said: Received | RankFault) -> None:
-        if isinstance(said, RankFault):
-            self._record_fault(said)
+    def _handle(self, received: Received | RankFault) -> None:
+        if isinstance(received, RankFault):
+            self._record_fault(received)
             return
-        rank = self._ranks[said.rank]
-        match said.message:
+        rank = self._ranks[received.rank]
+        match received.message:
             case Hello(role="rank", host=host, pid=pid) as hello:
-                rank.hello, rank.is_connected, rank.progress_seconds = hello, True, said.seen_seconds
-                self._observer.event("rank_started", {"rank": said.rank, "host": host, "pid": pid})
-            case Heartbeat() as beat if said.role == "rank":
-                self._deadlines.heartbeat(rank, beat, said.seen_seconds)
+                rank.hello, rank.is_connected, rank.progress_seconds = hello, True, received.seen_seconds
+                self._observer.event("rank_started", {"rank": received.rank, "host": host, "pid": pid})
+            case Heartbeat() as beat if received.role == "rank":
+                self._deadlines.heartbeat(rank, beat, received.seen_seconds)
             case Step(report):
-                self._deadlines.progress(rank, said.seen_seconds)
+                self._deadlines.progress(rank, received.seen_seconds)
                 rank.last_step = Cursor(report.epoch, report.step)
                 if (step := self._steps.add(report)) is not None:
                     self._observer.step(step)
             case Event(name, fields):
-                self._deadlines.progress(rank, said.seen_seconds)
-                self._observer.event(name, {"rank": said.rank, **fields})
+                self._deadlines.progress(rank, received.seen_seconds)
+                self._observer.event(name, {"rank": received.rank, **fields})
             case Finished(result):
                 rank.result = result
                 # The exit of its process may have been seen before its result was read from the connection.
-                self._faults.pop(said.rank, None)
+                self._faults.pop(received.rank, None)
             case Failure(collective=collective) as failure:
                 kind = FaultKind.COLLECTIVE if collective else FaultKind.FAILED
-                self._record_fault(replace(rank.fault(kind, said.seen_seconds), failure=failure))
+                self._record_fault(replace(rank.fault(kind, received.seen_seconds), failure=failure))
             case RankExit(returncode, output_tail):
-                fault = rank.fault(FaultKind.KILLED, said.seen_seconds)
+                fault = rank.fault(FaultKind.KILLED, received.seen_seconds)
                 self._record_fault(replace(fault, returncode=returncode, output_tail=output_tail))
-            case None if said.role == "rank":
+            case None if received.role == "rank":
                 rank.is_connected = False
-                self._record_fault(rank.fault(FaultKind.KILLED, said.seen_seconds))
+                self._record_fault(rank.fault(FaultKind.KILLED, received.seen_seconds))
 
     def _record_fault(self, fault: RankFault) -> None:
         if fault.rank < 0 or self._ranks[fault.rank].result is None:

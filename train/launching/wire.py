@@ -5,7 +5,7 @@ could be used again, or in the other direction, is sent here. The launcher gives
 `local` puts it into their environment, `horovod_spark` derives it on both sides from the key in Spark's own task.
 
 This authenticates both sides at the start, and no more: the lines that follow are neither encrypted nor authenticated.
-Whoever can change packets between two hosts can read the task and forge reports (docs/decisions/0006).
+An attacker who can change packets between two hosts can read the task and forge reports (docs/decisions/0006).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from train.values import StepReport, TrainResult, WorkerTask
 
 ADDRESS_VARIABLE = "SHARDMILL_DRIVER_ADDRESS"
 TOKEN_VARIABLE = "SHARDMILL_DRIVER_TOKEN"
-# Strangers may connect: until they have proved the token, the memory and the time that they can take are bounded.
+# Anyone may connect: until a peer has proved the token, the memory and the time that it can take are bounded.
 MAX_HANDSHAKE_BYTES = 4096
 MAX_WELCOME_BYTES = 1 << 20
 HANDSHAKE_TIMEOUT_SECONDS = 10.0
@@ -39,7 +39,7 @@ RECEIVE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """Driver to whoever connected."""
+    """Driver to a peer that has just connected."""
 
     nonce: str
     kind: Literal["challenge"] = "challenge"
@@ -110,7 +110,7 @@ class RankExit:
     """A keeper saw its rank's process end."""
 
     returncode: int
-    """As `subprocess` gives it: minus the signal's number where a signal ended it."""
+    """As `subprocess` gives it: minus the signal's number if a signal ended it."""
     output_tail: str
     """The last lines that the process wrote to stdout and stderr."""
     kind: Literal["rank_exit"] = "rank_exit"
@@ -155,7 +155,7 @@ class Connection:
         """The next message, or None if the other side is gone. Raises ProtocolError for anything else.
 
         `until_seconds`, on the monotonic clock, is when the whole message must have come: a deadline for each read
-        would let a stranger hold the connection forever by sending a byte now and then.
+        would let an unauthenticated peer hold the connection forever by sending a byte now and then.
         """
         num_searched = 0
         while (end := self._unread.find(b"\n", num_searched)) < 0:

@@ -36,7 +36,7 @@ class FoundModule:
 def find_user_module(name: str, model: str) -> FoundModule:
     """The module, found without importing anything: in the working directory, then wherever Python looks.
 
-    Raises UsageError with where was looked.
+    Raises UsageError with the folders that were searched.
     """
     folders = [os.getcwd(), *filter(None, sys.path), *_folder_of_finders(name.partition(".")[0])]
     for folder in folders:
@@ -90,7 +90,7 @@ def source_sha256(name: str) -> str:
 
 
 def load_factory(name: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names. Raises UsageError with the reason and where was looked."""
+    """The function that `package.module:function` names. Raises UsageError with the reason and the folders searched."""
     module_name, _, function_name = name.partition(":")
     found = find_user_module(module_name, name)
     try:
@@ -142,7 +142,7 @@ def _is_same_file(one: str | None, other: str | None) -> bool:
 
 
 def call_factory(name: str, image_shape_HWC: tuple[int, int, int], num_classes: int) -> Any:
-    """The Keras 3 model that the factory returns. Raises UsageError where it raises or returns something else."""
+    """The Keras 3 model that the factory returns. Raises UsageError if it raises or returns something else."""
     import keras
 
     factory = load_factory(name)

@@ -52,7 +52,7 @@ class History:
 
     @property
     def current(self) -> Pointer | None:
-        """What is current now; None if nothing is, or if nobody knows (`damage`)."""
+        """What is current now; None if nothing is, or if that is unknown (`damage`)."""
         return self.pointers[-1] if self.pointers else None
 
     @property
@@ -71,8 +71,8 @@ class History:
                 stack = [*(stack if stack[-1:] == below else below), pointer.export]
         return stack
 
-    def was_taken_out(self, export: int) -> bool:
-        """Was this export rolled back, and has nobody made it current since? If in doubt, it was."""
+    def was_rolled_back(self, export: int) -> bool:
+        """Was this export rolled back, and not made current since? If in doubt, it was."""
         out: set[int | None] = set()
         seen: set[int] = set()
         for pointer in self.pointers:
@@ -88,7 +88,7 @@ class History:
 
 
 def read_history(store: Store, *, is_layout_free: bool = False) -> History:
-    """The pointer and all before it. A damaged record is no error: it must not keep anybody from setting a new one.
+    """The pointer and all before it. A damaged record is no error: it must not prevent setting a new one.
 
     Raises UsageError if the newest is intact but of another layout; with `is_layout_free` that counts as damage.
     """
@@ -98,6 +98,7 @@ def read_history(store: Store, *, is_layout_free: bool = False) -> History:
     for number in numbers:
         try:
             pointers.append(read_record(store, CURRENT, number, Pointer))
+            # Only the newest record decides what is current: damage of an older one is superseded by this one.
             newest_error = None
         except (IntegrityError, UsageError) as error:
             pointers.append(None)
@@ -110,11 +111,13 @@ def read_history(store: Store, *, is_layout_free: bool = False) -> History:
 
 def set_current(store: Store, history: History, pointer: Pointer) -> bool:
     """Publish `pointer` behind `history`; False if another writer did so first."""
+    # The number after the history that was judged, not the next free one: if another writer took it, that judgement is
+    # out of date.
     return put_record(store, CURRENT, history.next_number, pointer)
 
 
 def current_export(models_uri: str) -> Export:
-    """The current export. Raises UsageError if there is none, IntegrityError if nobody knows which one it is."""
+    """The current export. Raises UsageError if there is none, IntegrityError if that is unknown."""
     history = read_history(open_store(models_uri))
     if history.damage:
         raise unknown_current(models_uri, history)
@@ -129,7 +132,7 @@ def current_export(models_uri: str) -> Export:
 
 
 def unknown_current(models_uri: str, history: History) -> IntegrityError:
-    """Nobody knows which export is current."""
+    """The error for a damaged newest record: it is unknown which export is current."""
     return IntegrityError(
         history.damage,
         "it says which export is current",

@@ -44,7 +44,7 @@ class Incomparable:
 
     reason: str
     is_damaged: bool = False
-    """The current export cannot be loaded by anybody: nothing is lost when it is replaced."""
+    """No machine can load the current export: nothing is lost when it is replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ def decide(
     `replace_current`: a person has decided that a current export with which nothing can be compared may go.
     """
     below = _below_floor(candidate, gate)
+    # The floor comes first: it holds also if there is no current export, or one that cannot be compared.
     if candidate is None or below:
         return GateDecision("kept", below, candidate.accuracy if candidate else None, is_passed=False)
     accuracy, before = candidate.accuracy, None
@@ -123,12 +124,14 @@ def judge(models_uri: str, candidate: Export, gate: GateConfig, *, replace_curre
         below = _below_floor(evaluation, gate)
         reason = f"export {candidate.number} is the current one" + (f", but {below}" if below else "")
         decision = GateDecision("already_current", reason, accuracy, accuracy, is_passed=not below)
-    elif history.was_taken_out(candidate.number):
+    elif history.was_rolled_back(candidate.number):
+        # A person took it back. A scheduled run finds the same export again and must not undo that.
         doubt = f" ({history.damage})" if history.damage else ""
         reason = f"export {candidate.number} was promoted before and rolled back{doubt}; `shardmill promote "
         reason += f"{models_uri}@{candidate.number}` makes it current again"
         decision = GateDecision("kept", reason, accuracy, is_passed=False)
     elif _below_floor(evaluation, gate):
+        # Refused already; the current export need not be loaded and evaluated for it.
         decision = decide(evaluation, None, gate)
     else:
         decision = decide(evaluation, _compare(models_uri, candidate, history), gate, replace_current=replace_current)
@@ -159,6 +162,7 @@ def by_name(
 ) -> Callable[[np.ndarray], np.ndarray]:
     """`predict` with its columns in the order of `wanted_names`; those not in `names`, or not in `among`, are 0."""
     given = {name: column for column, name in enumerate(names) if not among or name in among}
+    # A wanted class without a column takes the column of zeros that is appended behind the last one.
     columns_K = [given.get(name, len(names)) for name in wanted_names]
     if columns_K == list(range(len(names))):
         return predict
@@ -187,10 +191,11 @@ def _on(evaluation: Evaluation) -> str:
 def _compare(models_uri: str, candidate: Export, history: History) -> Comparison | Incomparable | None:
     """The candidate and the current export, on the split by which the candidate is judged."""
     if history.damage:
-        return Incomparable(f"nobody knows which export is current ({history.damage})", is_damaged=True)
+        return Incomparable(f"it is unknown which export is current ({history.damage})", is_damaged=True)
     if history.current is None:
         return None
     number = history.current.export
+    # Damage of the current export must not block every later promotion: it is replaced without a comparison.
     if number not in record_numbers(open_store(models_uri), EXPORTS):
         return Incomparable(f"the record of the current export {number} is missing", is_damaged=True)
     try:
@@ -210,6 +215,7 @@ def _compare_models(models_uri: str, candidate: Export, current: ExportedModel) 
     assert evaluation is not None
     dataset = open_pinned(candidate.record.dataset)
     if set(names) == set(current.export.record.class_names):
+        # The candidate's own figures are of this split already, measured when it was exported.
         figures = evaluate_export(current, dataset, evaluation.split)
         return Comparison(evaluation.accuracy, figures.accuracy, evaluation.num_samples)
     common = [name for name in names if name in current.export.record.class_names]

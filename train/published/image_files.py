@@ -54,7 +54,7 @@ def _is_hidden(relative: str) -> bool:
 
 def _read_local(path: str, max_bytes: int) -> bytes | Rejection:
     try:
-        # Without waiting: opening a FIFO would hang until somebody writes into it.
+        # Without waiting: opening a FIFO would hang until another process writes to it.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):

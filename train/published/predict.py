@@ -38,7 +38,7 @@ class Prediction:
 
     path: str
     label: str
-    """Empty where rejected."""
+    """Empty if rejected."""
     probability: float
     rejection: str
     """`reason: detail` from the closed list of reasons; empty if the file is an image."""
@@ -49,7 +49,7 @@ class Prediction:
 def open_model(model: str) -> ExportedModel:
     """`URI` (the current export of a models' root), `URI@3` (its export 3), or an export's folder `URI/artifacts/...`.
 
-    Raises UsageError where there is none or this machine decodes images otherwise, IntegrityError for altered files.
+    Raises UsageError if there is none or this machine decodes images differently, IntegrityError for altered files.
     """
     uri, number = split_version(model.rstrip("/"))
     root, artifacts, artifact = uri.rpartition(f"/{ARTIFACTS}/")

@@ -41,6 +41,8 @@ def promote_export(
     Raises GateNotPassed if it does not pass and `require` is set, IntegrityError if its files are damaged.
     """
     verify_export(models_uri, candidate)
+    # Optimistic: judge against the history as read, then publish behind exactly that history. A writer that loses the
+    # race judges again, against the winner. Each extra round means that another writer won.
     while True:
         judgement = judge(models_uri, candidate, gate, replace_current=replace_current)
         decision, history = judgement.gate, judgement.history
@@ -51,6 +53,7 @@ def promote_export(
                 f"export {before} stays current" if before is not None else "there is no current export",
             )
         if decision.decision != "promoted":
+            # `already_current` may be this run's own work: an earlier try set the pointer and died before its record.
             return Promotion(models_uri, decision, before, before, _was_promoted(history, candidate.number, run_id))
         if _set(models_uri, history, candidate.number, decision, run_id):
             return Promotion(models_uri, decision, before, candidate.number, True)
@@ -65,6 +68,7 @@ def choose_export(models_uri: str, number: int, run_id: str) -> Promotion:
     verify_export(models_uri, export)
     accuracy = export.record.evaluation.accuracy if export.record.evaluation is not None else None
     while True:
+        # Naming an export is the way out of a damaged or foreign newest record, so neither may be an error here.
         history = read_history(open_store(models_uri), is_layout_free=True)
         before = history.current.export if history.current is not None else None
         if before == number:
@@ -79,8 +83,8 @@ def roll_back(models_uri: str, run_id: str) -> Promotion:
     """Make current again what was so before the current export was promoted.
 
     Raises UsageError if nothing was, IntegrityError if that export is damaged, and CommitConflict if another run
-    changed the current export meanwhile: what somebody wanted to undo is no longer what is current, so a rollback is
-    never made again against the winner.
+    changed the current export meanwhile: what was to be undone is no longer what is current, so
+    a rollback is never retried against the winner.
     """
     store = open_store(models_uri)
     history = read_history(store)

@@ -55,7 +55,7 @@ class Strategy:
     checkpoint_layout: Literal["replicated"]
     """`replicated`: rank 0 writes weights and optimizer, each rank its own non-trainable state."""
     max_world_size: int | None
-    """Largest world size, or None where only `train.num_streams` bounds it."""
+    """Largest world size, or None if only `train.num_streams` bounds it."""
     open_collective: Callable[[World], Collective]
 
     def allows_world_size(self, world_size: int) -> bool:

@@ -85,7 +85,7 @@ def config_sha256(model: Any) -> str:
     """
     try:
         with warnings.catch_warnings():
-            # Of a lambda that it cannot be loaded again; nobody loads this.
+            # Keras warns that a lambda cannot be loaded again; this JSON is only hashed.
             warnings.simplefilter("ignore")
             config = json.loads(model.to_json())
     except Exception:  # a user's get_config may raise anything, and subclassed models need not have one
@@ -104,7 +104,7 @@ def dump_variables(variables: Sequence[Any]) -> bytes:
 
 
 def assign_variables(variables: Sequence[Any], data: bytes, source: str) -> None:
-    """Assign what `dump_variables` wrote. Raises UsageError, before any assignment, where number or shapes differ."""
+    """Assign what `dump_variables` wrote. Raises UsageError, before any assignment, if number or shapes differ."""
     with np.load(io.BytesIO(data), allow_pickle=False) as stored:
         arrays = [stored[name] for name in sorted(stored.files)]
     fix = "train.model must build what it built then; or train under another models.uri"

@@ -90,8 +90,8 @@ class KerasCheck:
 def write_keras_file(serving: ServingModel, file: Path, check: KerasCheck) -> str:
     """A `.keras` file that does the same. -> what its reader must know, empty if `keras.models.load_model` is enough.
 
-    A user's own model class is left out where its `call` can be written down as the layers that it calls. Where no
-    file loads again and passes the check, none is written, and the answer says why.
+    A user's own model class is left out if its `call` can be written down as the layers that it calls. If no file
+    loads again and passes the check, none is written, and the answer says why.
     """
     reason = ""
     for inlined in (True, False) if _custom_classes(serving.model) else (False,):
@@ -140,5 +140,5 @@ def _functional(serving: ServingModel, inlined: bool) -> Any:
 
 
 def _custom_classes(model: Any) -> set[type]:
-    """Classes of layers and models that are not Keras's own: whoever loads the model must have them."""
+    """Classes of layers and models that are not Keras's own: they must be importable to load the model."""
     return {type(layer) for layer in model._flatten_layers() if not type(layer).__module__.startswith("keras.")}

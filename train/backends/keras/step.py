@@ -66,7 +66,7 @@ class StepOutcome:
     gradient_norm: float
     """Global norm before clipping."""
     is_applied: bool
-    """False where loss or gradients were not finite; nothing was changed then."""
+    """False if loss or gradients were not finite; nothing was changed then."""
 
 
 class TrainStep:
