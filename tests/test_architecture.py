@@ -164,6 +164,10 @@ def test_imports_go_one_way_only():
     assert not wrong, "\n".join(wrong)
 
 
+def test_a_run_is_recorded_without_a_spark_session():
+    assert "shardmill.jobs.spark" not in reach_of("shardmill.jobs.run_record")
+
+
 def test_heavy_packages_are_imported_lazily():
     wrong = [
         f"{module.relative} imports {name} at its top"

@@ -17,7 +17,8 @@ from shardmill import errors
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.reach import planted
-from shardmill.jobs.spark import spark_log_hint, spark_session
+from shardmill.jobs.spark import spark_session
+from shardmill.jobs.spark_log import spark_log_hint
 from shardmill.stores import open_store
 
 if TYPE_CHECKING:

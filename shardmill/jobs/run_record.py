@@ -27,7 +27,7 @@ from shardmill.jobs.run_files import (
     write_stage_record,
     write_summary,
 )
-from shardmill.jobs.spark import spark_log
+from shardmill.jobs.spark_log import spark_log
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 

@@ -2,7 +2,7 @@
 
 PySpark alone would put every setting on the JVM's command line, where all users of the machine can read it, and would
 print Spark's own lines between those of the progress bar. So the JVM gets its settings in a private file, and its
-output goes to the run's log.
+output goes to the run's `spark.log` (shardmill/jobs/spark_log.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +22,9 @@ from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH, python_path
 from shardmill.jobs.redact import SPARK_REDACTION
+from shardmill.jobs.spark_log import open_spark_log, spark_log_hint
 from shardmill.jobs.spark_settings import properties_file
 from shardmill.registry import install_hint
-from shardmill.storage import Store, as_storage_error, join_uri
 
 if TYPE_CHECKING:
     from py4j.java_gateway import JavaGateway
@@ -51,57 +50,6 @@ REDACTION = {
     "spark.redaction.regex": SPARK_REDACTION,
     "spark.sql.redaction.options.regex": rf"(?i:url)|{SPARK_REDACTION}",
 }
-
-
-class SparkLog:
-    """The output of this process's JVM; a store that has no append gets a copy at the end."""
-
-    def __init__(self, store: Store, path: str) -> None:
-        self.uri = join_uri(store.uri, path)
-        self._store, self._path = store, path
-        self._is_local = store.local_root is not None
-        self._file = None if store.local_root is None else store.local_root / path
-
-    def open(self) -> Any:
-        """The file to append to."""
-        if self._file is None:
-            descriptor, name = tempfile.mkstemp(prefix="shardmill-spark-", suffix=".log")
-            os.close(descriptor)
-            self._file = Path(name)
-        with as_storage_error(self._file):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            return open(self._file, "ab", buffering=0)
-
-    def close(self) -> None:
-        """Copy the file if need be; what the JVM still writes when it ends is not worth waiting for."""
-        if not self._is_local and self._file is not None:
-            try:
-                self._store.put(self._path, self._file.read_bytes())
-            except ShardmillError as error:  # the run's own outcome counts more than its log
-                sys.stderr.write(f"WARNING: Spark's log stays in {self._file}: {error.what}\n")
-            else:
-                self._file.unlink()
-
-
-_log: ContextVar[SparkLog | None] = ContextVar("spark_log", default=None)
-
-
-@contextmanager
-def spark_log(store: Store, path: str) -> Iterator[None]:
-    """A JVM that is started inside writes its output to this file; without it, to this process's own stderr."""
-    log = SparkLog(store, path)
-    token = _log.set(log)
-    try:
-        yield
-    finally:
-        _log.reset(token)
-        log.close()
-
-
-def spark_log_hint() -> str:
-    """For an error's hint: the file that holds the JVM's output, or "" if it goes to this process's own."""
-    log = _log.get()
-    return f"Spark's own report is in {log.uri}" if log is not None else ""
 
 
 # Java's errors for a value that it cannot use (spark.executor.memory = "much") and for a class that is not there.
@@ -234,8 +182,7 @@ def start_jvm(settings: Mapping[str, str]) -> JavaGateway:
     """Start Spark's JVM; its settings are in no command line, and in no file once it runs."""
     from pyspark.java_gateway import launch_gateway
 
-    log = _log.get()
-    output = log.open() if log is not None else None
+    output = open_spark_log()
     before = os.environ.get("PYSPARK_SUBMIT_ARGS")
     with properties_file(settings) as file:
         os.environ["PYSPARK_SUBMIT_ARGS"] = (
