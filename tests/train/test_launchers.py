@@ -25,6 +25,7 @@ from tests.train.driver_process import MARK, PIN, ROOT, WORKERS, Driver
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.horovod_spark import num_slots_of
+from train.launching.rank import EXIT_ABORTED
 from train.run_log import RunLog
 from train.values import WorkerTask
 
@@ -211,6 +212,12 @@ def test_interrupted_driver_ends_its_ranks(start, number, error):
     driver.process.send_signal(number)
     assert driver.outcome()["error"] == error
     driver.assert_nothing_left()
+
+
+def test_a_rank_whose_parent_died_before_it_started_ends_at_once():
+    # Nothing else is set: it must end before it looks for its driver.
+    orphan = subprocess.run([sys.executable, "-m", "train.launching.rank", "0"], timeout=60, check=False)
+    assert orphan.returncode == EXIT_ABORTED
 
 
 def test_inline_runs_one_rank_only():

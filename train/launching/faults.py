@@ -180,7 +180,7 @@ def _how_it_ended(returncode: int | None) -> str:
 
 
 def _place(traceback_text: str) -> str:
-    """` (file:line)` of the innermost frame, where there is one."""
+    """` (file:line)` of the innermost frame, if there is one."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', traceback_text)
     return f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""
 
