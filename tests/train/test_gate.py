@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.errors import GateNotPassed, IntegrityError
+from shardmill.errors import GateNotPassed, IntegrityError, UsageError
+from shardmill.sealed import seal
 from shardmill.stores import open_store
 from tests.support import build_here, make_dataset, write_images
 from tests.train.exports import put_export
@@ -97,6 +98,16 @@ def candidate_damaged(models: Models) -> None:
     with pytest.raises(IntegrityError, match="was altered"):
         models.promote(candidate)
     assert read_history(open_store(models.uri)).current is None
+
+
+@row("current model's record has another layout (another version of shardmill wrote it)")
+def other_layout(models: Models) -> None:
+    candidate = models.export()
+    written_by_another = b'{"attempt": "a", "record": {"export": 1, "colour": "blue"}}'
+    open_store(models.uri).put("current/00000001.json", seal(written_by_another))
+    with pytest.raises(UsageError, match=f"another layout; .*promote {models.uri}@N"):
+        models.promote(candidate)
+    assert choose_export(models.uri, candidate.number, "run").current == candidate.number
 
 
 @row("candidate is the current one")

@@ -40,11 +40,11 @@ COMMANDS = {
         ),
     ],
 )
-def test_interrupted_command_ends_its_ranks_and_says_so(tmp_path, dataset, command, launcher, number, kill):
+def test_interrupted_command_ends_its_ranks_and_says_so(tmp_path, tiny_uri, command, launcher, number, kill):
     file, mark = tmp_path / "config.toml", f"mark-{uuid.uuid4()}"
     file.write_text(
         f"""
-        dataset.uri = "{dataset.uri}"
+        dataset.uri = "{tiny_uri}"
         models.uri = "{tmp_path / "models"}"
         spark.master = "local[2]"
         [train]
