@@ -40,7 +40,7 @@ def diagnose(config: str, overrides: tuple[str, ...], workdir: str) -> list[Find
         tree = load_pipeline(config or None, overrides, workdir)
     except ShardmillError as error:
         found = "; ".join(part for part in (error.what, error.expected) if part)
-        return [_python(), _java(), _compiler(), Finding("fail", "config", found, error.fix)]
+        return [_python(), _java(is_needed=True), _compiler(), Finding("fail", "config", found, error.fix)]
     return examine(tree, workdir, has_config=bool(config))
 
 
@@ -54,7 +54,7 @@ def examine(tree: PipelineTree, workdir: str, *, has_config: bool = True) -> lis
         _python(),
         *map(_entry, chosen),
         *_packages(chosen),
-        _java(),
+        _java(is_needed=any(map(_needs_spark, chosen))),
         _compiler(),
         *_preflight(tree, workdir, has_config=has_config),
         _slots(tree),
@@ -96,16 +96,22 @@ def _python() -> Finding:
     return Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}")
 
 
-def _java() -> Finding:
+def _needs_spark(chosen: Chosen) -> bool:
+    return "pyspark" in chosen.entry.packages
+
+
+def _java(*, is_needed: bool) -> Finding:
+    """Whether Spark's Java runs; without it a run fails only if the config chooses something that needs Spark."""
+    problem: Status = "fail" if is_needed else "warn"
     java = os.path.join(os.environ["JAVA_HOME"], "bin", "java") if os.environ.get("JAVA_HOME") else "java"
     fix = "apt-get install -y openjdk-17-jre-headless, or set JAVA_HOME to a Java 17 or 21"
     try:
         text = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=20, check=False).stderr
     except (OSError, subprocess.TimeoutExpired):
-        return Finding("fail", "java", f"{java} does not run; Spark needs it", fix)
+        return Finding(problem, "java", f"{java} does not run; Spark needs it", fix)
     version = re.search(r'version "(\d+)', text)
     if version is None or int(version.group(1)) not in JAVA_VERSIONS:
-        return Finding("fail", "java", f"{text.splitlines()[0] if text else 'unknown'}; Spark 4 needs 17 or 21", fix)
+        return Finding(problem, "java", f"{text.splitlines()[0] if text else 'unknown'}; Spark 4 needs 17 or 21", fix)
     return Finding("ok", "java", text.splitlines()[0])
 
 

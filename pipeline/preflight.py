@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 
 from pipeline.choices import chosen_entries
 from pipeline.config import PipelineTree
 from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.reach import REACH, clear_stale
-from shardmill.registry import install_hint
 from shardmill.stores import open_store
 
 APPLICATIONS = ("etl", "train")
@@ -120,11 +118,10 @@ def _look_at_etl(tree: PipelineTree) -> str:
 
 
 def _look_at_model(tree: PipelineTree) -> str:
+    from train.models import MODELS
     from train.models.find import find_model
 
-    missing = [name for name in ("tensorflow", "keras") if find_spec(name) is None]
-    if missing:
-        raise UsageError(f"training needs {', '.join(missing)}", "which is not installed", install_hint("tensorflow"))
+    MODELS.usable(tree.train.model)
     return f"{tree.train.model}: {find_model(tree.train.model)}"
 
 

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shardmill.errors import UsageError
@@ -43,6 +43,9 @@ class Entry:
         return tuple(name for name in self.packages if importlib.util.find_spec(name) is None)
 
 
+_OWN = Entry("", "your own")
+
+
 class Registry(Mapping[str, Value], Generic[Value]):
     """Name -> entry, loaded on first use. Iterating gives the built-in names; `key` is the config key that takes them.
 
@@ -51,13 +54,14 @@ class Registry(Mapping[str, Value], Generic[Value]):
 
     If `takes_own` is set, a user's own object `package.module:object` is accepted wherever a built-in name is. A
     registry whose names are stored in datasets does not set it: opening a dataset must not import what its manifest
-    names.
+    names. `own` is the entry of such an object but for its target: what else must be installed for it.
     """
 
-    def __init__(self, key: str, entries: dict[str, Entry], *, takes_own: bool = False) -> None:
+    def __init__(self, key: str, entries: dict[str, Entry], *, takes_own: bool = False, own: Entry = _OWN) -> None:
         self.key = key
         self.entries = entries
         self.takes_own = takes_own
+        self._own = own
         self._loaded: dict[Entry, Value] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -89,7 +93,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         problem = self.problem_with(name)
         if problem:
             raise UsageError(f"{self.key} = {name!r}", problem)
-        return Entry(name, "your own")
+        return replace(self._own, target=name)
 
     def usable(self, name: str) -> Entry:
         """The entry, after checking that the packages it needs are installed; loads nothing. Raises UsageError."""

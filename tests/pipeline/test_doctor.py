@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.config import load_for_dataset
+import pytest
+
+from pipeline.config import PipelineTree, load_for_dataset
 from pipeline.doctor import diagnose, examine
 from pipeline.printing import stage_rows, stage_title
+from shardmill.jobs.config import load_tree
 from shardmill.jobs.run_files import StageRecord
 from tests.support import make_dataset
+from train.models import MODELS
 
 
 def test_doctor_shows_the_window_budget_of_the_committed_dataset(tmp_path: Path):
@@ -24,6 +28,20 @@ def test_doctor_shows_the_window_budget_of_the_committed_dataset(tmp_path: Path)
     # A warning: the next ETL may commit a version with smaller chunks.
     status, text = window("train.window_budget_bytes=1000")
     assert status == "warn" and "expected at most train.window_budget_bytes = 1000" in text and "num_workers" in text
+
+
+@pytest.mark.parametrize(("engine", "status"), [("spark", "fail"), ("tests.extending_entries:new_engine", "warn")])
+def test_java_is_needed_only_by_what_needs_spark(
+    engine: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "no-java"))
+    tree = load_tree(PipelineTree, None, (f"etl.engine={engine}",))
+    rows = {each.subject: each for each in examine(tree, str(tmp_path / "work"))}
+    assert rows["java"].status == status and rows["java"].fix
+
+
+def test_a_users_own_model_needs_what_ours_need():
+    assert MODELS.entry("mine:build").packages == MODELS.entry("small_cnn").packages != ()
 
 
 def test_doctor_without_a_config_misses_no_key_of_it(tmp_path: Path):

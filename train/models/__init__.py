@@ -28,4 +28,6 @@ MODELS: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
         ),
     },
     takes_own=True,
+    # A user's own is a Keras model as well.
+    own=Entry("", "your own", extra="tensorflow", packages=("tensorflow", "keras")),
 )
