@@ -143,7 +143,7 @@ def test_the_same_image_under_two_classes_is_counted_and_warned_of(tmp_path: Pat
     recorder = Recorder()
     tree = tree_for(tmp_path / "images", tmp_path / "dataset")
     assert build_dataset(tree, run_id="again", observer=recorder).skipped
-    warning = str(recorder.events["etl.warning"]["message"])
+    warning = str(recorder.events["etl.warning"]["warning"])
     assert warning.startswith("4 accepted images have the same bytes as one of another class")
     assert "such as class_0/00000.png, class_0/twin.png, class_1/copy.png, class_2/copy.png;" in warning
 

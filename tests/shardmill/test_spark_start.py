@@ -35,7 +35,7 @@ def start(master: str, *settings: str) -> str:
     [
         # The JVM itself refuses this one.
         ("nonsense://here", "spark.ui.enabled=false", "settings that its JVM takes"),
-        ("local[1]", "spark.driver.maxResultSize=much", "maxResultSize"),
+        ("local[1]", "spark.driver.maxResultSize=much", "Failed to parse byte string: much"),
     ],
 )
 def test_a_wrong_setting_is_the_users(master: str, setting: str, said: str):
