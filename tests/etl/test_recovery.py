@@ -59,11 +59,20 @@ def test_a_task_whose_python_worker_is_killed_is_retried_and_changes_nothing(ima
 
 
 def spark_python_workers() -> list[int]:
-    """Forked Python workers (children of a `pyspark.daemon`) below this process."""
+    """Forked Python workers (children of a `pyspark.daemon`) below this process: tests beside it have their own."""
     table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in table.splitlines()[1:]]
-    daemons = {pid for pid, _, args in rows if "pyspark.daemon" in args}
-    return [int(pid) for pid, parent, args in rows if "pyspark.daemon" in args and parent in daemons]
+    parents = {int(pid): int(parent) for pid, parent, _ in rows}
+    daemons = {int(pid) for pid, _, args in rows if "pyspark.daemon" in args}
+    return [pid for pid in daemons if parents[pid] in daemons and os.getpid() in ancestors(pid, parents)]
+
+
+def ancestors(pid: int, parents: dict[int, int]) -> set[int]:
+    found: set[int] = set()
+    while pid in parents:
+        pid = parents[pid]
+        found.add(pid)
+    return found
 
 
 def test_a_killed_run_keeps_its_finished_units(images: Path):
