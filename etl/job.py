@@ -12,7 +12,6 @@ if __name__ == "__main__":
     # spark-submit puts this file's folder first, where `config` or `split` would hide other people's modules.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-import argparse
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ from shardmill.dataset.versions import pin_of, read_manifest, read_manifest_byte
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import WARNING, Observer, SilentObserver
-from shardmill.jobs.run_files import StageRecord
-from shardmill.jobs.run_job import run_job
+from shardmill.jobs.run_files import StageRecord, dataset_section
+from shardmill.jobs.run_job import job_parser, run_job
 from shardmill.jobs.run_record import RunRecord
 from shardmill.values import TRANSIENT_REASONS, DatasetPin
 
@@ -194,19 +193,11 @@ def _up_to_date_parent(plan: BuildPlan) -> Manifest | None:
 
 def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:
     """What the ETL adds to a run's summary."""
-    manifest, counts = outcome.manifest, outcome.manifest.counts
     return StageRecord(
         stage="etl",
         status="skipped" if outcome.skipped else "done",
         sections={
-            "dataset": {
-                "uri": outcome.pin.uri,
-                "version": outcome.pin.version,
-                "manifest_sha256": outcome.pin.manifest_sha256,
-                "content_digest": manifest.content_digest,
-                "layout_digest": manifest.layout_digest,
-                "counts": counts.model_dump(mode="json"),
-            },
+            "dataset": dataset_section(outcome.pin, outcome.manifest),
             "etl": {
                 "engine": tree.etl.engine,
                 "seconds": outcome.seconds,
@@ -221,13 +212,8 @@ def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:
 
 def main() -> int:
     """The command line of `spark-submit etl/job.py`; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Build a dataset version.")
-    parser.add_argument("--config", required=True, help="TOML file")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the file")
-    parser.add_argument("--workdir", default="./shardmill-work", help="where the run record goes")
-    parser.add_argument("--run-id", default="", help="names the run record")
+    parser = job_parser("Build a dataset version.")
     parser.add_argument("--replace-source", action="store_true", help="the images may come from another source now")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     arguments = parser.parse_args()
 
     def job(run: RunRecord, observer: Observer) -> None:

@@ -14,6 +14,7 @@ from shardmill.errors import UsageError
 from shardmill.formats.parquet import parquet_schema
 from shardmill.formats.rows import RowSchema
 from shardmill.images.decoder_id import DECODER_ID, normalization_fingerprint
+from shardmill.jobs.config import require_uri
 from shardmill.jobs.redact import redacted
 from shardmill.storage import Store
 from shardmill.stores import open_store
@@ -41,8 +42,7 @@ class BuildPlan:
 def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
     """List the source and do all planning; reads no image."""
     for name, uri in (("source.uri", tree.source.uri), ("dataset.uri", tree.dataset.uri)):
-        if not uri:
-            raise UsageError(f"{name} is not set", "expected a local path or s3://bucket/prefix", f"set {name}")
+        require_uri(name, uri)
     if split_version(tree.dataset.uri)[1] is not None:
         raise UsageError(
             f"dataset.uri = {tree.dataset.uri} names one version", "expected the dataset: a build makes a version",

@@ -39,8 +39,7 @@ def diagnose(config: str, overrides: tuple[str, ...], workdir: str) -> list[Find
     try:
         tree = load_pipeline(config or None, overrides, workdir)
     except ShardmillError as error:
-        found = "; ".join(part for part in (error.what, error.expected) if part)
-        return [_python(), _java(is_needed=True), _compiler(), Finding("fail", "config", found, error.fix)]
+        return [_python(), _java(is_needed=True), _compiler(), Finding("fail", "config", _found(error), error.fix)]
     return examine(tree, workdir, has_config=bool(config))
 
 
@@ -150,8 +149,12 @@ def _run_check(check: Check) -> Finding:
 
 
 def _failed(subject: str, error: ShardmillError) -> Finding:
-    found = "; ".join(part for part in (error.what, error.expected) if part)
-    return Finding("fail", subject, found, error.fix or "check the path, its permissions and the AWS_* environment")
+    fix = error.fix or "check the path, its permissions and the AWS_* environment"
+    return Finding("fail", subject, _found(error), fix)
+
+
+def _found(error: ShardmillError) -> str:
+    return "; ".join(part for part in (error.what, error.expected) if part)
 
 
 def _slots(tree: PipelineTree) -> Finding:

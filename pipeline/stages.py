@@ -212,7 +212,7 @@ def _figures(run: Run, exported: ExportOutcome) -> Evaluated:
         # The figures of a skipped export were recorded by an earlier run; those of a new one are news of this run.
         return Evaluated(result.evaluation, skipped=exported.skipped)
     dataset = open_dataset(f"{uri}@{version}")
-    split = next((name for name in ("test", "validation") if name in dataset.manifest.splits), None)
+    split = dataset.manifest.evaluation_split
     if split is None:
         raise UsageError(
             f"{uri}@{version} has neither a test nor a validation split",

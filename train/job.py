@@ -24,11 +24,11 @@ from shardmill.dataset.open import open_dataset, open_pinned
 from shardmill.dataset.verify import verify_present
 from shardmill.dataset.versions import split_version
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.jobs.config import load_tree
+from shardmill.jobs.config import load_tree, require_uri
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.reach import planted
-from shardmill.jobs.run_files import StageRecord
-from shardmill.jobs.run_job import run_job
+from shardmill.jobs.run_files import StageRecord, dataset_section
+from shardmill.jobs.run_job import job_parser, run_job
 from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
@@ -88,7 +88,7 @@ def train_model(
     # What can be said before anything starts: names, numbers, places.
     launch = LAUNCHERS[tree.train.launcher]
     find_strategy(tree.train.strategy, tree.train.num_workers)
-    models = open_store(_require("models.uri", tree.models.uri))
+    models = open_store(require_uri("models.uri", tree.models.uri))
 
     # The version: the latest, or the one that `dataset.uri` names. What is unfinished on another one stays as it is.
     choice = _choose(tree, version, fresh_for)
@@ -154,19 +154,11 @@ def train_record(outcome: TrainOutcome, tree: TrainTree) -> StageRecord:
     """What a training adds to a run's summary and report."""
     result = outcome.result
     plain = TypeAdapter(TrainResult).dump_python(result, mode="json")
-    manifest = open_pinned(result.dataset).manifest
     return StageRecord(
         stage="train",
         status="skipped" if outcome.skipped else "done",
         sections={
-            "dataset": {
-                "uri": result.dataset.uri,
-                "version": result.dataset.version,
-                "manifest_sha256": result.dataset.manifest_sha256,
-                "content_digest": manifest.content_digest,
-                "layout_digest": manifest.layout_digest,
-                "counts": manifest.counts.model_dump(mode="json"),
-            },
+            "dataset": dataset_section(result.dataset, open_pinned(result.dataset).manifest),
             "train": {
                 "strategy": result.strategy,
                 "strategy_reason": "set by train.strategy",
@@ -258,16 +250,11 @@ def main() -> int:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train on a dataset version, export the model, promote it.")
-    parser.add_argument("--config", required=True, help="TOML file")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the file")
+    parser = job_parser("Train on a dataset version, export the model, promote it.")
     parser.add_argument("--dataset-version", type=int, help="the version, as an earlier stage resolved it")
     parser.add_argument("--until", choices=STAGES, default="promote", help="the last stage to run")
     parser.add_argument("--require", action="store_true", help="exit 9 if the gate is not passed")
     parser.add_argument("--fresh", action="store_true", help="train again although a result exists")
-    parser.add_argument("--workdir", default="./shardmill-work", help="where the run record goes")
-    parser.add_argument("--run-id", default="", help="names the run record")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser.parse_args()
 
 
@@ -279,14 +266,8 @@ def _named_version(tree: TrainTree, arguments: argparse.Namespace) -> DatasetPin
 
 def _choose(tree: TrainTree, version: DatasetPin | None = None, fresh_for: str = "") -> TrainingChoice:
     # A run passes the version that it has resolved: one committed meanwhile must not split it between two datasets.
-    version = version or open_dataset(_require("dataset.uri", tree.dataset.uri)).pin
-    return choose_training(open_store(_require("models.uri", tree.models.uri)), tree.train, version, fresh_for)
-
-
-def _require(name: str, uri: str) -> str:
-    if not uri:
-        raise UsageError(f"{name} is not set", "expected a local path or s3://bucket/prefix", f"set {name}")
-    return uri
+    version = version or open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin
+    return choose_training(open_store(require_uri("models.uri", tree.models.uri)), tree.train, version, fresh_for)
 
 
 if __name__ == "__main__":

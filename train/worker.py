@@ -95,7 +95,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
 
     # The weights that count, and their figures on data that no decision has seen.
     best = load_best(session, progress.best, last_checkpoint)
-    split = next((name for name in ("test", "validation") if name in manifest.splits), None)
+    split = manifest.evaluation_split
     evaluation = _evaluate(session, split) if split else None
 
     result = TrainResult(

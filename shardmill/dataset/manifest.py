@@ -117,6 +117,11 @@ class Manifest(Section):
     """Order-free digest of (key, reason) of every rejection."""
 
     @property
+    def evaluation_split(self) -> str | None:
+        """The split whose samples no training decision has seen, as far as there is one; None without any."""
+        return next((name for name in ("test", "validation") if name in self.splits), None)
+
+    @property
     def channel_mean(self) -> tuple[float, ...]:
         """Per channel, over train, on the 0..255 scale."""
         return self.channel_sums.mean()

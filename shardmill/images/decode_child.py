@@ -6,7 +6,6 @@ The parent starts `main` (see `sandbox.py`) with the function to call as `module
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import resource
@@ -17,9 +16,8 @@ from collections.abc import Callable
 from shardmill.images.decode_messages import pack_message, pack_outcome, read_message
 from shardmill.images.decoder_id import DECODER_ID
 from shardmill.options import NormalizeOptions
+from shardmill.parent_death import die_with_parent
 from shardmill.values import ImageSample, Rejection, SourceImage
-
-_PR_SET_PDEATHSIG = 1
 
 Process = Callable[[SourceImage, bytes, NormalizeOptions], ImageSample | Rejection]
 
@@ -67,9 +65,7 @@ def _end_with_parent(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # A closed pipe is seen between two images only; the kernel's signal also ends one that hangs.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
+    die_with_parent(parent, exit_code=1)
 
 
 def _silence_stderr() -> None:

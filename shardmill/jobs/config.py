@@ -68,6 +68,13 @@ class SparkConfig(Section):
     """Settings for the training launcher's application."""
 
 
+def require_uri(name: str, uri: str) -> str:
+    """`uri` itself, the value of the config key `name`. Raises UsageError if it is empty."""
+    if not uri:
+        raise UsageError(f"{name} is not set", "expected a local path or s3://bucket/prefix", f"set {name}")
+    return uri
+
+
 def load_tree(
     tree: type[Tree], file: str | Path | None, overrides: tuple[str, ...] = (), defaults: dict[str, Any] | None = None
 ) -> Tree:

@@ -28,8 +28,7 @@ class LineLog:
         self._lines: list[bytes] = []
         if store.local_root is not None:
             target = store.local_root / path
-            with as_storage_error(target):
-                self._file = _open_to_append(target)
+            self._file = open_to_append(target)
         else:
             self._lines = read_lines(store, path)
 
@@ -58,10 +57,12 @@ class LineLog:
         self._next_rewrite = ended + max(1.0, (ended - started) / self.REWRITE_SHARE)
 
 
-def _open_to_append(target: Path) -> IO[bytes]:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Unbuffered and in append mode: a line is whole for every reader, whatever then happens to this process.
-    return open(target, "ab", buffering=0)
+def open_to_append(target: Path) -> IO[bytes]:
+    """A growing local file, made with its folder if need be. Raises StorageError if it cannot be."""
+    with as_storage_error(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Unbuffered and in append mode: a line is whole for every reader, whatever then happens to this process.
+        return open(target, "ab", buffering=0)
 
 
 def read_lines(store: Store, path: str) -> list[bytes]:

@@ -96,18 +96,28 @@ class Scratch:
 
 
 @contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable for this process and what it starts inside, and put the old value back."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextmanager
 def private_temporary_folder() -> Iterator[Path]:
     """For this process and what it starts, "the temporary folder" is one of its own."""
     scratch = Scratch()
-    before = os.environ.get("TMPDIR"), tempfile.tempdir
-    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch.path)
+    before, tempfile.tempdir = tempfile.tempdir, str(scratch.path)
     try:
-        yield scratch.path
+        with environment_variable("TMPDIR", str(scratch.path)):
+            yield scratch.path
     finally:
-        tempfile.tempdir = before[1]
-        os.environ.pop("TMPDIR")
-        if before[0] is not None:
-            os.environ["TMPDIR"] = before[0]
+        tempfile.tempdir = before
         scratch.remove()
 
 

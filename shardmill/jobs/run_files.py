@@ -15,22 +15,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from shardmill.dataset.manifest import Manifest
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
 from shardmill.jobs.process import why_ended
 from shardmill.jobs.redact import redacted, redacted_text
+from shardmill.options import Section
 from shardmill.sealed import seal, unseal
 from shardmill.storage import check_relative_path, join_uri
 from shardmill.stores import open_store
+from shardmill.values import DatasetPin
 
 SUMMARY = "summary.json"
 
 
-class StageRecord(BaseModel):
+class StageRecord(Section):
     """How one stage of one run ended, and what it adds to the summary."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     stage: str
     """Names the record's file, and the stage in the summary."""
@@ -181,6 +182,18 @@ def read_run_state(workdir: str | Path, run_id: str, whole: frozenset[str] = fro
         pass
     failed = next((record for record in records if record.status == "failed"), None)
     return RunState("failed", failed.exit_code, failed.error) if failed else state_after(records, whole)
+
+
+def dataset_section(pin: DatasetPin, manifest: Manifest) -> dict[str, Any]:
+    """The summary's section `dataset`, of the stage that made a version or worked on it."""
+    return {
+        "uri": pin.uri,
+        "version": pin.version,
+        "manifest_sha256": pin.manifest_sha256,
+        "content_digest": manifest.content_digest,
+        "layout_digest": manifest.layout_digest,
+        "counts": manifest.counts.model_dump(mode="json"),
+    }
 
 
 def redacted_record(record: StageRecord) -> StageRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -21,6 +22,17 @@ _LINE_EVERY_SECONDS = 5.0
 _CONTINUE = "run the same command again: it continues where it stopped"
 
 
+def job_parser(description: str) -> argparse.ArgumentParser:
+    """The arguments that every `spark-submit` entry takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", required=True, help="TOML file")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.NAME=VALUE", help="override the file")
+    parser.add_argument("--workdir", default="./shardmill-work", help="where the run record goes")
+    parser.add_argument("--run-id", default="", help="names the run record")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
 def run_job(
     job: Callable[[RunRecord, Observer], None], workdir: str, run_id: str, *, sections: Sequence[str], debug: bool
 ) -> int:
@@ -29,18 +41,18 @@ def run_job(
     `sections`: what the job adds to the run's summary. Errors end as one line on stderr.
     """
     raise_on_signals()
-    ended = []
+    record: RunRecord | None = None
     try:
         record = RunRecord(workdir, run_id, sections=sections)
-        ended = record.ended
         with private_temporary_folder(), recording(record):
             job(record, _JobObserver(record))
         code = 0
     except (Exception, KeyboardInterrupt, Terminated) as error:  # the outermost frame: every end gets its line and code
         code = report_error(error, debug=debug)
-    for stage in ended:
-        line = {"run_id": record.run_id, **stage.model_dump(mode="json", exclude={"detail", "started"})}
-        sys.stdout.write(json.dumps(line) + "\n")
+    if record is not None:
+        for stage in record.ended:
+            line = {"run_id": record.run_id, **stage.model_dump(mode="json", exclude={"detail", "started"})}
+            sys.stdout.write(json.dumps(line) + "\n")
     return code
 
 

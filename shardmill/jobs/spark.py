@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.process import SAFE_PATH, python_path
+from shardmill.jobs.process import SAFE_PATH, environment_variable, python_path
 from shardmill.jobs.redact import SPARK_REDACTION
 from shardmill.jobs.spark_log import open_spark_log, spark_log_hint
 from shardmill.jobs.spark_settings import properties_file
@@ -183,21 +183,12 @@ def start_jvm(settings: Mapping[str, str]) -> JavaGateway:
     from pyspark.java_gateway import launch_gateway
 
     output = open_spark_log()
-    before = os.environ.get("PYSPARK_SUBMIT_ARGS")
-    with properties_file(settings) as file:
-        os.environ["PYSPARK_SUBMIT_ARGS"] = (
-            f"--properties-file {file} --load-spark-defaults {before or 'pyspark-shell'}"
-        )
-        try:
-            return launch_gateway(popen_kwargs={"stdout": output, "stderr": output})
-        finally:
-            _restore("PYSPARK_SUBMIT_ARGS", before)
-            if output is not None:
-                output.close()
-
-
-def _restore(name: str, value: str | None) -> None:
-    if value is None:
-        del os.environ[name]
-    else:
-        os.environ[name] = value
+    given = os.environ.get("PYSPARK_SUBMIT_ARGS") or "pyspark-shell"
+    try:
+        with properties_file(settings) as file:
+            arguments = f"--properties-file {file} --load-spark-defaults {given}"
+            with environment_variable("PYSPARK_SUBMIT_ARGS", arguments):
+                return launch_gateway(popen_kwargs={"stdout": output, "stderr": output})
+    finally:
+        if output is not None:
+            output.close()

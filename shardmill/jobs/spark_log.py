@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import IO
 
 from shardmill.errors import ShardmillError
-from shardmill.storage import Store, as_storage_error, join_uri
+from shardmill.jobs.line_log import open_to_append
+from shardmill.storage import Store, join_uri
 
 
 class SparkLog:
@@ -30,9 +31,7 @@ class SparkLog:
             descriptor, name = tempfile.mkstemp(prefix="shardmill-spark-", suffix=".log")
             os.close(descriptor)
             self._file = Path(name)
-        with as_storage_error(self._file):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            return open(self._file, "ab", buffering=0)
+        return open_to_append(self._file)
 
     def close(self) -> None:
         """Copy the file if need be; what the JVM still writes when it ends is not worth waiting for."""

@@ -10,7 +10,7 @@ import sys
 import threading
 
 from shardmill.jobs.process import SAFE_PATH, Scratch
-from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, RankExit, call_driver
+from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, RankExit, call_driver, wait_for_abort
 
 NUM_OUTPUT_LINES = 40
 # After the process has ended its output is read for at most this long: a child of it may hold the pipe open forever.
@@ -81,8 +81,5 @@ def keep_rank() -> int:
 
 
 def _end_on_abort(connection: Connection, process: RankProcess) -> None:
-    while (message := connection.receive()) is not None:
-        if isinstance(message, Abort):
-            break
-    # On an abort, or because the driver is gone.
+    wait_for_abort(connection)
     process.kill()

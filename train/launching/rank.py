@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
-import signal
 import socket
 import sys
 import threading
@@ -17,11 +15,11 @@ from shardmill.dataset.open import open_pinned
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.reach import check_nonce
+from shardmill.parent_death import die_with_parent
 from train.launching.faults import failure_of
 from train.launching.wire import (
     ADDRESS_VARIABLE,
     TOKEN_VARIABLE,
-    Abort,
     Connection,
     Event,
     Failure,
@@ -29,6 +27,7 @@ from train.launching.wire import (
     Heartbeat,
     Step,
     call_driver,
+    wait_for_abort,
 )
 from train.values import Reporter, StepReport, TrainResult, WorkerTask, World
 
@@ -36,7 +35,6 @@ DEFAULT_WORKER = "train.worker:run_worker"
 HEARTBEAT_SECONDS = 1.0
 EXIT_FAILED = 1
 EXIT_ABORTED = 3
-_PR_SET_PDEATHSIG = 1
 
 
 class Worker(Protocol):
@@ -64,7 +62,8 @@ class DriverReporter:
 
 def main() -> NoReturn:
     """Run the worker function that the driver names and end this process: 0 when it returned, 1 when it raised."""
-    _die_with_parent(int(sys.argv[1]))
+    # The closed connection ends a running rank; a stopped one cannot notice that, so the kernel is asked to kill it.
+    die_with_parent(int(sys.argv[1]), EXIT_ABORTED)
     world = world_from_environment()
     # The token is removed from the environment, which user code may print. /proc still shows it to the driver, which
     # identifies its ranks by it.
@@ -124,17 +123,8 @@ def load_worker(name: str) -> Worker:
     return getattr(module, function_name)
 
 
-def _die_with_parent(parent: int) -> None:
-    # The closed connection ends a running rank; a stopped one cannot notice that, so the kernel is asked to kill it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(EXIT_ABORTED)
-
-
 def _end_on_abort(connection: Connection) -> NoReturn:
-    while (message := connection.receive()) is not None:
-        if isinstance(message, Abort):
-            break
+    wait_for_abort(connection)
     os._exit(EXIT_ABORTED)
 
 

@@ -214,6 +214,13 @@ def is_proof(token: str, role: str, nonce: str, proof: str) -> bool:
     return hmac.compare_digest(proof_of(token, role, nonce).encode(), proof.encode(errors="replace"))
 
 
+def wait_for_abort(connection: Connection) -> None:
+    """Return when the driver asks this process to end, or is gone."""
+    while (message := connection.receive()) is not None:
+        if isinstance(message, Abort):
+            return
+
+
 def call_driver(
     address: str, token: str, role: Literal["rank", "keeper"], rank: int, pid: int
 ) -> tuple[Connection, Welcome]:

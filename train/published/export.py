@@ -227,5 +227,5 @@ def _publish(store: Store, scratch: Path, artifact_dir: str) -> tuple[SealedFile
 
 
 def _parity_images(dataset: Dataset) -> np.ndarray:
-    split = next(name for name in ("test", "validation", "train") if name in dataset.manifest.splits)
+    split = dataset.manifest.evaluation_split or "train"
     return np.stack([sample.image_HWC for sample in read_samples(dataset, split, NUM_PARITY_IMAGES)])

@@ -1,0 +1,19 @@
+"""Linux ends a process with its parent: for children that a closed pipe or connection cannot end, stopped ones too."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int, exit_code: int) -> None:
+    """Let the kernel kill this process when the process `parent`, which started it, ends (prctl(2)).
+
+    If it has ended already, this process ends at once, with `exit_code`.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(exit_code)
