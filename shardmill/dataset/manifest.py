@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from shardmill.errors import IntegrityError
+from shardmill.formats.rows import RowSchema
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.options import NormalizeOptions, Section
 from shardmill.sealed import SealedFile
@@ -120,6 +121,11 @@ class Manifest(Section):
     def evaluation_split(self) -> str | None:
         """The split whose samples no training decision has seen, as far as there is one; None without any."""
         return next((name for name in ("test", "validation") if name in self.splits), None)
+
+    @property
+    def row_schema(self) -> RowSchema:
+        """What is equal for all rows of the version."""
+        return RowSchema(self.normalize.encoding, self.normalize.image_shape_HWC, self.class_names)
 
     @property
     def channel_mean(self) -> tuple[float, ...]:

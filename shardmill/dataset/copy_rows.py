@@ -1,0 +1,65 @@
+"""Published shards -> the rows that they were written from: a new version copies images and decodes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardmill.dataset.chunks import ChunkFetcher
+from shardmill.dataset.index import ROWS_SCHEMA, SplitIndex, rows_file
+from shardmill.dataset.segment import RESTORE, read_segment
+from shardmill.errors import IntegrityError
+from shardmill.formats.rows import RowSchema, StoredRow
+from shardmill.storage import Store, join_uri
+from shardmill.values import ImageSample, ShardInfo, SourceImage
+
+
+def read_stored_rows(store: Store, shard: ShardInfo, schema: RowSchema) -> Iterator[StoredRow]:
+    """Every row of a shard of any format, in its order, with all facts of its row segment; equal to what was published.
+
+    Holds one chunk and the row segment at a time. Raises IntegrityError for any altered byte, and if the segment is of
+    other rows than the shard: each row's digest is computed again from its image.
+    """
+    where = join_uri(store.uri, shard.path)
+    records = read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows).to_pylist()
+    if len(records) != shard.num_rows:
+        raise IntegrityError(f"{shard.rows_path} has {len(records)} rows", f"expected {shard.num_rows}", RESTORE)
+    fetcher = ChunkFetcher(store, SplitIndex(shard.split, shard.format, (shard,)))
+    position = 0
+    for chunk in range(len(shard.chunks)):
+        for image in fetcher.read_chunk(chunk).images:
+            yield _stored_row(records[position], bytes(image), schema, where)
+            position += 1
+
+
+def _stored_row(record: dict[str, Any], image: bytes, schema: RowSchema, where: str) -> StoredRow:
+    height, width, channels = schema.image_shape_HWC
+    label_id = record["label"]
+    if label_id is not None and not 0 <= label_id < len(schema.class_names):
+        raise IntegrityError(f"{where} has the label {label_id}", f"expected one of {len(schema.class_names)} classes")
+    source = SourceImage(
+        key=record["source"],
+        size_bytes=record["source_bytes"],
+        mtime_ns=record["source_mtime_ns"],
+        etag=record["source_etag"],
+        label=None if label_id is None else schema.class_names[label_id],
+        sample_id=record["sample_id"],
+    )
+    sample = ImageSample(
+        image=image,
+        height=height,
+        width=width,
+        channels=channels,
+        source_sha256=record["source_sha256"],
+        channel_sums=tuple(record["channel_sums"]),
+        channel_square_sums=tuple(record["channel_square_sums"]),
+        notes=tuple(record["notes"].split(",")) if record["notes"] else (),
+    )
+    row = StoredRow.of(source, label_id, sample)
+    if row.digest != record["row_sha256"]:
+        raise IntegrityError(
+            f"{where} holds another row than its row segment says: {record['source']!r}",
+            "expected an image with the recorded digest",
+            RESTORE,
+        )
+    return row
