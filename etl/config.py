@@ -10,8 +10,9 @@ from etl.engines import ENGINES
 from etl.sources import SOURCES
 from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
-from shardmill.options import DecodeLimits, NormalizeOptions, Section
+from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.registry import OneOf
+from shardmill.section import Section
 
 SPLITS = ("train", "validation", "test")
 

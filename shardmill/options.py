@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from shardmill.registry import Entry, OneOf, Registry
+from shardmill.section import Section
 
 if TYPE_CHECKING:
     from shardmill.formats.encodings import StoredEncoding
@@ -22,12 +23,6 @@ ENCODINGS: Registry[StoredEncoding] = Registry(
         "raw": Entry("shardmill.formats.encodings:RAW", "uint8 pixels: largest, fastest to read"),
     },
 )
-
-
-class Section(BaseModel):
-    """A frozen section of a config or manifest; a key that it does not know is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class NormalizeOptions(Section):

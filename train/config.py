@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, SparkConfig
-from shardmill.options import Section
 from shardmill.registry import OneOf
+from shardmill.section import Section
 from train.launching import LAUNCHERS
 from train.settings import TrainSettings
 

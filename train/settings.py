@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from shardmill.formats import SHARD_FORMATS
-from shardmill.options import AugmentOptions, Section
+from shardmill.options import AugmentOptions
 from shardmill.registry import OneOf
+from shardmill.section import Section
 from train.models import MODELS
 from train.strategies import STRATEGIES
 

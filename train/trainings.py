@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from shardmill.errors import IntegrityError
-from shardmill.options import Section
 from shardmill.sealed import unseal
+from shardmill.section import Section
 from shardmill.storage import Store, check_relative_path, join_uri
 from shardmill.values import DatasetPin, Nonce
 from train.checkpoint import MARKER, settings_that_matter

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from shardmill.errors import UsageError
 from shardmill.jobs.spark_settings import flat_settings
-from shardmill.options import Section
+from shardmill.section import Section
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

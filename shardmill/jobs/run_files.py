@@ -21,8 +21,8 @@ from shardmill.dataset.manifest import Manifest
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
 from shardmill.jobs.process import why_ended
 from shardmill.jobs.redact import redacted, redacted_text
-from shardmill.options import Section
 from shardmill.sealed import seal, unseal
+from shardmill.section import Section
 from shardmill.storage import check_relative_path, join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.options import Section
+from shardmill.section import Section
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from train.published.exported import Export, read_export, require_exports

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.options import NormalizeOptions, Section
+from shardmill.options import NormalizeOptions
 from shardmill.sealed import SealedFile, check_sealed, read_sealed
+from shardmill.section import Section
 from shardmill.storage import check_relative_path, join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
