@@ -30,8 +30,10 @@ class NormalizeOptions(Section):
 
     image_size: int = Field(default=64, ge=1, le=8192)
     """Height and width in pixels of every stored image; 64 trains in minutes on a CPU, photographs deserve 224."""
-    resize_mode: Literal["crop", "pad"] = "crop"
-    """`crop` keeps the centre square, `pad` keeps everything and fills with black."""
+    resize_mode: Literal["crop", "pad", "stretch"] = "crop"
+    """`crop` keeps the centre square, `pad` keeps everything on black, `stretch` gives up the aspect ratio."""
+    upscale: bool = True
+    """Enlarge sources that are too small for `image_size`; false: they keep their pixels, centred on black."""
     color: Literal["rgb", "gray"] = "rgb"
     """Channels of the stored image: three, or one."""
     encoding: Annotated[str, OneOf(ENCODINGS)] = "jpeg"
@@ -44,8 +46,10 @@ class NormalizeOptions(Section):
     """A source that declares more pixels is rejected as `too_many_pixels` before anything is allocated."""
     max_source_side_pixels: int = Field(default=30_000, ge=1)
     """A source with a longer side is rejected as `too_many_pixels`."""
-    max_aspect_ratio: int = Field(default=100, ge=1)
-    """A source longer than this many times its width is rejected as `aspect_ratio`."""
+    min_source_side_pixels: int = Field(default=1, ge=1)
+    """A source with a shorter side is left out as `too_small`; that counts against no limit, it was asked for."""
+    max_aspect_ratio: float = Field(default=100, ge=1)
+    """A source whose longer side is more than this many times its shorter one is rejected as `aspect_ratio`."""
 
     @property
     def num_channels(self) -> int:

@@ -41,6 +41,7 @@ class RejectReason(StrEnum):
     UNSUPPORTED_MODE = "unsupported_mode"
     UNSAFE_FORMAT = "unsafe_format"
     TOO_MANY_PIXELS = "too_many_pixels"
+    TOO_SMALL = "too_small"
     ASPECT_RATIO = "aspect_ratio"
     DECODER_ERROR = "decoder_error"
     DECODER_CRASH = "decoder_crash"
@@ -51,8 +52,9 @@ class RejectReason(StrEnum):
 # Transient: these describe a moment, not the input; another run may get another answer.
 TRANSIENT_REASONS = frozenset({RejectReason.MISSING, RejectReason.UNREADABLE, RejectReason.SOURCE_CHANGED})
 
-# Files that were never meant as images do not count against `etl.max_reject_fraction`.
-REASONS_OUTSIDE_REJECT_FRACTION = frozenset({RejectReason.NOT_AN_IMAGE_NAME})
+# Not faults, so not counted against `etl.max_reject_fraction`: files that were never meant as images, and small images
+# where the config asks for larger ones (`etl.min_source_side_pixels` is off by default).
+REASONS_OUTSIDE_REJECT_FRACTION = frozenset({RejectReason.NOT_AN_IMAGE_NAME, RejectReason.TOO_SMALL})
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import simplejpeg
 from shardmill.options import NormalizeOptions
 
 # Increase it with every change to this package that can change a pixel or a rejection.
-RULES_VERSION = 2
+RULES_VERSION = 3
 DECODER_ID = (
     f"rules-{RULES_VERSION}+simplejpeg-{simplejpeg.__version__}+opencv-{cv2.__version__}"
     f"+pillow-{PIL.__version__}+shrink-area+enlarge-linear-exact+ipp-off"

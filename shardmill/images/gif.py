@@ -16,6 +16,7 @@ from shardmill.images.pixels import (
     TRAILING_NOTE,
     DecodedImage,
     Refused,
+    check_allocation,
     check_dimensions,
     flatten_over_white,
 )
@@ -151,7 +152,7 @@ def _take_palette(blocks: BlockReader, flags: int) -> bytes:
 
 
 def _decode_indexes(frame: Frame, options: NormalizeOptions) -> np.ndarray:
-    check_dimensions(frame.height, frame.width, options)
+    check_allocation(frame.height, frame.width, options)
     if not 1 <= frame.root_bits <= 8:
         raise Refused(RejectReason.BAD_HEADER, f"LZW codes of {frame.root_bits} bits")
     size = struct.pack("<HH", frame.width, frame.height)

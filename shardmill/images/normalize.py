@@ -1,8 +1,8 @@
 """Upright pixels to the one size and colour of the dataset.
 
-The geometry decides stored pixels: the centre square is cut out first and resized then. Only kernels that give the
-same integers on every CPU are used: OpenCV's AREA to shrink and LINEAR_EXACT to enlarge (its cubic kernel gave five
-results on five instruction sets). Shape legend: H height, W width, C channels.
+The geometry decides stored pixels (docs/images.md): the centre square is cut out first and resized then. Only kernels
+that give the same integers on every CPU are used: OpenCV's AREA to shrink and LINEAR_EXACT to enlarge (its cubic kernel
+gave five results on five instruction sets). Shape legend: H height, W width, C channels.
 """
 
 from __future__ import annotations
@@ -20,11 +20,22 @@ LUMA_WEIGHTS_RGB = np.array([19595, 38470, 7471], dtype=np.uint32)
 def normalize(pixels_HWC: np.ndarray, options: NormalizeOptions) -> np.ndarray:
     """A fresh uint8 array of `options.image_shape_HWC` from gray or RGB pixels of any size."""
     prepare_opencv()
-    if options.resize_mode == "crop":
-        image_HWC = _resize(_crop_square(pixels_HWC), options.image_size, options.image_size)
-    else:
-        image_HWC = _fit_in_square(pixels_HWC, options.image_size)
+    kept_HWC = _crop_square(pixels_HWC) if options.resize_mode == "crop" else pixels_HWC
+    height, width = resized_shape(kept_HWC.shape[0], kept_HWC.shape[1], options)
+    image_HWC = _centre_on_black(_resize(kept_HWC, height, width), options.image_size)
     return _to_channels(image_HWC, options.num_channels)
+
+
+def resized_shape(height: int, width: int, options: NormalizeOptions) -> tuple[int, int]:
+    """Height and width, in stored pixels, of what is kept of a source of this size."""
+    size, longer = options.image_size, max(height, width)
+    resized_height = resized_width = size
+    if options.resize_mode == "pad":
+        resized_height = max(1, (height * size + longer // 2) // longer)
+        resized_width = max(1, (width * size + longer // 2) // longer)
+    if options.upscale:
+        return resized_height, resized_width
+    return min(resized_height, height), min(resized_width, width)
 
 
 def _crop_square(pixels_HWC: np.ndarray) -> np.ndarray:
@@ -34,25 +45,25 @@ def _crop_square(pixels_HWC: np.ndarray) -> np.ndarray:
     return pixels_HWC[top : top + side, left : left + side]
 
 
-def _fit_in_square(pixels_HWC: np.ndarray, size: int) -> np.ndarray:
-    height, width, num_channels = pixels_HWC.shape
-    longer = max(height, width)
-    fitted_height = max(1, (height * size + longer // 2) // longer)
-    fitted_width = max(1, (width * size + longer // 2) // longer)
-    padded_HWC = np.zeros((size, size, num_channels), dtype=np.uint8)
-    top, left = (size - fitted_height) // 2, (size - fitted_width) // 2
-    padded_HWC[top : top + fitted_height, left : left + fitted_width] = _resize(pixels_HWC, fitted_height, fitted_width)
-    return padded_HWC
-
-
 def _resize(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
-    contiguous_HWC = np.ascontiguousarray(pixels_HWC)  # upright pixels may be a flipped view
-    if contiguous_HWC.shape[:2] == (height, width):
-        return contiguous_HWC
-    shrinks = height <= contiguous_HWC.shape[0] and width <= contiguous_HWC.shape[1]
-    kernel = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR_EXACT
-    resized = cv2.resize(contiguous_HWC, (width, height), interpolation=kernel)
-    return resized.reshape(height, width, -1)  # OpenCV drops the axis of a single channel
+    resized_HWC = np.ascontiguousarray(pixels_HWC)  # upright pixels may be a flipped view
+    # What shrinks is averaged first, also if the other side grows: a linear kernel would skip pixels there (alias).
+    shrunk_shape = min(height, resized_HWC.shape[0]), min(width, resized_HWC.shape[1])
+    for shape, kernel in ((shrunk_shape, cv2.INTER_AREA), ((height, width), cv2.INTER_LINEAR_EXACT)):
+        if resized_HWC.shape[:2] != shape:
+            resized = cv2.resize(resized_HWC, shape[::-1], interpolation=kernel)
+            resized_HWC = resized.reshape(*shape, -1)  # OpenCV drops the axis of a single channel
+    return resized_HWC
+
+
+def _centre_on_black(image_HWC: np.ndarray, size: int) -> np.ndarray:
+    height, width, num_channels = image_HWC.shape
+    if height == width == size:
+        return image_HWC
+    square_HWC = np.zeros((size, size, num_channels), dtype=np.uint8)
+    top, left = (size - height) // 2, (size - width) // 2
+    square_HWC[top : top + height, left : left + width] = image_HWC
+    return square_HWC
 
 
 def _to_channels(image_HWC: np.ndarray, num_channels: int) -> np.ndarray:

@@ -43,7 +43,21 @@ class DecodedImage:
 
 
 def check_dimensions(height: int, width: int, options: NormalizeOptions) -> None:
-    """Refuses by the declared size; every decoder calls it before it allocates anything of that size."""
+    """Refuses an image by its declared size; every decoder calls it before it allocates anything of that size."""
+    check_allocation(height, width, options)
+    if min(height, width) < options.min_source_side_pixels:
+        raise Refused(
+            RejectReason.TOO_SMALL,
+            f"declares {width}x{height}; min_source_side_pixels is {options.min_source_side_pixels}",
+        )
+    if max(height, width) > options.max_aspect_ratio * min(height, width):
+        raise Refused(
+            RejectReason.ASPECT_RATIO, f"declares {width}x{height}; max_aspect_ratio is {options.max_aspect_ratio:g}"
+        )
+
+
+def check_allocation(height: int, width: int, options: NormalizeOptions) -> None:
+    """Refuses by what pixels cost alone; for the frames of an image, which may be small or long parts of its canvas."""
     if height < 1 or width < 1:
         raise Refused(RejectReason.BAD_HEADER, f"declares {width}x{height} pixels")
     if max(height, width) > options.max_source_side_pixels:
@@ -54,10 +68,6 @@ def check_dimensions(height: int, width: int, options: NormalizeOptions) -> None
     if height * width > options.max_source_pixels:
         raise Refused(
             RejectReason.TOO_MANY_PIXELS, f"declares {width}x{height}; max_source_pixels is {options.max_source_pixels}"
-        )
-    if max(height, width) > options.max_aspect_ratio * min(height, width):
-        raise Refused(
-            RejectReason.ASPECT_RATIO, f"declares {width}x{height}; max_aspect_ratio is {options.max_aspect_ratio}"
         )
 
 

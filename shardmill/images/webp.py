@@ -14,6 +14,7 @@ from shardmill.images.pixels import (
     TRAILING_NOTE,
     DecodedImage,
     Refused,
+    check_allocation,
     check_dimensions,
     decode_with_opencv,
     expect_size,
@@ -59,7 +60,7 @@ def decode_webp(data: bytes, options: NormalizeOptions) -> DecodedImage:
     frame = _read_animation_frame(chunks[b"ANMF"]) if b"ANMF" in chunks else _read_still(chunks, top=0, left=0)
     height, width = _read_canvas(chunks) if b"VP8X" in chunks else (frame.height, frame.width)
     check_dimensions(height, width, options)
-    check_dimensions(frame.height, frame.width, options)
+    check_allocation(frame.height, frame.width, options)
     if frame.top + frame.height > height or frame.left + frame.width > width:
         raise Refused(RejectReason.BAD_HEADER, "the first frame lies outside the canvas")
     pixels_HWC = _decode_frame(frame, height, width, notes)

@@ -9,6 +9,7 @@ import pytest
 
 from shardmill.values import RejectReason
 from tests.shardmill.images.make import (
+    OPTIONS,
     decode,
     gif,
     gray_photo,
@@ -111,6 +112,13 @@ def test_animated_webp_shows_its_first_frame_on_white() -> None:
     expected[2:26, 4:36] = photo()
     assert mean_error(decoded.pixels_HWC, expected) == 0
     assert decoded.notes == ("first_frame_of_3", "alpha_flattened")
+
+
+def test_filters_look_at_the_canvas_and_not_at_a_frame_of_it() -> None:
+    strict = OPTIONS.model_copy(update={"min_source_side_pixels": 30, "max_aspect_ratio": 1.35})
+    assert decode(animated_webp(1), strict).pixels_HWC.shape == (30, 40, 3)
+    one_pixel_high = gif_by_hand(gif_frame(0, 0, 3, 1, [4, 1, 1, 1, 5]), (40, 30))
+    assert decode(one_pixel_high, strict).pixels_HWC.shape == (30, 40, 3)
 
 
 def test_damaged_webp() -> None:

@@ -183,6 +183,9 @@ def test_the_aspect_ratio_at_its_limit_passes() -> None:
     check_dimensions(2000, 20, OPTIONS)
     with pytest.raises(Refused, match="max_aspect_ratio is 100"):
         check_dimensions(20, 2001, OPTIONS)
+    check_dimensions(20, 31, OPTIONS.model_copy(update={"max_aspect_ratio": 1.55}))
+    with pytest.raises(Refused, match="max_aspect_ratio is 1.5$"):
+        check_dimensions(20, 31, OPTIONS.model_copy(update={"max_aspect_ratio": 1.5}))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def options_of(size: int, **changes: object) -> NormalizeOptions:
     height=st.integers(1, 90),
     width=st.integers(1, 90),
     size=st.integers(1, 50),
-    mode=st.sampled_from(["crop", "pad"]),
+    mode=st.sampled_from(["crop", "pad", "stretch"]),
     color=st.sampled_from(["rgb", "gray"]),
     is_gray_source=st.booleans(),
 )
@@ -44,7 +44,7 @@ def test_any_size_becomes_the_asked_shape(
     assert np.array_equal(image_HWC, normalize(source_HWC.copy(), options))
     # No kernel here overshoots: what comes out lies between what went in, or is the black of padding.
     assert image_HWC.max() <= source_HWC.max() + 1
-    if mode == "crop" and color == "rgb":
+    if mode != "pad" and color == "rgb":
         assert image_HWC.min() >= source_HWC.min() - 1
 
 
@@ -129,7 +129,9 @@ def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest
         NormalizeOptions(max_source_bytes=1),
         NormalizeOptions(max_source_pixels=1),
         NormalizeOptions(max_source_side_pixels=1),
-        NormalizeOptions(max_aspect_ratio=1),
+        NormalizeOptions(upscale=False),
+        NormalizeOptions(min_source_side_pixels=2),
+        NormalizeOptions(max_aspect_ratio=1.5),
     ]
     assert len(changed) == len(NormalizeOptions.model_fields)
     fingerprints = {normalization_fingerprint(options) for options in [base, *changed]}

@@ -169,3 +169,13 @@ def test_gray_sources_become_three_equal_channels_and_back() -> None:
     assert isinstance(gray, ImageSample)
     rgb_HWC, gray_HWC = decode_stored(rgb.image, "raw", (24, 24, 3)), decode_stored(gray.image, "raw", (24, 24, 1))
     assert np.array_equal(rgb_HWC, np.repeat(gray_HWC, 3, axis=2))
+
+
+@pytest.mark.parametrize("name", sorted(INTACT_FILES))
+def test_an_image_smaller_than_asked_for_is_left_out_in_every_format(name: str) -> None:
+    sample = run(INTACT_FILES[name], options=OPTIONS.model_copy(update={"min_source_side_pixels": 24}))
+    assert isinstance(sample, ImageSample), sample
+    rejection = run(INTACT_FILES[name], options=OPTIONS.model_copy(update={"min_source_side_pixels": 25}))
+    assert isinstance(rejection, Rejection)
+    assert rejection.reason is RejectReason.TOO_SMALL
+    assert rejection.detail == "declares 32x24; min_source_side_pixels is 25"
