@@ -22,6 +22,9 @@ from shardmill.values import Rejection, ShardInfo
 SCHEMA_VERSION = 1
 MANIFESTS = "manifests"
 
+Operation = Literal["full", "compact"]
+"""What made a version: a `full` build of its source, or a rearrangement that holds what an older version holds."""
+
 
 class SplitInfo(Section):
     """One split of a version."""
@@ -95,7 +98,7 @@ class Manifest(Section):
     run_id: str
     created_at: str
     """UTC, ISO 8601; in no digest."""
-    operation: Literal["full"] = "full"
+    operation: Operation = "full"
     parent_version: int | None
     content_digest: str = Field(pattern="^[0-9a-f]{64}$")
     layout_digest: str = Field(pattern="^[0-9a-f]{64}$")

@@ -1,0 +1,156 @@
+"""Merge the small shards of a version into full ones, as a new version with equal content."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from shardmill.dataset.commit import INDEXES, publish
+from shardmill.dataset.copy_rows import read_stored_rows
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.index import index_table
+from shardmill.dataset.maintenance.child import child_of
+from shardmill.dataset.manifest import Manifest, layout_digest
+from shardmill.dataset.segment import put_segment
+from shardmill.dataset.shard import publish_shard
+from shardmill.errors import IntegrityError
+from shardmill.formats.rows import cut_chunks, cut_shards
+from shardmill.storage import Store
+from shardmill.values import ShardInfo
+
+_Copies = tuple[ShardInfo, ...]
+"""The same rows in every format of the dataset, in the order of the manifest's `formats`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """What `compact_dataset` did."""
+
+    manifest: Manifest
+    """The version that holds the rows now: the old one if there was nothing to merge."""
+    num_shards_before: int
+    """Of all splits, in one format."""
+    num_shards_after: int
+    num_rows_copied: int
+
+    @property
+    def is_unchanged(self) -> bool:
+        return not self.num_rows_copied
+
+
+def compact_dataset(dataset: Dataset, run_id: str, *, scratch_dir: str = "") -> Compaction:
+    """Commit a version whose small shards are merged, with the rows of `dataset`, its latest version.
+
+    Full shards are named again, not copied. Without at least two small shards in a split there is no new version.
+    `scratch_dir`: where shards are spooled; empty for the system's temporary folder. Raises IntegrityError for any
+    altered byte among the merged shards, CommitConflict if another writer published first.
+    """
+    manifest, limits = dataset.manifest, _Limits.of(dataset.manifest)
+    before = {split: _by_position(dataset, split) for split in manifest.splits}
+    after: dict[str, list[_Copies]] = {}
+    num_rows_copied = 0
+
+    # Copy: encoded bytes and every fact of a row, through the same code that publishes new shards.
+    with TemporaryDirectory(prefix="shardmill-compact-", dir=scratch_dir or None) as scratch:
+        for split, shards in before.items():
+            small = [copies for copies in shards if 2 * _image_bytes(copies) < limits.shard_max_bytes]
+            merged = _merge(dataset.store, manifest, small, limits, Path(scratch)) if len(small) > 1 else small
+            if len(merged) < len(small):
+                after[split] = [*(copies for copies in shards if copies not in small), *merged]
+                num_rows_copied += sum(copies[0].num_rows for copies in small)
+            else:
+                after[split] = shards
+
+    # Commit: the rows are the parent's, so are their sums; only where they lie is new.
+    before_and_after = (_count(before), _count(after))
+    if not num_rows_copied:
+        return Compaction(manifest, *before_and_after, 0)
+    draft = _draft(dataset, after, run_id)
+    return Compaction(publish(dataset.store, draft), *before_and_after, num_rows_copied)
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Where the build that made the dataset cuts chunks and shards; a compacted one is cut alike."""
+
+    chunk_bytes: int
+    shard_max_bytes: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> _Limits:
+        try:
+            return cls(int(manifest.config["chunk_bytes"]), int(manifest.config["shard_max_bytes"]))
+        except (KeyError, TypeError, ValueError):
+            raise IntegrityError(
+                f"the config of version {manifest.version} lacks chunk_bytes or shard_max_bytes",
+                "expected the section etl of the run that built it",
+                "run `shardmill etl`, which builds a version that names them",
+            ) from None
+
+
+def _by_position(dataset: Dataset, split: str) -> list[_Copies]:
+    """The shards of a split in layout order, each with its copies in the other formats."""
+    shards = [dataset.index(split, name).shards for name in dataset.manifest.formats]
+    same_rows = [tuple(chunk.content_sha256 for chunk in shard.chunks) for shard in shards[0]]
+    for others in shards[1:]:
+        if [tuple(chunk.content_sha256 for chunk in shard.chunks) for shard in others] != same_rows:
+            raise IntegrityError(
+                f"the shards of split {split} hold other rows in {others[0].format} than in {shards[0][0].format}",
+                "expected the same rows in every format",
+                "run `shardmill verify`",
+            )
+    return list(zip(*shards, strict=True))
+
+
+def _merge(
+    store: Store, manifest: Manifest, small: Sequence[_Copies], limits: _Limits, scratch: Path
+) -> list[_Copies]:
+    """New shards with the rows of `small`, in their order; every format is written from the rows of the first."""
+    schema, attempt = manifest.row_schema, uuid.uuid4().hex[:12]
+    split = small[0][0].split
+    rows = (row for copies in small for row in read_stored_rows(store, copies[0], schema))
+    merged: list[_Copies] = []
+    for number, chunks in enumerate(cut_shards(cut_chunks(rows, limits.chunk_bytes), limits.shard_max_bytes)):
+        name = f"compact-{number:06d}-{attempt}"
+        merged.append(
+            tuple(
+                publish_shard(store, split, name, format_name, chunks, schema=schema, scratch=scratch)
+                for format_name in manifest.formats
+            )
+        )
+    return merged
+
+
+def _draft(dataset: Dataset, after: dict[str, list[_Copies]], run_id: str) -> Manifest:
+    manifest = dataset.manifest
+    shards = [shard for copies_of_split in after.values() for copies in copies_of_split for shard in copies]
+    one_format = [shard for shard in shards if shard.format == manifest.formats[0]]
+    splits = {
+        split: info.model_copy(
+            update={
+                "num_shards": len(after[split]),
+                "num_chunks": sum(len(copies[0].chunks) for copies in after[split]),
+            }
+        )
+        for split, info in manifest.splits.items()
+    }
+    return child_of(
+        manifest,
+        "compact",
+        run_id,
+        content=manifest,
+        splits=splits,
+        layout_digest=layout_digest(manifest.content_digest, one_format),
+        index_segments=(put_segment(dataset.store, INDEXES, index_table(shards)),),
+    )
+
+
+def _image_bytes(copies: _Copies) -> int:
+    return sum(chunk.image_bytes for chunk in copies[0].chunks)
+
+
+def _count(shards: dict[str, list[_Copies]]) -> int:
+    return sum(map(len, shards.values()))
