@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli_options import Command, Common, command_without
+from pipeline.dataset_commands import DatasetArgument, dataset_app
 from pipeline.ending import run_app
 from pipeline.printing import (
-    flat_rows,
     plain,
     print_result,
     stage_rows,
@@ -34,6 +34,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Show the config.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(dataset_app)
 
 Version = Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)]
 Source = Annotated[str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="A folder of images, or a TOML file.")]
@@ -41,7 +42,6 @@ ReplaceSource = Annotated[
     bool, typer.Option("--replace-source", help="The dataset's images may come from another source than before.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Train again although a result exists; the old one stays.")]
-DatasetArgument = Annotated[str, typer.Argument(metavar="DATASET[@N]", help="Dataset folder or URI, or a TOML file.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -194,32 +194,6 @@ def predict(
 
 
 @app.command(cls=command_without("run_id"))
-def inspect(
-    context: typer.Context,
-    dataset: DatasetArgument,
-    files: Annotated[bool, typer.Option("--files", help="List the shards' URIs, for other tools.")] = False,
-    rejects: Annotated[bool, typer.Option("--rejects", help="List the rejects; also DATASET/rejects/X.")] = False,
-) -> None:
-    """What a dataset version holds, or (with --rejects and its path) the ledger of a build that failed."""
-    from pipeline.inspection import describe, list_files, list_rejections
-    from shardmill.dataset.open import open_dataset
-
-    common: Common = context.obj
-    uri = _dataset_uri(common, dataset)
-    if rejects:
-        found = list_rejections(uri)
-        return print_result(common, found, [(e["source"], e["reason"], e["detail"]) for e in found], title=uri)
-    opened = open_dataset(uri)
-    title = f"{opened.pin.uri}@{opened.pin.version}"
-    if files:
-        found = list_files(opened)
-        print_result(common, found, [(each["uri"],) for each in found], title="")
-    else:
-        facts = describe(opened)
-        print_result(common, facts, flat_rows(facts), title=title)
-
-
-@app.command(cls=command_without("run_id"))
 def doctor(
     context: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file to check as well.")] = "",
@@ -284,16 +258,6 @@ def main() -> None:
 def _print_stage(common: Common, record: StageRecord) -> None:
     machine = {"run_id": common.run_id, **record.model_dump(mode="json", exclude={"detail"})}
     print_result(common, machine, stage_rows(record), title=stage_title(record))
-
-
-def _dataset_uri(common: Common, dataset: str) -> str:
-    from pipeline.config import existing_path, load_pipeline, require
-
-    if not dataset.endswith(".toml"):
-        return existing_path(dataset)
-    tree = load_pipeline(dataset, common.overrides, common.workdir)
-    require(tree, "dataset")
-    return tree.dataset.uri
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+"""The commands that look at a dataset's versions, and those that make one of another: no image is decoded in any."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pipeline.cli_options import Command, Common, command_without
+from pipeline.printing import counted, flat_rows, print_result
+from shardmill.errors import UsageError
+
+dataset_app = typer.Typer()
+
+DatasetArgument = Annotated[str, typer.Argument(metavar="DATASET[@N]", help="Dataset folder or URI, or a TOML file.")]
+WholeDataset = Annotated[str, typer.Argument(metavar="DATASET", help="Dataset folder or URI, or a TOML file.")]
+
+
+@dataset_app.command(cls=command_without("run_id"))
+def inspect(
+    context: typer.Context,
+    dataset: DatasetArgument,
+    files: Annotated[bool, typer.Option("--files", help="List the shards' URIs, for other tools.")] = False,
+    rejects: Annotated[bool, typer.Option("--rejects", help="List the rejects; also DATASET/rejects/X.")] = False,
+) -> None:
+    """What a dataset version holds, or (with --rejects and its path) the ledger of a build that failed."""
+    from pipeline.inspection import describe, list_files, list_rejections
+    from shardmill.dataset.open import open_dataset
+
+    common: Common = context.obj
+    uri = _dataset_uri(common, dataset)
+    if rejects:
+        found = list_rejections(uri)
+        return print_result(common, found, [(e["source"], e["reason"], e["detail"]) for e in found], title=uri)
+    opened = open_dataset(uri)
+    title = f"{opened.pin.uri}@{opened.pin.version}"
+    if files:
+        found = list_files(opened)
+        print_result(common, found, [(each["uri"],) for each in found], title="")
+    else:
+        facts = describe(opened)
+        print_result(common, facts, flat_rows(facts), title=title)
+
+
+@dataset_app.command(cls=Command)
+def compact(context: typer.Context, dataset: WholeDataset) -> None:
+    """Merge small shards into full ones, as a new version with equal content."""
+    from shardmill.dataset.maintenance.compact import compact_dataset
+    from shardmill.dataset.open import open_dataset
+
+    common: Common = context.obj
+    opened = open_dataset(_whole_dataset(_dataset_uri(common, dataset)))
+    done = compact_dataset(opened, common.run_id)
+    shards = f"{counted(done.num_shards_before, 'shard')} in each format"
+    machine = {
+        "uri": opened.pin.uri,
+        "version": done.manifest.version,
+        "is_new": not done.is_unchanged,
+        "content_digest": done.manifest.content_digest,
+        "num_shards_before": done.num_shards_before,
+        "num_shards_after": done.num_shards_after,
+        "num_rows_copied": done.num_rows_copied,
+    }
+    rows = (
+        [("unchanged", f"nothing to merge in {shards}; no new version")]
+        if done.is_unchanged
+        else [
+            ("dataset", f"{opened.pin.uri}@{done.manifest.version}"),
+            ("shards", f"{shards} before, {done.num_shards_after:,} now"),
+            ("rows copied", f"{done.num_rows_copied:,}"),
+        ]
+    )
+    print_result(common, machine, rows, title="compact")
+
+
+def _whole_dataset(uri: str) -> str:
+    """`uri` itself. Raises UsageError if it names one version: these commands follow the latest one."""
+    from shardmill.dataset.versions import split_version
+
+    root, version = split_version(uri)
+    if version is not None:
+        raise UsageError(
+            f"{uri} names one version",
+            "expected the dataset: the command makes a version that follows the latest",
+            f"give {root}; to go back to an older version, `shardmill rollback {uri}`",
+        )
+    return root
+
+
+def _dataset_uri(common: Common, dataset: str) -> str:
+    from pipeline.config import existing_path, load_pipeline, require
+
+    if not dataset.endswith(".toml"):
+        return existing_path(dataset)
+    tree = load_pipeline(dataset, common.overrides, common.workdir)
+    require(tree, "dataset")
+    return tree.dataset.uri
