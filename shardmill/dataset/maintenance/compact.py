@@ -105,9 +105,7 @@ def _by_position(dataset: Dataset, split: str) -> list[_Copies]:
     return list(zip(*shards, strict=True))
 
 
-def _merge(
-    store: Store, manifest: Manifest, small: Sequence[_Copies], limits: _Limits, scratch: Path
-) -> list[_Copies]:
+def _merge(store: Store, manifest: Manifest, small: Sequence[_Copies], limits: _Limits, scratch: Path) -> list[_Copies]:
     """New shards with the rows of `small`, in their order; every format is written from the rows of the first."""
     schema, attempt = manifest.row_schema, uuid.uuid4().hex[:12]
     split = small[0][0].split
