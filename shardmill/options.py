@@ -20,6 +20,7 @@ ENCODINGS: Registry[StoredEncoding] = Registry(
     {
         "jpeg": Entry("shardmill.formats.encodings:JPEG", "smallest; 4:4:4, with losses"),
         "png": Entry("shardmill.formats.encodings:PNG", "lossless"),
+        "webp": Entry("shardmill.formats.webp:WEBP", "smaller than jpeg at equal quality, slower to write and read"),
         "raw": Entry("shardmill.formats.encodings:RAW", "uint8 pixels: largest, fastest to read"),
     },
 )
@@ -37,9 +38,11 @@ class NormalizeOptions(Section):
     color: Literal["rgb", "gray"] = "rgb"
     """Channels of the stored image: three, or one."""
     encoding: Annotated[str, OneOf(ENCODINGS)] = "jpeg"
-    """How the shards hold an image: `jpeg`, `png` (lossless), or `raw` uint8 (largest, fastest to read)."""
+    """How the shards hold an image: `jpeg`, `png` (lossless), `webp`, or `raw` uint8 (largest, fastest to read)."""
     jpeg_quality: int = Field(default=90, ge=1, le=100)
     """Quality of the stored JPEG (4:4:4); no effect on other encodings."""
+    webp_quality: int = Field(default=90, ge=1, le=100)
+    """Quality of the stored WebP (lossy, 4:2:0); no effect on other encodings."""
     max_source_bytes: int = Field(default=50_000_000, ge=1)
     """A larger source file is rejected as `too_large_bytes` before it is read."""
     max_source_pixels: int = Field(default=64_000_000, ge=1)

@@ -79,7 +79,7 @@ class ImageSample:
     """One accepted, normalized image: what a row of a shard stores."""
 
     image: bytes
-    """The stored encoding (`jpeg`, `png`, or `raw` uint8 HWC)."""
+    """The stored encoding (`jpeg`, `png`, `webp`, or `raw` uint8 HWC)."""
     height: int
     width: int
     channels: int

@@ -13,7 +13,7 @@ from shardmill.reader import read_samples
 from tests.support import make_dataset
 
 
-@pytest.mark.parametrize("encoding", ["jpeg", "png", "raw"])
+@pytest.mark.parametrize("encoding", ["jpeg", "png", "raw", "webp"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_make_batch_reader_gives_the_same_images_and_labels(encoding: str, tmp_path: Path):
     from petastorm import make_batch_reader

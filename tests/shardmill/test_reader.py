@@ -20,7 +20,7 @@ from shardmill.values import Batch
 from tests.support import make_dataset
 
 
-@pytest.fixture(scope="module", params=["png", "raw", "jpeg"])
+@pytest.fixture(scope="module", params=["png", "raw", "jpeg", "webp"])
 def dataset(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     folder = tmp_path_factory.mktemp("reader")
     return open_dataset(make_dataset(folder, num_images=150, encoding=request.param, chunk_bytes=4_000))

@@ -16,7 +16,8 @@ from shardmill.formats.encodings import decode_stored, encode_image
 from shardmill.images.decoder_id import DECODER_ID, normalization_fingerprint
 from shardmill.images.normalize import normalize
 from shardmill.options import ENCODINGS, NormalizeOptions
-from tests.shardmill.images.make import gray_photo, jpeg, photo, png
+from tests.shardmill.images.make import gray_photo, jpeg, photo, png, ramp_alpha, webp
+from tests.shardmill.images.reference import ssim
 
 LOSSLESS = {"png", "raw"}
 
@@ -94,13 +95,14 @@ def test_golden_digests_of_the_resize_kernels() -> None:
 @pytest.mark.parametrize("color", ["rgb", "gray"])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_encodings_give_back_the_image(encoding: str, color: str) -> None:
-    options = options_of(24, encoding=encoding, color=color, jpeg_quality=98)
+    options = options_of(24, encoding=encoding, color=color, jpeg_quality=98, webp_quality=100)
     image_HWC = normalize(photo(24, 24), options)
     data = encode_image(image_HWC, options)
     assert data == encode_image(image_HWC.copy(), options)
     decoded_HWC = decode_stored(data, encoding, options.image_shape_HWC)
     difference = np.abs(decoded_HWC.astype(int) - image_HWC)
-    assert difference.max() == 0 if encoding in LOSSLESS else difference.mean() < 2
+    # WebP halves the colour resolution, and this picture is nothing but colour.
+    assert difference.max() == 0 if encoding in LOSSLESS else difference.mean() < (10 if encoding == "webp" else 2)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -112,10 +114,29 @@ def test_stored_bytes_of_another_shape_or_damaged_are_an_integrity_error(encodin
             decode_stored(damaged, encoding, shape_HWC)
 
 
-def test_jpeg_quality_counts() -> None:
+@pytest.mark.parametrize("encoding", ["jpeg", "webp"])
+def test_quality_counts(encoding: str) -> None:
     image_HWC = normalize(photo(), options_of(24))
-    sizes = [len(encode_image(image_HWC, options_of(24, jpeg_quality=quality))) for quality in (50, 90, 100)]
+    options = [options_of(24, encoding=encoding, **{f"{encoding}_quality": quality}) for quality in (50, 90, 100)]
+    sizes = [len(encode_image(image_HWC, each)) for each in options]
     assert sizes == sorted(set(sizes))
+
+
+def test_webp_of_a_photograph_is_smaller_than_jpeg_at_the_same_quality() -> None:
+    rough_HWC = np.random.RandomState(2).randint(-20, 20, (96, 96, 1)) + photo(96, 96).astype(int)
+    image_HWC = np.clip(rough_HWC, 0, 255).astype(np.uint8)
+    stored = {name: encode_image(image_HWC, options_of(96, encoding=name)) for name in ("jpeg", "webp")}
+    assert len(stored["webp"]) < 0.8 * len(stored["jpeg"])
+    decoded = {name: decode_stored(data, name, image_HWC.shape) for name, data in stored.items()}
+    assert abs(ssim(decoded["webp"], image_HWC) - ssim(decoded["jpeg"], image_HWC)) < 0.03
+
+
+def test_stored_webp_is_one_plain_image_and_nothing_else() -> None:
+    with_alpha = webp(np.dstack([photo(24, 24), ramp_alpha(24, 24)]), 80)
+    for data in (with_alpha, webp(photo(24, 24))[:24], png(photo(24, 24))):
+        with pytest.raises(IntegrityError, match="WebP"):
+            decode_stored(memoryview(data), "webp", (24, 24, 3))
+    assert decode_stored(memoryview(webp(photo(24, 24))), "webp", (24, 24, 3)).shape == (24, 24, 3)
 
 
 def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +147,7 @@ def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest
         NormalizeOptions(color="gray"),
         NormalizeOptions(encoding="png"),
         NormalizeOptions(jpeg_quality=91),
+        NormalizeOptions(webp_quality=91),
         NormalizeOptions(max_source_bytes=1),
         NormalizeOptions(max_source_pixels=1),
         NormalizeOptions(max_source_side_pixels=1),
@@ -153,9 +175,9 @@ def test_gray_pixels_of_any_stride_are_taken() -> None:
     )
 
 
-@pytest.mark.parametrize("encoding", ["jpeg", "png"])
+@pytest.mark.parametrize("encoding", ["jpeg", "png", "webp"])
 def test_a_bomb_in_a_shard_is_refused_by_its_header(encoding: str) -> None:
-    bomb = png(np.zeros((6000, 6000, 3), np.uint8)) if encoding == "png" else jpeg(np.zeros((6000, 6000, 3), np.uint8))
+    bomb = {"jpeg": jpeg, "png": png, "webp": webp}[encoding](np.zeros((6000, 6000, 3), np.uint8))
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(IntegrityError, match=r"declares \(6000, 6000\)"):
         decode_stored(bomb, encoding, (24, 24, 3))
