@@ -33,7 +33,7 @@ from train.config import TrainTree
         (TrainTree, "train.epochs=0", r"config key train\.epochs = 0; expected greater than or equal to 1"),
         (TrainTree, "train.global_batch_size=30", r"global_batch_size = 30.*num_streams = 8; nearest: 32"),
         (TrainTree, "train.num_workers=9", r"num_workers = 9.*at most train\.num_streams = 8"),
-        (EtlTree, 'etl.encoding="webp"', r"config key etl\.encoding = \"webp\"; expected one of jpeg, png, raw"),
+        (EtlTree, 'etl.encoding="avif"', r"config key etl\.encoding = \"avif\"; expected one of jpeg, png, webp, raw"),
         (EtlTree, "etl.formats=[]", r"etl\.formats = \[\]; expected a non-empty list of different formats"),
         (EtlTree, "etl.split_fractions.train=0.5", r"expected fractions that add up to 1, and these add up to 0\.7"),
         (EtlTree, "etl", r"--set 'etl'; expected SECTION\.NAME=VALUE"),
