@@ -12,6 +12,7 @@ import json
 import cv2
 import PIL
 import simplejpeg
+from PIL import features
 
 from shardmill.options import NormalizeOptions
 
@@ -19,7 +20,7 @@ from shardmill.options import NormalizeOptions
 RULES_VERSION = 3
 DECODER_ID = (
     f"rules-{RULES_VERSION}+simplejpeg-{simplejpeg.__version__}+opencv-{cv2.__version__}"
-    f"+pillow-{PIL.__version__}+shrink-area+enlarge-linear-exact+ipp-off"
+    f"+pillow-{PIL.__version__}+littlecms-{features.version('littlecms2')}+shrink-area+enlarge-linear-exact+ipp-off"
 )
 
 

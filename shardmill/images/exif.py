@@ -58,6 +58,13 @@ class Directory:
         values = self._unpack(tag, 1)
         return values[0] if values else default
 
+    def raw(self, tag: int) -> bytes | None:
+        """The value's bytes as they lie in the file, None if the tag is absent."""
+        entry = self.entries.get(tag)
+        if entry is None:
+            return None
+        return self.data[entry.value_start : entry.value_start + entry.count * TYPE_SIZES_BYTES.get(entry.type, 1)]
+
     def _unpack(self, tag: int, at_most: int) -> tuple[int, ...]:
         entry = self.entries.get(tag)
         if entry is None:

@@ -1,10 +1,113 @@
-"""Tells whether an embedded colour profile is plain sRGB; others are dropped unconverted, with a note."""
+"""Embedded colour profiles: what they describe becomes sRGB, by LittleCMS (it comes with Pillow).
+
+An image without a profile is taken for sRGB. So is one whose profile moves no colour by more than rounding does: most
+photos embed some edition of sRGB, and their pixels stay as they are. Shape legend: H height, W width, C channels.
+"""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 
-def names_srgb(profile: bytes | bytearray) -> bool:
-    """True if the profile's description names sRGB, in ASCII (version 2) or UTF-16 (version 4)."""
-    # Cameras and web exporters embed sRGB in most photos: a note on each of them would say nothing.
-    head = profile[:65536]
-    return b"sRGB" in head or "sRGB".encode("utf-16-be") in head
+import numpy as np
+from PIL import Image, ImageCms
+
+from shardmill.images.pixels import CMYK_NOTE, cmyk_to_rgb, strips
+
+CONVERTED_NOTE = "icc_converted"
+IGNORED_NOTE = "icc_ignored"
+
+# Profiles of printers take 0.5 to 2 MB; a larger one is damaged, or means harm.
+MAX_PROFILE_BYTES = 4 << 20
+# Editions of sRGB differ from each other by up to this much, rounding included.
+SRGB_TOLERANCE_LEVELS = 2
+# As Photoshop converts unless told otherwise.
+_INTENT = ImageCms.Intent.RELATIVE_COLORIMETRIC
+_FLAGS = ImageCms.Flags.BLACKPOINTCOMPENSATION
+_MODES_BY_SPACE = {"GRAY": "L", "RGB ": "RGB", "CMYK": "CMYK"}
+_NUM_CHANNELS = {"L": 1, "RGB": 3, "CMYK": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """From a profile's colours to sRGB."""
+
+    mode: str
+    """`L`, `RGB` or `CMYK`: the samples that the profile describes. In CMYK 0 is no ink."""
+    transform: ImageCms.ImageCmsTransform
+    is_srgb: bool
+
+    def apply(self, samples_HWC: np.ndarray) -> np.ndarray:
+        """As many channels as before, three for CMYK."""
+        if self.mode == "L":
+            return self._gray_levels()[samples_HWC]
+        converted_HWC = np.empty((*samples_HWC.shape[:2], 3), dtype=np.uint8)
+        for rows in strips(samples_HWC):
+            converted_HWC[rows] = _transformed(self.transform, samples_HWC[rows], self.mode)
+        return converted_HWC
+
+    def _gray_levels(self) -> np.ndarray:
+        ramp = np.arange(256, dtype=np.uint8).reshape(1, 256, 1)
+        return _transformed(self.transform, ramp, self.mode)[0, :, 1]  # neutral: its three channels are equal
+
+
+def to_srgb(samples_HWC: np.ndarray, profile: bytes | None, notes: list[str]) -> np.ndarray:
+    """Gray or RGB samples, converted if their profile is not sRGB; unchanged if it is damaged or of another colour."""
+    if profile is None:
+        return samples_HWC
+    conversion = _read_profile(profile)
+    if conversion is not None and conversion.is_srgb:
+        return samples_HWC
+    if conversion is None or _NUM_CHANNELS[conversion.mode] != samples_HWC.shape[2]:
+        notes.append(IGNORED_NOTE)
+        return samples_HWC
+    notes.append(CONVERTED_NOTE)
+    return conversion.apply(samples_HWC)
+
+
+def cmyk_to_srgb(inks_HWC: np.ndarray, profile: bytes | None, notes: list[str], *, stored_inverted: bool) -> np.ndarray:
+    """RGB by the profile of the print, or by the plain formula if there is none that can be used."""
+    notes.append(CMYK_NOTE)
+    conversion = _read_profile(profile) if profile is not None else None
+    if conversion is not None and conversion.mode == "CMYK":
+        notes.append(CONVERTED_NOTE)
+        return conversion.apply(255 - inks_HWC if stored_inverted else inks_HWC)
+    if profile is not None:
+        notes.append(IGNORED_NOTE)
+    return cmyk_to_rgb(inks_HWC, stored_inverted=stored_inverted)
+
+
+@functools.lru_cache(maxsize=8)  # nearly all photos of a camera or a site share one
+def _read_profile(profile: bytes) -> _Conversion | None:
+    """None for what is damaged, too large, or describes no gray, RGB or CMYK."""
+    if len(profile) > MAX_PROFILE_BYTES:
+        return None
+    try:
+        source = ImageCms.core.profile_frombytes(profile)
+        mode = _MODES_BY_SPACE.get(source.xcolor_space, "")
+        if not mode:
+            return None
+        srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
+        transform = ImageCms.buildTransform(ImageCms.ImageCmsProfile(source), srgb, mode, "RGB", _INTENT, _FLAGS)
+    except (ImageCms.PyCMSError, OSError, ValueError):
+        return None
+    return _Conversion(mode, transform, mode != "CMYK" and _is_identity(transform, mode))
+
+
+def _is_identity(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
+    levels = np.linspace(0, 255, 17).astype(np.uint8)
+    if mode == "L":
+        probe_HWC = levels.reshape(1, 17, 1)
+    else:
+        probe_HWC = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(17, 289, 3)
+    difference = _transformed(transform, probe_HWC, mode).astype(int) - probe_HWC
+    return int(np.abs(difference).max()) <= SRGB_TOLERANCE_LEVELS
+
+
+def _transformed(transform: ImageCms.ImageCmsTransform, samples_HWC: np.ndarray, mode: str) -> np.ndarray:
+    height, width = samples_HWC.shape[:2]
+    samples = np.ascontiguousarray(samples_HWC)
+    picture = Image.frombuffer(mode, (width, height), samples, "raw", mode, 0, 1)
+    converted = ImageCms.applyTransform(picture, transform)
+    assert converted is not None  # it is None only for a conversion in place
+    return np.asarray(converted)

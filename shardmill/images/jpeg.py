@@ -1,206 +1,47 @@
 """JPEG to pixels: our own walk over the markers decides what is refused, libjpeg-turbo decodes with warnings as errors.
 
-The walk exists because libjpeg would start to allocate before we know the size, fills the missing part of a cut file
-with grey, and does not tell trailing bytes. simplejpeg's `strict=True` turns every libjpeg warning into an error.
+simplejpeg's `strict=True` turns every libjpeg warning into an error.
 """
 
 from __future__ import annotations
-
-import re
-from dataclasses import dataclass, field
 
 import numpy as np
 import simplejpeg
 
 from shardmill.images.exif import count_mpo_images, orient_by_exif
-from shardmill.images.icc import names_srgb
-from shardmill.images.pixels import (
-    CMYK_NOTE,
-    ICC_IGNORED_NOTE,
-    TRAILING_NOTE,
-    DecodedImage,
-    Refused,
-    check_dimensions,
-    cmyk_to_rgb,
-    expect_size,
-)
+from shardmill.images.icc import cmyk_to_srgb, to_srgb
+from shardmill.images.jpeg_markers import find_end, read_header, strip_metadata
+from shardmill.images.pixels import TRAILING_NOTE, DecodedImage, Refused, expect_size
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
-
-SOI, EOI, SOS, TEM = 0xD8, 0xD9, 0xDA, 0x01
-START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-DECODABLE_FRAMES = frozenset({0xC0, 0xC1, 0xC2})
-FRAME_NAMES = {0xC3: "lossless", 0xC5: "hierarchical", 0xC6: "hierarchical", 0xC7: "hierarchical lossless"}
-JPEG_LS_FRAME = 0xF7
-# Each scan of a progressive file visits every block: without a limit, a small file could keep a core busy for hours.
-MAX_SCANS = 100
-# In entropy-coded data 0xFF is followed by 0 (stuffing) or a restart marker; anything else ends the scan.
-EOI_OR_SOS = re.compile(rb"\xff[\xd9\xda]")
-# One 0xFF and no more: `\xff+` would walk a run of them again from each of its bytes.
-END_OF_SCAN = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
-NO_FILL_BYTE = re.compile(rb"[^\xff]")
-# Honest files hold some dozens of segments, a few hundred with large profiles.
-MAX_SEGMENTS = 10_000
 
 # libjpeg's warnings about the pixel data, by how their text begins; what is left are errors in tables and headers.
 SCAN_WARNINGS = ("Corrupt JPEG data", "Inconsistent progression", "Invalid SOS parameters", "Unknown Adobe", "Warning:")
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One marker, and where its payload lies."""
-
-    marker: int
-    start: int
-    end: int
-
-
-@dataclass(slots=True)
-class JpegHeader:
-    """What the markers before the first scan declare."""
-
-    height: int = 0
-    width: int = 0
-    num_components: int = 0
-    has_adobe: bool = False
-    exif: bytes | None = None
-    icc: bytearray = field(default_factory=bytearray)
-    mpf: bytes | None = None
-    scan_start: int = 0
-    """The first byte of entropy-coded data."""
-    has_frame: bool = False
-
-
 def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
     header = read_header(data, options)
     notes: list[str] = []
-    num_trailing_bytes = len(data) - find_end(data, header.scan_start)
+    end = find_end(data, header.scan_start)
     num_images = count_mpo_images(header.mpf) if header.mpf else 1
     if num_images > 1:
         notes.append(f"first_frame_of_{num_images}")
-    elif num_trailing_bytes:
+    elif end < len(data):
         notes.append(TRAILING_NOTE)
-    if header.icc and not names_srgb(header.icc):
-        notes.append(ICC_IGNORED_NOTE)
 
+    profile = header.icc()
+    if profile == b"":
+        # libjpeg warns of a profile whose parts do not make a whole. That is no damage to the image.
+        data = strip_metadata(data, header, end)
     pixels_HWC = _decode_strictly(data, {1: "GRAY", 3: "RGB", 4: "CMYK"}[header.num_components])
     expect_size(pixels_HWC, header.height, header.width)
     if header.num_components == 4:
         # Adobe's writers, and others that copy their marker, store 255 for "no ink"; without the marker 0 is.
-        pixels_HWC = cmyk_to_rgb(pixels_HWC, stored_inverted=header.has_adobe)
-        notes.append(CMYK_NOTE)
+        pixels_HWC = cmyk_to_srgb(pixels_HWC, profile, notes, stored_inverted=header.has_adobe)
+    else:
+        pixels_HWC = to_srgb(pixels_HWC, profile, notes)
     pixels_HWC = orient_by_exif(pixels_HWC, header.exif, notes)
     return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes))
-
-
-def read_header(data: bytes, options: NormalizeOptions) -> JpegHeader:
-    """Walks the markers up to the first scan and refuses by what they declare, before anything is allocated."""
-    header = JpegHeader()
-    position = 2
-    for _ in range(MAX_SEGMENTS):
-        segment = _next_segment(data, position)
-        if segment.marker == SOS:
-            break
-        _read_segment(header, segment.marker, data[segment.start : segment.end], options)
-        position = segment.end
-    else:
-        raise Refused(RejectReason.BAD_HEADER, f"more than {MAX_SEGMENTS} segments before the first scan")
-    if not header.has_frame:
-        raise Refused(RejectReason.BAD_HEADER, "a scan comes before the frame header")
-    header.scan_start = segment.end
-    return header
-
-
-def find_end(data: bytes, scan_start: int) -> int:
-    """The position after the end marker of this image; refuses a file without one as truncated."""
-    num_scans = 1
-    for found in EOI_OR_SOS.finditer(data, scan_start):
-        if data[found.end() - 1] == EOI:
-            break
-        num_scans += 1
-        _check_num_scans(num_scans)
-    else:
-        raise Refused(RejectReason.TRUNCATED, f"no end marker in {len(data)} bytes")
-    # Nearly every file ends right here. If not, these two bytes may belong to a table between two scans.
-    return len(data) if found.end() == len(data) else _walk_scans(data, scan_start)
-
-
-def _walk_scans(data: bytes, scan_start: int) -> int:
-    position, num_scans = scan_start, 1
-    for _ in range(MAX_SEGMENTS):
-        found = END_OF_SCAN.search(data, position)
-        if found is None:  # damage made a marker that swallowed the real end; libjpeg will report what is wrong
-            return len(data)
-        marker = data[found.end() - 1]
-        if marker == EOI:
-            return found.end()
-        num_scans += marker == SOS
-        _check_num_scans(num_scans)
-        length = int.from_bytes(data[found.end() : found.end() + 2])
-        position = found.end() + max(2, length)
-    raise Refused(RejectReason.BAD_HEADER, f"more than {MAX_SEGMENTS} segments between scans")
-
-
-def _check_num_scans(num_scans: int) -> None:
-    if num_scans > MAX_SCANS:
-        raise Refused(RejectReason.UNSUPPORTED_FORMAT, f"format=jpeg with more than {MAX_SCANS} scans")
-
-
-def _next_segment(data: bytes, position: int) -> Segment:
-    """Every marker before the first scan but TEM has a length."""
-    if position < len(data) and data[position] != 0xFF:
-        raise Refused(RejectReason.BAD_HEADER, f"no marker at byte {position}")
-    marker_code = NO_FILL_BYTE.search(data, position)  # any number of fill bytes may stand before it
-    position = marker_code.start() if marker_code else len(data)
-    if position + 3 > len(data):
-        raise Refused(RejectReason.TRUNCATED, f"the header ends at byte {len(data)}")
-    marker = data[position]
-    if marker == TEM:
-        return Segment(marker=marker, start=position + 1, end=position + 1)
-    if marker in (0, SOI, EOI) or 0xD0 <= marker <= 0xD7:
-        raise Refused(RejectReason.BAD_HEADER, f"marker 0x{marker:02x} at byte {position} before the first scan")
-    length = int.from_bytes(data[position + 1 : position + 3])
-    if length < 2:
-        raise Refused(RejectReason.BAD_HEADER, f"segment of length {length} at byte {position}")
-    end = position + 1 + length
-    if end > len(data):
-        raise Refused(RejectReason.TRUNCATED, f"a header segment ends at byte {end} of {len(data)}")
-    return Segment(marker=marker, start=position + 3, end=end)
-
-
-def _read_segment(header: JpegHeader, marker: int, payload: bytes, options: NormalizeOptions) -> None:
-    if marker in START_OF_FRAME or marker == JPEG_LS_FRAME:
-        _read_frame(header, marker, payload, options)
-    elif marker == 0xE1 and payload.startswith(b"Exif\0") and header.exif is None:
-        header.exif = payload[6:]
-    elif marker == 0xE2 and payload.startswith(b"ICC_PROFILE\0"):
-        header.icc += payload[14:]
-    elif marker == 0xE2 and payload.startswith(b"MPF\0"):
-        header.mpf = payload[4:]
-    elif marker == 0xEE and payload.startswith(b"Adobe"):
-        header.has_adobe = True
-
-
-def _read_frame(header: JpegHeader, marker: int, payload: bytes, options: NormalizeOptions) -> None:
-    if marker not in DECODABLE_FRAMES:
-        name = "JPEG-LS" if marker == JPEG_LS_FRAME else FRAME_NAMES.get(marker, "arithmetic-coded")
-        raise Refused(RejectReason.UNSUPPORTED_FORMAT, f"format={name} jpeg (frame marker 0x{marker:02x})")
-    if header.has_frame:
-        raise Refused(RejectReason.BAD_HEADER, "two frame headers")
-    if len(payload) < 6:
-        raise Refused(RejectReason.BAD_HEADER, f"frame header of {len(payload)} bytes")
-    header.has_frame = True
-    bits_per_sample = payload[0]
-    header.height = int.from_bytes(payload[1:3])
-    header.width = int.from_bytes(payload[3:5])
-    header.num_components = payload[5]
-    if bits_per_sample != 8:
-        raise Refused(RejectReason.UNSUPPORTED_FORMAT, f"format=jpeg with {bits_per_sample} bits per sample")
-    if header.height == 0 and header.width > 0:
-        raise Refused(RejectReason.UNSUPPORTED_FORMAT, "format=jpeg with its height in a DNL marker")
-    check_dimensions(header.height, header.width, options)
-    if header.num_components not in (1, 3, 4):
-        raise Refused(RejectReason.UNSUPPORTED_MODE, f"jpeg with {header.num_components} components")
 
 
 def _decode_strictly(data: bytes, colorspace: str) -> np.ndarray:

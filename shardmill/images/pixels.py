@@ -20,7 +20,6 @@ FLATTENED_NOTE = "alpha_flattened"
 SCALED_NOTE = "scaled_16_bit"
 CMYK_NOTE = "cmyk_converted"
 TRAILING_NOTE = "trailing_bytes"
-ICC_IGNORED_NOTE = "icc_ignored"
 
 
 class Refused(Exception):
@@ -126,7 +125,7 @@ def flatten_over_white(
         return color_HWC
     notes.append(FLATTENED_NOTE)
     flat_HWC = np.empty(color_HWC.shape, dtype=np.uint8)
-    for rows in _strips(color_HWC):
+    for rows in strips(color_HWC):
         color = color_HWC[rows].astype(np.uint32)
         uncovered = 255 - alpha_HW[rows, :, np.newaxis].astype(np.uint32)
         if premultiplied:
@@ -139,7 +138,7 @@ def flatten_over_white(
 def cmyk_to_rgb(cmyk_HWC: np.ndarray, *, stored_inverted: bool) -> np.ndarray:
     """Without a colour profile: R = (255 - C) * (255 - K) / 255, rounded; 0 means no ink unless `stored_inverted`."""
     rgb_HWC = np.empty((*cmyk_HWC.shape[:2], 3), dtype=np.uint8)
-    for rows in _strips(cmyk_HWC):
+    for rows in strips(cmyk_HWC):
         light = cmyk_HWC[rows] if stored_inverted else 255 - cmyk_HWC[rows]
         light = light.astype(np.uint32)
         rgb_HWC[rows] = (light[:, :, :3] * light[:, :, 3:] + 127) // 255
@@ -155,7 +154,8 @@ def apply_orientation(pixels_HWC: np.ndarray, orientation: int) -> np.ndarray:
     return pixels_HWC[:: -1 if flips_rows else 1, :: -1 if flips_columns else 1]
 
 
-def _strips(pixels_HWC: np.ndarray) -> list[slice]:
+def strips(pixels_HWC: np.ndarray) -> list[slice]:
+    """Runs of rows that cover the image, of about `STRIP_PIXELS` each."""
     height, width = pixels_HWC.shape[:2]
     rows_per_strip = max(1, STRIP_PIXELS // width)
     return [slice(start, start + rows_per_strip) for start in range(0, height, rows_per_strip)]

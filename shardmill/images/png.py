@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardmill.images.exif import orient_by_exif
-from shardmill.images.icc import names_srgb
+from shardmill.images.icc import MAX_PROFILE_BYTES, to_srgb
 from shardmill.images.pixels import (
-    ICC_IGNORED_NOTE,
     TRAILING_NOTE,
     DecodedImage,
     Refused,
@@ -40,7 +39,6 @@ DEPTHS_BY_COLOR_TYPE = {
     GRAY_ALPHA: (8, 16),
     RGB_ALPHA: (8, 16),
 }
-MAX_PROFILE_BYTES = 1 << 16
 # Honest writers cut pixels into pieces of kilobytes; without a limit, millions of empty chunks would each cost a look.
 MAX_CHUNKS = 100_000
 
@@ -84,20 +82,22 @@ def decode_png(data: bytes, options: NormalizeOptions) -> DecodedImage:
         notes.append(f"first_frame_of_{num_frames}")
     if chunks[-1].end < len(data):
         notes.append(TRAILING_NOTE)
-    if b"iCCP" in payloads and not _is_srgb(payloads[b"iCCP"]):
-        notes.append(ICC_IGNORED_NOTE)
 
     pixel_chunks = [data[chunk.start : chunk.end] for chunk in chunks if chunk.type in PIXEL_CHUNKS]
     pixels_HWC = decode_with_opencv(SIGNATURE + b"".join(pixel_chunks), keep_alpha_and_depth=True)
     expect_size(pixels_HWC, header.height, header.width)
     transparent_gray = _transparent_gray(payloads.get(b"tRNS"), header)
+    alpha_HW: np.ndarray | None = None
     if transparent_gray is not None:
         alpha_HW = np.where(pixels_HWC[:, :, 0] == transparent_gray, 0, 255).astype(np.uint8)
-        pixels_HWC = flatten_over_white(scale_to_8_bit(pixels_HWC, notes), alpha_HW, notes)
-    else:
-        pixels_HWC = scale_to_8_bit(pixels_HWC, notes)
-        if pixels_HWC.shape[2] == 4:
-            pixels_HWC = flatten_over_white(pixels_HWC[:, :, :3], pixels_HWC[:, :, 3], notes)
+    pixels_HWC = scale_to_8_bit(pixels_HWC, notes)
+    if pixels_HWC.shape[2] == 4:
+        alpha_HW = pixels_HWC[:, :, 3]
+    # OpenCV makes three equal channels of gray with alpha; a profile of gray describes one.
+    color_HWC = pixels_HWC[:, :, : 1 if header.color_type in (GRAY, GRAY_ALPHA) else 3]
+    pixels_HWC = to_srgb(color_HWC, _read_profile(payloads.get(b"iCCP")), notes)
+    if alpha_HW is not None:
+        pixels_HWC = flatten_over_white(pixels_HWC, alpha_HW, notes)
     pixels_HWC = orient_by_exif(pixels_HWC, payloads.get(b"eXIf"), notes)
     return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes))
 
@@ -149,10 +149,12 @@ def _transparent_gray(transparency: bytes | None, header: PngHeader) -> int | No
     return value if header.depth >= 8 else value * 255 // brightest
 
 
-def _is_srgb(profile_chunk: bytes) -> bool:
-    name, _, compressed = profile_chunk.partition(b"\0")
+def _read_profile(chunk: bytes | None) -> bytes | None:
+    """The colour profile, None without one; empty if it does not unpack, and never much more than may be read."""
+    if chunk is None:
+        return None
+    _, _, compressed = chunk.partition(b"\0")
     try:
-        profile = zlib.decompressobj().decompress(compressed[1:], MAX_PROFILE_BYTES)
+        return zlib.decompressobj().decompress(compressed[1:], MAX_PROFILE_BYTES + 1)
     except zlib.error:
-        profile = b""
-    return names_srgb(name + profile)
+        return b""

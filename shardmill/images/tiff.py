@@ -16,15 +16,12 @@ import numpy as np
 from PIL.TiffImagePlugin import TiffImageFile
 
 from shardmill.images.exif import ORIENTATION_TAG, BadDirectory, Directory, next_directory, orient, read_directory
-from shardmill.images.icc import names_srgb
+from shardmill.images.icc import cmyk_to_srgb, to_srgb
 from shardmill.images.pillow import decode_plain_gray
 from shardmill.images.pixels import (
-    CMYK_NOTE,
-    ICC_IGNORED_NOTE,
     DecodedImage,
     Refused,
     check_dimensions,
-    cmyk_to_rgb,
     flatten_over_white,
     scale_to_8_bit,
 )
@@ -76,13 +73,15 @@ def decode_tiff(data: bytes, options: NormalizeOptions) -> DecodedImage:
     except BadDirectory as error:
         raise Refused(RejectReason.BAD_HEADER, str(error)) from error
     notes = [f"first_frame_of_{num_pages}"] if num_pages > 1 else []
-    profile = page.entries.get(ICC_PROFILE)
-    if profile and not names_srgb(data[profile.value_start : profile.value_start + profile.count]):
-        notes.append(ICC_IGNORED_NOTE)
-
+    profile = page.raw(ICC_PROFILE)
     samples_HWC = scale_to_8_bit(samples_HWC, notes)
     num_color_samples = NUM_COLOR_SAMPLES[layout.photometric]
-    pixels_HWC = _to_color(samples_HWC[:, :, :num_color_samples], layout.photometric, color_map, notes)
+    color_HWC = samples_HWC[:, :, :num_color_samples]
+    is_print = layout.photometric == CMYK
+    if is_print:
+        pixels_HWC = cmyk_to_srgb(color_HWC, profile, notes, stored_inverted=False)
+    else:
+        pixels_HWC = _to_color(color_HWC, layout.photometric, color_map)
     if layout.alpha_kind:
         pixels_HWC = flatten_over_white(
             pixels_HWC,
@@ -90,6 +89,9 @@ def decode_tiff(data: bytes, options: NormalizeOptions) -> DecodedImage:
             notes,
             premultiplied=layout.alpha_kind == PREMULTIPLIED_ALPHA,
         )
+    if not is_print:
+        # After alpha: premultiplied colours are none that the profile describes, and white is white in all of them.
+        pixels_HWC = to_srgb(pixels_HWC, profile, notes)
     return DecodedImage(pixels_HWC=orient(pixels_HWC, orientation, notes), notes=tuple(notes))
 
 
@@ -252,12 +254,9 @@ def _as_plain_file(strips: Sequence[memoryview], layout: Layout) -> bytes:
     return b"".join([b"II*\0", struct.pack("<IH", 8, len(tags)), entries, bytes(4), tables, *strips])
 
 
-def _to_color(samples_HWC: np.ndarray, photometric: int, color_map: tuple[int, ...], notes: list[str]) -> np.ndarray:
+def _to_color(samples_HWC: np.ndarray, photometric: int, color_map: tuple[int, ...]) -> np.ndarray:
     if photometric == WHITE_IS_ZERO:
         return 255 - samples_HWC
-    if photometric == CMYK:
-        notes.append(CMYK_NOTE)
-        return cmyk_to_rgb(samples_HWC, stored_inverted=False)
     if photometric == PALETTE:
         if len(color_map) != 3 * 256:
             raise Refused(RejectReason.BAD_HEADER, f"a palette of {len(color_map)} values")

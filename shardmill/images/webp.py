@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardmill.images.exif import orient_by_exif
-from shardmill.images.icc import names_srgb
+from shardmill.images.icc import to_srgb
 from shardmill.images.pixels import (
-    ICC_IGNORED_NOTE,
     TRAILING_NOTE,
     DecodedImage,
     Refused,
@@ -54,8 +53,6 @@ def decode_webp(data: bytes, options: NormalizeOptions) -> DecodedImage:
     notes = [f"first_frame_of_{num_frames}"] if num_frames > 1 else []
     if end + end % 2 < len(data):
         notes.append(TRAILING_NOTE)
-    if b"ICCP" in chunks and not names_srgb(chunks[b"ICCP"]):
-        notes.append(ICC_IGNORED_NOTE)
 
     frame = _read_animation_frame(chunks[b"ANMF"]) if b"ANMF" in chunks else _read_still(chunks, top=0, left=0)
     height, width = _read_canvas(chunks) if b"VP8X" in chunks else (frame.height, frame.width)
@@ -63,24 +60,26 @@ def decode_webp(data: bytes, options: NormalizeOptions) -> DecodedImage:
     check_allocation(frame.height, frame.width, options)
     if frame.top + frame.height > height or frame.left + frame.width > width:
         raise Refused(RejectReason.BAD_HEADER, "the first frame lies outside the canvas")
-    pixels_HWC = _decode_frame(frame, height, width, notes)
+    frame_HWC = decode_with_opencv(_as_plain_file(frame), keep_alpha_and_depth=True)
+    expect_size(frame_HWC, frame.height, frame.width)
+    color_HWC = to_srgb(frame_HWC[:, :, :3], chunks.get(b"ICCP"), notes)
+    alpha_HW = frame_HWC[:, :, 3] if frame_HWC.shape[2] == 4 else None
+    pixels_HWC = _place_on_white(color_HWC, alpha_HW, frame, (height, width), notes)
     pixels_HWC = orient_by_exif(pixels_HWC, chunks.get(b"EXIF"), notes)
     return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes))
 
 
-def _decode_frame(frame: Frame, height: int, width: int, notes: list[str]) -> np.ndarray:
-    pixels_HWC = decode_with_opencv(_as_plain_file(frame), keep_alpha_and_depth=True)
-    expect_size(pixels_HWC, frame.height, frame.width)
-    if pixels_HWC.shape[:2] == (height, width):
-        if pixels_HWC.shape[2] == 3:
-            return pixels_HWC
-        return flatten_over_white(pixels_HWC[:, :, :3], pixels_HWC[:, :, 3], notes)
-    alpha_HW = np.zeros((height, width), dtype=np.uint8)
-    color_HWC = np.zeros((height, width, 3), dtype=np.uint8)
+def _place_on_white(
+    color_HWC: np.ndarray, alpha_HW: np.ndarray | None, frame: Frame, canvas: tuple[int, int], notes: list[str]
+) -> np.ndarray:
+    if color_HWC.shape[:2] == canvas:
+        return color_HWC if alpha_HW is None else flatten_over_white(color_HWC, alpha_HW, notes)
+    canvas_HWC = np.zeros((*canvas, 3), dtype=np.uint8)
+    canvas_alpha_HW = np.zeros(canvas, dtype=np.uint8)
     window = (slice(frame.top, frame.top + frame.height), slice(frame.left, frame.left + frame.width))
-    color_HWC[window] = pixels_HWC[:, :, :3]
-    alpha_HW[window] = pixels_HWC[:, :, 3] if pixels_HWC.shape[2] == 4 else 255
-    return flatten_over_white(color_HWC, alpha_HW, notes)
+    canvas_HWC[window] = color_HWC
+    canvas_alpha_HW[window] = 255 if alpha_HW is None else alpha_HW
+    return flatten_over_white(canvas_HWC, canvas_alpha_HW, notes)
 
 
 def _walk_chunks(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, bytes]]:

@@ -187,3 +187,62 @@ def mean_error(decoded_HWC: np.ndarray, expected: np.ndarray) -> float:
         expected = expected[:, :, np.newaxis]
     assert decoded_HWC.shape == expected.shape
     return float(np.abs(decoded_HWC.astype(np.float64) - expected).mean())
+
+
+# Chromaticities as D50 XYZ columns for red, green and blue, as profiles hold them.
+SRGB_XYZ = ((0.43607, 0.38515, 0.14307), (0.22249, 0.71687, 0.06061), (0.01392, 0.09708, 0.71410))
+ADOBE_RGB_XYZ = ((0.60974, 0.20528, 0.14919), (0.31111, 0.62567, 0.06322), (0.01947, 0.06087, 0.74457))
+
+
+def icc_profile(
+    space: bytes, tags: Mapping[bytes, bytes], pcs: bytes = b"XYZ ", device_class: bytes = b"mntr"
+) -> bytes:
+    """A profile of version 2 with these tags beside a name."""
+    tags = {b"desc": b"desc" + bytes(4) + struct.pack(">I", 5) + b"test\0" + bytes(78), **tags}
+    place = 128 + 4 + 12 * len(tags)
+    table, body = struct.pack(">I", len(tags)), b""
+    for name, value in tags.items():
+        table += name + struct.pack(">II", place + len(body), len(value))
+        body += value + bytes(-len(value) % 4)
+    head = struct.pack(">I4sI4s4s4s", place + len(body), bytes(4), 0x02100000, device_class, space, pcs)
+    head += bytes(12) + b"acsp" + bytes(28) + struct.pack(">iii", 0xF6D6, 0x10000, 0xD32D) + bytes(48)
+    return head + table + body
+
+
+def _xyz(x: float, y: float, z: float) -> bytes:
+    return b"XYZ " + bytes(4) + struct.pack(">iii", *(round(value * 65536) for value in (x, y, z)))
+
+
+def _curve(gamma: float) -> bytes:
+    return b"curv" + bytes(4) + struct.pack(">IH", 1, round(gamma * 256))
+
+
+def rgb_profile(columns: Sequence[Sequence[float]] = ADOBE_RGB_XYZ, gamma: float = 563 / 256) -> bytes:
+    """A monitor with these primaries; Adobe RGB unless told otherwise."""
+    names = (b"rXYZ", b"gXYZ", b"bXYZ")
+    tags = {name: _xyz(*(row[channel] for row in columns)) for channel, name in enumerate(names)}
+    curves = dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), _curve(gamma))
+    return icc_profile(b"RGB ", {**tags, **curves, b"wtpt": _xyz(0.9642, 1.0, 0.8249)})
+
+
+def gray_profile(gamma: float) -> bytes:
+    return icc_profile(b"GRAY", {b"kTRC": _curve(gamma), b"wtpt": _xyz(0.9642, 1.0, 0.8249)})
+
+
+def cmyk_profile(cyan_lab: tuple[int, int, int] = (54, 81, 70)) -> bytes:
+    """A print whose black is black, whose paper is white, and whose cyan is what is given as Lab: red by default."""
+    lab_of_inks = {0: (100, 0, 0), 0b1000: cyan_lab}
+    corners = [lab_of_inks.get(inks, (0, 0, 0)) for inks in range(16)]
+    grid = bytes(byte for L, a, b in corners for byte in (round(L * 2.55), a + 128, b + 128))
+    ramp = bytes(range(256))
+    matrix = struct.pack(">9i", *(65536 if place % 4 == 0 else 0 for place in range(9)))
+    table = b"mft1" + bytes(4) + bytes((4, 3, 2, 0)) + matrix + ramp * 4 + grid + ramp * 3
+    return icc_profile(b"CMYK", {b"A2B0": table, b"wtpt": _xyz(0.9642, 1.0, 0.8249)}, b"Lab ", b"prtr")
+
+
+def with_profile(jpeg: bytes, profile: bytes, part_bytes: int = 65000) -> bytes:
+    """The JPEG with an embedded colour profile, in as many segments as it needs."""
+    parts = [profile[start : start + part_bytes] for start in range(0, len(profile), part_bytes)]
+    for number, part in reversed(list(enumerate(parts, start=1))):
+        jpeg = with_segment(jpeg, 0xE2, b"ICC_PROFILE\0" + bytes((number, len(parts))) + part)
+    return jpeg

@@ -11,7 +11,7 @@ import pytest
 import simplejpeg
 
 from pipeline.demo_data import damage_scan
-from shardmill.images.jpeg import MAX_SCANS
+from shardmill.images.jpeg_markers import MAX_SCANS
 from shardmill.images.pixels import Refused, check_dimensions
 from shardmill.values import RejectReason
 from tests.shardmill.images.make import (
@@ -246,9 +246,3 @@ def test_mpo_names_its_number_of_images() -> None:
     directory = b"II*\0" + struct.pack("<IHHHIII", 8, 1, 0xB001, 4, 1, 2, 0)
     data = with_segment(jpeg(photo()), 0xE2, b"MPF\0" + directory) + jpeg(photo()[::-1])
     assert decode(data).notes == ("first_frame_of_2",)
-
-
-def test_a_colour_profile_is_noted_unless_it_is_srgb() -> None:
-    for name, notes in ((b"Adobe RGB (1998)", ("icc_ignored",)), (b"sRGB IEC61966-2.1", ())):
-        payload = b"ICC_PROFILE\0\1\1" + bytes(128) + name
-        assert decode(with_segment(jpeg(photo()), 0xE2, payload)).notes == notes
