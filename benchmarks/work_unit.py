@@ -28,7 +28,7 @@ def main() -> None:
         config = EtlConfig(image_size=arguments.image_size)
         source, dataset = SourceConfig(uri=str(arguments.images)), DatasetConfig(uri=folder)
         plan = plan_build(EtlTree(source=source, dataset=dataset, etl=config), run_id="benchmark")
-        files = [(arguments.images / image.key).read_bytes() for unit in plan.units for image in unit.sources]
+        files = [(arguments.images / image.key).read_bytes() for unit in plan.units for image in plan.sources_of(unit)]
         jpegs = [data for data in files if data[:2] == b"\xff\xd8"]
 
         def ours() -> None:

@@ -22,7 +22,6 @@ from shardmill.values import (
     TRANSIENT_REASONS,
     Rejection,
     RejectReason,
-    SourceImage,
 )
 
 _NUM_EXAMPLES = 3
@@ -104,7 +103,7 @@ def _by_reason(rejections: Sequence[Rejection]) -> str:
 def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
     """The fields of the event `etl.inferred`."""
     config, by_split = plan.task.config, _images_by_split(plan)
-    where = "by folder" if _has_split_folders(plan) else "by content hash, about"
+    where = "by folder" if plan.listing.has_splits else "by content hash, about"
     height, width, channels = config.image_shape_HWC
     return {
         "images": plan.num_images,
@@ -130,11 +129,11 @@ def check_classes(plan: BuildPlan) -> None:
 
 def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
     """One sentence for each thing in the listing that looks wrong, before any work is done."""
-    by_split, about = _images_by_split(plan), "" if _has_split_folders(plan) else "about "
+    by_split, about = _images_by_split(plan), "" if plan.listing.has_splits else "about "
     fractions = plan.task.config.split_fractions
-    by_class = Counter(image.label for image in _images(plan) if image.label is not None)
+    by_class = _images_by_class(plan)
     for split in SPLITS:
-        if by_split[split] == 0 and (_has_split_folders(plan) or getattr(fractions, split) > 0):
+        if by_split[split] == 0 and (plan.listing.has_splits or getattr(fractions, split) > 0):
             yield f"the split {split} will be empty"
         elif 0 < by_split[split] < _FEW_IN_SPLIT:
             yield (
@@ -154,18 +153,12 @@ def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
     few = tuple(f"{name}: {by_class[name]}" for name in plan.task.class_names if by_class[name] < _FEW_IN_CLASS)
     if few:
         yield f"{len(few)} of {len(by_class)} classes have fewer than {_FEW_IN_CLASS} images ({_named(few)})"
-    if _has_split_folders(plan):
-        trained = {image.label for image in _images(plan) if image.split == "train"}
-        untrained = tuple(name for name in plan.task.class_names if name not in trained)
+    if plan.listing.has_splits:
+        trained = _images_by_class(plan, "train")
+        untrained = tuple(name for name in plan.task.class_names if not trained[name])
         if untrained:
             yield f"{len(untrained)} of {len(by_class)} classes have no image in train/ ({_named(untrained)})"
-    deeper = [image for image in _images(plan) if image.label is not None and image.key.split("/")[-2] != image.label]
-    if deeper:
-        first = deeper[0]
-        yield (
-            f"{len(deeper)} of {plan.num_images} images lie deeper than their class folder, such as "
-            f"{printable(first.key)}, taken as class {first.label}; source.label_level says otherwise"
-        )
+    yield from plan.listing.warnings
 
 
 def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
@@ -188,29 +181,29 @@ def _first_conflict(store: Store, manifest: Manifest) -> tuple[str, ...]:
         return ()
 
 
-def _images(plan: BuildPlan) -> Iterator[SourceImage]:
-    return (image for unit in plan.units for image in unit.sources)
-
-
-def _has_split_folders(plan: BuildPlan) -> bool:
-    return any(image.split is not None for image in _images(plan))
-
-
 def _images_by_split(plan: BuildPlan) -> Counter[str]:
-    """Exact if folders name the splits; estimated from the shares if content hashes decide."""
-    if _has_split_folders(plan):
-        return Counter(image.split for image in _images(plan) if image.split is not None)
-    fractions = plan.task.config.split_fractions
-    return Counter({split: round(getattr(fractions, split) * plan.num_images) for split in SPLITS})
+    """Exact if the source names the splits; estimated from the shares if content hashes decide."""
+    listing, fractions = plan.listing, plan.task.config.split_fractions
+    if not listing.has_splits:
+        return Counter({split: round(getattr(fractions, split) * plan.num_images) for split in SPLITS})
+    counts: Counter[str] = Counter()
+    for (split, _), times in listing.images_by_label.items():
+        if split is not None:
+            counts[split] += times
+    return counts
 
 
-def _images_by_class(plan: BuildPlan, split: str) -> Counter[str]:
-    """Of one split; exact or estimated like `_images_by_split`."""
-    by_folder = _has_split_folders(plan)
-    counts = Counter(
-        image.label for image in _images(plan) if image.label is not None and (not by_folder or image.split == split)
-    )
-    fraction = 1.0 if by_folder else getattr(plan.task.config.split_fractions, split)
+def _images_by_class(plan: BuildPlan, split: str | None = None) -> Counter[str]:
+    """Of one split (exact or estimated like `_images_by_split`), or of all."""
+    listing = plan.listing
+    by_source = listing.has_splits and split is not None
+    counts: Counter[str] = Counter()
+    for (in_split, label), times in listing.images_by_label.items():
+        if label is not None and (not by_source or in_split == split):
+            counts[label] += times
+    if split is None or by_source:
+        return counts
+    fraction = getattr(plan.task.config.split_fractions, split)
     return Counter({name: round(fraction * count) for name, count in counts.items()})
 
 

@@ -41,8 +41,10 @@ class SplitFractions(Section):
 class EtlConfig(DecodeLimits, NormalizeOptions):
     """How images become shards."""
 
-    engine: Annotated[str, OneOf(ENGINES)] = "spark"
+    engine: Annotated[str, OneOf(ENGINES)] = "auto"
     """What runs the work units."""
+    num_workers: int = Field(default=0, ge=0)
+    """Processes of the engine `local`; 0: one per core."""
     formats: tuple[Annotated[str, OneOf(SHARD_FORMATS)], ...] = ("parquet",)
     """Shard formats to write, one or several."""
     split_fractions: SplitFractions = SplitFractions()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from etl.checks import check_classes, check_limits, inferred_facts, inferred_warnings, version_warnings
 from etl.config import EtlTree
-from etl.engines import ENGINES
+from etl.engines import ENGINES, EngineSettings
 from etl.pending import clear_pending, kept_and_missing
 from etl.plan import BuildPlan, plan_build
 from shardmill.dataset.commit import all_rejections, commit_version, has_all_files
@@ -119,7 +119,7 @@ def _outcome(
         published=manifest.run_id == plan.build.run_id,
         num_units=len(plan.units),
         num_units_kept=len(done),
-        num_images_read=sum(len(unit.sources) for unit in missing),
+        num_images_read=sum(unit.num_images for unit in missing),
         seconds=seconds,
     )
 
@@ -129,18 +129,15 @@ def run_units(plan: BuildPlan, tree: EtlTree, observer: Observer) -> tuple[list[
     kept, missing = kept_and_missing(plan.store, plan.units)
     if kept:
         observer.event("etl.units_kept", {"kept": len(kept), "missing": len(missing)})
-    num_kept_images = plan.num_images - sum(len(unit.sources) for unit in missing)
-
-    def report(num_done: int) -> None:
+    num_images = {unit.index: unit.num_images for unit in plan.units}
+    num_done = sum(num_images[result.unit_index] for result in kept)
+    new: list[UnitResult] = []
+    observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
+    settings = EngineSettings(tree.spark, tree.etl.num_workers)
+    for result in ENGINES[tree.etl.engine](missing, plan.task, settings) if missing else ():
+        new.append(result)
+        num_done += num_images[result.unit_index]
         observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
-
-    def on_units_done(num_units: int) -> None:
-        # An estimate: engines finish units in any order, but all units are about equal work.
-        report(num_kept_images + sum(len(unit.sources) for unit in missing[:num_units]))
-
-    report(num_kept_images)
-    new = ENGINES[tree.etl.engine](missing, plan.task, tree.spark, on_units_done) if missing else []
-    report(plan.num_images)
     return kept, new
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from etl.units import WorkUnit
@@ -37,11 +37,27 @@ def keep_result(store: Store, unit: WorkUnit, result: UnitResult) -> None:
 
 
 def kept_and_missing(store: Store, units: Sequence[WorkUnit]) -> tuple[list[UnitResult], list[WorkUnit]]:
-    """What an earlier run left of these very units and may be committed as it is, and the units that must run."""
+    """What an earlier run left of these very units and may be committed as it is, and the units that must run.
+
+    Records that cannot be used are removed: while units run, a record says that its unit has finished.
+    """
+    present = {file.path for file in store.list(PENDING)}
+    recorded = [unit for unit in units if pending_path(unit) in present]
     with ThreadPoolExecutor(_NUM_READERS, "shardmill-kept") as pool:
-        found = list(pool.map(lambda unit: kept_result(store, unit), units))
-    missing = [unit for unit, result in zip(units, found, strict=True) if result is None]
-    return [result for result in found if result is not None], missing
+        found = dict(zip(recorded, pool.map(lambda unit: kept_result(store, unit), recorded), strict=True))
+    for unit, result in found.items():
+        if result is None:
+            store.delete(pending_path(unit))
+    missing = [unit for unit in units if found.get(unit) is None]
+    return [result for result in found.values() if result is not None], missing
+
+
+def finished_units(store: Store, units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
+    """The results of those of `units` that have finished by now, as their own tasks recorded them."""
+    present = {file.path for file in store.list(PENDING)}
+    with ThreadPoolExecutor(_NUM_READERS, "shardmill-finished") as pool:
+        paths = [pending_path(unit) for unit in units if pending_path(unit) in present]
+        yield from pool.map(lambda path: _read_record(store, path), paths)
 
 
 def kept_result(store: Store, unit: WorkUnit) -> UnitResult | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from etl.config import EtlTree
+from etl.listing import Listing, list_source
 from etl.sources import SOURCES
-from etl.units import UnitTask, WorkUnit, fingerprint_config, plan_units
+from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.dataset.commit import Build
 from shardmill.dataset.manifest import SourceRef
 from shardmill.dataset.versions import latest_version, split_version
@@ -20,14 +23,13 @@ from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import SourceImage
 
-_NUM_PROBES = 8
-
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
     """All that is known before a unit runs."""
 
     build: Build
+    listing: Listing
     units: tuple[WorkUnit, ...]
     task: UnitTask
     store: Store
@@ -36,11 +38,21 @@ class BuildPlan:
     @property
     def num_images(self) -> int:
         """Sources that units will read; what the listing refused is not among them."""
-        return sum(len(unit.sources) for unit in self.units)
+        return self.listing.num_images
+
+    @property
+    def digest(self) -> str:
+        """Equal plans (listing, config and units) have equal digests, on any machine."""
+        parts = [self.build.source.listing_fingerprint, self.build.config_fingerprint, self.build.source.key_sum]
+        return hashlib.sha256("\0".join([*parts, *(unit.fingerprint for unit in self.units)]).encode()).hexdigest()
+
+    def sources_of(self, unit: WorkUnit) -> tuple[SourceImage, ...]:
+        """The images of one unit, in the order in which it reads them."""
+        return read_unit(self.task.listing, unit, self.task.config.seed)
 
 
-def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
-    """List the source and do all planning; reads no image."""
+def plan_build(tree: EtlTree, *, run_id: str, on_progress: Callable[[int], None] | None = None) -> BuildPlan:
+    """List the source and do all planning; reads no image. `on_progress` gets the number of inputs listed so far."""
     for name, uri in (("source.uri", tree.source.uri), ("dataset.uri", tree.dataset.uri)):
         require_uri(name, uri)
     if split_version(tree.dataset.uri)[1] is not None:
@@ -52,16 +64,16 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
     config = tree.etl
     normalize = config.normalize_options()
     fingerprint = normalization_fingerprint(normalize)
-    listing = SOURCES[tree.source.kind](tree.source, config.max_source_bytes)
+    source = SOURCES[tree.source.kind](tree.source)
+    listing = list_source(source, seed=config.seed, max_source_bytes=config.max_source_bytes, on_progress=on_progress)
     class_names = listing.class_names
     config_fingerprint = fingerprint_config(config, class_names, fingerprint)
     columns = parquet_schema(RowSchema(config.encoding, config.image_shape_HWC, class_names))
-    # Absolute from here on: an executor has a working directory of its own.
-    source_uri, store = open_store(tree.source.uri).uri, open_store(tree.dataset.uri)
+    store = open_store(tree.dataset.uri)
     build = Build(
         run_id=run_id,
         source=SourceRef(
-            uri=source_uri,
+            uri=source.uri,
             kind=tree.source.kind,
             listing_fingerprint=listing.fingerprint,
             key_sum=listing.key_sum,
@@ -77,19 +89,18 @@ def plan_build(tree: EtlTree, *, run_id: str) -> BuildPlan:
         config=redacted(config.model_dump(mode="json")),
         config_fingerprint=config_fingerprint,
     )
-    return BuildPlan(
-        build=build,
-        units=tuple(plan_units(listing, config, config_fingerprint)),
-        task=UnitTask(source_uri, store.uri, config, class_names, DECODER_ID, probes=choose_probes(listing.images)),
-        store=store,
-        parent_version=latest_version(store),
+    task = UnitTask(
+        # Absolute from here on: an executor has a working directory of its own.
+        source=tree.source.model_copy(update={"uri": source.uri}),
+        dataset_uri=store.uri,
+        config=config,
+        class_names=class_names,
+        decoder_id=DECODER_ID,
+        listing=ListingPlace(str(listing.folder), listing.segments),
+        probes=listing.probes,
     )
-
-
-def choose_probes(images: tuple[SourceImage, ...]) -> tuple[str, ...]:
-    """Keys of a few images, spread over the listing; if none of them is left later, the source itself is absent."""
-    num_probes = min(_NUM_PROBES, len(images))
-    return tuple(images[place * len(images) // num_probes].key for place in range(num_probes))
+    units = tuple(plan_units(listing, config, config_fingerprint))
+    return BuildPlan(build, listing, units, task, store, latest_version(store))
 
 
 def _check_apart(source_uri: str, dataset_uri: str) -> None:

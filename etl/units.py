@@ -3,67 +3,114 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
-from etl.config import EtlConfig
-from etl.sources import Listing
-from shardmill.mix import mix64_array
+from etl.config import EtlConfig, SourceConfig
+from etl.listing import NUM_BUCKETS, Listing
+from etl.segments import LISTED_SCHEMA, fact_limbs, key_digests, read_cells, sum_limbs
+from shardmill.errors import IntegrityError
+from shardmill.ids import format_digest, key_bytes
+from shardmill.mix import mix64
 from shardmill.options import ENCODINGS, NormalizeOptions
+from shardmill.stores import open_store
 from shardmill.values import Nonce, SourceImage
 
 # Enough units that a cluster of the size that suits the dataset stays busy until the last of them.
 _TARGET_NUM_UNITS = 64
+_CELLS_PER_BUCKET = (1 << 64) // NUM_BUCKETS
 
 # What may change without making other units.
-_NOT_DECIDING = {"engine", "max_reject_fraction", "max_unreadable_fraction", "max_changed_fraction", "scratch_dir"}
+_NOT_DECIDING = {
+    *("engine", "num_workers", "scratch_dir"),
+    *("max_reject_fraction", "max_unreadable_fraction", "max_changed_fraction"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class WorkUnit:
-    """Sources that one task turns into shards."""
+    """A range of cells whose images one task turns into shards."""
 
     index: int
+    """Its place among all ranges, those without images included: the order of its shards in the version."""
     fingerprint: str
     """Over everything that decides what the unit produces: a finished unit of that name need not run again."""
-    sources: tuple[SourceImage, ...]
+    first_cell: int
+    last_cell: int
+    """Both ends belong to the unit."""
+    num_images: int
+    facts_sum: str
+    """Of its images' facts: what the unit reads of the segments is what was planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListingPlace:
+    """Where the tasks find the listing's segments."""
+
+    uri: str
+    segments: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTask:
     """What all units of a build share; it travels to the executors once."""
 
-    source_uri: str
+    source: SourceConfig
     dataset_uri: str
     config: EtlConfig
     class_names: tuple[str, ...]
     decoder_id: str
+    listing: ListingPlace
     probes: tuple[str, ...] = ()
-    """Keys of a few listed images. If none of them is left, the source is absent, and not only one file."""
+    """Paths of a few listed files. If none of them is left, the source is absent, and not only one file."""
     reach: Nonce | None = None
-    """Read back by every task; None for units that run in the driver's own process."""
+    """Read back by every task; None for units that run on the driver's host."""
+    isolates_decoding: bool = True
+    """Whether each image is decoded in a child process, so that none can end the task's own."""
 
 
 def plan_units(listing: Listing, config: EtlConfig, config_fingerprint: str) -> list[WorkUnit]:
-    """Cut the listing, in a seeded hash order, into units of about equal estimated output.
+    """Cut the cells into equal ranges, a power of two of them, with about equal estimated output.
 
-    `config_fingerprint` stands for all of the config that decides what a unit produces (see `fingerprint_config`).
+    A grown listing has the same ranges until it needs twice as many. `config_fingerprint` stands for all of the config
+    that decides what a unit produces (see `fingerprint_config`).
     """
-    images = listing.images
-    # Hash order mixes classes and folders, so that chunk-level reads are well mixed already.
-    ids = np.array([image.sample_id for image in images], dtype=np.int64)
-    order = np.argsort(mix64_array(ids, config.seed), kind="stable")
-    images_per_unit = _images_per_unit(len(images), config)
-    num_units = max(1, -(-len(images) // images_per_unit))
-    bounds = [unit * len(images) // num_units for unit in range(num_units + 1)]
+    num_units = _num_units(listing.num_images, config)
+    images_by_unit = listing.images_by_bucket.reshape(num_units, -1).sum(axis=1)
+    facts_by_unit = listing.facts_by_bucket.reshape(num_units, -1, 8)
+    num_cells = _CELLS_PER_BUCKET * (NUM_BUCKETS // num_units)
     units = []
-    for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        sources = tuple(images[place] for place in order[start:stop].tolist())
-        units.append(WorkUnit(index, _fingerprint(sources, config_fingerprint), sources))
+    for place in np.flatnonzero(images_by_unit).tolist():
+        facts_sum = format_digest(sum_limbs(facts_by_unit[place]))
+        fingerprint = hashlib.sha256(f"{config_fingerprint}\0{images_by_unit[place]}\0{facts_sum}".encode()).hexdigest()
+        first = place * num_cells
+        units.append(WorkUnit(place, fingerprint, first, first + num_cells - 1, int(images_by_unit[place]), facts_sum))
     return units
+
+
+def read_unit(listing: ListingPlace, unit: WorkUnit, seed: int) -> tuple[SourceImage, ...]:
+    """The unit's images in a seeded hash order: it mixes classes and folders, so chunk-level reads are mixed already.
+
+    Raises IntegrityError if the segments do not hold what was planned.
+    """
+    store = open_store(listing.uri)
+    images: list[SourceImage] = []
+    facts_sum = 0
+    for segment in listing.segments:
+        for table in read_cells(store, segment, unit.first_cell, unit.last_cell):
+            facts_sum += sum_limbs(fact_limbs(key_digests(table), table.select(LISTED_SCHEMA.names)))
+            images += images_of_table(table)
+    if len(images) != unit.num_images or format_digest(facts_sum % (1 << 256)) != unit.facts_sum:
+        raise IntegrityError(
+            f"the listing of work unit {unit.index} in {listing.uri} has {len(images)} images",
+            f"expected the {unit.num_images} that were planned",
+            "run it again; if it comes back, the storage alters files",
+        )
+    return tuple(sorted(images, key=lambda image: (mix64(seed, image.sample_id), key_bytes(image.key))))
 
 
 def fingerprint_config(config: EtlConfig, class_names: tuple[str, ...], normalization_fingerprint: str) -> str:
@@ -77,24 +124,17 @@ def fingerprint_config(config: EtlConfig, class_names: tuple[str, ...], normaliz
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _images_per_unit(num_images: int, config: EtlConfig) -> int:
+def images_of_table(table: pa.Table) -> Iterator[SourceImage]:
+    """The rows of a segment's table."""
+    names = [name for name in table.column_names if name != "cell"]
+    columns = [table.column(name).to_pylist() for name in names]
+    return (SourceImage(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True))
+
+
+def _num_units(num_images: int, config: EtlConfig) -> int:
+    """The smallest power of two with which a unit's images fit into one shard, as far as their size can be told."""
     height, width, channels = config.image_shape_HWC
     image_bytes = max(1, int(height * width * channels * ENCODINGS[config.encoding].bytes_per_value))
     fitting = max(1, config.shard_max_bytes // image_bytes)
-    return min(fitting, max(config.unit_min_images, -(-num_images // _TARGET_NUM_UNITS)))
-
-
-def _fingerprint(sources: tuple[SourceImage, ...], config_fingerprint: str) -> str:
-    digest = hashlib.sha256(config_fingerprint.encode())
-    for source in sources:
-        facts = [
-            source.key,
-            source.size_bytes,
-            source.mtime_ns,
-            source.etag,
-            source.label,
-            source.split,
-            source.sample_id,
-        ]
-        digest.update(json.dumps(facts).encode())
-    return digest.hexdigest()
+    images_per_unit = min(fitting, max(config.unit_min_images, -(-num_images // _TARGET_NUM_UNITS)))
+    return min(NUM_BUCKETS, 1 << max(0, -(-num_images // images_per_unit) - 1).bit_length())

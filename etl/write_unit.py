@@ -13,19 +13,21 @@ from tempfile import TemporaryDirectory
 
 from etl.config import SPLITS, SplitFractions
 from etl.pending import keep_result
-from etl.units import UnitTask, WorkUnit
+from etl.sources import SOURCES, SourceReader
+from etl.units import UnitTask, WorkUnit, read_unit
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
 from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decoder_id import DECODER_ID
+from shardmill.images.own_process import OwnProcessDecoder
 from shardmill.images.sandbox import DecodeSandbox, PendingImage
 from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits
 from shardmill.storage import AccessDenied, Store
 from shardmill.stores import open_store
-from shardmill.values import ImageSample, Rejection, RejectReason, ShardInfo, SourceImage
+from shardmill.values import UNKNOWN_SIZE, ImageSample, Rejection, RejectReason, ShardInfo, SourceImage
 
 # Splits are cut from the last 64 bits of each image's SHA-256.
 _HASH_RANGE = 1 << 64
@@ -37,21 +39,22 @@ def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
     Raises UsageError if this executor would make other pixels than the driver or does not share its dataset folder,
     StorageError if storage fails.
     """
-    source, dataset = open_store(task.source_uri), open_store(task.dataset_uri)
-    _check_host(task, source)
+    reader, dataset = SOURCES[task.source.kind](task.source).open(), open_store(task.dataset_uri)
+    _check_host(task, reader)
+    sources = read_unit(task.listing, unit, task.config.seed)
     rejections: list[Rejection] = []
     rows_by_split: dict[str, list[StoredRow]] = defaultdict(list)
     label_ids = {name: number for number, name in enumerate(task.class_names)}
 
     # Read and normalize: each source ends as one row or one rejection.
-    for image, outcome in _process(unit, task, source):
+    for image, outcome in _process(sources, task, reader):
         if isinstance(outcome, Rejection):
             rejections.append(outcome)
         else:
             split = split_of(image, outcome.source_sha256, task.config.split_fractions)
             label_id = None if image.label is None else label_ids[image.label]
             rows_by_split[split].append(StoredRow.of(image, label_id, outcome))
-    _check_multiset(unit, rows_by_split, rejections)
+    _check_multiset(unit, sources, rows_by_split, rejections)
 
     # Store: the same chunks in every format, spooled to scratch and published whole.
     shards: list[ShardInfo] = []
@@ -74,7 +77,7 @@ def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
     return result
 
 
-def _check_host(task: UnitTask, source: Store) -> None:
+def _check_host(task: UnitTask, reader: SourceReader) -> None:
     """This executor makes the driver's pixels, and sees the driver's source and dataset."""
     if task.decoder_id != DECODER_ID:
         raise UsageError(
@@ -84,29 +87,34 @@ def _check_host(task: UnitTask, source: Store) -> None:
         )
     if task.reach is not None:
         check_nonce(task.reach)
-    check_source(source, task.probes)
+    check_source(reader, task.source.uri, task.probes)
 
 
-def _process(unit: WorkUnit, task: UnitTask, store: Store) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
-    """The outcome of each source in turn; the next one is read while the sandbox decodes."""
+def _process(
+    sources: Sequence[SourceImage], task: UnitTask, reader: SourceReader
+) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
+    """The outcome of each source in turn; the next one is read while a child process decodes."""
     config = task.config
-    sandbox = _warm_sandbox(os.getpid(), config.decode_timeout_seconds, config.decode_memory_bytes)
+    limits = {name: getattr(config, name) for name in DecodeLimits.model_fields}
+    decoder = (
+        _warm_sandbox(os.getpid(), **limits) if task.isolates_decoding else OwnProcessDecoder(DecodeLimits(**limits))
+    )
     normalize = config.normalize_options()
     pending: PendingImage | None = None
-    for image in unit.sources:
-        data = read_source(store, image, task.probes)
+    for image in sources:
+        data = read_source(reader, image, task)
         if pending is not None:
-            yield pending.source, sandbox.finish(pending)
+            yield pending.source, decoder.finish(pending)
             pending = None
         if isinstance(data, Rejection):
             yield image, data
         else:
-            pending = sandbox.start(image, data, normalize)
+            pending = decoder.start(image, data, normalize)
     if pending is not None:
-        yield pending.source, sandbox.finish(pending)
+        yield pending.source, decoder.finish(pending)
 
 
-def read_source(store: Store, image: SourceImage, probes: tuple[str, ...]) -> bytes | Rejection:
+def read_source(reader: SourceReader, image: SourceImage, task: UnitTask) -> bytes | Rejection:
     """The bytes of one listed image, or the rejection that says why not.
 
     Raises StorageError if the store fails, or has lost every probe as well: an absent root is not an absent file.
@@ -116,27 +124,28 @@ def read_source(store: Store, image: SourceImage, probes: tuple[str, ...]) -> by
         return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage="read")
 
     try:
-        data = store.read(image.key)
+        data = reader.read(image)
     except FileNotFoundError:
-        check_source(store, tuple(key for key in probes if key != image.key))
+        path = image.container or image.key
+        check_source(reader, task.source.uri, tuple(probe for probe in task.probes if probe != path))
         return rejection(RejectReason.MISSING, "listed, but gone when it was read")
     except AccessDenied as error:
         # This concerns one file. Any other fault is the store's: the task fails and is tried again.
         return rejection(RejectReason.UNREADABLE, error.what)
-    if len(data) != image.size_bytes:
+    if not isinstance(data, Rejection) and image.size_bytes not in (UNKNOWN_SIZE, len(data)):
         return rejection(RejectReason.SOURCE_CHANGED, f"listed with {image.size_bytes} bytes, read {len(data)}")
     return data
 
 
-def check_source(store: Store, probes: tuple[str, ...]) -> None:
+def check_source(reader: SourceReader, uri: str, probes: tuple[str, ...]) -> None:
     """Raise StorageError, naming this host, if the source holds none of the listed `probes` any more.
 
     The root itself proves little: a mount that is gone leaves an empty folder behind.
     """
-    if any(store.stat(path) is not None for path in probes or ("",)):
+    if any(reader.is_there(path) for path in probes or ("",)):
         return
     raise StorageError(
-        f"host {socket.gethostname()} does not see the source {store.uri}: "
+        f"host {socket.gethostname()} does not see the source {uri}: "
         + (f"{probes[0]!r} and {len(probes) - 1} other listed files are gone" if probes else "it is gone"),
         "expected the files that the driver listed; nothing was published",
         "mount it at the same place on every host (or use s3://), then run the same command again",
@@ -157,9 +166,9 @@ def split_of(source: SourceImage, source_sha256: str, fractions: SplitFractions)
 
 
 @cache
-def _warm_sandbox(process_id: int, timeout_seconds: float, memory_bytes: int) -> DecodeSandbox:
+def _warm_sandbox(process_id: int, decode_timeout_seconds: float, decode_memory_bytes: int) -> DecodeSandbox:
     """One for all units of this process; its child ends with us. A fork must not talk to its parent's child."""
-    limits = DecodeLimits(decode_timeout_seconds=timeout_seconds, decode_memory_bytes=memory_bytes)
+    limits = DecodeLimits(decode_timeout_seconds=decode_timeout_seconds, decode_memory_bytes=decode_memory_bytes)
     return DecodeSandbox(limits, config_section="etl")
 
 
@@ -175,10 +184,12 @@ def _publish(
             yield publish_shard(store, split, name, format_name, chunks, schema=schema, scratch=scratch)
 
 
-def _check_multiset(unit: WorkUnit, rows: dict[str, list[StoredRow]], rejections: Sequence[Rejection]) -> None:
+def _check_multiset(
+    unit: WorkUnit, sources: Sequence[SourceImage], rows: dict[str, list[StoredRow]], rejections: Sequence[Rejection]
+) -> None:
     ended = Counter(row.source.key for split_rows in rows.values() for row in split_rows)
     ended.update(rejection.key for rejection in rejections)
-    if ended != Counter(source.key for source in unit.sources):
+    if ended != Counter(source.key for source in sources):
         raise IntegrityError(f"work unit {unit.index} lost or doubled an input", "this is a fault in shardmill")
 
 

@@ -126,7 +126,7 @@ def _look_at_model(tree: PipelineTree) -> str:
 
 
 def _look_at_launch(tree: PipelineTree) -> str:
-    from shardmill.jobs.spark import is_under_spark_submit
+    from shardmill.jobs.spark_settings import is_under_spark_submit
     from train.strategies import find_strategy
 
     train = tree.train

@@ -26,6 +26,7 @@ class RejectReason(StrEnum):
     NOT_REGULAR_FILE = "not_regular_file"
     BAD_LABEL = "bad_label"
     TOO_LARGE_BYTES = "too_large_bytes"
+    DUPLICATE_KEY = "duplicate_key"
     # Found while reading
     MISSING = "missing"
     UNREADABLE = "unreadable"
@@ -57,13 +58,21 @@ TRANSIENT_REASONS = frozenset({RejectReason.MISSING, RejectReason.UNREADABLE, Re
 REASONS_OUTSIDE_REJECT_FRACTION = frozenset({RejectReason.NOT_AN_IMAGE_NAME, RejectReason.TOO_SMALL})
 
 
+UNKNOWN_SIZE = -1
+"""Size of a source that its listing does not tell, such as a row of a table of names."""
+
+
 @dataclass(frozen=True, slots=True)
 class SourceImage:
     """One listed input, before any of its bytes were read."""
 
     key: str
-    """Path relative to the source root, `/`-separated; bytes that are not UTF-8 are kept as surrogate escapes."""
+    """Path relative to the source root, `/`-separated; bytes that are not UTF-8 are kept as surrogate escapes.
+
+    For an image in a container: the container's path, NUL, and the member's name, row number or key.
+    """
     size_bytes: int
+    """As listed, or `UNKNOWN_SIZE`."""
     mtime_ns: int = 0
     etag: str = ""
     label: str | None = None
@@ -72,6 +81,12 @@ class SourceImage:
     """Named by a `train/`, `val/`, `test/` folder; None means that the content hash decides."""
     sample_id: int = 0
     """Signed 64-bit id, derived from `key` and made unique over the listing."""
+    container: str = ""
+    """The file that holds the image, relative to the source root; empty if the image is a file of its own, at `key`."""
+    place: int = 0
+    """Row number or byte offset in the container; the row of the table that lists a file."""
+    block: int = 0
+    """Images of one block of a container are read by one work unit, so that no archive is scanned twice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from etl.sources.folders import list_folders
+from etl.engines import EngineSettings
+from etl.sources.folders import FolderSource
 from etl.units import WorkUnit
 from etl.write_unit import UnitTask, write_unit
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.formats.encodings import PNG
 from shardmill.formats.parquet import PARQUET
-from shardmill.jobs.config import SparkConfig
 from shardmill.stores.local import LocalStore
 from train.launching.inline import launch_inline
 from train.models.small_cnn import small_cnn
 from train.strategies.strategy import SINGLE
 
-NEW_SOURCE = list_folders
+NEW_SOURCE = FolderSource
 NEW_FORMAT = replace(PARQUET, suffix="new.parquet")
 NEW_ENCODING = replace(PNG)
 NEW_STRATEGY = replace(SINGLE)
@@ -25,15 +25,9 @@ NEW_LAUNCHER = launch_inline
 NEW_MODEL = small_cnn
 
 
-def new_engine(
-    units: Sequence[WorkUnit], task: UnitTask, spark: SparkConfig, on_units_done: Callable[[int], None]
-) -> list[UnitResult]:
+def new_engine(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
     """Every unit in this process, one after the other."""
-    results = []
-    for unit in units:
-        results.append(write_unit(unit, task))
-        on_units_done(len(results))
-    return results
+    return (write_unit(unit, task) for unit in units)
 
 
 def new_store(uri: str) -> LocalStore:

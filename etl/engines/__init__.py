@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.registry import Entry, Registry
@@ -12,18 +13,33 @@ if TYPE_CHECKING:
     from shardmill.dataset.unit_result import UnitResult
     from shardmill.jobs.config import SparkConfig
 
-    # (units, what they share, Spark's settings, called with the number of finished units) -> every unit's result
-    Engine = Callable[[Sequence[WorkUnit], UnitTask, SparkConfig, Callable[[int], None]], list[UnitResult]]
+    # Each unit's result once, as the units finish, in any order.
+    Engine = Callable[[Sequence[WorkUnit], UnitTask, "EngineSettings"], Iterator[UnitResult]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine may need of the config; each takes what concerns it."""
+
+    spark: SparkConfig
+    num_workers: int
+    """Processes on this machine; 0 for one per core."""
+
 
 ENGINES: Registry[Engine] = Registry(
     "etl.engine",
     {
+        "auto": Entry(
+            "etl.engines.auto:run_automatically",
+            "local on one machine; spark under spark-submit, with a cluster's spark.master, or above 10 million images",
+        ),
+        "local": Entry("etl.engines.local:run_locally", "processes on this machine; no Java, no Spark"),
         "spark": Entry(
             "etl.engines.spark:run_on_spark",
             "Spark tasks; local threads, or a cluster",
             extra="spark",
             packages=("pyspark", "pandas"),
-        )
+        ),
     },
     takes_own=True,
 )

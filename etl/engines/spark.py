@@ -4,55 +4,84 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from etl.units import UnitTask, WorkUnit
+from etl.engines import EngineSettings
+from etl.pending import PENDING, finished_units
+from etl.units import ListingPlace, UnitTask, WorkUnit
 from etl.write_unit import write_unit
 from shardmill import errors
-from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
-from shardmill.jobs.config import SparkConfig
+from shardmill.dataset.unit_result import UnitResult
 from shardmill.jobs.reach import planted
 from shardmill.jobs.spark import spark_session
 from shardmill.jobs.spark_log import spark_log_hint
+from shardmill.storage import Store
 from shardmill.stores import open_store
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
+LISTINGS = "listings"
 _POLL_SECONDS = 0.5
 
 
-def run_on_spark(
-    units: Sequence[WorkUnit], task: UnitTask, spark: SparkConfig, on_units_done: Callable[[int], None]
-) -> list[UnitResult]:
+def run_on_spark(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
     """One DataFrame row, one partition and one task for each unit. Spark moves the plan; images never cross the JVM.
 
-    `on_units_done` gets the number of finished units. Raises the tasks' own error after Spark's retries.
+    Results come from the records that tasks leave in the dataset, so that neither JVM nor driver holds all of them.
+    Raises the tasks' own error after Spark's retries.
     """
+    spark, store = settings.spark, open_store(task.dataset_uri)
     # Every task reads the nonce back before it works: a folder of its executor's own would swallow its shards.
     with (
-        planted(open_store(task.dataset_uri)) as nonce,
+        planted(store) as nonce,
+        _shared_listing(task, store) as listing,
         spark_session("shardmill-etl", spark, spark.etl.conf) as session,
     ):
-        frame = _unit_frame(session, units)
-        results = frame.mapInArrow(_write_units(replace(task, reach=nonce)), "unit_result string")
-        rows = _collect(session, results, on_units_done)
-    return [decode_unit_result(row) for row in rows]
+        work = _write_units(replace(task, reach=nonce, listing=listing))
+        job = _start(session, _unit_frame(session, units).mapInArrow(work, "unit_index int"))
+        left = {unit.index: unit for unit in units}
+        for _ in _until_done(session, job):
+            for result in finished_units(store, list(left.values())):
+                del left[result.unit_index]
+                yield result
+    if left:
+        raise errors.StorageError(
+            f"Spark's job ended, and {len(left)} work units left no record in {task.dataset_uri}/{PENDING}",
+            "expected one of each", "see that nothing else removes files there, then run the same command again",
+        )  # fmt: skip
+
+
+@contextmanager
+def _shared_listing(task: UnitTask, store: Store) -> Iterator[ListingPlace]:
+    """The listing's segments below the dataset for as long as the units run: every executor sees that place."""
+    folder = f"{LISTINGS}/{uuid.uuid4().hex[:12]}"
+    paths = {segment: f"{folder}/{segment}" for segment in task.listing.segments}
+    try:
+        for segment, path in paths.items():
+            store.put_file(path, Path(task.listing.uri) / segment)
+        yield ListingPlace(store.uri, tuple(paths.values()))
+    finally:
+        # They must not stand in for what went wrong inside.
+        with suppress(errors.ShardmillError):
+            for path in paths.values():
+                store.delete(path)
 
 
 def _unit_frame(session: SparkSession, units: Sequence[WorkUnit]) -> DataFrame:
     adapter = TypeAdapter(WorkUnit)
-    rows = [(unit.index, adapter.dump_json(unit).decode()) for unit in units]
+    rows = [(adapter.dump_json(unit).decode(),) for unit in units]
     # As many slices as rows: each row is its own partition, so the slowest task is one unit and no more.
-    return session.createDataFrame(
-        session.sparkContext.parallelize(rows, numSlices=len(rows)), "unit_index int, unit string"
-    )
+    return session.createDataFrame(session.sparkContext.parallelize(rows, numSlices=len(rows)), "unit string")
 
 
 def _write_units(task: UnitTask) -> Callable[[Iterable[pa.RecordBatch]], Iterable[pa.RecordBatch]]:
@@ -65,38 +94,46 @@ def _write_units(task: UnitTask) -> Callable[[Iterable[pa.RecordBatch]], Iterabl
         for batch in batches:
             for text in batch.column("unit").to_pylist():
                 result = write_unit(adapter.validate_json(text), task)
-                yield pa.RecordBatch.from_pydict({"unit_result": [encode_unit_result(result).decode()]})
+                yield pa.RecordBatch.from_pydict({"unit_index": pa.array([result.unit_index], pa.int32())})
 
     return write_units
 
 
-def _collect(session: SparkSession, frame: DataFrame, on_units_done: Callable[[int], None]) -> list[str]:
-    """Run the job in a thread, so that this one can show progress and answer Ctrl-C."""
+def _start(session: SparkSession, frame: DataFrame) -> Future[None]:
+    """Run the job in a thread, so that this one can take results and answer Ctrl-C."""
     # Its thread must be a daemon, or a job that hangs would keep this process from ending; a pool's threads are none.
-    collected: Future[list[str]] = Future()
+    job: Future[None] = Future()
 
-    def collect() -> None:
+    def run() -> None:
         try:
-            collected.set_result([row.unit_result for row in frame.collect()])
+            frame.collect()
+            job.set_result(None)
         except Exception as error:  # passed on to the thread that waits for the result
-            collected.set_exception(error)
+            job.set_exception(error)
 
-    threading.Thread(target=collect, name="shardmill-spark-job", daemon=True).start()
+    threading.Thread(target=run, name="shardmill-spark-job", daemon=True).start()
+    return job
+
+
+def _until_done(session: SparkSession, job: Future[None]) -> Iterator[None]:
+    """Yields whenever further tasks have finished, and once after the last. Raises the error that ended the job."""
     tracker = session.sparkContext.statusTracker()
+    num_done = 0
     try:
-        while not collected.done():
-            wait([collected], _POLL_SECONDS)
+        while not job.done():
+            wait([job], _POLL_SECONDS)
             stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
-            done = max((stage.numCompletedTasks for stage in stages if stage is not None), default=0)
-            if done:
-                on_units_done(done)
+            now = max((stage.numCompletedTasks for stage in stages if stage is not None), default=0)
+            if now > num_done:
+                num_done = now
+                yield
     except BaseException:
         session.sparkContext.cancelAllJobs()
         raise
-    error = collected.exception()
+    error = job.exception()
     if error is not None:
         raise _own_error(error) from error
-    return collected.result()
+    yield
 
 
 def _own_error(error: BaseException) -> errors.ShardmillError:

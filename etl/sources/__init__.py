@@ -1,60 +1,107 @@
-"""Sources: what a listing of the inputs gives; a new kind is a module with a listing function and an entry here."""
+"""Sources: the inputs, listed in batches by the driver and read one by one by tasks; a new kind is a module here."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from shardmill.ids import add_digests, format_digest, key_bytes, key_hash
+import pyarrow as pa
+
 from shardmill.registry import Entry, Registry
 from shardmill.values import Rejection, SourceImage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from etl.config import SourceConfig
+
+# What a source says of an image; the listing adds its sample id and its work unit's cell.
+LISTED_SCHEMA = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("size_bytes", pa.int64(), nullable=False),
+        pa.field("mtime_ns", pa.int64(), nullable=False),
+        pa.field("etag", pa.string(), nullable=False),
+        pa.field("label", pa.string()),
+        pa.field("split", pa.string()),
+        pa.field("container", pa.string(), nullable=False),
+        pa.field("place", pa.int64(), nullable=False),
+        pa.field("block", pa.int64(), nullable=False),
+    ]
+)
+_BATCH_ROWS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
-    """All inputs of a source, as images to process or as rejections, in the order of their keys' bytes."""
+class ListingBatch:
+    """A part of a listing, of bounded size."""
 
-    images: tuple[SourceImage, ...]
-    rejections: tuple[Rejection, ...]
-
-    @property
-    def num_listed(self) -> int:
-        return len(self.images) + len(self.rejections)
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """The label map: every class that has an image to process, sorted."""
-        return tuple(sorted({image.label for image in self.images if image.label is not None}))
-
-    @property
-    def key_sum(self) -> str:
-        """Additive hash of all listed keys."""
-        keys = [image.key for image in self.images] + [rejection.key for rejection in self.rejections]
-        return format_digest(add_digests(*map(key_hash, keys)))
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal listings (keys, sizes, times, labels, splits) have equal fingerprints."""
-        digest = hashlib.sha256()
-        for image in self.images:
-            facts = f"\0{image.size_bytes}\0{image.mtime_ns}\0{image.etag}\0{image.label}\0{image.split}\n"
-            digest.update(key_bytes(image.key) + facts.encode())
-        for rejection in self.rejections:
-            digest.update(key_bytes(rejection.key) + f"\0{rejection.reason}\0{rejection.size_bytes}\n".encode())
-        return digest.hexdigest()
+    images: pa.Table
+    """Columns of `LISTED_SCHEMA`; the fields of `SourceImage` of the same names."""
+    rejections: tuple[Rejection, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What looks wrong to the source and ends nothing: one sentence each."""
 
 
-SOURCES: Registry[Callable[[SourceConfig, int], Listing]] = Registry(
+class SourceReader(Protocol):
+    """What a task reads images with; it may keep a container open from one image to the next."""
+
+    def read(self, image: SourceImage) -> bytes | Rejection:
+        """The image's bytes, or why this one is refused.
+
+        Raises FileNotFoundError, AccessDenied if the refusal concerns this image alone, StorageError for the rest.
+        """
+        ...
+
+    def is_there(self, path: str) -> bool:
+        """Whether this host sees a listed file or container."""
+        ...
+
+
+class Source(Protocol):
+    """A pile of images, made of its config: `SOURCES[config.kind](config)`."""
+
+    uri: str
+    """Absolute: tasks have a working directory of their own."""
+
+    def list(self) -> Iterator[ListingBatch]:
+        """Every input exactly once, in any order, in bounded memory. Raises UsageError if there is no such source."""
+        ...
+
+    def open(self) -> SourceReader:
+        """A reader for the process that calls this."""
+        ...
+
+
+SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
     "source.kind",
     {
         "folders": Entry(
-            "etl.sources.folders:list_folders", "one folder per class, optionally inside train/, val/, test/"
+            "etl.sources.folders:FolderSource", "one folder per class, optionally inside train/, val/, test/"
         )
     },
     takes_own=True,
 )
+
+
+def batches_of(entries: Iterable[SourceImage | Rejection]) -> Iterator[ListingBatch]:
+    """For a source that lists objects one by one."""
+    images: list[SourceImage] = []
+    rejections: list[Rejection] = []
+    for entry in entries:
+        if isinstance(entry, Rejection):
+            rejections.append(entry)
+        else:
+            images.append(entry)
+        if len(images) + len(rejections) == _BATCH_ROWS:
+            yield ListingBatch(listed_table(images), tuple(rejections))
+            images, rejections = [], []
+    if images or rejections:
+        yield ListingBatch(listed_table(images), tuple(rejections))
+
+
+def listed_table(images: list[SourceImage]) -> pa.Table:
+    """The columns of `LISTED_SCHEMA`."""
+    columns = [pa.array([getattr(image, field.name) for image in images], field.type) for field in LISTED_SCHEMA]
+    return pa.table(columns, schema=LISTED_SCHEMA)

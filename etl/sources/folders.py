@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etl.sources import Listing
+from etl.sources import ListingBatch, batches_of, listed_table
+from etl.sources.files import FileReader
+from etl.sources.spool import Spool
 from shardmill.errors import StorageError, UsageError
-from shardmill.ids import assign_sample_ids, key_bytes
 from shardmill.printable import printable
 from shardmill.storage import NoSuchRoot
 from shardmill.stores import open_store
@@ -43,33 +45,42 @@ IMAGE_SUFFIXES = frozenset(
 )
 _SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
 
-_MAX_LABEL_LENGTH = 255
 
+class FolderSource:
+    """Every file below `source.uri`. Links, splits and classes are judged here; size and label by the listing."""
 
-def list_folders(source: SourceConfig, max_source_bytes: int) -> Listing:
-    """Every file below `source.uri`.
+    def __init__(self, config: SourceConfig) -> None:
+        self.uri = open_store(config.uri).uri
+        self._config = config
 
-    Raises UsageError (exit 2) if there is no folder, no image in it, or more than one level that may name the classes.
-    """
-    uri = source.uri
-    local = "://" not in uri or uri.startswith("file://")
-    found = _walk_local(Path(open_store(uri).uri), source.follow_symlinks) if local else _walk_store(uri)
-    entries = _with_labels(sorted(found, key=lambda entry: key_bytes(entry.key)), source.label_level)
-    judged = [
-        entry if isinstance(entry, Rejection) else _accepted_or_rejected(entry, max_source_bytes) for entry in entries
-    ]
-    images = [entry for entry in judged if isinstance(entry, SourceImage)]
-    rejections = tuple(entry for entry in judged if isinstance(entry, Rejection))
-    if not images:
-        raise UsageError(
-            f"no images below {uri} ({len(rejections)} other files)",
-            "expected image files, best in one folder per class",
-            "check source.uri",
-        )
-    ids = assign_sample_ids([image.key for image in images])
-    return Listing(
-        tuple(replace(image, sample_id=sample_id) for image, sample_id in zip(images, ids, strict=True)), rejections
-    )
+    def open(self) -> FileReader:
+        """Every image is a file of its own."""
+        return FileReader(self.uri)
+
+    def list(self) -> Iterator[ListingBatch]:
+        """Raises UsageError if there is no folder, or more than one level that may name the classes.
+
+        The place of splits and classes follows from all names together, so the entries are spooled to a local file
+        until the last of them is known.
+        """
+        layout = _Layout()
+        with Spool() as spool:
+            for batch in batches_of(self._found()):
+                for key in batch.images.column("key").to_pylist():
+                    layout.add(key)
+                spool.write(batch.images)
+                if batch.rejections:
+                    yield replace(batch, images=batch.images.slice(0, 0))
+            place = layout.label_place(self._config.label_level)
+            for table in spool.read():
+                yield from batches_of(place.labelled(SourceImage(**row) for row in table.to_pylist()))
+        yield from place.warnings()
+
+    def _found(self) -> Iterator[SourceImage | Rejection]:
+        walk = _walk_store(self.uri)
+        if "://" not in self.uri:
+            walk = _walk_local(Path(self.uri), self._config.follow_symlinks)
+        return (entry if isinstance(entry, Rejection) else _named_like_an_image(entry) for entry in walk)
 
 
 def _walk_local(root: Path, follow_symlinks: bool) -> Iterator[SourceImage | Rejection]:
@@ -142,75 +153,107 @@ def _walk_store(uri: str) -> Iterator[SourceImage | Rejection]:
         raise UsageError(f"source {uri} does not exist: {error.what}", "", "check source.uri") from None
 
 
-def _with_labels(entries: list[SourceImage | Rejection], label_level: int) -> Iterator[SourceImage | Rejection]:
-    """Read split and class from each image's folders."""
-    images = [entry for entry in entries if isinstance(entry, SourceImage) and _is_image_name(entry.key)]
-    tops = {entry.key.split("/")[0] for entry in images if "/" in entry.key}
-    # `train` beside `bus` and `car` is a vehicle; alone or beside `val` or `test` it is a split.
-    splits = tops & set(SPLIT_OF_FOLDER)
-    has_splits = "train" in tops and (tops == splits or len(splits) > 1)
-    levels = [
-        entry.key.split("/")[has_splits:-1] for entry in images if not has_splits or entry.key.split("/")[0] in splits
-    ]
-    if label_level == 0:
-        _check_level_is_clear(levels)
-    class_depth = has_splits + max(1, label_level)
-    has_classes = any(entry.key.count("/") >= class_depth for entry in images)
-    for entry in entries:
-        if isinstance(entry, Rejection):
-            yield entry
-            continue
-        folders = entry.key.split("/")[:-1]
-        split = SPLIT_OF_FOLDER.get(folders[0]) if has_splits and folders else None
-        label = folders[class_depth - 1] if len(folders) >= class_depth else None
-        if has_splits and split is None and _is_image_name(entry.key):
-            yield Rejection(
-                entry.key, RejectReason.BAD_LABEL, "lies in no split folder, and others do",
-                entry.size_bytes, entry.mtime_ns, entry.etag, stage="list",
-            )  # fmt: skip
-        elif has_classes and label is None and _is_image_name(entry.key):
-            yield Rejection(
-                entry.key, RejectReason.BAD_LABEL, "lies in no class folder, and others do",
-                entry.size_bytes, entry.mtime_ns, entry.etag, stage="list",
-            )  # fmt: skip
-        else:
-            yield replace(entry, label=label if has_classes else None, split=split)
+@dataclass(slots=True)
+class _Layout:
+    """What the names of all images say together. Grows with the number of folders, not of images."""
+
+    names: dict[str, list[set[str]]] = field(default_factory=dict)
+    """First folder -> the folders' names on each level, from that first one on."""
+    fewest: dict[str, int] = field(default_factory=dict)
+    """First folder -> the smallest number of folders above one of its images."""
+    most: int = 0
+
+    def add(self, key: str) -> None:
+        folders = key.split("/")[:-1]
+        top = folders[0] if folders else ""
+        levels = self.names.setdefault(top, [])
+        for level, name in enumerate(folders):
+            if level == len(levels):
+                levels.append(set())
+            levels[level].add(name)
+        self.fewest[top] = min(self.fewest.get(top, len(folders)), len(folders))
+        self.most = max(self.most, len(folders))
+
+    def label_place(self, label_level: int) -> _LabelPlace:
+        tops = {top for top in self.names if top}
+        # `train` beside `bus` and `car` is a vehicle; alone or beside `val` or `test` it is a split.
+        splits = tops & set(SPLIT_OF_FOLDER)
+        has_splits = "train" in tops and (tops == splits or len(splits) > 1)
+        if label_level == 0:
+            self._check_level_is_clear(splits if has_splits else set(self.names), first=int(has_splits))
+        class_depth = has_splits + max(1, label_level)
+        return _LabelPlace(has_splits, class_depth, has_classes=self.most >= class_depth)
+
+    def _check_level_is_clear(self, tops: Iterable[str], first: int) -> None:
+        """Raise UsageError if no image lies directly in a folder of the first level: any level may be the classes."""
+        num_levels = min((self.fewest[top] - first for top in tops), default=0)
+        if num_levels < 2:
+            return
+        seen: defaultdict[int, set[str]] = defaultdict(set)
+        for top in tops:
+            for level in range(num_levels):
+                seen[level] |= self.names[top][first + level]
+        named = [
+            f"level {level + 1} ({', '.join(map(printable, sorted(names)[:3]))}{', ...' if len(names) > 3 else ''})"
+            for level, names in sorted(seen.items())
+        ]
+        raise UsageError(
+            f"every image lies {num_levels} or more folders deep, so that the classes may be {' or '.join(named)}",
+            "expected one folder per class with its images directly in it",
+            "say which with --set source.label_level=N, or set source.uri to the folder above the class folders",
+        )
 
 
-def _check_level_is_clear(levels: list[list[str]]) -> None:
-    """Raise UsageError if no image lies directly in a folder of the first level: any level may be the classes then."""
-    if min(map(len, levels), default=0) < 2:
-        return
-    seen = [sorted({folders[level] for folders in levels}) for level in range(min(map(len, levels)))]
-    named = [
-        f"level {number} ({', '.join(map(printable, names[:3]))}{', ...' if len(names) > 3 else ''})"
-        for number, names in enumerate(seen, start=1)
-    ]
-    raise UsageError(
-        f"every image lies {len(seen)} or more folders deep, so that the classes may be {' or '.join(named)}",
-        "expected one folder per class with its images directly in it",
-        "say which with --set source.label_level=N, or set source.uri to the folder above the class folders",
-    )
+@dataclass(slots=True)
+class _LabelPlace:
+    """Which folders name split and class."""
+
+    has_splits: bool
+    class_depth: int
+    has_classes: bool
+    num_images: int = 0
+    deeper: list[SourceImage] = field(default_factory=list)
+    num_deeper: int = 0
+
+    def labelled(self, images: Iterable[SourceImage]) -> Iterator[SourceImage | Rejection]:
+        for image in images:
+            folders = image.key.split("/")[:-1]
+            split = SPLIT_OF_FOLDER.get(folders[0]) if self.has_splits and folders else None
+            label = folders[self.class_depth - 1] if len(folders) >= self.class_depth else None
+            if self.has_splits and split is None:
+                yield _rejection(image, RejectReason.BAD_LABEL, "lies in no split folder, and others do")
+            elif self.has_classes and label is None:
+                yield _rejection(image, RejectReason.BAD_LABEL, "lies in no class folder, and others do")
+            else:
+                labelled = replace(image, label=label if self.has_classes else None, split=split)
+                self.num_images += 1
+                if label is not None and folders[-1] != label:
+                    self.num_deeper += 1
+                    # One is named: the first, so that it does not depend on the order of the walk.
+                    self.deeper = [min([*self.deeper, labelled], key=lambda each: each.key)]
+                yield labelled
+
+    def warnings(self) -> Iterator[ListingBatch]:
+        for example in self.deeper:
+            yield ListingBatch(
+                listed_table([]),
+                warnings=(
+                    f"{self.num_deeper} of {self.num_images} images lie deeper than their class folder, such as "
+                    f"{printable(example.key)}, taken as class {example.label}; source.label_level says otherwise",
+                ),
+            )
 
 
-def _accepted_or_rejected(image: SourceImage, max_source_bytes: int) -> SourceImage | Rejection:
-    """Refuse by name and size, before any byte is read."""
-
-    def rejection(reason: RejectReason, detail: str) -> Rejection:
-        return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage="list")
-
+def _named_like_an_image(image: SourceImage) -> SourceImage | Rejection:
     if not _is_utf8(image.key):
-        return rejection(RejectReason.PATH_NOT_UTF8, "the name is not UTF-8")
+        return _rejection(image, RejectReason.PATH_NOT_UTF8, "the name is not UTF-8")
     if not _is_image_name(image.key):
-        return rejection(RejectReason.NOT_AN_IMAGE_NAME, "the name is not an image's")
-    if len((image.label or "").encode()) > _MAX_LABEL_LENGTH:
-        return rejection(RejectReason.BAD_LABEL, "too long")
-    if _is_invalid_label(image.label):
-        return rejection(RejectReason.BAD_LABEL, f"{image.label!r} is no class name")
-    if image.size_bytes > max_source_bytes:
-        detail = f"{image.size_bytes} bytes; etl.max_source_bytes is {max_source_bytes}"
-        return rejection(RejectReason.TOO_LARGE_BYTES, detail)
+        return _rejection(image, RejectReason.NOT_AN_IMAGE_NAME, "the name is not an image's")
     return image
+
+
+def _rejection(image: SourceImage, reason: RejectReason, detail: str) -> Rejection:
+    return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage="list")
 
 
 def _is_image_name(key: str) -> bool:
@@ -219,11 +262,6 @@ def _is_image_name(key: str) -> bool:
         return False
     suffix = os.path.splitext(name.lstrip("."))[1]
     return suffix == "" or suffix in IMAGE_SUFFIXES
-
-
-def _is_invalid_label(label: str | None) -> bool:
-    """Nothing but spaces or dots, or with characters that nobody sees: `\\x1b[2J` clears the screen of who reads it."""
-    return label is not None and (label.strip() in ("", ".", "..") or printable(label) != label)
 
 
 def _is_utf8(key: str) -> bool:

@@ -1,7 +1,7 @@
 """The child process of the sandbox: it decodes one image after the other, until its pipe is closed.
 
 The parent starts `main` (see `sandbox.py`) with the function to call as `module:function`; messages are those of
-`decode_messages.py`.
+`shardmill.messages`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import signal
 import sys
 from collections.abc import Callable
 
-from shardmill.images.decode_messages import pack_message, pack_outcome, read_message
+from shardmill.images.decode_messages import pack_outcome
 from shardmill.images.decoder_id import DECODER_ID
+from shardmill.messages import pack_message, read_message
 from shardmill.options import NormalizeOptions
 from shardmill.parent_death import die_with_parent
 from shardmill.values import ImageSample, Rejection, SourceImage

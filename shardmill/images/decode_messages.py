@@ -1,32 +1,14 @@
-"""The messages between the sandbox and its child: two lengths, a JSON header, raw bytes. Nothing is unpickled."""
+"""What the sandbox and its child say to each other of an image, in messages of `shardmill.messages`."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import struct
-from typing import Any, BinaryIO
+from typing import Any
 
+from shardmill.messages import pack_message
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 
-LENGTHS = struct.Struct("<IQ")
-"""Bytes of the header and of the body, before both."""
 _SAMPLE_FIELDS = tuple(field.name for field in dataclasses.fields(ImageSample) if field.name != "image")
-
-
-def pack_message(header: dict[str, Any], body: bytes) -> tuple[bytes, bytes]:
-    """Header and body, to be written one after the other: a large body is not copied."""
-    text = json.dumps(header).encode()
-    return LENGTHS.pack(len(text), len(body)) + text, body
-
-
-def read_message(requests: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
-    """The next request, or None if the parent closed its end."""
-    lengths = requests.read(LENGTHS.size)
-    if len(lengths) < LENGTHS.size:
-        return None
-    header_bytes, body_bytes = LENGTHS.unpack(lengths)
-    return json.loads(requests.read(header_bytes)), requests.read(body_bytes)
 
 
 def pack_outcome(outcome: ImageSample | Rejection | None) -> tuple[bytes, bytes]:

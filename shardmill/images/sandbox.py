@@ -25,8 +25,9 @@ from typing import Any
 
 import shardmill
 from shardmill.errors import StorageError, UsageError
-from shardmill.images.decode_messages import LENGTHS, pack_message, unpack_outcome
+from shardmill.images.decode_messages import unpack_outcome
 from shardmill.images.decoder_id import DECODER_ID
+from shardmill.messages import LENGTHS, pack_message
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 
@@ -36,7 +37,7 @@ _BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from shardmill.images.de
 _START_SECONDS = 120.0
 _END_SECONDS = 10.0
 # A child that neither works nor answers is given this many times its limit: a loaded machine may not let it run.
-_CLOCK_PER_CPU_SECOND = 6
+CLOCK_PER_CPU_SECOND = 6
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 
@@ -228,7 +229,7 @@ class _Child:
         limit = self._limits.decode_timeout_seconds
         while True:
             cpu_left = limit - (self._cpu_seconds() - self._cpu_start)
-            clock_left = _CLOCK_PER_CPU_SECOND * limit - (time.monotonic() - self._clock_start)
+            clock_left = CLOCK_PER_CPU_SECOND * limit - (time.monotonic() - self._clock_start)
             if pipe.poll(1000 * max(0.001, min(cpu_left, clock_left))):
                 return
             if cpu_left <= 0 or clock_left <= 0:

@@ -23,7 +23,7 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH, environment_variable, python_path
 from shardmill.jobs.redact import SPARK_REDACTION
 from shardmill.jobs.spark_log import open_spark_log, spark_log_hint
-from shardmill.jobs.spark_settings import properties_file
+from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit, properties_file
 from shardmill.registry import install_hint
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
     # Spark's progress bar would overwrite ours.
     settings = {"spark.ui.showConsoleProgress": "false", **REDACTION}
     submitted = is_under_spark_submit()
-    if not submitted and spark.master.startswith("local"):
+    if not submitted and is_local_master(spark.master):
         settings |= _LOCAL_CONF
         # Java does not ask TMPDIR: what Spark leaves there goes with this process's own temporary folder.
         settings["spark.local.dir"] = tempfile.gettempdir()
@@ -157,7 +157,7 @@ def _start_context(app_name: str, master: str | None, settings: Mapping[str, str
 
 
 def _worker_environment(context: SparkContext) -> dict[str, str]:
-    if not str(context.master).startswith("local"):
+    if not is_local_master(str(context.master)):
         return SAFE_PATH
     given = context.environment.get("PYTHONPATH", "")
     return {**SAFE_PATH, "PYTHONPATH": os.pathsep.join(filter(None, (given, python_path())))}
@@ -165,17 +165,12 @@ def _worker_environment(context: SparkContext) -> dict[str, str]:
 
 def protection_warning(master: str, setting: Callable[[str, str], str | None]) -> str:
     """A warning if other hosts of the network can run code in this application, or ""."""
-    if master.startswith("local") or setting("spark.authenticate", "false") == "true":
+    if is_local_master(master) or setting("spark.authenticate", "false") == "true":
         return ""
     return (
         f"spark.authenticate is off at {master}: anyone who reaches its ports can run code in it; set "
         "spark.authenticate and spark.network.crypto.enabled, or keep its network closed"
     )
-
-
-def is_under_spark_submit() -> bool:
-    """Whether `spark-submit` started this process, so that its master and settings hold."""
-    return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def start_jvm(settings: Mapping[str, str]) -> JavaGateway:

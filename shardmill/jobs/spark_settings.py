@@ -10,6 +10,16 @@ from contextlib import contextmanager
 from typing import Any
 
 
+def is_under_spark_submit() -> bool:
+    """Whether `spark-submit` started this process, so that its master and settings hold."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ
+
+
+def is_local_master(master: str) -> bool:
+    """Whether Spark's tasks run in processes of this machine."""
+    return re.match(r"local(\[|$)", master) is not None
+
+
 def flat_settings(table: dict[str, Any]) -> dict[str, str]:
     """TOML reads `spark.executor.memory = "2g"` as nested tables; Spark wants flat names, and every value as text."""
     return dict(_flat("", table))

@@ -7,11 +7,19 @@ from pathlib import Path
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import BuildOutcome
+from etl.listing import Listing, list_source
+from etl.segments import read_cells
+from etl.sources import SOURCES
+from etl.units import images_of_table
 from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
+from shardmill.stores import open_store
+from shardmill.values import SourceImage
 
-ETL = EtlConfig(image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000, formats=tuple(SHARD_FORMATS))
+ETL = EtlConfig(
+    engine="spark", image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000, formats=tuple(SHARD_FORMATS)
+)
 
 
 def tree_for(
@@ -35,3 +43,14 @@ class Recorder:
 
 def digests(outcome: BuildOutcome) -> tuple[str, str]:
     return outcome.manifest.content_digest, outcome.manifest.layout_digest
+
+
+def list_images(source: SourceConfig, max_source_bytes: int = 1_000) -> Listing:
+    return list_source(SOURCES[source.kind](source), seed=0, max_source_bytes=max_source_bytes)
+
+
+def images_of(listing: Listing) -> list[SourceImage]:
+    """Everything in the segments, in the order of the keys' bytes."""
+    store = open_store(str(listing.folder))
+    tables = [table for name in listing.segments for table in read_cells(store, name, 0, 2**64 - 1)]
+    return sorted((image for table in tables for image in images_of_table(table)), key=lambda image: image.key.encode())

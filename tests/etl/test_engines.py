@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import threading
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 
 from etl.config import EtlTree, SourceConfig
-from etl.engines import ENGINES
+from etl.engines import ENGINES, EngineSettings
+from etl.engines.auto import MAX_LOCAL_IMAGES, choose_engine
 from etl.job import build_dataset
 from shardmill.dataset.open import open_dataset
+from shardmill.errors import StorageError
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from tests.etl.building import ETL, digests
 from tests.support import build_here
+
+
+def local_tree(folder: Path, **etl: object) -> EtlTree:
+    return EtlTree(
+        source=SourceConfig(uri=str(folder / "images")),
+        dataset=DatasetConfig(uri=str(folder / "dataset")),
+        etl=ETL.model_copy(update={"engine": "local", "num_workers": 2, **etl}),
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -20,6 +36,61 @@ def test_every_engine_writes_the_shards_of_units_in_order(engine: str, images: P
     source = SourceConfig(uri=str(images / "images"))
     dataset = DatasetConfig(uri=str(images / f"by_{engine}"))
     etl = ETL.model_copy(update={"engine": engine})
+    etl = etl.model_copy(update={"num_workers": 2})
     tree = EtlTree(source=source, dataset=dataset, etl=etl, spark=SparkConfig(master="local[2]"))
     here = open_dataset(build_here(source.uri, str(images / f"here_{engine}"), ETL)).manifest
     assert digests(build_dataset(tree, run_id="r")) == (here.content_digest, here.layout_digest)
+
+
+def test_an_image_that_hangs_its_decoder_costs_one_rejection_and_no_neighbour(images: Path):
+    """A worker that decodes itself is ended by the image, and its unit is repeated by one that decodes in a child."""
+    big = np.random.default_rng(0).integers(0, 255, (6000, 6000, 3), np.uint8)
+    assert cv2.imwrite(str(images / "images" / "class_1" / "slow.png"), big)
+    # Less time than this one needs, and far more than the small ones do.
+    outcome = build_dataset(local_tree(images, decode_timeout_seconds=0.15, max_source_bytes=10**9), run_id="r")
+    assert outcome.manifest.counts.by_reason == {"decoder_timeout": 1, "not_an_image": 1, "not_an_image_name": 1}
+    assert outcome.manifest.counts.accepted == 160
+
+
+def test_an_image_that_needs_too_much_memory_is_refused_by_name(images: Path):
+    assert cv2.imwrite(str(images / "images" / "class_1" / "bomb.png"), np.zeros((7000, 7000, 3), np.uint8))
+    outcome = build_dataset(local_tree(images, decode_memory_bytes=100_000_000), run_id="r")
+    assert outcome.manifest.counts.by_reason == {"decoder_memory": 1, "not_an_image": 1, "not_an_image_name": 1}
+
+
+def test_a_workers_error_reaches_the_driver_as_itself_and_no_worker_is_left(images: Path):
+    (images / "dataset").mkdir()
+    (images / "dataset" / "shards").write_bytes(b"a file where a folder must be")
+    with pytest.raises(StorageError, match="cannot access .*/dataset/shards"):
+        build_dataset(local_tree(images), run_id="r")
+    assert [each for each in descendants() if "local_worker" in each] == []
+
+
+def test_a_killed_worker_is_replaced_and_changes_nothing(images: Path):
+    here = open_dataset(build_here(str(images / "images"), str(images / "here"), ETL)).manifest
+    killed = threading.Event()
+
+    def kill_one() -> None:
+        while not killed.wait(0.01):
+            found = [each for each in descendants() if "local_worker" in each]
+            if found and any((images / "dataset" / "shards").rglob("*.parquet")):
+                os.kill(int(found[0].split()[0]), signal.SIGKILL)
+                killed.set()
+
+    thread = threading.Thread(target=kill_one, daemon=True)
+    thread.start()
+    outcome = build_dataset(local_tree(images, unit_min_images=4), run_id="r")
+    assert killed.is_set()
+    assert outcome.manifest.content_digest == here.content_digest
+
+
+def descendants() -> list[str]:
+    """`pid command line` of every process that this one started."""
+    found = subprocess.run(["ps", "-o", "pid,args", "--ppid", str(os.getpid())], capture_output=True, text=True)
+    return [line.strip() for line in found.stdout.splitlines()[1:]]
+
+
+def test_auto_takes_spark_for_a_cluster_and_for_very_many_images():
+    local, cluster = (EngineSettings(SparkConfig(master=master), 0) for master in ("local[*]", "spark://host:7077"))
+    assert (choose_engine(1000, local), choose_engine(1000, cluster)) == ("local", "spark")
+    assert (choose_engine(MAX_LOCAL_IMAGES, local), choose_engine(MAX_LOCAL_IMAGES + 1, local)) == ("local", "spark")

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from etl.config import SourceConfig
-from etl.sources import SOURCES, Listing
+from etl.listing import Listing
 from shardmill.errors import UsageError
 from shardmill.printable import printable
 from shardmill.values import RejectReason
+from tests.etl.building import images_of, list_images
 from tests.services.s3 import s3_client
 
 MAX_BYTES = 1_000
@@ -27,7 +28,7 @@ def make_tree(root: Path, *keys: str | bytes) -> None:
 
 
 def listed(root: Path, **source: object) -> Listing:
-    return SOURCES["folders"](SourceConfig.model_validate({"uri": str(root), **source}), MAX_BYTES)
+    return list_images(SourceConfig.model_validate({"uri": str(root), **source}), MAX_BYTES)
 
 
 def reasons(listing: Listing) -> dict[str, str]:
@@ -37,11 +38,11 @@ def reasons(listing: Listing) -> dict[str, str]:
 def test_folders_are_classes(tmp_path: Path):
     make_tree(tmp_path, "cat/1.jpg", "cat/deep/er/2.jpg", "dog/1.png", "dog/no_suffix")
     listing = listed(tmp_path)
-    assert {image.key: image.label for image in listing.images} == {
+    assert {image.key: image.label for image in images_of(listing)} == {
         "cat/1.jpg": "cat", "cat/deep/er/2.jpg": "cat", "dog/1.png": "dog", "dog/no_suffix": "dog",
     }  # fmt: skip
     assert listing.class_names == ("cat", "dog")
-    assert all(image.split is None for image in listing.images)
+    assert all(image.split is None for image in images_of(listing))
 
 
 @pytest.mark.parametrize("validation", ["val", "valid", "validation"])
@@ -49,7 +50,7 @@ def test_split_folders_are_splits_and_never_classes(tmp_path: Path, validation: 
     make_tree(tmp_path, "train/cat/1.jpg", "train/dog/1.jpg", f"{validation}/cat/2.jpg", "test/dog/3.jpg")
     listing = listed(tmp_path)
     assert listing.class_names == ("cat", "dog")
-    assert {image.key: image.split for image in listing.images} == {
+    assert {image.key: image.split for image in images_of(listing)} == {
         "train/cat/1.jpg": "train",
         "train/dog/1.jpg": "train",
         f"{validation}/cat/2.jpg": "validation",
@@ -76,7 +77,7 @@ def test_a_class_called_test_beside_others_is_a_class(tmp_path: Path):
 def test_a_flat_folder_has_no_labels(tmp_path: Path):
     make_tree(tmp_path, "1.jpg", "2.jpg")
     listing = listed(tmp_path)
-    assert listing.class_names == () and [image.label for image in listing.images] == [None, None]
+    assert listing.class_names == () and [image.label for image in images_of(listing)] == [None, None]
 
 
 def test_an_image_outside_the_class_folders_is_a_bad_label(tmp_path: Path):
@@ -95,7 +96,7 @@ def test_a_class_name_that_hides_something_is_a_bad_label(tmp_path: Path, label:
 def test_an_object_store_can_hold_names_that_are_no_class(label: str, s3_server: str, s3_bucket: str):
     for key in ("cat/1.jpg", f"{label}/2.jpg"):
         s3_client(s3_server).put_object(Bucket=s3_bucket.removeprefix("s3://"), Key=f"prefix/{key}", Body=b"x")
-    listing = SOURCES["folders"](SourceConfig(uri=f"{s3_bucket}/prefix"), MAX_BYTES)
+    listing = list_images(SourceConfig(uri=f"{s3_bucket}/prefix"), MAX_BYTES)
     assert reasons(listing) == {f"{label}/2.jpg": "bad_label"}
 
 
@@ -115,8 +116,8 @@ def test_names_that_spark_would_skip_or_break_are_listed_as_they_are(tmp_path: P
     ]
     make_tree(tmp_path, *(f"_class/{name}" for name in names))
     listing = listed(tmp_path)
-    assert sorted(image.key for image in listing.images) == sorted(f"_class/{name}" for name in names)
-    assert len({image.sample_id for image in listing.images}) == len(names)
+    assert sorted(image.key for image in images_of(listing)) == sorted(f"_class/{name}" for name in names)
+    assert len({image.sample_id for image in images_of(listing)}) == len(names)
 
 
 def test_a_name_that_is_not_utf8_is_rejected_and_keeps_its_bytes(tmp_path: Path):
@@ -142,7 +143,7 @@ def test_links_and_special_files(tmp_path: Path):
     (root / "dog_too" / "itself").symlink_to(root / "dog_too")
     os.mkfifo(root / "cat" / "fifo.jpg")
     listing = listed(root)
-    assert sorted(image.key for image in listing.images) == ["cat/1.jpg", "cat/inside.jpg"]
+    assert sorted(image.key for image in images_of(listing)) == ["cat/1.jpg", "cat/inside.jpg"]
     assert reasons(listing) == {
         "cat/dangling.jpg": "dangling_symlink",
         "cat/outside.jpg": "symlink_outside_root",
@@ -165,7 +166,7 @@ def test_a_subset_made_of_links_is_read_if_told_so_and_loops_never(tmp_path: Pat
     (root / "cat" / "itself").symlink_to(root / "cat")
     (root / "gone").symlink_to(tmp_path / "nothing")
     listing = listed(root, follow_symlinks=True)
-    assert [(image.key, image.label) for image in listing.images] == [("cat/1.jpg", "cat"), ("dog/3.jpg", "dog")]
+    assert [(image.key, image.label) for image in images_of(listing)] == [("cat/1.jpg", "cat"), ("dog/3.jpg", "dog")]
     assert reasons(listing) == {
         "cat/loop": "symlink_loop", "cat/itself": "symlink_loop", "gone": "dangling_symlink",
     }  # fmt: skip
@@ -188,7 +189,7 @@ def test_levels_are_counted_below_the_splits(tmp_path: Path):
     with pytest.raises(UsageError, match=r"level 1 \(a, b\) or level 2 \(cat, dog\)"):
         listed(tmp_path)
     listing = listed(tmp_path, label_level=2)
-    assert listing.class_names == ("cat", "dog") and {image.split for image in listing.images} == {
+    assert listing.class_names == ("cat", "dog") and {image.split for image in images_of(listing)} == {
         "train",
         "validation",
     }
@@ -203,10 +204,10 @@ def test_a_file_over_the_limit_is_refused_unread(tmp_path: Path):
 def test_no_entry_is_lost_or_doubled(tmp_path: Path):
     make_tree(tmp_path, *(f"c{n % 7}/{n}.{'jpg' if n % 5 else 'txt'}" for n in range(200)))
     listing = listed(tmp_path)
-    keys = Counter([image.key for image in listing.images] + [rejection.key for rejection in listing.rejections])
+    keys = Counter([image.key for image in images_of(listing)] + [rejection.key for rejection in listing.rejections])
     on_disk = Counter(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert keys == on_disk
-    assert [image.key for image in listing.images] == sorted(image.key for image in listing.images)
+    assert [image.key for image in images_of(listing)] == sorted(image.key for image in images_of(listing))
 
 
 @pytest.mark.parametrize(("make", "message"), [

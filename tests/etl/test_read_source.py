@@ -15,11 +15,11 @@ import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.plan import BuildPlan, plan_build
+from etl.sources import SOURCES
 from etl.write_unit import read_source, write_unit
 from shardmill.errors import StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.reach import plant_nonce, remove_nonce
-from shardmill.stores import open_store
 from shardmill.values import Rejection
 from tests.services.faulty_store import FaultyStore
 from tests.support import write_images
@@ -73,7 +73,8 @@ def test_a_single_file_that_vanished_is_one_rejection(tmp_path: Path):
 def test_a_file_that_this_user_may_not_read_is_one_rejection(tmp_path: Path):
     # A child that gives up root's rights: for root every file is readable.
     plan = planned(tmp_path)
-    secret = tmp_path / "images" / plan.units[0].sources[0].key
+    image = plan.sources_of(plan.units[0])[0]
+    secret = tmp_path / "images" / image.key
     secret.chmod(0)
     for folder in (tmp_path, *tmp_path.parents):
         if os.stat(folder).st_uid == os.getuid() and folder != Path("/"):
@@ -87,7 +88,8 @@ def test_a_file_that_this_user_may_not_read_is_one_rejection(tmp_path: Path):
                 os.setgroups([])
                 os.setgid(65534)
                 os.setuid(65534)
-            outcome = read_source(open_store(plan.task.source_uri), plan.units[0].sources[0], plan.task.probes)
+            reader = SOURCES[plan.task.source.kind](plan.task.source).open()
+            outcome = read_source(reader, image, plan.task)
             answer = f"{outcome.key}:{outcome.reason}" if isinstance(outcome, Rejection) else "read"
         except BaseException as error:  # the parent compares
             answer = repr(error)
@@ -95,7 +97,7 @@ def test_a_file_that_this_user_may_not_read_is_one_rejection(tmp_path: Path):
             os.write(write_end, answer.encode())
             os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(read_end, 10_000).decode() == f"{plan.units[0].sources[0].key}:unreadable"
+    assert os.read(read_end, 10_000).decode() == f"{image.key}:unreadable"
 
 
 def test_an_executor_with_a_dataset_folder_of_its_own_is_refused_before_it_works(tmp_path: Path):

@@ -4,37 +4,68 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl.config import EtlConfig, SplitFractions
-from etl.sources import Listing
-from etl.units import fingerprint_config, plan_units
+from etl.listing import Listing, list_source
+from etl.sources import ListingBatch, SourceReader, batches_of
+from etl.units import ListingPlace, WorkUnit, fingerprint_config, plan_units, read_unit
 from etl.write_unit import split_of
 from shardmill.ids import sample_id_of
 from shardmill.values import SourceImage
 
 
-def listing_of(num_images: int) -> Listing:
-    keys = sorted(f"c{n % 3}/{n}.jpg" for n in range(num_images))
-    return Listing(tuple(SourceImage(key, 10, label=key[:2], sample_id=sample_id_of(key)) for key in keys), ())
+class ListedKeys:
+    """A source of names without files."""
+
+    uri = "nowhere"
+
+    def __init__(self, num_images: int) -> None:
+        self._images = [SourceImage(f"c{n % 3}/{n}.jpg", 10, label=f"c{n % 3}") for n in range(num_images)]
+
+    def list(self) -> Iterator[ListingBatch]:
+        return batches_of(self._images)
+
+    def open(self) -> SourceReader:
+        raise NotImplementedError
 
 
+def listing_of(num_images: int, seed: int = 0) -> Listing:
+    return list_source(ListedKeys(num_images), seed=seed, max_source_bytes=100)
+
+
+def sources_of(listing: Listing, unit: WorkUnit, seed: int = 0) -> tuple[SourceImage, ...]:
+    return read_unit(ListingPlace(str(listing.folder), listing.segments), unit, seed)
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 700), st.integers(1, 90), st.integers(1, 200_000), st.integers(0, 5))
-def test_each_source_is_in_one_unit_and_units_are_even(num_images: int, minimum: int, shard_bytes: int, seed: int):
+def test_each_source_is_in_one_unit_and_its_unit_knows_its_number(
+    num_images: int, minimum: int, shard_bytes: int, seed: int
+):
     config = EtlConfig(image_size=32, unit_min_images=minimum, shard_max_bytes=shard_bytes, seed=seed)
-    units = plan_units(listing_of(num_images), config, "config")
-    keys = Counter(source.key for unit in units for source in unit.sources)
-    assert keys == Counter(image.key for image in listing_of(num_images).images)
-    sizes = [len(unit.sources) for unit in units]
-    assert max(sizes) - min(sizes) <= 1 and [unit.index for unit in units] == list(range(len(units)))
+    listing = listing_of(num_images, seed)
+    units = plan_units(listing, config, "config")
+    sources = [sources_of(listing, unit, seed) for unit in units]
+    assert Counter(image.key for each in sources for image in each) == Counter(
+        f"c{n % 3}/{n}.jpg" for n in range(num_images)
+    )
+    assert [len(each) for each in sources] == [unit.num_images for unit in units]
+    assert all(image.sample_id == sample_id_of(image.key) for each in sources for image in each)
+    # A power of two of equal ranges, so that none is empty or twice as large by plan.
+    assert len({unit.last_cell - unit.first_cell for unit in units}) == 1
+    assert [unit.index for unit in units] == sorted(unit.index for unit in units)
 
 
 def test_units_mix_the_classes():
-    units = plan_units(listing_of(600), EtlConfig(image_size=32, unit_min_images=100), "config")
-    assert all(len({source.label for source in unit.sources[:20]}) == 3 for unit in units)
+    listing = listing_of(600)
+    units = plan_units(listing, EtlConfig(image_size=32, unit_min_images=100), "config")
+    assert len(units) == 8
+    assert all(len({source.label for source in sources_of(listing, unit)[:30]}) == 3 for unit in units)
 
 
 def test_a_fingerprint_names_sources_and_config():
@@ -43,6 +74,12 @@ def test_a_fingerprint_names_sources_and_config():
     assert plan_units(listing_of(10), config, "config")[0].fingerprint == unit.fingerprint
     assert plan_units(listing_of(10), config, "other")[0].fingerprint != unit.fingerprint
     assert plan_units(listing_of(11), config, "config")[0].fingerprint != unit.fingerprint
+
+
+def test_a_listing_that_grows_changes_only_the_units_that_get_new_images():
+    config = EtlConfig(image_size=32, unit_min_images=20)
+    before, after = (plan_units(listing_of(num), config, "config") for num in (400, 404))
+    assert len({unit.fingerprint for unit in before} & {unit.fingerprint for unit in after}) >= len(before) - 4
 
 
 @pytest.mark.parametrize(

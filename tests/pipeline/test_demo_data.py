@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from etl.config import SourceConfig
-from etl.sources.folders import list_folders
 from pipeline.demo_data import DemoImages, OddFile, digit_key, encode_digit, load_digits, odd_files, write_demo_images
 from shardmill.formats.encodings import decode_stored
 from shardmill.images.process import process_image
 from shardmill.options import NormalizeOptions
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
+from tests.etl.building import images_of, list_images
 
 OPTIONS = NormalizeOptions(image_size=32, color="gray", encoding="raw")
 FOUND_WHILE_LISTING = {RejectReason.NOT_AN_IMAGE_NAME, RejectReason.DANGLING_SYMLINK}
@@ -55,11 +55,11 @@ def test_writing_again_touches_no_file(demo: DemoImages) -> None:
 
 
 def test_the_other_odd_files_are_refused_while_listing(demo: DemoImages) -> None:
-    listing = list_folders(SourceConfig(uri=str(demo.folder)), OPTIONS.max_source_bytes)
+    listing = list_images(SourceConfig(uri=str(demo.folder)), OPTIONS.max_source_bytes)
     expected = {f.key: f.expected_reason for f in odd_files() if f.expected_reason in FOUND_WHILE_LISTING}
     assert {rejection.key: rejection.reason for rejection in listing.rejections} == expected
-    assert len(listing.images) + len(listing.rejections) == demo.num_files
-    assert all(image.label == image.key[0] for image in listing.images)
+    assert listing.num_images + len(listing.rejections) == demo.num_files
+    assert all(image.label == image.key[0] for image in images_of(listing))
 
 
 @pytest.mark.parametrize("odd_file", DECODED, ids=lambda odd_file: odd_file.key)

@@ -102,7 +102,8 @@ def _draft(tmp_path: Path) -> Manifest:
 
 def test_a_build_that_equals_its_parent_makes_no_version(tmp_path: Path):
     write_images(tmp_path / "images", num_images=60)
-    results = [write_unit(unit, plan_for(tmp_path).task) for unit in plan_for(tmp_path).units]
+    plan = plan_for(tmp_path)
+    results = [write_unit(unit, plan.task) for unit in plan.units]
     assert commit_results(plan_for(tmp_path), results).version == 1
     assert commit_results(plan_for(tmp_path), results).version == 1
     assert open_dataset(str(tmp_path / "dataset")).manifest.version == 1

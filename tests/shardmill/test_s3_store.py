@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from etl.config import SourceConfig
-from etl.sources import SOURCES
 from shardmill.errors import StorageError, UsageError
 from shardmill.stores import open_store
+from tests.etl.building import images_of, list_images
 from tests.services.s3 import s3_client
 
 ROOT = Path(__file__).parents[2]
@@ -86,11 +86,11 @@ def test_a_missing_bucket_is_a_storage_error_and_as_a_source_a_usage_error(s3_se
         with pytest.raises(StorageError, match="no bucket 'nobody-made-this'"):
             attempt()
     with pytest.raises(UsageError, match="source s3://nobody-made-this/x does not exist"):
-        SOURCES["folders"](SourceConfig(uri="s3://nobody-made-this/x"), 10**6)
+        list_images(SourceConfig(uri="s3://nobody-made-this/x"))
 
 
 def test_folder_markers_of_s3_consoles_are_not_files(s3_server: str, s3_bucket: str):
     for key, body in (("cats/", b""), ("cats/1.jpg", b"x")):
         s3_client(s3_server).put_object(Bucket=s3_bucket.removeprefix("s3://"), Key=key, Body=body)
-    listing = SOURCES["folders"](SourceConfig(uri=s3_bucket), 10**6)
-    assert [image.key for image in listing.images] == ["cats/1.jpg"] and listing.num_listed == 1
+    listing = list_images(SourceConfig(uri=s3_bucket))
+    assert [image.key for image in images_of(listing)] == ["cats/1.jpg"] and listing.num_listed == 1

@@ -17,7 +17,8 @@ from typing import Any
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH
-from shardmill.jobs.spark import is_under_spark_submit, spark_session
+from shardmill.jobs.spark import spark_session
+from shardmill.jobs.spark_settings import is_under_spark_submit
 from train.launching.faults import FIX
 from train.launching.keeper import keep_rank
 from train.launching.rank import DEFAULT_WORKER

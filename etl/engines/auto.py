@@ -1,0 +1,24 @@
+"""The engine for those who do not care: no JVM unless there is a cluster, or more images than one machine should do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from etl.engines import ENGINES, EngineSettings
+from etl.units import UnitTask, WorkUnit
+from shardmill.dataset.unit_result import UnitResult
+from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
+
+# About a day of two cores; whoever has more has a cluster, and is told by Spark if its master is not set.
+MAX_LOCAL_IMAGES = 10_000_000
+
+
+def run_automatically(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
+    """Run the units on the engine that `choose_engine` names."""
+    return ENGINES[choose_engine(sum(unit.num_images for unit in units), settings)](units, task, settings)
+
+
+def choose_engine(num_images: int, settings: EngineSettings) -> str:
+    """`local` or `spark`."""
+    has_cluster = is_under_spark_submit() or not is_local_master(settings.spark.master)
+    return "spark" if has_cluster or num_images > MAX_LOCAL_IMAGES else "local"

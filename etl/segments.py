@@ -1,0 +1,119 @@
+"""Segments of a listing: Parquet files of images sorted by cell, written by the driver and read by work units."""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from etl.sources import LISTED_SCHEMA
+from shardmill.errors import StorageError
+from shardmill.ids import add_digests
+from shardmill.storage import Store, join_uri
+
+SEGMENT_SCHEMA = pa.schema([*LISTED_SCHEMA, pa.field("sample_id", pa.int64()), pa.field("cell", pa.uint64())])
+_ROW_GROUP_ROWS = 8_192
+
+
+def write_segment(file: Path, table: pa.Table) -> None:
+    """One segment; the statistics of its row groups say which cells they hold."""
+    pq.write_table(table, file, row_group_size=_ROW_GROUP_ROWS, compression="zstd", compression_level=1)
+
+
+def segment_table(images: pa.Table, ids_N: np.ndarray, cells_N: np.ndarray) -> pa.Table:
+    """Listed images with their sample ids and cells."""
+    return pa.table([*images.columns, pa.array(ids_N), pa.array(cells_N)], schema=SEGMENT_SCHEMA)
+
+
+def read_cells(store: Store, path: str, first_cell: int, last_cell: int) -> Iterator[pa.Table]:
+    """The images of a range of cells, both ends included; of other row groups only the footer's statistics are read.
+
+    Raises StorageError if the segment is gone, or its store fails.
+    """
+    file = pq.ParquetFile(_StoredFile(store, path), pre_buffer=False)
+    place = SEGMENT_SCHEMA.get_field_index("cell")
+    for number in range(file.metadata.num_row_groups):
+        cells = file.metadata.row_group(number).column(place).statistics
+        if cells.max < first_cell or cells.min > last_cell:
+            continue
+        group = file.read_row_group(number, use_threads=False)
+        cells_N = group.column("cell").to_numpy()
+        yield group.filter(pa.array((cells_N >= np.uint64(first_cell)) & (cells_N <= np.uint64(last_cell))))
+
+
+class _StoredFile(io.RawIOBase):
+    """A stored file that Parquet's reader can seek in: each read is one ranged request."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        found = store.stat(path)
+        if found is None:
+            raise StorageError(
+                f"the listing's segment {join_uri(store.uri, path)} is gone",
+                "expected it to stay for as long as the units run",
+                "run the same command again; finished units are kept",
+            )
+        self._store, self._path, self._size, self._position = store, path, found.size_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        wanted = self._size - self._position if size is None or size < 0 else size
+        data = self._store.read_range(self._path, self._position, wanted)
+        self._position += len(data)
+        return data
+
+
+def fact_limbs(keys_N32: np.ndarray, images: pa.Table) -> np.ndarray:
+    """SHA-256 over everything that a listing says of each image, as `limbs`.
+
+    `keys_N32` holds the SHA-256 of the keys, uint8, shape (N, 32).
+    """
+    names = [name for name in LISTED_SCHEMA.names if name != "key"]
+    texts = [images.column(name).cast(pa.string()) for name in names]
+    joined = pc.binary_join_element_wise(*texts, "\x1f", null_handling="replace", null_replacement="\x00")
+    sha256 = hashlib.sha256
+    keys = keys_N32.tobytes()
+    digests = [
+        sha256(keys[32 * place : 32 * place + 32] + facts.encode()).digest()
+        for place, facts in enumerate(joined.to_numpy())
+    ]
+    return limbs(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32))
+
+
+def key_digests(images: pa.Table) -> np.ndarray:
+    """SHA-256 of each key: uint8, shape (N, 32)."""
+    sha256 = hashlib.sha256
+    digests = b"".join([sha256(key.encode()).digest() for key in images.column("key").to_numpy()])
+    return np.frombuffer(digests, np.uint8).reshape(-1, 32)
+
+
+def sum_limbs(limbs_N8: np.ndarray) -> int:
+    """The sum modulo 2^256 of numbers that are given as eight 32-bit limbs in their last axis."""
+    sums = limbs_N8.reshape(-1, 8).sum(axis=0, dtype=np.uint64)
+    return add_digests(*(int(limb) << (32 * (7 - place)) for place, limb in enumerate(sums)))
+
+
+def limbs(digests_N32: np.ndarray) -> np.ndarray:
+    """256-bit digests (uint8, shape (N, 32)) as eight 32-bit limbs in uint64, shape (N, 8), most significant first."""
+    return digests_N32.view(">u4").astype(np.uint64)
