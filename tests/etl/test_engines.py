@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 from pathlib import Path
 
 import cv2
@@ -15,7 +14,9 @@ import pytest
 from etl.config import EtlTree, SourceConfig
 from etl.engines import ENGINES, EngineSettings
 from etl.engines.auto import MAX_LOCAL_IMAGES, choose_engine
-from etl.job import build_dataset
+from etl.engines.local import run_locally
+from etl.job import build_dataset, commit_results
+from etl.plan import plan_build
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import StorageError
 from shardmill.jobs.config import DatasetConfig, SparkConfig
@@ -68,25 +69,21 @@ def test_a_workers_error_reaches_the_driver_as_itself_and_no_worker_is_left(imag
 
 def test_a_killed_worker_is_replaced_and_changes_nothing(images: Path):
     here = open_dataset(build_here(str(images / "images"), str(images / "here"), ETL)).manifest
-    killed = threading.Event()
-
-    def kill_one() -> None:
-        while not killed.wait(0.01):
-            found = [each for each in descendants() if "local_worker" in each]
-            if found and any((images / "dataset" / "shards").rglob("*.parquet")):
-                os.kill(int(found[0].split()[0]), signal.SIGKILL)
-                killed.set()
-
-    thread = threading.Thread(target=kill_one, daemon=True)
-    thread.start()
-    outcome = build_dataset(local_tree(images, unit_min_images=4), run_id="r")
-    assert killed.is_set()
-    assert outcome.manifest.content_digest == here.content_digest
+    tree = local_tree(images)
+    plan = plan_build(tree, run_id="r")
+    results = run_locally(plan.units, plan.task, EngineSettings(tree.spark, num_workers=2))
+    finished = [next(results)]
+    [worker, _] = [each for each in descendants() if "local_worker" in each]
+    os.kill(int(worker.split()[0]), signal.SIGKILL)
+    finished += results
+    manifest = commit_results(plan, finished)
+    assert (manifest.content_digest, manifest.layout_digest) == (here.content_digest, here.layout_digest)
+    assert [each for each in descendants() if "local_worker" in each] == []
 
 
 def descendants() -> list[str]:
     """`pid command line` of every process that this one started."""
-    found = subprocess.run(["ps", "-o", "pid,args", "--ppid", str(os.getpid())], capture_output=True, text=True)
+    found = subprocess.run(["ps", "-ww", "-o", "pid,args", "--ppid", str(os.getpid())], capture_output=True, text=True)
     return [line.strip() for line in found.stdout.splitlines()[1:]]
 
 
