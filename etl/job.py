@@ -22,6 +22,7 @@ from etl.engines import ENGINES, EngineSettings
 from etl.pending import clear_pending, kept_and_missing
 from etl.plan import BuildPlan, plan_build
 from shardmill.dataset.commit import all_rejections, commit_version, has_all_files
+from shardmill.dataset.leases import writing
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.unit_result import UnitResult
@@ -96,11 +97,14 @@ def build_dataset(
         observer.event("etl.unchanged", {"version": parent.version})
         return _outcome(plan, parent, time.monotonic() - started)
 
-    # Keep what an interrupted run has finished, and run the rest.
-    kept, new = run_units(plan, tree, observer)
+    # The lease keeps `gc` away from what no manifest names yet.
+    with writing(plan.store, f"etl, run {run_id},") as lease:
+        # Keep what an interrupted run has finished, and run the rest.
+        kept, new = run_units(plan, tree, observer)
 
-    # Commit: the limits, the accounting, then one manifest.
-    manifest = commit_results(plan, [*kept, *new])
+        # Commit: the limits, the accounting, then one manifest.
+        lease.check()
+        manifest = commit_results(plan, [*kept, *new])
     _warn(observer, version_warnings(plan.store, manifest))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
     return _outcome(plan, manifest, time.monotonic() - started, kept)

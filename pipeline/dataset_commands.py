@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
@@ -71,6 +72,36 @@ def compact(context: typer.Context, dataset: WholeDataset) -> None:
         ]
     )
     print_result(common, machine, rows, title="compact")
+
+
+@dataset_app.command(cls=Command)
+def gc(
+    context: typer.Context,
+    dataset: WholeDataset,
+    keep: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Versions beyond the newest N expire; without it none does.")
+    ] = None,
+    older_than: Annotated[
+        str, typer.Option(metavar="AGE", help="Nothing younger expires or is deleted: 90s, 30m, 12h, 7d.")
+    ] = "7d",
+    delete: Annotated[bool, typer.Option("--delete", help="Do it; without this it is only listed.")] = False,
+) -> None:
+    """Expire old versions and delete files that nothing names: leftovers of killed runs, of expired versions."""
+    from pipeline.garbage import collect, gc_document, gc_rows
+    from shardmill.dataset.maintenance.retention import Retention
+
+    common: Common = context.obj
+    uri = _whole_dataset(_dataset_uri(common, dataset))
+    report = collect(uri, Retention(keep, parse_age(older_than)), common.run_id, delete=delete)
+    print_result(common, gc_document(uri, report, deleted=delete), gc_rows(report, deleted=delete), title="gc")
+
+
+def parse_age(text: str) -> float:
+    """`90s`, `30m`, `12h` or `7d` in seconds; 0 needs no unit. Raises UsageError."""
+    parsed = re.fullmatch(r"(\d+)([smhd]?)", text)
+    if parsed is None or not (parsed[2] or int(parsed[1]) == 0):
+        raise UsageError(f"--older-than {text}", "expected a number with a unit: 90s, 30m, 12h or 7d")
+    return int(parsed[1]) * {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[parsed[2]]
 
 
 def _whole_dataset(uri: str) -> str:

@@ -80,6 +80,10 @@ class Store(Protocol):
         """
         ...
 
+    def list_temporary(self) -> Iterator[StoredFile]:
+        """Every file below the root that is not published yet, or never will be, because its writer was killed."""
+        ...
+
     def stat(self, path: str) -> StoredFile | None:
         """Size and time of one file, or None if there is none."""
         ...

@@ -34,6 +34,7 @@ from shardmill.dataset.segment import put_segment
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import read_manifest, read_manifest_bytes, record_commit, record_if_missing
 from shardmill.errors import CommitConflict, IntegrityError
+from shardmill.failpoints import failpoint
 from shardmill.ids import add_digests, format_digest, key_bytes, key_hash
 from shardmill.options import NormalizeOptions
 from shardmill.storage import Store
@@ -104,6 +105,7 @@ def commit_version(store: Store, build: Build, results: Sequence[UnitResult], pa
     draft = _draft(store, build, results, rejections, parent_version)
     if parent_version:
         parent = read_manifest(store, parent_version)
+        draft = draft.model_copy(update={"expired_versions": parent.expired_versions})
         if draft.is_equivalent_to(parent) and _is_of_source(parent, build.source) and has_all_files(store, parent):
             record_if_missing(store, parent_version)
             return parent
@@ -113,10 +115,12 @@ def commit_version(store: Store, build: Build, results: Sequence[UnitResult], pa
 def publish(store: Store, draft: Manifest) -> Manifest:
     """Put the manifest if its number is free. One winner among any number of writers, lost replies included."""
     data, winner = encode_manifest(draft), draft
+    failpoint("manifest_put")
     # Everything that the manifest names is published by now; from this one request on, the version exists.
     if not store.put_if_absent(manifest_path(draft.version), data):
         data = read_manifest_bytes(store, draft.version)
         winner = parse_manifest(data, draft.version, store.uri)
+    failpoint("post_commit")
     # An attempt whose first PUT succeeded but whose reply was lost finds itself here.
     if winner.commit_id == draft.commit_id or draft.is_equivalent_to(winner):
         record_commit(store, draft.version, data)

@@ -22,8 +22,8 @@ from shardmill.values import Rejection, ShardInfo
 SCHEMA_VERSION = 1
 MANIFESTS = "manifests"
 
-Operation = Literal["full", "compact"]
-"""What made a version: a `full` build of its source, or a rearrangement that holds what an older version holds."""
+Operation = Literal["full", "compact", "expire"]
+"""What made a version: a `full` build of its source; the others hold the rows of an older version."""
 
 
 class SplitInfo(Section):
@@ -88,6 +88,13 @@ class SourceRef(Section):
     """Additive hash of all listed keys."""
 
 
+class VersionRange(Section):
+    """Versions `first` to `last`, both included."""
+
+    first: int = Field(ge=1)
+    last: int = Field(ge=1)
+
+
 class Manifest(Section):
     """Contract 1: one committed version of a dataset."""
 
@@ -100,6 +107,8 @@ class Manifest(Section):
     """UTC, ISO 8601; in no digest."""
     operation: Operation = "full"
     parent_version: int | None
+    expired_versions: tuple[VersionRange, ...] = ()
+    """All versions that had expired when this one was committed: their manifests stay, their files may be deleted."""
     content_digest: str = Field(pattern="^[0-9a-f]{64}$")
     layout_digest: str = Field(pattern="^[0-9a-f]{64}$")
     columns: dict[str, str]
@@ -141,15 +150,18 @@ class Manifest(Section):
         """Per channel, over train, on the 0..255 scale."""
         return self.channel_sums.std()
 
+    def has_expired(self, version: int) -> bool:
+        """Whether `version` had expired when this one was committed."""
+        return any(each.first <= version <= each.last for each in self.expired_versions)
+
     def is_equivalent_to(self, other: Manifest) -> bool:
         """Whether committing this after `other` would change nothing that a reader can see."""
-        return (self.content_digest, self.layout_digest, sorted(self.formats), self.ledger_digest, self.counts) == (
-            other.content_digest,
-            other.layout_digest,
-            sorted(other.formats),
-            other.ledger_digest,
-            other.counts,
-        )
+
+        def visible(each: Manifest) -> tuple[object, ...]:
+            digests = (each.content_digest, each.layout_digest, each.ledger_digest)
+            return (*digests, sorted(each.formats), each.counts, each.expired_versions)
+
+        return visible(self) == visible(other)
 
 
 def manifest_path(version: int) -> str:

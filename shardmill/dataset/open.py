@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.manifest import parse_manifest
-from shardmill.dataset.versions import latest_version, pin_of, read_manifest_bytes, split_version
+from shardmill.dataset.versions import (
+    check_not_expired,
+    latest_version,
+    pin_of,
+    read_manifest_bytes,
+    split_version,
+)
 from shardmill.errors import IntegrityError
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
@@ -13,13 +19,15 @@ from shardmill.values import DatasetPin
 def open_dataset(uri: str) -> Dataset:
     """Open `URI` at its latest version, or `URI@N` at version N.
 
-    Raises UsageError if there is no such dataset or version, IntegrityError for what was not committed or was altered.
+    Raises UsageError if there is no such dataset or version, or it has expired; IntegrityError for what was not
+    committed or was altered.
     """
-    root, version = split_version(uri)
+    root, named = split_version(uri)
     store = open_store(root)
-    if version is None:
-        version = latest_version(store) or 1
+    version = (latest_version(store) or 1) if named is None else named
     data = read_manifest_bytes(store, version)
+    if named is not None:
+        check_not_expired(store, version)
     return Dataset(store, pin_of(store, version, data), parse_manifest(data, version, store.uri))
 
 

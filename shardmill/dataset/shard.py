@@ -10,6 +10,7 @@ import google_crc32c
 
 from shardmill.dataset.index import ROWS, SHARDS, rows_table
 from shardmill.dataset.segment import table_bytes
+from shardmill.failpoints import failpoint
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, RowSchema, StoredRow
 from shardmill.sealed import seal_file
@@ -22,6 +23,7 @@ def publish_shard(
     scratch: Path,
 ) -> ShardInfo:  # fmt: skip
     """Spool one shard below `scratch`, then publish it and its row segment whole. `name` is unique to the attempt."""
+    failpoint("shard_open")
     shard_format = SHARD_FORMATS[format_name]
     file = scratch / f"{name}.{shard_format.suffix}"
     try:
@@ -33,10 +35,12 @@ def publish_shard(
         store.put_file(path, file)
     finally:
         file.unlink(missing_ok=True)
+    failpoint("shard_mid")
     rows = [row for chunk in chunks for row in chunk]
     rows_data = table_bytes(rows_table(rows))
     rows_path = f"{ROWS}/{split}/{name}-{format_name}.parquet"
     store.put(rows_path, rows_data)
+    failpoint("shard_close")
     shard_seal, rows_seal = seal_file(path, data), seal_file(rows_path, rows_data)
     return ShardInfo(
         split=split,

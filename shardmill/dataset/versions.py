@@ -42,6 +42,24 @@ def latest_version(store: Store) -> int:
     return latest
 
 
+def check_not_expired(store: Store, version: int) -> None:
+    """Raise UsageError if `version` has expired: `gc` may have deleted some of its files, and may delete the others."""
+    newest = max(_numbers(store, MANIFESTS), default=0)
+    if version >= newest:
+        return
+    try:
+        latest = read_manifest(store, newest)
+    except IntegrityError:
+        # A damaged version is no reason not to read an older one; if files of that are gone, reading says so.
+        return
+    if latest.has_expired(version):
+        raise UsageError(
+            f"{store.uri}@{version} has expired: `shardmill gc` may have deleted its files",
+            f"expected a retained version, such as the latest, {newest}",
+            f"`shardmill inspect {store.uri} --versions` lists them",
+        )
+
+
 def record_commit(store: Store, version: int, data: bytes) -> None:
     """Record that `version` was committed with the manifest bytes `data`. Writing it again changes nothing."""
     store.put(_record_path(version), _record_of(version, data))

@@ -6,7 +6,7 @@ import os
 import stat
 import urllib.parse
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -67,6 +67,12 @@ class LocalStore:
             return True
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
+        return self._walk(prefix, lambda name: not name.startswith(TEMPORARY_PREFIX))
+
+    def list_temporary(self) -> Iterator[StoredFile]:
+        return self._walk("", lambda name: name.startswith(TEMPORARY_PREFIX))
+
+    def _walk(self, prefix: str, is_wanted: Callable[[str], bool]) -> Iterator[StoredFile]:
         top = self._root / prefix
 
         def refuse(error: OSError) -> None:
@@ -77,7 +83,7 @@ class LocalStore:
 
         for directory, _, names in os.walk(top, onerror=refuse):
             for name in names:
-                if not name.startswith(TEMPORARY_PREFIX):
+                if is_wanted(name):
                     found = self.stat(str(Path(directory, name).relative_to(self._root)))
                     if found is not None:
                         yield found

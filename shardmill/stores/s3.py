@@ -59,6 +59,10 @@ class S3Store:
             if not name.endswith("/") and info["type"] == "file":
                 yield _stored_file(name[len(self._root) + 1 :], info)
 
+    def list_temporary(self) -> Iterator[StoredFile]:
+        # Objects appear whole. What is left of a killed multipart upload is no object; a lifecycle rule removes it.
+        return (file for file in self.list("") if file.path.rpartition("/")[2].startswith(TEMPORARY_PREFIX))
+
     def stat(self, path: str) -> StoredFile | None:
         try:
             with as_storage_error(f"{self.uri}/{path}"):

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from shardmill.dataset.leases import writing
 from shardmill.dataset.open import open_dataset
+from shardmill.stores import open_store
 from tests.pipeline.command import last_line, shardmill
 from tests.support import make_dataset
 
@@ -33,3 +35,30 @@ def test_compact_says_what_it_made_and_when_there_was_nothing_to_do(dataset: str
     assert (again["version"], again["is_new"], again["num_rows_copied"]) == (2, False, 0)
     refused = shardmill("compact", f"{dataset}@1", cwd=tmp_path)
     assert refused.returncode == 2 and "names one version" in last_line(refused)
+
+
+def test_gc_lists_first_and_deletes_when_told(dataset: str, tmp_path: Path):
+    machine("compact", dataset, cwd=tmp_path)
+    young = machine("gc", dataset, "--keep", "1", cwd=tmp_path)
+    assert (young["expired_versions"], young["num_files"]) == ([], 0)
+    listed = machine("gc", dataset, "--keep", "1", "--older-than", "0", cwd=tmp_path)
+    assert (listed["expired_versions"], listed["deleted"]) == ([1], False)
+    assert all(Path(dataset, file["path"]).exists() for file in listed["files"]) and listed["num_files"]
+    done = shardmill("gc", dataset, "--keep", "1", "--older-than", "0s", "--delete", cwd=tmp_path)
+    assert done.returncode == 0 and "expired\t1" in done.stdout, done.stderr
+    assert not any(Path(dataset, file["path"]).exists() for file in listed["files"])
+    refused = shardmill("inspect", f"{dataset}@1", cwd=tmp_path)
+    assert refused.returncode == 2 and "@1 has expired" in last_line(refused)
+    assert shardmill("verify", dataset, "--deep", cwd=tmp_path).returncode == 0
+
+
+def test_gc_ends_with_6_beside_a_writer(dataset: str, tmp_path: Path):
+    with writing(open_store(dataset), "etl"):
+        refused = shardmill("gc", dataset, "--delete", cwd=tmp_path)
+    assert refused.returncode == 6 and "is at work" in last_line(refused)
+
+
+@pytest.mark.parametrize("age", ["7", "soon", "-1d", "1w"])
+def test_an_age_needs_a_unit(dataset: str, tmp_path: Path, age: str):
+    refused = shardmill("gc", dataset, f"--older-than={age}", cwd=tmp_path)
+    assert refused.returncode == 2 and "expected a number with a unit" in last_line(refused)

@@ -29,6 +29,9 @@ class FaultyStore(LocalStore):
     def read(self, path: str) -> bytes:
         return _ANSWERS.get("read", LocalStore.read)(self, path)
 
+    def put(self, path: str, data: bytes) -> None:
+        return _ANSWERS.get("put", LocalStore.put)(self, path, data)
+
     def put_if_absent(self, path: str, data: bytes) -> bool:
         return _ANSWERS.get("put_if_absent", LocalStore.put_if_absent)(self, path, data)
 

@@ -12,13 +12,13 @@ from shardmill.dataset.commit import INDEXES, publish
 from shardmill.dataset.copy_rows import read_stored_rows
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.index import index_table
+from shardmill.dataset.leases import writing
 from shardmill.dataset.maintenance.child import child_of
 from shardmill.dataset.manifest import Manifest, layout_digest
 from shardmill.dataset.segment import put_segment
 from shardmill.dataset.shard import publish_shard
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import cut_chunks, cut_shards
-from shardmill.storage import Store
 from shardmill.values import ShardInfo
 
 _Copies = tuple[ShardInfo, ...]
@@ -46,30 +46,26 @@ def compact_dataset(dataset: Dataset, run_id: str, *, scratch_dir: str = "") -> 
 
     Full shards are named again, not copied. Without at least two small shards in a split there is no new version.
     `scratch_dir`: where shards are spooled; empty for the system's temporary folder. Raises IntegrityError for any
-    altered byte among the merged shards, CommitConflict if another writer published first.
+    altered byte among the merged shards, CommitConflict if another writer published first, or `gc` is at work.
     """
-    manifest, limits = dataset.manifest, _Limits.of(dataset.manifest)
-    before = {split: _by_position(dataset, split) for split in manifest.splits}
-    after: dict[str, list[_Copies]] = {}
-    num_rows_copied = 0
+    # The lease keeps `gc` away from what no manifest names yet.
+    with writing(dataset.store, f"compact, run {run_id},") as lease:
+        before = {split: _by_position(dataset, split) for split in dataset.manifest.splits}
+        with TemporaryDirectory(prefix="shardmill-compact-", dir=scratch_dir or None) as scratch:
+            after = {split: _merge_small(dataset, shards, Path(scratch)) for split, shards in before.items()}
+        counts = (_count(before), _count(after))
+        if before == after:
+            return Compaction(dataset.manifest, *counts, 0)
 
-    # Copy: encoded bytes and every fact of a row, through the same code that publishes new shards.
-    with TemporaryDirectory(prefix="shardmill-compact-", dir=scratch_dir or None) as scratch:
-        for split, shards in before.items():
-            small = [copies for copies in shards if 2 * _image_bytes(copies) < limits.shard_max_bytes]
-            merged = _merge(dataset.store, manifest, small, limits, Path(scratch)) if len(small) > 1 else small
-            if len(merged) < len(small):
-                after[split] = [*(copies for copies in shards if copies not in small), *merged]
-                num_rows_copied += sum(copies[0].num_rows for copies in small)
-            else:
-                after[split] = shards
+        # The rows are the parent's, so are their sums; only where they lie is new.
+        lease.check()
+        manifest = publish(dataset.store, _draft(dataset, after, run_id))
+        return Compaction(manifest, *counts, _num_rows_copied(before, after))
 
-    # Commit: the rows are the parent's, so are their sums; only where they lie is new.
-    before_and_after = (_count(before), _count(after))
-    if not num_rows_copied:
-        return Compaction(manifest, *before_and_after, 0)
-    draft = _draft(dataset, after, run_id)
-    return Compaction(publish(dataset.store, draft), *before_and_after, num_rows_copied)
+
+def _num_rows_copied(before: dict[str, list[_Copies]], after: dict[str, list[_Copies]]) -> int:
+    old = {copies[0].path for shards in before.values() for copies in shards}
+    return sum(copies[0].num_rows for shards in after.values() for copies in shards if copies[0].path not in old)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +86,9 @@ class _Limits:
                 "run `shardmill etl`, which builds a version that names them",
             ) from None
 
+    def is_small(self, copies: _Copies) -> bool:
+        return 2 * sum(chunk.image_bytes for chunk in copies[0].chunks) < self.shard_max_bytes
+
 
 def _by_position(dataset: Dataset, split: str) -> list[_Copies]:
     """The shards of a split in layout order, each with its copies in the other formats."""
@@ -105,10 +104,23 @@ def _by_position(dataset: Dataset, split: str) -> list[_Copies]:
     return list(zip(*shards, strict=True))
 
 
-def _merge(store: Store, manifest: Manifest, small: Sequence[_Copies], limits: _Limits, scratch: Path) -> list[_Copies]:
+def _merge_small(dataset: Dataset, shards: list[_Copies], scratch: Path) -> list[_Copies]:
+    """The full shards of a split as they are, and new ones with the rows of the small ones; or all as they are."""
+    limits = _Limits.of(dataset.manifest)
+    small = [copies for copies in shards if limits.is_small(copies)]
+    if len(small) < 2:
+        return shards
+    merged = _copy(dataset, small, limits, scratch)
+    # Chunks that are large for their shards may fit no better than before.
+    return (
+        [*(copies for copies in shards if not limits.is_small(copies)), *merged] if len(merged) < len(small) else shards
+    )
+
+
+def _copy(dataset: Dataset, small: Sequence[_Copies], limits: _Limits, scratch: Path) -> list[_Copies]:
     """New shards with the rows of `small`, in their order; every format is written from the rows of the first."""
-    schema, attempt = manifest.row_schema, uuid.uuid4().hex[:12]
-    split = small[0][0].split
+    store, manifest = dataset.store, dataset.manifest
+    schema, split, attempt = manifest.row_schema, small[0][0].split, uuid.uuid4().hex[:12]
     rows = (row for copies in small for row in read_stored_rows(store, copies[0], schema))
     merged: list[_Copies] = []
     for number, chunks in enumerate(cut_shards(cut_chunks(rows, limits.chunk_bytes), limits.shard_max_bytes)):
@@ -144,10 +156,6 @@ def _draft(dataset: Dataset, after: dict[str, list[_Copies]], run_id: str) -> Ma
         layout_digest=layout_digest(manifest.content_digest, one_format),
         index_segments=(put_segment(dataset.store, INDEXES, index_table(shards)),),
     )
-
-
-def _image_bytes(copies: _Copies) -> int:
-    return sum(chunk.image_bytes for chunk in copies[0].chunks)
 
 
 def _count(shards: dict[str, list[_Copies]]) -> int:

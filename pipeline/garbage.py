@@ -1,0 +1,58 @@
+"""What `shardmill gc` does, and how it is shown."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from pipeline.printing import counted
+
+if TYPE_CHECKING:
+    from pipeline.printing import Rows
+    from shardmill.dataset.maintenance.gc import GcReport
+    from shardmill.dataset.maintenance.retention import Retention
+
+
+def collect(uri: str, retention: Retention, run_id: str, *, delete: bool) -> GcReport:
+    """Collect the garbage of a dataset, or (without `delete`) find it, by this machine's clock."""
+    from shardmill.dataset.maintenance.gc import collect_garbage, plan_gc
+    from shardmill.stores import open_store
+
+    store = open_store(uri)
+    return collect_garbage(store, retention, run_id) if delete else plan_gc(store, retention, time.time())
+
+
+def gc_document(uri: str, report: GcReport, *, deleted: bool) -> dict[str, Any]:
+    """The document that `gc --json` prints."""
+    return {
+        "uri": uri,
+        "deleted": deleted,
+        "expired_versions": list(report.expired),
+        "retained_versions": list(report.retained),
+        "num_files": len(report.garbage),
+        "size_bytes": report.size_bytes,
+        "files": [asdict(file) for file in report.garbage],
+    }
+
+
+def gc_rows(report: GcReport, *, deleted: bool) -> Rows:
+    """Versions, then files by kind."""
+    num_files = Counter(file.kind for file in report.garbage)
+    rows = [
+        ("expired" if deleted else "would expire", _numbers(report.expired)),
+        ("retained", _numbers(report.retained)),
+    ]
+    for kind, number in sorted(num_files.items()):
+        size_bytes = sum(file.size_bytes for file in report.garbage if file.kind == kind)
+        rows.append((kind, f"{counted(number, 'file')}, {size_bytes / 1e6:.1f} MB"))
+    total = f"{counted(len(report.garbage), 'file')}, {report.size_bytes / 1e6:.1f} MB"
+    rows.append(("deleted" if deleted else "would be deleted", total))
+    if not deleted:
+        rows.append(("", "nothing was changed; --delete does it"))
+    return rows
+
+
+def _numbers(versions: tuple[int, ...]) -> str:
+    return ", ".join(map(str, versions)) or "none"

@@ -1,0 +1,170 @@
+"""Leases: who works with a dataset at this moment, as small files that their holder renews and that lapse if it dies.
+
+Two rules stand on them. `gc` deletes nothing while a writer works, because no manifest names a writer's files yet; and
+it keeps the files of a version that a reader has leased. Each side first writes its own lease and then looks for the
+other's, so of two that start at once at least one sees the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardmill.errors import CommitConflict, ShardmillError
+from shardmill.storage import Store
+
+LEASES = "leases"
+TTL_SECONDS = 900.0
+"""A lease that was not renewed for so long has lapsed: its holder was killed, or is suspended."""
+
+_RENEWALS_PER_TTL = 4
+_PATIENCE_SECONDS = 10.0
+
+
+class LeaseKind(StrEnum):
+    """What a holder does."""
+
+    WRITER = "writer"
+    READER = "reader"
+    GC = "gc"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease as another process finds it."""
+
+    path: str
+    kind: LeaseKind
+    holder: str
+    """The command, its run, host and process, for people."""
+    version: int | None
+    """The version that a reader needs; None for the other kinds."""
+    age_seconds: float
+    """Since it was last renewed."""
+    is_live: bool
+
+
+class HeldLease:
+    """This process's own lease; a thread renews it."""
+
+    def __init__(self, store: Store, path: str, data: bytes, ttl_seconds: float) -> None:
+        self.path = path
+        self._store = store
+        self._data = data
+        self._ttl_seconds = ttl_seconds
+        self._renewed = 0.0
+        self._ended = threading.Event()
+        self.renew()
+        self._renewer = threading.Thread(target=self._renew_until_ended, name="shardmill-lease", daemon=True)
+        self._renewer.start()
+
+    def check(self) -> None:
+        """Raise CommitConflict (exit 6) if the lease may have lapsed: what it protected may be gone."""
+        # By the wall clock: a monotonic one stands still while a machine is suspended.
+        age_seconds = time.time() - self._renewed
+        if age_seconds > self._ttl_seconds:
+            raise CommitConflict(
+                f"the lease {self.path} of {self._store.uri} was not renewed for {age_seconds:.0f} s",
+                f"expected a renewal within {self._ttl_seconds:.0f} s; nothing was published",
+                "this process was suspended or lost its storage; run it again: finished work is kept",
+            )
+
+    def renew(self) -> float:
+        """Write the lease again; returns the time by the store's clock, in seconds since the epoch."""
+        began = time.time()
+        self._store.put(self.path, self._data)
+        self._renewed = began
+        stored = self._store.stat(self.path)
+        return stored.mtime_ns / 1e9 if stored is not None else began
+
+    def release(self) -> None:
+        """Take the lease away; a store that refuses leaves it to lapse."""
+        self._ended.set()
+        # A renewal under way would bring the file back.
+        self._renewer.join(_PATIENCE_SECONDS)
+        with suppress(ShardmillError):
+            self._store.delete(self.path)
+
+    def _renew_until_ended(self) -> None:
+        while not self._ended.wait(self._ttl_seconds / _RENEWALS_PER_TTL):
+            # A store that fails for a moment is asked again; one that fails for longer is noticed by `check`.
+            with suppress(ShardmillError):
+                self.renew()
+
+
+@contextmanager
+def writing(store: Store, purpose: str, *, ttl_seconds: float = TTL_SECONDS) -> Iterator[HeldLease]:
+    """A writer's lease around units and their commit; call `check` on it just before the commit.
+
+    Raises CommitConflict (exit 6) if `gc` is deleting.
+    """
+    with _held(store, LeaseKind.WRITER, purpose, ttl_seconds) as lease:
+        _refuse_beside(store, lease, {LeaseKind.GC})
+        yield lease
+
+
+@contextmanager
+def reading(store: Store, version: int, purpose: str, *, ttl_seconds: float = TTL_SECONDS) -> Iterator[HeldLease]:
+    """A reader's lease on one version: `gc` keeps its files. Open the version (again) inside: it may have just expired.
+
+    Raises StorageError if the store cannot be written to; such a reader has no more than the versions' retention.
+    """
+    with _held(store, LeaseKind.READER, purpose, ttl_seconds, version) as lease:
+        yield lease
+
+
+@contextmanager
+def collecting(store: Store, purpose: str, *, ttl_seconds: float = TTL_SECONDS) -> Iterator[HeldLease]:
+    """The lease of `gc`. Raises CommitConflict (exit 6) naming a writer or another `gc` that is at work."""
+    with _held(store, LeaseKind.GC, purpose, ttl_seconds) as lease:
+        _refuse_beside(store, lease, {LeaseKind.WRITER, LeaseKind.GC})
+        yield lease
+
+
+def list_leases(store: Store, now: float) -> list[Lease]:
+    """Every lease of a dataset, at the time `now` of the store's clock. A damaged one counts as a writer's."""
+    found = []
+    for file in store.list(LEASES):
+        try:
+            body = json.loads(store.read(file.path))
+            kind, holder, version = LeaseKind(body["kind"]), str(body["holder"]), body["version"]
+            ttl_seconds = float(body["ttl_seconds"])
+        except FileNotFoundError:
+            continue  # released meanwhile
+        except (ValueError, KeyError, TypeError):
+            kind, holder, version, ttl_seconds = LeaseKind.WRITER, "an unknown process", None, TTL_SECONDS
+        age_seconds = now - file.mtime_ns / 1e9
+        found.append(Lease(file.path, kind, holder, version, age_seconds, age_seconds <= ttl_seconds))
+    return found
+
+
+@contextmanager
+def _held(
+    store: Store, kind: LeaseKind, purpose: str, ttl_seconds: float, version: int | None = None
+) -> Iterator[HeldLease]:
+    holder = f"{purpose} on {socket.gethostname()}, process {os.getpid()}"
+    body = {"kind": kind, "holder": holder, "version": version, "ttl_seconds": ttl_seconds}
+    lease = HeldLease(store, f"{LEASES}/{kind}-{secrets.token_hex(8)}.json", json.dumps(body).encode(), ttl_seconds)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def _refuse_beside(store: Store, own: HeldLease, kinds: set[LeaseKind]) -> None:
+    for other in list_leases(store, own.renew()):
+        if other.is_live and other.kind in kinds and other.path != own.path:
+            raise CommitConflict(
+                f"{other.holder} is at work in {store.uri} ({other.kind})",
+                "expected none; nothing was changed",
+                f"run this again when it has ended; if it was killed, its lease {other.path} lapses "
+                f"{TTL_SECONDS / 60:.0f} minutes after its last renewal, {other.age_seconds:.0f} s ago",
+            )

@@ -1,0 +1,187 @@
+"""Garbage collection: expire versions by a commit, then delete the files that nothing names any more.
+
+A file is deleted only if no retained manifest, no leased version and no pending record names it, and it is older than
+the retention's age. Which files those are follows from listings alone, so a `gc` that was killed is simply run again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from shardmill.dataset.commit import INDEXES, publish
+from shardmill.dataset.dataset import read_shards
+from shardmill.dataset.index import ROWS, SHARDS
+from shardmill.dataset.leases import LEASES, HeldLease, collecting, list_leases
+from shardmill.dataset.ledger import REJECTS
+from shardmill.dataset.maintenance.child import child_of
+from shardmill.dataset.maintenance.retention import (
+    CommittedVersion,
+    Retention,
+    as_ranges,
+    choose_expired,
+    numbers_of,
+)
+from shardmill.dataset.manifest import MANIFESTS, Manifest, manifest_path
+from shardmill.dataset.unit_result import decode_unit_result
+from shardmill.dataset.versions import latest_version, read_manifest
+from shardmill.errors import IntegrityError
+from shardmill.failpoints import failpoint
+from shardmill.sealed import unseal
+from shardmill.storage import Store, StoredFile
+from shardmill.values import ShardInfo
+
+_PENDING, _REACH, TEMPORARY = "pending", "reach", "temporary"
+# Manifests and the records of their commits are in none of these: they are never deleted.
+_COLLECTED_FOLDERS = (SHARDS, ROWS, INDEXES, REJECTS, _PENDING, _REACH)
+_NUM_DELETERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """One file that nothing names."""
+
+    kind: str
+    """The folder that it is in, or `temporary` for one that was never published."""
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What a `gc` did, or would do."""
+
+    expired: tuple[int, ...]
+    """Versions that expire in this run; those before it have expired already."""
+    retained: tuple[int, ...]
+    garbage: tuple[Garbage, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.garbage)
+
+
+def plan_gc(store: Store, retention: Retention, now: float) -> GcReport:
+    """What `collect_garbage` would do at the time `now`; changes nothing.
+
+    Raises IntegrityError if the index of a retained version is damaged: then nothing tells what it names.
+    """
+    versions = _unexpired(store)
+    expired = choose_expired(versions, retention, now, _leased_versions(store, now))
+    retained = [each.manifest for each in versions if each.manifest.version not in expired]
+    garbage = _find_garbage(store, retained, retention.older_than_seconds, now)
+    return GcReport(expired, tuple(manifest.version for manifest in retained), tuple(garbage))
+
+
+def collect_garbage(store: Store, retention: Retention, run_id: str) -> GcReport:
+    """Expire what `retention` does not keep, then delete every old file that nothing names; returns what was done.
+
+    Raises CommitConflict (exit 6) while a writer works; nothing is changed then. Raises as `plan_gc` does.
+    """
+    with collecting(store, f"gc, run {run_id},") as lease:
+        # Expire, by a commit: from here on a version without protection cannot be opened, though all of it is there.
+        expired = plan_gc(store, retention, lease.renew()).expired
+        if expired:
+            _commit_expiry(store, expired, run_id)
+
+        # Delete. Versions and leases are read again: a reader may have leased a version before it expired.
+        found = plan_gc(store, retention, lease.renew())
+        _delete(store, lease, found.garbage)
+    return GcReport(expired, found.retained, found.garbage)
+
+
+def _unexpired(store: Store) -> list[CommittedVersion]:
+    latest = latest_version(store)
+    if not latest:
+        return []
+    gone = numbers_of(read_manifest(store, latest).expired_versions)
+    found = []
+    for file in store.list(MANIFESTS):
+        name = re.fullmatch(rf"{MANIFESTS}/([0-9]{{8}})\.json", file.path)
+        if name and int(name[1]) not in gone:
+            found.append(CommittedVersion(read_manifest(store, int(name[1])), file.mtime_ns / 1e9))
+    return sorted(found, key=lambda each: each.manifest.version)
+
+
+def _leased_versions(store: Store, now: float) -> frozenset[int]:
+    leases = list_leases(store, now)
+    return frozenset(each.version for each in leases if each.is_live and each.version is not None)
+
+
+def _commit_expiry(store: Store, expired: tuple[int, ...], run_id: str) -> None:
+    latest = read_manifest(store, latest_version(store))
+    all_expired = as_ranges({*numbers_of(latest.expired_versions), *expired})
+    publish(store, child_of(latest, "expire", run_id, content=latest, expired_versions=all_expired))
+
+
+def _find_garbage(store: Store, retained: list[Manifest], older_than_seconds: float, now: float) -> Iterator[Garbage]:
+    def is_old(file: StoredFile) -> bool:
+        return now - file.mtime_ns / 1e9 > older_than_seconds
+
+    named = _named_by_leased(store, now)
+    named.update(*(_names(manifest, shards) for manifest, shards in _with_shards(store, retained)))
+    for file in store.list(_PENDING):
+        if not is_old(file):
+            named |= {file.path, *_names_of_record(store, file.path)}
+    for folder in _COLLECTED_FOLDERS:
+        yield from (
+            Garbage(folder, file.path, file.size_bytes)
+            for file in store.list(folder)
+            if file.path not in named and is_old(file)
+        )
+    yield from (Garbage(TEMPORARY, file.path, file.size_bytes) for file in store.list_temporary() if is_old(file))
+    for lease in list_leases(store, now):
+        if not lease.is_live and lease.age_seconds > older_than_seconds:
+            yield Garbage(LEASES, lease.path, 0)
+
+
+def _with_shards(store: Store, manifests: list[Manifest]) -> Iterator[tuple[Manifest, tuple[ShardInfo, ...]]]:
+    """Each manifest with its shards; those that name one index, as an expiry and its parent do, read it once."""
+    shards_of_index: dict[object, tuple[ShardInfo, ...]] = {}
+    for manifest in manifests:
+        if manifest.index_segments not in shards_of_index:
+            shards_of_index[manifest.index_segments] = read_shards(store, manifest)
+        yield manifest, shards_of_index[manifest.index_segments]
+
+
+def _named_by_leased(store: Store, now: float) -> set[str]:
+    """What a reader needs of a version that has expired since it took its lease."""
+    present = {file.path for file in store.list(MANIFESTS)}
+    named: set[str] = set()
+    for version in _leased_versions(store, now):
+        if manifest_path(version) not in present:
+            continue
+        manifest = read_manifest(store, version)
+        try:
+            named |= _names(manifest, read_shards(store, manifest))
+        except IntegrityError:
+            # It had expired, and been deleted, before this reader came; opening it says so.
+            continue
+    return named
+
+
+def _names(manifest: Manifest, shards: tuple[ShardInfo, ...]) -> set[str]:
+    segments = (*manifest.index_segments, *manifest.ledger_segments)
+    return {*(segment.path for segment in segments), *(path for each in shards for path in (each.path, each.rows_path))}
+
+
+def _names_of_record(store: Store, path: str) -> set[str]:
+    """The files of a finished unit that waits for its commit; none if its record is damaged, and so useless."""
+    try:
+        record = decode_unit_result(unseal(store.read(path), path))
+    except (FileNotFoundError, IntegrityError):
+        return set()
+    return {path for shard in record.shards for path in (shard.path, shard.rows_path)}
+
+
+def _delete(store: Store, lease: HeldLease, garbage: tuple[Garbage, ...]) -> None:
+    def delete(file: Garbage) -> None:
+        # Once the lease has lapsed a writer may have started, and may publish an index under this very name.
+        lease.check()
+        failpoint("gc_delete")
+        store.delete(file.path)
+
+    with ThreadPoolExecutor(_NUM_DELETERS, "shardmill-gc") as pool:
+        list(pool.map(delete, garbage))

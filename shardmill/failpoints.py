@@ -1,0 +1,52 @@
+"""Failpoints: named places where a process can be made to die as by `kill -9`, for tests of what is left behind.
+
+Off unless SHARDMILL_FAILPOINT is set; docs/failpoints.md lists the points.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+from shardmill.errors import UsageError
+
+VARIABLE = "SHARDMILL_FAILPOINT"
+
+FAILPOINTS = {
+    "list": "while the source is listed",
+    "decode": "a source image was read and goes to the decoder",
+    "shard_open": "a shard's rows are complete, nothing of it is written",
+    "shard_mid": "the shard is published, its row segment is not",
+    "shard_close": "shard and row segment are published",
+    "task_report": "a unit is finished and recorded, its task has not reported it",
+    "manifest_put": "everything that a manifest names is published, the manifest is not",
+    "post_commit": "the manifest is there, nothing that follows the commit was done",
+    "gc_delete": "gc deletes a file that nothing names",
+}
+
+_passes: Iterator[int] = itertools.count(1)
+
+
+def failpoint(name: str) -> None:
+    """Kill this process if SHARDMILL_FAILPOINT is `NAME`, `NAME:N` (the Nth pass) or `NAME@FILE` (once; makes FILE).
+
+    A retried task meets the point again in a new process: `@FILE` lets that one live. Raises UsageError if the variable
+    names no failpoint, so that a misspelt test cannot pass.
+    """
+    wanted = os.environ.get(VARIABLE)
+    if not wanted:
+        return
+    parsed = re.fullmatch(r"(\w+)(?::(\d+))?(?:@(.+))?", wanted)
+    if parsed is None or parsed[1] not in FAILPOINTS:
+        raise UsageError(f"{VARIABLE}={wanted}", f"expected NAME, NAME:N or NAME@FILE of {', '.join(FAILPOINTS)}")
+    if parsed[1] != name or (parsed[2] and next(_passes) != int(parsed[2])):
+        return
+    if parsed[3]:
+        try:
+            os.close(os.open(parsed[3], os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+    os.kill(os.getpid(), signal.SIGKILL)

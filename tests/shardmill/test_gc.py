@@ -1,0 +1,262 @@
+"""Garbage collection: what nothing names goes, what a retained version or a reader needs stays, also after a kill."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from etl.config import EtlConfig
+from etl.plan import plan_build
+from etl.write_unit import write_unit
+from shardmill.dataset.copy_rows import read_stored_rows
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.leases import reading, writing
+from shardmill.dataset.maintenance.compact import compact_dataset
+from shardmill.dataset.maintenance.gc import GcReport, collect_garbage, plan_gc
+from shardmill.dataset.maintenance.retention import Retention, as_ranges, numbers_of
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset
+from shardmill.dataset.versions import latest_version
+from shardmill.errors import CommitConflict, UsageError
+from shardmill.failpoints import FAILPOINTS, VARIABLE
+from shardmill.ids import add_digests, format_digest
+from shardmill.storage import TEMPORARY_PREFIX
+from shardmill.stores import open_store
+from tests.etl.building import tree_for
+from tests.support import build_here, write_images
+
+ROOT = Path(__file__).parents[2]
+_SEED = random.SystemRandom().randrange(2**32)
+_NUM_STEPS = 12
+
+
+def config_of(image_size: int) -> EtlConfig:
+    return EtlConfig(image_size=image_size, encoding="png", unit_min_images=6, formats=("parquet",))
+
+
+def build(folder: Path, image_size: int) -> str:
+    """A version whose images have that size: each differs from all others."""
+    return build_here(str(folder / "images"), str(folder / "dataset"), config_of(image_size))
+
+
+def leave_orphans(folder: Path, image_size: int) -> None:
+    """What a build that was killed before its commit leaves, and its pending records."""
+    plan = plan_build(tree_for(folder, "dataset", etl=config_of(image_size)), run_id="killed")
+    for unit in plan.units[:2]:
+        write_unit(unit, plan.task)
+
+
+def read_all(dataset: Dataset) -> None:
+    """Every row of a version, against the sums of its manifest."""
+    for split, info in dataset.manifest.splits.items():
+        schema = dataset.manifest.row_schema
+        rows = [row for shard in dataset.index(split).shards for row in read_stored_rows(dataset.store, shard, schema)]
+        total = format_digest(add_digests(*(int.from_bytes(row.digest, "big") for row in rows)))
+        assert total == info.row_digest_sum
+
+
+def gc_now(root: str, keep: int | None) -> GcReport:
+    return collect_garbage(open_store(root), Retention(keep, older_than_seconds=0.0), "gc")
+
+
+def files_of(root: str) -> set[str]:
+    return {str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_images(tmp_path / "images", num_images=24)
+    return tmp_path
+
+
+def test_a_dry_run_changes_nothing_and_says_what_would_go(folder: Path):
+    for image_size in (8, 9, 10):
+        root = build(folder, image_size)
+    leave_orphans(folder, 11)
+    Path(root, "shards", "train", f"{TEMPORARY_PREFIX}1234").write_bytes(b"half a shard")
+    before = files_of(root)
+    planned = plan_gc(open_store(root), Retention(keep=2, older_than_seconds=0.0), time.time())
+    assert files_of(root) == before
+    assert (planned.expired, planned.retained) == ((1,), (2, 3))
+    kinds = {file.kind for file in planned.garbage}
+    assert kinds == {"shards", "rows", "indexes", "pending", "temporary"}
+    assert planned.size_bytes == sum(Path(root, file.path).stat().st_size for file in planned.garbage)
+    # Young files are left alone, and nothing expires unless a number is given.
+    assert not plan_gc(open_store(root), Retention(keep=2), time.time()).expired
+    assert not plan_gc(open_store(root), Retention(keep=2), time.time()).garbage
+    assert not plan_gc(open_store(root), Retention(None, 0.0), time.time()).expired
+
+    done = gc_now(root, keep=2)
+    assert (done.expired, done.garbage) == (planned.expired, planned.garbage)
+    assert before - files_of(root) == {file.path for file in done.garbage}
+    assert files_of(root) - before == {"manifests/00000004.json", "committed/00000004.json"}
+
+
+def test_an_expired_version_says_so_and_the_others_are_whole(folder: Path):
+    for image_size in (8, 9, 10):
+        root = build(folder, image_size)
+    gc_now(root, keep=2)
+    with pytest.raises(UsageError, match=r"@1 has expired.*a retained version"):
+        open_dataset(f"{root}@1")
+    assert Path(root, "manifests", "00000001.json").exists()
+    latest = open_dataset(root)
+    assert (latest.pin.version, latest.manifest.operation, latest.manifest.parent_version) == (4, "expire", 3)
+    assert latest.manifest.content_digest == open_dataset(f"{root}@3").manifest.content_digest
+    for version in (2, 3, 4):
+        verify_dataset(open_dataset(f"{root}@{version}"), deep=True).raise_if_failed()
+    # An expiry is no version of its own that would push another one out; and it is not forgotten by later builds.
+    assert gc_now(root, keep=2) == GcReport((), (2, 3, 4), ())
+    build(folder, 11)
+    assert gc_now(root, keep=2).expired == (2,)
+    for version in (1, 2):
+        with pytest.raises(UsageError, match="has expired"):
+            open_dataset(f"{root}@{version}")
+    compact_dataset(open_dataset(root), "compacting")
+    with pytest.raises(UsageError, match="has expired"):
+        open_dataset(f"{root}@1")
+
+
+def test_gc_refuses_beside_a_writer_and_changes_nothing(folder: Path):
+    root = build(folder, 8)
+    build(folder, 9)
+    leave_orphans(folder, 10)
+    before = files_of(root)
+    with writing(open_store(root), "etl"):
+        with pytest.raises(CommitConflict, match="etl on .* is at work"):
+            gc_now(root, keep=1)
+        assert {path for path in files_of(root) if not path.startswith("leases/")} == before
+
+
+def test_records_of_a_run_that_can_be_resumed_keep_their_files(folder: Path):
+    root = build(folder, 8)
+    leave_orphans(folder, 9)
+    young = Path(root, "pending")
+    # The shards are old, the records are not: what a record names stays, whatever its age.
+    hour_ago = time.time() - 3600
+    for path in Path(root).rglob("*"):
+        if path.is_file() and young not in path.parents:
+            os.utime(path, (hour_ago, hour_ago))
+    assert not collect_garbage(open_store(root), Retention(None, 600.0), "gc").garbage
+    assert {file.kind for file in gc_now(root, None).garbage} == {"shards", "rows", "pending"}
+
+
+def test_a_leased_version_stays_until_its_reader_has_ended(folder: Path):
+    root = build(folder, 8)
+    build(folder, 9)
+    with reading(open_store(root), 1, "train"):
+        dataset = open_dataset(f"{root}@1")
+        assert gc_now(root, keep=1).expired == ()
+        read_all(dataset)
+    assert gc_now(root, keep=1).expired == (1,)
+
+
+def test_numbers_and_ranges_are_the_same():
+    rng = random.Random(_SEED)
+    print(f"seed {_SEED}")
+    for _ in range(50):
+        numbers = {rng.randrange(1, 30) for _ in range(rng.randrange(20))}
+        assert numbers_of(as_ranges(numbers)) == numbers
+    assert [(each.first, each.last) for each in as_ranges([3, 1, 2, 7])] == [(1, 3), (7, 7)]
+
+
+@contextmanager
+def readers(root: str, seed: int) -> Iterator[list[int]]:
+    """Threads that lease, open and read random versions until the work inside ends; yields how many they have read."""
+    ended, read, problems = threading.Event(), [], []
+
+    def read_on(number: int) -> None:
+        rng = random.Random(f"{seed} {number}")
+        while not ended.is_set():
+            version = rng.randint(1, latest_version(open_store(root)))
+            try:
+                with reading(open_store(root), version, "train"):
+                    try:
+                        dataset = open_dataset(f"{root}@{version}")
+                    except UsageError:
+                        continue  # it has expired
+                    time.sleep(rng.random() * 0.2)
+                    read_all(dataset)
+                    read.append(version)
+            except Exception as error:  # whatever it is, the test must show it
+                problems.append(error)
+                return
+
+    threads = [threading.Thread(target=read_on, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield read
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert not problems, problems
+
+
+def test_random_commits_and_collections_never_harm_a_reader(folder: Path):
+    print(f"seed {_SEED}")
+    rng = random.Random(_SEED)
+    root, image_size = build(folder, 8), 8
+    store = open_store(root)
+    expired: set[int] = set()
+    with readers(root, _SEED) as read:
+        for _ in range(_NUM_STEPS):
+            step = rng.choice(["build", "build", "compact", "orphans", "gc", "gc"])
+            if step == "build":
+                image_size += 1
+                build(folder, image_size)
+            elif step == "compact":
+                compact_dataset(open_dataset(root), "compacting")
+            elif step == "orphans":
+                leave_orphans(folder, image_size + 1)
+            else:
+                expired |= set(gc_now(root, rng.choice([None, 1, 2, 3])).expired)
+    assert read
+    # Nobody reads any more: one more collection leaves exactly what the retained versions name, and every manifest.
+    expired |= set(gc_now(root, 2).expired)
+    named = set()
+    for version in range(1, latest_version(store) + 1):
+        named |= {f"manifests/{version:08d}.json", f"committed/{version:08d}.json"}
+        if version in expired:
+            with pytest.raises(UsageError, match="has expired"):
+                open_dataset(f"{root}@{version}")
+            continue
+        dataset = open_dataset(f"{root}@{version}")
+        verify_dataset(dataset, deep=True).raise_if_failed()
+        segments = (*dataset.manifest.index_segments, *dataset.manifest.ledger_segments)
+        named |= {segment.path for segment in segments}
+        named |= {path for shard in dataset.shards for path in (shard.path, shard.rows_path)}
+    assert files_of(root) == named
+
+
+@pytest.mark.parametrize("point", ["manifest_put", "post_commit", "gc_delete:1", "gc_delete:5"])
+def test_a_killed_gc_harms_nothing_and_is_finished_by_the_next(folder: Path, point: str):
+    assert point.partition(":")[0] in FAILPOINTS
+    for image_size in (8, 9, 10):
+        root = build(folder, image_size)
+    leave_orphans(folder, 11)
+    command = [sys.executable, "-m", "tests.programs.collect_garbage", root, "2"]
+    killed = subprocess.run(command, cwd=ROOT, env={**os.environ, VARIABLE: point}, check=False)
+    assert killed.returncode == -9
+    for version in (2, 3, latest_version(open_store(root))):
+        verify_dataset(open_dataset(f"{root}@{version}"), deep=True).raise_if_failed()
+    # Its lease is live, for all that the next one can know; it is deleted here instead of waiting for it to lapse.
+    [lease] = Path(root, "leases").iterdir()
+    with pytest.raises(CommitConflict, match="if it was killed"):
+        gc_now(root, keep=2)
+    lease.unlink()
+    gc_now(root, keep=2)
+    assert not plan_gc(open_store(root), Retention(2, 0.0), time.time()).garbage
+    with pytest.raises(UsageError, match="has expired"):
+        open_dataset(f"{root}@1")
+    for version in range(2, latest_version(open_store(root)) + 1):
+        verify_dataset(open_dataset(f"{root}@{version}"), deep=True).raise_if_failed()

@@ -1,0 +1,72 @@
+"""Leases: gc and writers never work at once, and a lease ends with its holder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardmill.dataset.leases import LEASES, Lease, LeaseKind, collecting, list_leases, reading, writing
+from shardmill.errors import CommitConflict, StorageError
+from shardmill.stores import open_store
+
+ROOT = Path(__file__).parents[2]
+
+
+def live(root: Path) -> list[Lease]:
+    return [lease for lease in list_leases(open_store(root), time.time()) if lease.is_live]
+
+
+def test_gc_and_a_writer_exclude_each_other_and_writers_do_not(tmp_path: Path):
+    store = open_store(tmp_path)
+    with writing(store, "etl one"), writing(store, "etl two"):
+        with pytest.raises(CommitConflict, match="etl (one|two) on .* is at work"), collecting(store, "gc"):
+            raise AssertionError("gc began beside writers")
+        assert {lease.kind for lease in live(tmp_path)} == {LeaseKind.WRITER}
+    with collecting(store, "gc one"):
+        with pytest.raises(CommitConflict, match="gc one"), collecting(store, "gc two"):
+            raise AssertionError("two gc at once")
+        with pytest.raises(CommitConflict, match="gc one"), writing(store, "etl"):
+            raise AssertionError("a writer began beside gc")
+        with reading(store, 3, "train"):
+            assert [lease.version for lease in live(tmp_path) if lease.kind == LeaseKind.READER] == [3]
+    assert not live(tmp_path) and not list(store.list(LEASES))
+
+
+def test_a_lease_is_renewed_for_as_long_as_the_work_lasts(tmp_path: Path):
+    with writing(open_store(tmp_path), "etl", ttl_seconds=0.4) as lease:
+        time.sleep(1.2)
+        lease.check()
+        assert len(live(tmp_path)) == 1
+
+
+def test_a_killed_writer_s_lease_lapses(tmp_path: Path):
+    command = [sys.executable, "-m", "tests.programs.hold_a_lease", tmp_path, "2"]
+    writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert writer.stdout is not None and writer.stdout.readline() == b"held\n"
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    with pytest.raises(CommitConflict, match="if it was killed"), collecting(open_store(tmp_path), "gc"):
+        raise AssertionError("the lease was live")
+    time.sleep(2.5)
+    with collecting(open_store(tmp_path), "gc"):
+        pass
+
+
+def test_a_writer_that_could_not_renew_its_lease_does_not_commit(tmp_path: Path, faulty: dict):
+    folder = tmp_path / "dataset"
+    with writing(open_store(f"faulty://{folder}"), "etl", ttl_seconds=0.3) as lease:
+        lease.check()
+
+        def refuse(*arguments: object) -> None:
+            raise StorageError("the disk is away")
+
+        faulty["put"] = refuse
+        time.sleep(0.8)
+        with pytest.raises(CommitConflict, match="not renewed"):
+            lease.check()
