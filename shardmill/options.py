@@ -43,6 +43,8 @@ class NormalizeOptions(Section):
     """Quality of the stored JPEG (4:4:4); no effect on other encodings."""
     webp_quality: int = Field(default=90, ge=1, le=100)
     """Quality of the stored WebP (lossy, 4:2:0); no effect on other encodings."""
+    keep_bytes: bool = False
+    """Store a source that already has the stored encoding, size and colour as it is, without encoding it again."""
     max_source_bytes: int = Field(default=50_000_000, ge=1)
     """A larger source file is rejected as `too_large_bytes` before it is read."""
     max_source_pixels: int = Field(default=64_000_000, ge=1)

@@ -10,7 +10,7 @@ import simplejpeg
 
 from shardmill.images.exif import count_mpo_images, orient_by_exif
 from shardmill.images.icc import cmyk_to_srgb, to_srgb
-from shardmill.images.jpeg_markers import find_end, read_header, strip_metadata
+from shardmill.images.jpeg_markers import find_end, has_later_metadata, read_header, strip_metadata
 from shardmill.images.pixels import TRAILING_NOTE, DecodedImage, Refused, expect_size
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
@@ -30,7 +30,7 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
         notes.append(TRAILING_NOTE)
 
     profile = header.icc()
-    if profile == b"":
+    if profile == b"" or options.keep_bytes:
         # libjpeg warns of a profile whose parts do not make a whole. That is no damage to the image.
         data = strip_metadata(data, header, end)
     pixels_HWC = _decode_strictly(data, {1: "GRAY", 3: "RGB", 4: "CMYK"}[header.num_components])
@@ -41,7 +41,8 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
     else:
         pixels_HWC = to_srgb(pixels_HWC, profile, notes)
     pixels_HWC = orient_by_exif(pixels_HWC, header.exif, notes)
-    return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes))
+    is_bare = options.keep_bytes and header.num_components < 4 and not has_later_metadata(data, header)
+    return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes), bare_file=data if is_bare else None)
 
 
 def _decode_strictly(data: bytes, colorspace: str) -> np.ndarray:

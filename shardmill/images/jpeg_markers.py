@@ -26,6 +26,7 @@ MAX_SCANS = 100
 EOI_OR_SOS = re.compile(rb"\xff[\xd9\xda]")
 # One 0xFF and no more: `\xff+` would walk a run of them again from each of its bytes.
 END_OF_SCAN = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+LATER_METADATA = re.compile(rb"\xff[\xe0-\xef\xfe]")
 NO_FILL_BYTE = re.compile(rb"[^\xff]")
 # Honest files hold some dozens of segments, a few hundred with large profiles.
 MAX_SEGMENTS = 10_000
@@ -96,6 +97,11 @@ def read_header(data: bytes, options: NormalizeOptions) -> JpegHeader:
 def strip_metadata(data: bytes, header: JpegHeader, end: int) -> bytes:
     """The JPEG without the metadata before its first scan, and without what lies behind `end`: equal pixels."""
     return b"\xff\xd8" + b"".join(header.segments) + data[header.sos_start : end]
+
+
+def has_later_metadata(bare: bytes, header: JpegHeader) -> bool:
+    """Whether what `strip_metadata` left may hold a comment between two scans; bytes of a table can look like one."""
+    return LATER_METADATA.search(bare, 2 + sum(map(len, header.segments))) is not None
 
 
 def _without_metadata(marker: int, payload: bytes) -> bytes:

@@ -39,6 +39,9 @@ class DecodedImage:
     """One channel (gray) or three (RGB)."""
     notes: tuple[str, ...]
     """What was changed on the way here; `docs/rejects.md` lists them all."""
+    bare_file: bytes | None = None
+    """With `keep_bytes`: the file without metadata, in its own format. Unless a profile or an orientation was applied
+    (the notes say so), it decodes to these very pixels. None if it could not be stored like that."""
 
 
 def check_dimensions(height: int, width: int, options: NormalizeOptions) -> None:

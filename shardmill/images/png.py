@@ -84,7 +84,8 @@ def decode_png(data: bytes, options: NormalizeOptions) -> DecodedImage:
         notes.append(TRAILING_NOTE)
 
     pixel_chunks = [data[chunk.start : chunk.end] for chunk in chunks if chunk.type in PIXEL_CHUNKS]
-    pixels_HWC = decode_with_opencv(SIGNATURE + b"".join(pixel_chunks), keep_alpha_and_depth=True)
+    bare_file = SIGNATURE + b"".join(pixel_chunks)
+    pixels_HWC = decode_with_opencv(bare_file, keep_alpha_and_depth=True)
     expect_size(pixels_HWC, header.height, header.width)
     transparent_gray = _transparent_gray(payloads.get(b"tRNS"), header)
     alpha_HW: np.ndarray | None = None
@@ -99,7 +100,8 @@ def decode_png(data: bytes, options: NormalizeOptions) -> DecodedImage:
     if alpha_HW is not None:
         pixels_HWC = flatten_over_white(pixels_HWC, alpha_HW, notes)
     pixels_HWC = orient_by_exif(pixels_HWC, payloads.get(b"eXIf"), notes)
-    return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes))
+    is_bare = options.keep_bytes and header.depth == 8 and header.color_type in (GRAY, RGB) and alpha_HW is None
+    return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes), bare_file=bare_file if is_bare else None)
 
 
 def _read_header(data: bytes, options: NormalizeOptions) -> PngHeader:

@@ -14,8 +14,10 @@ import numpy as np
 
 from shardmill.formats.encodings import encode_image
 from shardmill.images.decode import decode_image, has_other_extension
+from shardmill.images.exif import ROTATED_NOTE
+from shardmill.images.icc import CONVERTED_NOTE
 from shardmill.images.normalize import normalize
-from shardmill.images.pixels import Refused, prepare_opencv
+from shardmill.images.pixels import DecodedImage, Refused, prepare_opencv
 from shardmill.options import NormalizeOptions
 from shardmill.printable import printable
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
@@ -70,7 +72,7 @@ def _process(source: SourceImage, data: bytes, source_sha256: str, options: Norm
     if all(num_pixels * squares == total**2 for total, squares in zip(sums, square_sums, strict=True)):
         notes.append("constant")
     return ImageSample(
-        image=encode_image(image_HWC, options),
+        image=_bytes_to_keep(format_name, decoded, options) or encode_image(image_HWC, options),
         height=image_HWC.shape[0],
         width=image_HWC.shape[1],
         channels=image_HWC.shape[2],
@@ -79,6 +81,14 @@ def _process(source: SourceImage, data: bytes, source_sha256: str, options: Norm
         channel_square_sums=square_sums,
         notes=tuple(notes),
     )
+
+
+def _bytes_to_keep(format_name: str, decoded: DecodedImage, options: NormalizeOptions) -> bytes | None:
+    """The source's own file without metadata, if it decodes to exactly the normalized pixels."""
+    is_other = {ROTATED_NOTE, CONVERTED_NOTE} & set(decoded.notes)
+    if format_name != options.encoding or is_other or decoded.pixels_HWC.shape != options.image_shape_HWC:
+        return None
+    return decoded.bare_file
 
 
 def _channel_sums(image_HWC: np.ndarray) -> tuple[int, ...]:

@@ -60,13 +60,15 @@ def decode_webp(data: bytes, options: NormalizeOptions) -> DecodedImage:
     check_allocation(frame.height, frame.width, options)
     if frame.top + frame.height > height or frame.left + frame.width > width:
         raise Refused(RejectReason.BAD_HEADER, "the first frame lies outside the canvas")
-    frame_HWC = decode_with_opencv(_as_plain_file(frame), keep_alpha_and_depth=True)
+    bare_file = _as_plain_file(frame)
+    frame_HWC = decode_with_opencv(bare_file, keep_alpha_and_depth=True)
     expect_size(frame_HWC, frame.height, frame.width)
     color_HWC = to_srgb(frame_HWC[:, :, :3], chunks.get(b"ICCP"), notes)
     alpha_HW = frame_HWC[:, :, 3] if frame_HWC.shape[2] == 4 else None
     pixels_HWC = _place_on_white(color_HWC, alpha_HW, frame, (height, width), notes)
     pixels_HWC = orient_by_exif(pixels_HWC, chunks.get(b"EXIF"), notes)
-    return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes))
+    is_bare = options.keep_bytes and alpha_HW is None and (frame.height, frame.width) == (height, width)
+    return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes), bare_file=bare_file if is_bare else None)
 
 
 def _place_on_white(

@@ -148,6 +148,7 @@ def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest
         NormalizeOptions(encoding="png"),
         NormalizeOptions(jpeg_quality=91),
         NormalizeOptions(webp_quality=91),
+        NormalizeOptions(keep_bytes=True),
         NormalizeOptions(max_source_bytes=1),
         NormalizeOptions(max_source_pixels=1),
         NormalizeOptions(max_source_side_pixels=1),
