@@ -79,7 +79,7 @@ def build_dataset(
     started = time.monotonic()
 
     # List the source and plan the units. What the listing alone refuses may be too much already.
-    plan = plan_build(tree, run_id=run_id)
+    plan = plan_build(tree, run_id=run_id, observer=observer)
     observer.event("etl.listed", {"listed": plan.build.num_listed, "images": plan.num_images, "units": len(plan.units)})
     _check_same_source(plan, replace_source=replace_source)
     check_limits(plan, plan.build.list_rejections)

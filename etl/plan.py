@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from etl.config import EtlTree
@@ -18,6 +17,7 @@ from shardmill.formats.parquet import parquet_schema
 from shardmill.formats.rows import RowSchema
 from shardmill.images.decoder_id import DECODER_ID, normalization_fingerprint
 from shardmill.jobs.config import require_uri
+from shardmill.jobs.observer import Observer, SilentObserver
 from shardmill.jobs.redact import redacted
 from shardmill.storage import Store
 from shardmill.stores import open_store
@@ -51,8 +51,8 @@ class BuildPlan:
         return read_unit(self.task.listing, unit, self.task.config.seed)
 
 
-def plan_build(tree: EtlTree, *, run_id: str, on_progress: Callable[[int], None] | None = None) -> BuildPlan:
-    """List the source and do all planning; reads no image. `on_progress` gets the number of inputs listed so far."""
+def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) -> BuildPlan:
+    """List the source and do all planning; reads no image. The observer gets the number of inputs listed so far."""
     for name, uri in (("source.uri", tree.source.uri), ("dataset.uri", tree.dataset.uri)):
         require_uri(name, uri)
     if split_version(tree.dataset.uri)[1] is not None:
@@ -65,7 +65,7 @@ def plan_build(tree: EtlTree, *, run_id: str, on_progress: Callable[[int], None]
     normalize = config.normalize_options()
     fingerprint = normalization_fingerprint(normalize)
     source = SOURCES[tree.source.kind](tree.source)
-    listing = list_source(source, seed=config.seed, max_source_bytes=config.max_source_bytes, on_progress=on_progress)
+    listing = list_source(source, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer or SilentObserver())
     class_names = listing.class_names
     config_fingerprint = fingerprint_config(config, class_names, fingerprint)
     columns = parquet_schema(RowSchema(config.encoding, config.image_shape_HWC, class_names))

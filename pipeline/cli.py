@@ -67,11 +67,22 @@ def run(
 
 
 @app.command(cls=Command)
-def etl(context: typer.Context, source_or_config: Source, replace_source: ReplaceSource = False) -> None:
+def etl(
+    context: typer.Context,
+    source_or_config: Source,
+    replace_source: ReplaceSource = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List and plan only: read no image, write nothing.")] = False,
+) -> None:
     """Images to a committed dataset version."""
+    common: Common = context.obj
+    if dry_run:
+        from pipeline import dry_run as planning
+
+        found = planning.dry_run(source_or_config, common)
+        print_result(common, found.document(), found.rows(), title="etl --dry-run")
+        return
     from pipeline.stage_commands import etl_stage
 
-    common: Common = context.obj
     _print_stage(common, etl_stage(source_or_config, common, replace_source=replace_source))
 
 

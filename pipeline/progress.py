@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shardmill.jobs.observer import WARNING, FieldValue
-from shardmill.jobs.run_record import RunRecord
+from shardmill.jobs.observer import WARNING, FieldValue, Observer
 from shardmill.printable import printable
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ SENTENCES = {
 class RunProgress:
     """The observer of a run's stages. Use it as a context manager around them."""
 
-    def __init__(self, record: RunRecord, num_epochs: int) -> None:
+    def __init__(self, record: Observer, num_epochs: int) -> None:
         self._record = record
         self._num_epochs = num_epochs
         self._bars: Progress | None = None
@@ -75,6 +74,8 @@ class RunProgress:
         """What a stage reports; frequent progress moves the bars, the rest is recorded."""
         numbers = {key: value for key, value in fields.items() if isinstance(value, int | float)}
         match name:
+            case "etl.listing":
+                self._count("etl, listing", int(numbers["num_listed"]), "inputs")
             case "etl.progress":
                 self._advance("etl", int(numbers["num_done"]), int(numbers["num_images"]), "images")
             case "verify.progress":
@@ -96,6 +97,18 @@ class RunProgress:
     def _epoch(self, numbers: Mapping[str, int | float]) -> str:
         """People count from 1, all others from 0."""
         return f"{int(numbers.get('epoch', 0)) + 1}/{self._num_epochs}"
+
+    def _count(self, label: str, num_done: int, unit: str) -> None:
+        """Progress towards an end that is not known."""
+        if self._bars is not None:
+            if label not in self._tasks:
+                self._tasks[label] = self._bars.add_task(label, total=None, unit=unit)
+            self._bars.update(self._tasks[label], completed=num_done)
+        elif time.monotonic() >= self._next_line:
+            # A short listing needs no line: the first one comes after the first few seconds.
+            if self._next_line:
+                self.say(f"{label}: {num_done:,} {unit}")
+            self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
 
     def _advance(self, label: str, num_done: int, num_total: int, unit: str) -> None:
         if self._bars is not None:
