@@ -6,11 +6,11 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from etl.config import SPLITS, EtlConfig
-from etl.plan import BuildPlan
-from shardmill.dataset.dataset import read_shards
 from shardmill.dataset.duplicates import first_conflict
+from shardmill.dataset.index import read_shards
 from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import RejectLimitExceeded, ShardmillError, StorageError, UsageError
@@ -23,6 +23,9 @@ from shardmill.values import (
     Rejection,
     RejectReason,
 )
+
+if TYPE_CHECKING:
+    from etl.plan import BuildPlan
 
 _NUM_EXAMPLES = 3
 # Fewer images than this say little about a model, whatever their accuracy is: one of 30 is more than 3 %.

@@ -81,6 +81,10 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
             raise ValueError(f"fractions that add up to 1, and these add up to {total:g}")
         return fractions
 
+    def decode_limits(self) -> DecodeLimits:
+        """The part that bounds what decoding one image may cost."""
+        return DecodeLimits(**{name: getattr(self, name) for name in DecodeLimits.model_fields})
+
     def normalize_options(self) -> NormalizeOptions:
         """The part that decides pixels, and so is written into the dataset's manifest."""
         return NormalizeOptions(**{name: getattr(self, name) for name in NormalizeOptions.model_fields})

@@ -1,46 +1,23 @@
-"""A source's listing, streamed into sorted segments: what the driver keeps of it does not grow with its images.
+"""What the driver knows of a source: counts, sums and names of files. It does not grow with the number of images.
 
 An image belongs to a *cell*, an unsigned 64-bit hash: of its sample id, or of its block if it lies in a container. A
 work unit is a range of cells, so that a listing that has grown leaves the old members of a unit together.
 """
 
-# pyarrow.compute makes its functions when it is imported.
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import hashlib
-import heapq
-import shutil
-import tempfile
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from etl.repeated import RepeatedValues
-from etl.segments import fact_limbs, key_digests, limbs, segment_table, sum_limbs, write_segment
-from etl.sources import ListingBatch, Source
-from etl.unique_ids import Correction, make_unique
-from shardmill.errors import UsageError
-from shardmill.ids import add_digests, format_digest, key_bytes, key_hash, sample_id_of
-from shardmill.mix import mix64_array
-from shardmill.printable import printable
-from shardmill.storage import as_storage_error
-from shardmill.values import Rejection, RejectReason
+from shardmill.ids import add_digests, format_digest, key_hash
+from shardmill.values import Rejection
 
-# Finest ranges of cells that are counted: the largest number of work units.
 NUM_BUCKETS = 1 << 16
-_BUCKET_SHIFT = np.uint64(48)
-# One segment is in memory at a time, about 300 bytes a row while it is sorted.
-SEGMENT_ROWS = 1_000_000
-_NUM_PROBES = 8
-_MAX_LABEL_BYTES = 255
+"""Finest ranges of cells that are counted: the largest number of work units."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -83,6 +60,11 @@ class Listing:
         return any(split is not None for (split, _), times in self.images_by_label.items() if times)
 
     @property
+    def num_rejected_by_reason(self) -> dict[str, int]:
+        """Reason -> refused inputs, by name of the reason."""
+        return dict(sorted(Counter(str(rejection.reason) for rejection in self.rejections).items()))
+
+    @property
     def fingerprint(self) -> str:
         """Equal listings (keys, sizes, times, labels, splits) have equal fingerprints, in whatever order they came."""
         refused = (key_hash(f"{each.key}\0{each.reason}\0{each.size_bytes}") for each in self.rejections)
@@ -90,178 +72,12 @@ class Listing:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def list_source(
-    source: Source, *, seed: int, max_source_bytes: int, on_progress: Callable[[int], None] | None = None
-) -> Listing:
-    """Stream the whole listing into segments. Raises UsageError if it has no image; `on_progress` gets the count."""
-    folder = Path(tempfile.mkdtemp(prefix="shardmill-listing-"))
-    try:
-        with as_storage_error(folder):
-            listing = _Segments(folder, seed)
-            for batch in source.list():
-                listing.add(_judged(batch, max_source_bytes))
-                if on_progress is not None:
-                    on_progress(listing.num_listed)
-            found = listing.finish()
-        if not found.num_images:
-            raise UsageError(
-                f"no images below {source.uri} ({len(found.rejections)} other files)",
-                "expected image files, best in one folder per class",
-                "check source.uri",
-            )
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    weakref.finalize(found, shutil.rmtree, folder, True)
-    return found
+def sum_limbs(limbs_N8: np.ndarray) -> int:
+    """The sum modulo 2^256 of numbers that are given as eight 32-bit limbs in their last axis."""
+    sums = limbs_N8.reshape(-1, 8).sum(axis=0, dtype=np.uint64)
+    return add_digests(*(int(limb) << (32 * (7 - place)) for place, limb in enumerate(sums)))
 
 
-@dataclass(slots=True)
-class _Segments:
-    """The listing under construction."""
-
-    folder: Path
-    seed: int
-    rejections: list[Rejection] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    images_by_label: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
-    images_by_bucket: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BUCKETS, np.int64))
-    facts_by_bucket: np.ndarray = field(default_factory=lambda: np.zeros((NUM_BUCKETS, 8), np.uint64))
-    names: list[str] = field(default_factory=list)
-    probes: list[tuple[int, str]] = field(default_factory=list)
-    key_sum: int = 0
-    num_listed: int = 0
-    _tables: list[pa.Table] = field(default_factory=list)
-    _facts: list[np.ndarray] = field(default_factory=list)
-    _num_waiting: int = 0
-    _ids: RepeatedValues = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._ids = RepeatedValues(self.folder)
-
-    def add(self, batch: ListingBatch) -> None:
-        self.warnings += batch.warnings
-        self.rejections += batch.rejections
-        images = batch.images.combine_chunks()
-        self.num_listed += images.num_rows + len(batch.rejections)
-        if not images.num_rows:
-            return
-        keys_N32 = key_digests(images)
-        # The first 8 bytes, big-endian and signed: `sample_id_of`.
-        ids_N = np.ascontiguousarray(keys_N32[:, :8]).view(">i8").ravel().astype(np.int64)
-        cells_N = _cells(images, ids_N, self.seed)
-        self.key_sum += sum_limbs(limbs(keys_N32))
-        self._ids.add(ids_N.view(np.uint64))
-        self._count(images)
-        self._choose_probes(images, cells_N)
-        self._tables.append(segment_table(images, ids_N, cells_N))
-        self._facts.append(fact_limbs(keys_N32, images))
-        self._num_waiting += images.num_rows
-        if self._num_waiting >= SEGMENT_ROWS:
-            self._flush()
-
-    def finish(self) -> Listing:
-        if self._num_waiting:
-            self._flush()
-        repeated_N = self._ids.find()
-        if len(repeated_N):
-            for correction in make_unique([self.folder / name for name in self.names], repeated_N):
-                self._correct(correction)
-        key_sum = add_digests(self.key_sum, *(key_hash(rejection.key) for rejection in self.rejections))
-        return Listing(
-            folder=self.folder,
-            segments=tuple(self.names),
-            rejections=tuple(sorted(self.rejections, key=lambda rejection: key_bytes(rejection.key))),
-            images_by_label=self.images_by_label,
-            images_by_bucket=self.images_by_bucket,
-            facts_by_bucket=self.facts_by_bucket,
-            probes=tuple(path for _, path in sorted(self.probes)),
-            key_sum=format_digest(key_sum),
-            warnings=tuple(self.warnings),
-        )
-
-    def _correct(self, correction: Correction) -> None:
-        """Take back what was counted of an image that turned out to be listed twice."""
-        bucket = correction.cell >> int(_BUCKET_SHIFT)
-        self.images_by_label[correction.split, correction.label] -= 1
-        self.images_by_bucket[bucket] -= 1
-        self.facts_by_bucket[bucket] -= correction.fact_limbs
-        self.key_sum -= key_hash(correction.key)
-        self.rejections.append(correction.rejection)
-
-    def _count(self, images: pa.Table) -> None:
-        counted = images.group_by(["split", "label"]).aggregate([([], "count_all")]).to_pylist()
-        for row in counted:
-            self.images_by_label[row["split"], row["label"]] += row["count_all"]
-
-    def _choose_probes(self, images: pa.Table, cells_N: np.ndarray) -> None:
-        """Keep the files of the smallest cells: the same ones in whatever order the listing comes."""
-        for place in np.argsort(cells_N, kind="stable")[:_NUM_PROBES].tolist():
-            path = images.column("container")[place].as_py() or images.column("key")[place].as_py()
-            if all(path != known for _, known in self.probes):
-                self.probes.append((int(cells_N[place]), path))
-        self.probes = heapq.nsmallest(_NUM_PROBES, self.probes)
-
-    def _flush(self) -> None:
-        table, facts = pa.concat_tables(self._tables).combine_chunks(), np.concatenate(self._facts)
-        self._tables, self._facts, self._num_waiting = [], [], 0
-        cells_N = table.column("cell").to_numpy()
-        order_N = np.argsort(cells_N, kind="stable")
-        buckets_N = (cells_N[order_N] >> _BUCKET_SHIFT).astype(np.int64)
-        starts = np.flatnonzero(np.diff(buckets_N, prepend=-1))
-        self.facts_by_bucket[buckets_N[starts]] += np.add.reduceat(facts[order_N], starts, axis=0)
-        self.images_by_bucket += np.bincount(buckets_N, minlength=NUM_BUCKETS)
-        self.names.append(f"segment-{len(self.names):05d}.parquet")
-        write_segment(self.folder / self.names[-1], table.take(pa.array(order_N)))
-
-
-def _cells(images: pa.Table, ids_N: np.ndarray, seed: int) -> np.ndarray:
-    """The cell of each image, uint64: hash order mixes classes and folders, so that chunk reads are mixed already."""
-    containers = images.column("container")
-    if pc.all(pc.equal(containers, "")).as_py():
-        return mix64_array(ids_N, seed)
-    # The images of one block stay together; blocks are mixed.
-    blocks = pc.binary_join_element_wise(containers, images.column("block").cast(pa.string()), "\0")
-    encoded = pc.dictionary_encode(blocks.combine_chunks())
-    block_ids = np.array([sample_id_of(name) for name in encoded.dictionary.to_pylist()], np.int64)
-    of_block_N = block_ids[encoded.indices.to_numpy()]
-    is_contained_N = pc.not_equal(containers, "").to_numpy(zero_copy_only=False)
-    return mix64_array(np.where(is_contained_N, of_block_N, ids_N), seed)
-
-
-def _judged(batch: ListingBatch, max_source_bytes: int) -> ListingBatch:
-    """Refuse by size and by label, before any byte is read."""
-    images = batch.images
-    bad_labels = [label for label in pc.unique(images.column("label")).to_pylist() if _is_invalid_label(label)]
-    is_too_large = pc.greater(images.column("size_bytes"), max_source_bytes)
-    if not bad_labels and not pc.any(is_too_large).as_py():
-        return batch
-    is_bad_label = pc.is_in(images.column("label"), pa.array(bad_labels, pa.string()))
-    refused = [
-        _refused_row(row, bad_label, max_source_bytes)
-        for row, bad_label in _marked(images, is_bad_label, pc.or_(is_bad_label, is_too_large))
-    ]
-    kept = images.filter(pc.invert(pc.or_(is_bad_label, is_too_large)))
-    return ListingBatch(kept, (*batch.rejections, *refused), batch.warnings)
-
-
-def _marked(images: pa.Table, mark: pa.ChunkedArray, chosen: pa.ChunkedArray) -> Iterator[tuple[dict, bool]]:
-    yield from zip(images.filter(chosen).to_pylist(), mark.filter(chosen).to_pylist(), strict=True)
-
-
-def _refused_row(row: dict, has_bad_label: bool, max_source_bytes: int) -> Rejection:
-    reason, detail = (
-        RejectReason.TOO_LARGE_BYTES,
-        f"{row['size_bytes']} bytes; etl.max_source_bytes is {max_source_bytes}",
-    )
-    if has_bad_label:
-        is_long = len(row["label"].encode()) > _MAX_LABEL_BYTES
-        reason, detail = RejectReason.BAD_LABEL, "too long" if is_long else f"{row['label']!r} is no class name"
-    return Rejection(row["key"], reason, detail, row["size_bytes"], row["mtime_ns"], row["etag"], stage="list")
-
-
-def _is_invalid_label(label: str | None) -> bool:
-    """Nothing but spaces or dots, or with characters that nobody sees: `\\x1b[2J` clears the screen of who reads it."""
-    if label is None:
-        return False
-    return label.strip() in ("", ".", "..") or printable(label) != label or len(label.encode()) > _MAX_LABEL_BYTES
+def limbs(digests_N32: np.ndarray) -> np.ndarray:
+    """256-bit digests (uint8, shape (N, 32)) as eight 32-bit limbs in uint64, shape (N, 8), most significant first."""
+    return digests_N32.view(">u4").astype(np.uint64)

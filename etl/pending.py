@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from etl.units import WorkUnit
-from shardmill.dataset.dataset import read_shards
-from shardmill.dataset.index import rows_file, shard_file
+from shardmill.dataset.index import read_shards, rows_file, shard_file
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
 from shardmill.dataset.versions import read_manifest
 from shardmill.errors import IntegrityError

@@ -6,7 +6,8 @@ import hashlib
 from dataclasses import dataclass
 
 from etl.config import EtlTree
-from etl.listing import Listing, list_source
+from etl.list_source import list_source
+from etl.listing import Listing
 from etl.sources import SOURCES
 from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.dataset.commit import Build
@@ -53,19 +54,15 @@ class BuildPlan:
 
 def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) -> BuildPlan:
     """List the source and do all planning; reads no image. The observer gets the number of inputs listed so far."""
-    for name, uri in (("source.uri", tree.source.uri), ("dataset.uri", tree.dataset.uri)):
-        require_uri(name, uri)
-    if split_version(tree.dataset.uri)[1] is not None:
-        raise UsageError(
-            f"dataset.uri = {tree.dataset.uri} names one version", "expected the dataset: a build makes a version",
-            f"set dataset.uri to {split_version(tree.dataset.uri)[0]}",
-        )  # fmt: skip
-    _check_apart(tree.source.uri, tree.dataset.uri)
+    require_uri("source.uri", tree.source.uri)
+    require_uri("dataset.uri", tree.dataset.uri)
+    _check_places(tree.source.uri, tree.dataset.uri)
     config = tree.etl
     normalize = config.normalize_options()
     fingerprint = normalization_fingerprint(normalize)
     source = SOURCES[tree.source.kind](tree.source)
-    listing = list_source(source, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer or SilentObserver())
+    observer = observer or SilentObserver()
+    listing = list_source(source, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer)
     class_names = listing.class_names
     config_fingerprint = fingerprint_config(config, class_names, fingerprint)
     columns = parquet_schema(RowSchema(config.encoding, config.image_shape_HWC, class_names))
@@ -103,8 +100,13 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
     return BuildPlan(build, listing, units, task, store, latest_version(store))
 
 
-def _check_apart(source_uri: str, dataset_uri: str) -> None:
+def _check_places(source_uri: str, dataset_uri: str) -> None:
     """A dataset inside its own source would be listed by the next run."""
+    if split_version(dataset_uri)[1] is not None:
+        raise UsageError(
+            f"dataset.uri = {dataset_uri} names one version", "expected the dataset: a build makes a version",
+            f"set dataset.uri to {split_version(dataset_uri)[0]}",
+        )  # fmt: skip
     source, dataset = open_store(source_uri).uri, open_store(dataset_uri).uri
     if f"{dataset}/".startswith(f"{source}/"):
         raise UsageError(

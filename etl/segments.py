@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from etl.listing import limbs
 from etl.sources import LISTED_SCHEMA
 from shardmill.errors import StorageError
-from shardmill.ids import add_digests
 from shardmill.storage import Store, join_uri
 
 SEGMENT_SCHEMA = pa.schema([*LISTED_SCHEMA, pa.field("sample_id", pa.int64()), pa.field("cell", pa.uint64())])
@@ -106,14 +106,3 @@ def key_digests(images: pa.Table) -> np.ndarray:
     sha256 = hashlib.sha256
     digests = b"".join([sha256(key.encode()).digest() for key in images.column("key").to_numpy()])
     return np.frombuffer(digests, np.uint8).reshape(-1, 32)
-
-
-def sum_limbs(limbs_N8: np.ndarray) -> int:
-    """The sum modulo 2^256 of numbers that are given as eight 32-bit limbs in their last axis."""
-    sums = limbs_N8.reshape(-1, 8).sum(axis=0, dtype=np.uint64)
-    return add_digests(*(int(limb) << (32 * (7 - place)) for place, limb in enumerate(sums)))
-
-
-def limbs(digests_N32: np.ndarray) -> np.ndarray:
-    """256-bit digests (uint8, shape (N, 32)) as eight 32-bit limbs in uint64, shape (N, 8), most significant first."""
-    return digests_N32.view(">u4").astype(np.uint64)

@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from etl.config import EtlConfig, SourceConfig
-from etl.listing import NUM_BUCKETS, Listing
-from etl.segments import LISTED_SCHEMA, fact_limbs, key_digests, read_cells, sum_limbs
+from etl.listing import NUM_BUCKETS, Listing, sum_limbs
+from etl.segments import fact_limbs, key_digests, read_cells
+from etl.sources import LISTED_SCHEMA
 from shardmill.errors import IntegrityError
 from shardmill.ids import format_digest, key_bytes
 from shardmill.mix import mix64
@@ -69,8 +70,6 @@ class UnitTask:
     """Paths of a few listed files. If none of them is left, the source is absent, and not only one file."""
     reach: Nonce | None = None
     """Read back by every task; None for units that run on the driver's host."""
-    isolates_decoding: bool = True
-    """Whether each image is decoded in a child process, so that none can end the task's own."""
 
 
 def plan_units(listing: Listing, config: EtlConfig, config_fingerprint: str) -> list[WorkUnit]:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Protocol
 
-from etl.config import SPLITS, SplitFractions
+from etl.config import SPLITS, EtlConfig, SplitFractions
 from etl.pending import keep_result
 from etl.sources import SOURCES, SourceReader
 from etl.units import UnitTask, WorkUnit, read_unit
@@ -21,10 +22,9 @@ from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decoder_id import DECODER_ID
-from shardmill.images.own_process import OwnProcessDecoder
 from shardmill.images.sandbox import DecodeSandbox, PendingImage
 from shardmill.jobs.reach import check_nonce
-from shardmill.options import DecodeLimits
+from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.storage import AccessDenied, Store
 from shardmill.stores import open_store
 from shardmill.values import UNKNOWN_SIZE, ImageSample, Rejection, RejectReason, ShardInfo, SourceImage
@@ -33,8 +33,22 @@ from shardmill.values import UNKNOWN_SIZE, ImageSample, Rejection, RejectReason,
 _HASH_RANGE = 1 << 64
 
 
-def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
+class Decoder(Protocol):
+    """Decodes one image after the other, each started before it is finished; see `DecodeSandbox`."""
+
+    def start(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> PendingImage:
+        """Begin with an image, perhaps in another process."""
+        ...
+
+    def finish(self, pending: PendingImage) -> ImageSample | Rejection:
+        """Its outcome."""
+        ...
+
+
+def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -> UnitResult:
     """Read, normalize and store every source of a unit. Safe to run twice, also at once: each attempt has own names.
+
+    Images are decoded by `decoder`; without one in a child process, so that none of them can end this one.
 
     Raises UsageError if this executor would make other pixels than the driver or does not share its dataset folder,
     StorageError if storage fails.
@@ -47,7 +61,7 @@ def write_unit(unit: WorkUnit, task: UnitTask) -> UnitResult:
     label_ids = {name: number for number, name in enumerate(task.class_names)}
 
     # Read and normalize: each source ends as one row or one rejection.
-    for image, outcome in _process(sources, task, reader):
+    for image, outcome in _process(sources, task, reader, decoder or sandbox_of_process(task.config)):
         if isinstance(outcome, Rejection):
             rejections.append(outcome)
         else:
@@ -91,15 +105,10 @@ def _check_host(task: UnitTask, reader: SourceReader) -> None:
 
 
 def _process(
-    sources: Sequence[SourceImage], task: UnitTask, reader: SourceReader
+    sources: Sequence[SourceImage], task: UnitTask, reader: SourceReader, decoder: Decoder
 ) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
     """The outcome of each source in turn; the next one is read while a child process decodes."""
-    config = task.config
-    limits = {name: getattr(config, name) for name in DecodeLimits.model_fields}
-    decoder = (
-        _warm_sandbox(os.getpid(), **limits) if task.isolates_decoding else OwnProcessDecoder(DecodeLimits(**limits))
-    )
-    normalize = config.normalize_options()
+    normalize = task.config.normalize_options()
     pending: PendingImage | None = None
     for image in sources:
         data = read_source(reader, image, task)
@@ -165,10 +174,15 @@ def split_of(source: SourceImage, source_sha256: str, fractions: SplitFractions)
     return next(split for split in reversed(SPLITS) if getattr(fractions, split) > 0)
 
 
+def sandbox_of_process(config: EtlConfig) -> DecodeSandbox:
+    """One for all units of this process; its child ends with us."""
+    return _warm_sandbox(os.getpid(), config.decode_timeout_seconds, config.decode_memory_bytes)
+
+
 @cache
-def _warm_sandbox(process_id: int, decode_timeout_seconds: float, decode_memory_bytes: int) -> DecodeSandbox:
-    """One for all units of this process; its child ends with us. A fork must not talk to its parent's child."""
-    limits = DecodeLimits(decode_timeout_seconds=decode_timeout_seconds, decode_memory_bytes=decode_memory_bytes)
+def _warm_sandbox(process_id: int, timeout_seconds: float, memory_bytes: int) -> DecodeSandbox:
+    """A fork must not talk to its parent's child, so the process is part of the key."""
+    limits = DecodeLimits(decode_timeout_seconds=timeout_seconds, decode_memory_bytes=memory_bytes)
     return DecodeSandbox(limits, config_section="etl")
 
 

@@ -41,6 +41,7 @@ Source = Annotated[str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="A folde
 ReplaceSource = Annotated[
     bool, typer.Option("--replace-source", help="The dataset's images may come from another source than before.")
 ]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="List and plan only: read no image, write nothing.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Train again although a result exists; the old one stays.")]
 
 
@@ -71,7 +72,7 @@ def etl(
     context: typer.Context,
     source_or_config: Source,
     replace_source: ReplaceSource = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List and plan only: read no image, write nothing.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Images to a committed dataset version."""
     common: Common = context.obj

@@ -74,7 +74,7 @@ class RunProgress:
         """What a stage reports; frequent progress moves the bars, the rest is recorded."""
         numbers = {key: value for key, value in fields.items() if isinstance(value, int | float)}
         match name:
-            case "etl.listing":
+            case "list.progress":
                 self._count("etl, listing", int(numbers["num_listed"]), "inputs")
             case "etl.progress":
                 self._advance("etl", int(numbers["num_done"]), int(numbers["num_images"]), "images")

@@ -13,7 +13,6 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -40,7 +39,7 @@ def run_locally(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSetti
     num_workers = min(settings.num_workers or len(os.sched_getaffinity(0)), len(units))
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         for _ in range(num_workers):
-            _give_next(waiting, selector, _Worker(stack, replace(task, isolates_decoding=False)))
+            _give_next(waiting, selector, _Worker(stack, task, is_careful=False))
         while selector.get_map():
             for key, _ in selector.select():
                 worker: _Worker = key.data
@@ -49,14 +48,14 @@ def run_locally(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSetti
                 if answer is not None:
                     yield answer
                     _give_next(waiting, selector, worker)
-                elif worker.isolates_decoding:
+                elif worker.is_careful:
                     raise errors.StorageError(
                         f"the process of work unit {worker.unit.index} ended twice ({worker.how_it_ended()})",
                         "its images were decoded in a process of their own, so it was not one of them",
                         "see that this machine has memory left, or lower etl.num_workers; finished units are kept",
                     )
                 else:
-                    careful = _Worker(stack, replace(task, isolates_decoding=True))
+                    careful = _Worker(stack, task, is_careful=True)
                     careful.send(worker.unit)
                     selector.register(careful.answers, selectors.EVENT_READ, careful)
 
@@ -69,10 +68,10 @@ def _give_next(waiting: deque[WorkUnit], selector: selectors.BaseSelector, worke
 
 
 class _Worker:
-    """A process with the task; it is killed when `stack` is left."""
+    """A process with the task; it is killed when `stack` is left. A careful one decodes in a child of its own."""
 
-    def __init__(self, stack: ExitStack, task: UnitTask) -> None:
-        self.isolates_decoding = task.isolates_decoding
+    def __init__(self, stack: ExitStack, task: UnitTask, *, is_careful: bool) -> None:
+        self.is_careful = is_careful
         root = str(Path(etl.__file__).parent.parent)
         # Its numeric libraries' threads would compete with the other workers.
         environment = {**os.environ, **SAFE_PATH, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
@@ -87,11 +86,11 @@ class _Worker:
         stack.callback(self._process.kill)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests, self.answers = self._process.stdin, self._process.stdout
-        self._write({"task": True}, TypeAdapter(UnitTask).dump_json(task))
+        self._write({"is_careful": is_careful}, TypeAdapter(UnitTask).dump_json(task))
 
     def send(self, unit: WorkUnit) -> None:
         self.unit = unit
-        self._write({"unit": True}, TypeAdapter(WorkUnit).dump_json(unit))
+        self._write({}, TypeAdapter(WorkUnit).dump_json(unit))
 
     def receive(self) -> UnitResult | None:
         """The result of the unit that was sent last; None if the process has ended. Raises the unit's own error."""

@@ -12,6 +12,7 @@ from etl.units import UnitTask, WorkUnit
 from etl.write_unit import write_unit
 from shardmill.dataset.unit_result import encode_unit_result
 from shardmill.errors import ShardmillError
+from shardmill.images.own_process import OwnProcessDecoder
 from shardmill.messages import pack_message, read_message
 from shardmill.parent_death import die_with_parent
 
@@ -28,10 +29,11 @@ def main() -> None:
     if first is None:
         return
     task = TypeAdapter(UnitTask).validate_json(first[1])
+    decoder = None if first[0]["is_careful"] else OwnProcessDecoder(task.config.decode_limits())
     adapter = TypeAdapter(WorkUnit)
     while (request := read_message(requests)) is not None:
         try:
-            result = write_unit(adapter.validate_json(request[1]), task)
+            result = write_unit(adapter.validate_json(request[1]), task, decoder)
             message = pack_message({}, encode_unit_result(result))
         except ShardmillError as error:
             parts = [error.what, error.expected, error.fix]

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from shardmill.dataset.dataset import check_files, read_shards
 from shardmill.dataset.duplicates import count_duplicates_of_units
-from shardmill.dataset.index import index_table
+from shardmill.dataset.index import check_files, index_table, read_shards
 from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.manifest import (
     ChannelSums,

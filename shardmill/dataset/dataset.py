@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
-from shardmill.dataset.index import INDEX_SCHEMA, ROWS, SHARDS, SplitIndex, rows_file, shard_file, shards_of_table
+from shardmill.dataset.index import SplitIndex, check_files, read_shards
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.segment import RESTORE, read_segment
 from shardmill.epoch_plan import EpochPlan, PlanSpec, plan_epoch, window_chunks_within
-from shardmill.errors import IntegrityError, UsageError
+from shardmill.errors import UsageError
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin, ShardInfo
 
@@ -82,58 +80,3 @@ class Dataset:
     def check_files(self) -> int:
         """The bytes of all shards and row segments. Raises IntegrityError for one that is missing or cut."""
         return check_files(self.store, self.shards)
-
-
-def read_shards(store: Store, manifest: Manifest) -> tuple[ShardInfo, ...]:
-    """Every shard of a version in layout order, all formats, from the verified index segments.
-
-    Raises IntegrityError for an index that is missing, altered, or not what the manifest counts.
-    """
-    num_chunks = sum(split.num_chunks for split in manifest.splits.values()) * len(manifest.formats)
-    shards = tuple(
-        shard
-        for segment in manifest.index_segments
-        for shard in shards_of_table(read_segment(store, segment, INDEX_SCHEMA, num_chunks))
-    )
-    _check_totals(manifest, shards)
-    return shards
-
-
-def check_files(store: Store, shards: Sequence[ShardInfo]) -> int:
-    """The bytes of all shards and their row segments. Raises IntegrityError for one that is missing or cut.
-
-    Two listings, however many shards there are: a request for each file would take minutes on an object store.
-    """
-    found = {file.path: file.size_bytes for folder in (SHARDS, ROWS) for file in store.list(folder)}
-    expected = [file for shard in shards for file in (shard_file(shard), rows_file(shard))]
-    for file in expected:
-        where = join_uri(store.uri, file.path)
-        if file.path not in found:
-            raise IntegrityError(f"shard {where} is missing", f"expected {file.size_bytes} bytes", RESTORE)
-        if found[file.path] != file.size_bytes:
-            raise IntegrityError(f"{where} has {found[file.path]} bytes", f"expected {file.size_bytes}", RESTORE)
-    return sum(file.size_bytes for file in expected)
-
-
-def _check_totals(manifest: Manifest, shards: tuple[ShardInfo, ...]) -> None:
-    """Raise IntegrityError unless the index holds what the manifest counted, split by split in each format."""
-    found: dict[tuple[str, str], list[ShardInfo]] = {}
-    for shard in shards:
-        found.setdefault((shard.split, shard.format), []).append(shard)
-    expected = {(split, name) for split in manifest.splits for name in manifest.formats}
-    if set(found) != expected:
-        raise IntegrityError(f"the index holds {sorted(found)}", f"the manifest counts {sorted(expected)}")
-    for (split, name), mine in found.items():
-        info = manifest.splits[split]
-        counted = (info.num_shards, info.num_chunks, info.num_rows, info.image_bytes)
-        actual = (
-            len(mine),
-            sum(len(shard.chunks) for shard in mine),
-            sum(shard.num_rows for shard in mine),
-            sum(chunk.image_bytes for shard in mine for chunk in shard.chunks),
-        )
-        if actual != counted:
-            raise IntegrityError(
-                f"the index of split {split} ({name}) has shards, chunks, rows and image bytes {actual}",
-                f"the manifest counts {counted}",
-            )

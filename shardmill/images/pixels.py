@@ -6,12 +6,15 @@ Shape legend: H height, W width, C channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
 
-from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
+
+if TYPE_CHECKING:
+    from shardmill.options import NormalizeOptions
 
 # Rows are worked on in strips of about this many pixels, so that temporaries stay small next to a 64 MP image.
 STRIP_PIXELS = 1 << 18

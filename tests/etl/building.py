@@ -7,13 +7,14 @@ from pathlib import Path
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import BuildOutcome
-from etl.listing import Listing, list_source
+from etl.list_source import list_source
+from etl.listing import Listing
 from etl.segments import read_cells
 from etl.sources import SOURCES
 from etl.units import images_of_table
 from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import DatasetConfig, SparkConfig
-from shardmill.jobs.observer import FieldValue
+from shardmill.jobs.observer import FieldValue, SilentObserver
 from shardmill.stores import open_store
 from shardmill.values import SourceImage
 
@@ -46,7 +47,8 @@ def digests(outcome: BuildOutcome) -> tuple[str, str]:
 
 
 def list_images(source: SourceConfig, max_source_bytes: int = 1_000) -> Listing:
-    return list_source(SOURCES[source.kind](source), seed=0, max_source_bytes=max_source_bytes)
+    listed = SOURCES[source.kind](source)
+    return list_source(listed, seed=0, max_source_bytes=max_source_bytes, observer=SilentObserver())
 
 
 def images_of(listing: Listing) -> list[SourceImage]:

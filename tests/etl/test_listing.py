@@ -10,14 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etl import listing as listing_module
+from etl import list_source as listing_module
 from etl.config import EtlConfig
-from etl.listing import Listing, list_source
-from etl.repeated import RepeatedValues
+from etl.list_source import list_source
+from etl.listing import Listing
 from etl.sources import ListingBatch, SourceReader, listed_table
+from etl.unique_ids import RepeatedValues
 from etl.units import plan_units
 from shardmill import ids
 from shardmill.ids import add_digests, format_digest, key_hash
+from shardmill.jobs.observer import SilentObserver
 from shardmill.values import SourceImage
 from tests.etl.building import images_of
 
@@ -40,7 +42,7 @@ class Batches:
 
 
 def listed(*batches: list[SourceImage]) -> Listing:
-    return list_source(Batches(list(batches)), seed=0, max_source_bytes=1_000)
+    return list_source(Batches(list(batches)), seed=0, max_source_bytes=1_000, observer=SilentObserver())
 
 
 def images(num_images: int) -> list[SourceImage]:
@@ -109,7 +111,7 @@ def test_repeated_values_are_found_in_memory_and_in_files(tmp_path: Path, monkey
     expected = sorted(value for value, times in Counter(values_N.tolist()).items() if times > 1)
     for folder, most in (("memory", 10**6), ("files", 700)):
         (tmp_path / folder).mkdir()
-        monkeypatch.setattr("etl.repeated._MAX_BUFFERED", most)
+        monkeypatch.setattr("etl.unique_ids._MAX_BUFFERED", most)
         repeated = RepeatedValues(tmp_path / folder)
         for part in np.array_split(values_N, 11):
             repeated.add(part)

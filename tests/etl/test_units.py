@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl.config import EtlConfig, SplitFractions
-from etl.listing import Listing, list_source
+from etl.list_source import list_source
+from etl.listing import Listing
 from etl.sources import ListingBatch, SourceReader, batches_of
 from etl.units import ListingPlace, WorkUnit, fingerprint_config, plan_units, read_unit
 from etl.write_unit import split_of
 from shardmill.ids import sample_id_of
+from shardmill.jobs.observer import SilentObserver
 from shardmill.values import SourceImage
 
 
@@ -35,7 +37,7 @@ class ListedKeys:
 
 
 def listing_of(num_images: int, seed: int = 0) -> Listing:
-    return list_source(ListedKeys(num_images), seed=seed, max_source_bytes=100)
+    return list_source(ListedKeys(num_images), seed=seed, max_source_bytes=100, observer=SilentObserver())
 
 
 def sources_of(listing: Listing, unit: WorkUnit, seed: int = 0) -> tuple[SourceImage, ...]:
