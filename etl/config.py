@@ -21,13 +21,21 @@ class SourceConfig(Section):
     """Where the images come from."""
 
     uri: str = ""
-    """Root of the source images: a local folder or `s3://bucket/prefix`."""
+    """The source images: a local folder or `s3://bucket/prefix`; for other kinds also one file or a pattern."""
     kind: Annotated[str, OneOf(SOURCES)] = "folders"
     """How the images are laid out, and how they are listed."""
     label_level: int = Field(default=0, ge=0, le=32)
     """Which level of folders (below a split folder) names the class; 0: the first one, and no other could be meant."""
     follow_symlinks: bool = False
     """Read links to folders, and links that leave the source; without it they are rejected. Loops always are."""
+    uri_field: str = ""
+    """A table's column of URIs; empty for `uri`, `url`, `path`, `file_name` or `filename`."""
+    label_field: str = ""
+    """Where the class is, if not under its usual name (docs/sources.md)."""
+    split_field: str = ""
+    """A table's column that names the split; empty for `split`."""
+    key_field: str = ""
+    """A table's column that names each image for good; empty for `key`. Without it, the URI does."""
 
 
 class SplitFractions(Section):

@@ -53,7 +53,8 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
     Raises UsageError if this executor would make other pixels than the driver or does not share its dataset folder,
     StorageError if storage fails.
     """
-    reader, dataset = SOURCES[task.source.kind](task.source).open(), open_store(task.dataset_uri)
+    reader = SOURCES[task.source.kind](task.source).open(task.config.max_source_bytes)
+    dataset = open_store(task.dataset_uri)
     _check_host(task, reader)
     sources = read_unit(task.listing, unit, task.config.seed)
     rejections: list[Rejection] = []
@@ -61,7 +62,8 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
     label_ids = {name: number for number, name in enumerate(task.class_names)}
 
     # Read and normalize: each source ends as one row or one rejection.
-    for image, outcome in _process(sources, task, reader, decoder or sandbox_of_process(task.config)):
+    decoder = decoder or sandbox_of_process(task.config)
+    for image, outcome in _process(in_reading_order(sources), task, reader, decoder):
         if isinstance(outcome, Rejection):
             rejections.append(outcome)
         else:
@@ -69,6 +71,9 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
             label_id = None if image.label is None else label_ids[image.label]
             rows_by_split[split].append(StoredRow.of(image, label_id, outcome))
     _check_multiset(unit, sources, rows_by_split, rejections)
+    places = {image.key: place for place, image in enumerate(sources)}
+    for rows in rows_by_split.values():
+        rows.sort(key=lambda row: places[row.source.key])
 
     # Store: the same chunks in every format, spooled to scratch and published whole.
     shards: list[ShardInfo] = []
@@ -89,6 +94,11 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
     )
     keep_result(dataset, unit, result)
     return result
+
+
+def in_reading_order(sources: Sequence[SourceImage]) -> list[SourceImage]:
+    """Those in containers as they lie there, so that each block is read once; files of their own in the given order."""
+    return sorted(sources, key=lambda image: (image.container, image.place if image.container else 0))
 
 
 def _check_host(task: UnitTask, reader: SourceReader) -> None:

@@ -34,18 +34,27 @@ class PipelineTree(ConfigTree):
 
 
 def load_pipeline(source_or_config: str | None, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
-    """The tree of a TOML file, or of a folder (or `s3://` prefix) of images and the sections' defaults.
+    """The tree of a TOML file, or of a source of images (a folder, table or archive) and the sections' defaults.
 
     Local URIs come back absolute: Spark's executors and the ranks need not share this process's working directory.
     """
     if source_or_config is None or source_or_config.endswith(".toml"):
         tree = load_tree(PipelineTree, source_or_config, overrides)
-    elif "://" in source_or_config or Path(source_or_config).is_dir():
-        below = {"source": {"uri": source_or_config}, "dataset": {"uri": f"{workdir}/dataset"}}
-        tree = load_tree(PipelineTree, None, overrides, below)
     else:
-        existing_path(source_or_config, "a folder of images or a .toml file")
-        raise UsageError(f"{source_or_config} is neither a folder nor a .toml file", "expected one of the two")
+        from etl.sources.containers import is_pattern
+        from etl.sources.recognise import recognise
+
+        kind = recognise(source_or_config)
+        if not is_pattern(source_or_config):
+            existing_path(source_or_config, "a folder of images or a .toml file")
+        if kind == "folders" and "://" not in source_or_config and not Path(source_or_config).is_dir():
+            raise UsageError(
+                f"{source_or_config} is neither a source of images nor a .toml file",
+                "expected a folder, a table or an archive (docs/sources.md)",
+            )
+        source = {"uri": source_or_config, "kind": kind}
+        below = {"source": source, "dataset": {"uri": f"{workdir}/dataset"}}
+        tree = load_tree(PipelineTree, None, overrides, below)
     return _with_absolute_uris(tree, workdir)
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from etl.config import SourceConfig
 from pipeline.choices import chosen_entries
 from pipeline.config import PipelineTree
 from shardmill.dataset.versions import split_version
@@ -32,7 +33,7 @@ def checks(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLI
     found = [Check("--workdir", partial(check_place, workdir))]
     if "etl" in applications:
         found += [
-            Check("source.uri", partial(look_at_source, tree.source.uri)),
+            Check("source.uri", partial(look_at_source, tree.source)),
             Check("dataset.uri", partial(check_place, tree.dataset.uri)),
             Check("etl", partial(_look_at_etl, tree)),
         ]
@@ -61,9 +62,10 @@ def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequ
         raise kind(f"{len(errors)} things would stop this run: {numbered}")
 
 
-def look_at_source(uri: str) -> str:
-    """A folder that can be listed; what lies in a bucket is seen by the ETL alone."""
-    if "://" not in uri and not os.path.isdir(uri):
+def look_at_source(source: SourceConfig) -> str:
+    """A folder that can be listed; what lies in a bucket, or in files of other kinds, is seen by the ETL alone."""
+    uri = source.uri
+    if source.kind == "folders" and "://" not in uri and not os.path.isdir(uri):
         raise UsageError(
             f"source {uri} is not a folder", "expected one folder per class below it", "correct source.uri"
         )

@@ -27,6 +27,7 @@ class RejectReason(StrEnum):
     BAD_LABEL = "bad_label"
     TOO_LARGE_BYTES = "too_large_bytes"
     DUPLICATE_KEY = "duplicate_key"
+    BAD_ROW = "bad_row"
     # Found while reading
     MISSING = "missing"
     UNREADABLE = "unreadable"

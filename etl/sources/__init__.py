@@ -69,8 +69,8 @@ class Source(Protocol):
         """Every input exactly once, in any order, in bounded memory. Raises UsageError if there is no such source."""
         ...
 
-    def open(self) -> SourceReader:
-        """A reader for the process that calls this."""
+    def open(self, max_source_bytes: int) -> SourceReader:
+        """A reader for the process that calls this. It need not hold more bytes of an image of unknown size."""
         ...
 
 
@@ -79,7 +79,8 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
     {
         "folders": Entry(
             "etl.sources.folders:FolderSource", "one folder per class, optionally inside train/, val/, test/"
-        )
+        ),
+        "table": Entry("etl.sources.table:TableSource", "CSV, JSON lines or Parquet with a URI in each row"),
     },
     takes_own=True,
 )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from etl.sources import ListingBatch, batches_of, listed_table
 from etl.sources.files import FileReader
+from etl.sources.names import is_image_name, is_utf8
 from etl.sources.spool import Spool
 from shardmill.errors import StorageError, UsageError
 from shardmill.printable import printable
@@ -34,17 +35,6 @@ SPLIT_OF_FOLDER = {
     "test": "test",
 }
 
-# By name alone: what may hold an image is decided by content later. No suffix at all is given the benefit of the doubt.
-IMAGE_SUFFIXES = frozenset(
-    f".{suffix}"
-    for suffix in (
-        *("jpg", "jpeg", "jpe", "jfif", "png", "apng", "gif", "webp", "bmp", "dib", "tif", "tiff", "heic", "heif"),
-        *("avif", "jp2", "j2k", "svg", "ico", "tga", "ppm", "pgm", "pbm", "pnm", "psd", "eps", "ps", "pdf"),
-        *("fits", "wmf", "mpo"),
-    )
-)
-_SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
-
 
 class FolderSource:
     """Every file below `source.uri`. Links, splits and classes are judged here; size and label by the listing."""
@@ -53,7 +43,7 @@ class FolderSource:
         self.uri = open_store(config.uri).uri
         self._config = config
 
-    def open(self) -> FileReader:
+    def open(self, max_source_bytes: int) -> FileReader:
         """Every image is a file of its own."""
         return FileReader(self.uri)
 
@@ -245,28 +235,12 @@ class _LabelPlace:
 
 
 def _named_like_an_image(image: SourceImage) -> SourceImage | Rejection:
-    if not _is_utf8(image.key):
+    if not is_utf8(image.key):
         return _rejection(image, RejectReason.PATH_NOT_UTF8, "the name is not UTF-8")
-    if not _is_image_name(image.key):
+    if not is_image_name(image.key):
         return _rejection(image, RejectReason.NOT_AN_IMAGE_NAME, "the name is not an image's")
     return image
 
 
 def _rejection(image: SourceImage, reason: RejectReason, detail: str) -> Rejection:
     return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage="list")
-
-
-def _is_image_name(key: str) -> bool:
-    name = key.rsplit("/", 1)[-1].lower()
-    if name in _SYSTEM_FILES or name.startswith("._"):
-        return False
-    suffix = os.path.splitext(name.lstrip("."))[1]
-    return suffix == "" or suffix in IMAGE_SUFFIXES
-
-
-def _is_utf8(key: str) -> bool:
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

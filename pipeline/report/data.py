@@ -159,7 +159,8 @@ def _rejected_groups(rejections: Iterable[Rejection], source_uri: str) -> tuple[
 
 
 def _rejected_picture(source: Store, rejection: Rejection) -> Picture:
-    if rejection.reason in REASONS_WITH_THUMBNAIL and rejection.size_bytes <= MAX_THUMBNAIL_SOURCE_BYTES:
+    is_small_file = rejection.size_bytes <= MAX_THUMBNAIL_SOURCE_BYTES and "\0" not in rejection.key
+    if rejection.reason in REASONS_WITH_THUMBNAIL and is_small_file:
         try:
             image_HWC = _decode_leniently(source.read(rejection.key))
         except (ShardmillError, OSError):

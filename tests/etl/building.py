@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import BuildOutcome
+from etl.job import BuildOutcome, commit_results
 from etl.list_source import list_source
 from etl.listing import Listing
+from etl.plan import plan_build
 from etl.segments import read_cells
 from etl.sources import SOURCES
 from etl.units import images_of_table
+from etl.write_unit import write_unit
+from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset
 from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue, SilentObserver
@@ -49,6 +54,15 @@ def digests(outcome: BuildOutcome) -> tuple[str, str]:
 def list_images(source: SourceConfig, max_source_bytes: int = 1_000) -> Listing:
     listed = SOURCES[source.kind](source)
     return list_source(listed, seed=0, max_source_bytes=max_source_bytes, observer=SilentObserver())
+
+
+def build_source(source: SourceConfig, folder: Path, **etl: object) -> Manifest:
+    """The version that a source becomes in `folder`, verified; every unit is written in this process."""
+    dataset = DatasetConfig(uri=str(folder))
+    plan = plan_build(EtlTree(source=source, dataset=dataset, etl=ETL.model_copy(update=etl)), run_id="r")
+    manifest = commit_results(plan, [write_unit(unit, plan.task) for unit in plan.units])
+    verify_dataset(open_dataset(dataset.uri), deep=True).raise_if_failed()
+    return manifest
 
 
 def images_of(listing: Listing) -> list[SourceImage]:

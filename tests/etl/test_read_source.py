@@ -88,7 +88,7 @@ def test_a_file_that_this_user_may_not_read_is_one_rejection(tmp_path: Path):
                 os.setgroups([])
                 os.setgid(65534)
                 os.setuid(65534)
-            reader = SOURCES[plan.task.source.kind](plan.task.source).open()
+            reader = SOURCES[plan.task.source.kind](plan.task.source).open(plan.task.config.max_source_bytes)
             outcome = read_source(reader, image, plan.task)
             answer = f"{outcome.key}:{outcome.reason}" if isinstance(outcome, Rejection) else "read"
         except BaseException as error:  # the parent compares

@@ -89,7 +89,7 @@ def test_local_uris_become_absolute_and_others_stay(tmp_path: Path, monkeypatch:
         ),
         ("nowhere", (), "nowhere does not exist; expected a folder of images or a .toml file"),
         ("nowhere.toml", (), "no config file nowhere.toml"),
-        ("photo.jpg", (), "photo.jpg is neither a folder nor a .toml file"),
+        ("photo.jpg", (), "photo.jpg is neither a source of images nor a .toml file"),
     ],
 )
 def test_wrong_config_is_answered_with_what_was_expected(

@@ -1,0 +1,240 @@
+"""Files that hold many images: found below a URI, opened at any place, checked against what the listing saw."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+from typing import BinaryIO, Generic, TypeVar
+
+from shardmill.errors import UsageError
+from shardmill.printable import printable
+from shardmill.storage import NoSuchRoot, Store, StoredFile, as_storage_error
+from shardmill.stores import open_store
+from shardmill.values import Rejection, RejectReason, SourceImage
+
+Opened = TypeVar("Opened")
+
+SPLIT_OF_NAME = {
+    "train": "train",
+    "training": "train",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "t10k": "test",
+}
+
+# Remote files are fetched in blocks: few requests for a scan, little waste for a jump over a large member.
+_BLOCK_BYTES = 1 << 20
+_BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFiles:
+    """What a folder holds."""
+
+    containers: tuple[StoredFile, ...]
+    others: tuple[StoredFile, ...]
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """The other files, which nobody takes for images."""
+        return tuple(
+            rejected(image_file(file), RejectReason.NOT_AN_IMAGE_NAME, "not of this source's kind", "list")
+            for file in self.others
+        )
+
+
+class Containers:
+    """What `source.uri` names: a folder, one file, or a pattern (`*`, `?`, `[ab]`, `{000..146}`) of files.
+
+    Nothing is read before `find`. Paths are relative to `store`: the folder itself, or the fixed part of the pattern.
+    """
+
+    def __init__(self, uri: str, suffixes: tuple[str, ...]) -> None:
+        self._suffixes = suffixes
+        root, name = _fixed_part(uri, suffixes)
+        self.store = open_store(root)
+        self._name = name
+        self.uri = f"{self.store.uri.rstrip('/')}/{name}" if name else self.store.uri
+
+    def find(self) -> FoundFiles:
+        """Every container and every other file of the folder, sorted by path. Raises UsageError if there is none."""
+        try:
+            found = sorted(self._candidates(), key=lambda file: file.path)
+        except NoSuchRoot as error:
+            raise UsageError(f"source {self.uri} does not exist: {error.what}", "", "check source.uri") from None
+        containers = tuple(file for file in found if self._is_container(file))
+        if not containers:
+            raise UsageError(
+                f"source {self.uri} holds no {' or '.join(self._suffixes)} file",
+                "expected a folder of them, one such file, or a pattern",
+                "check source.uri and source.kind",
+            )
+        return FoundFiles(containers, tuple(file for file in found if not self._is_container(file)))
+
+    def _candidates(self) -> Iterable[StoredFile]:
+        if not is_pattern(self._name):
+            file = self.store.stat(self._name) if self._name else None
+            return [file] if file is not None else self.store.list(self._name)
+        return (file for file in self.store.list("") if matches(file.path, self._name))
+
+    def _is_container(self, file: StoredFile) -> bool:
+        # A pattern or a file's own name says what is meant, whatever its suffix.
+        return file.path == self._name or _is_named(file.path, self._suffixes)
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether `path` fits a pattern of the same depth; `{000..146}` stands for numbers of that many digits."""
+    parts, patterns = path.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(_part_matches, parts, patterns))
+
+
+def splits_of(paths: Iterable[str]) -> dict[str, str | None]:
+    """The split that a folder or a word of each path names (`set-train-00000.tar`); none if `train` is not among them.
+
+    Raises UsageError if some paths name a split and others do not: their images would be mixed by chance.
+    """
+    splits = {path: _split_of(path) for path in paths}
+    if "train" not in splits.values():
+        return dict.fromkeys(splits)
+    without = next((path for path, split in splits.items() if split is None), None)
+    if without is not None:
+        named = next(path for path, split in splits.items() if split is not None)
+        raise UsageError(
+            f"{printable(named)} names a split and {printable(without)} does not",
+            "expected a split in the name of each file or folder, or of none",
+            "choose the files with a pattern in source.uri, or rename them",
+        )
+    return splits
+
+
+@dataclass(slots=True)
+class OpenContainer(Generic[Opened]):
+    """Keeps the container of the latest image open: the images of a unit come block by block."""
+
+    store: Store
+    open: Callable[[BinaryIO, StoredFile], Opened]
+    """Makes of the file what reads images from it."""
+    _known: tuple[str, int, str] | None = None
+    _file: BinaryIO | None = None
+    _opened: Opened | None = None
+
+    def of(self, image: SourceImage) -> Opened | Rejection:
+        """The image's container, or a rejection if it is not the one that was listed. Raises as `Store.read` does."""
+        known = (image.container, image.mtime_ns, image.etag)
+        if known != self._known or self._opened is None:
+            file = self.store.stat(image.container)
+            if file is None:
+                raise FileNotFoundError(image.container)
+            if (file.mtime_ns, file.etag) != (image.mtime_ns, image.etag):
+                return rejected(image, RejectReason.SOURCE_CHANGED, "its container changed after it was listed")
+            if self._file is not None:
+                self._file.close()
+            self._file = open_file(self.store, file)
+            self._opened, self._known = self.open(self._file, file), known
+        return self._opened
+
+
+def image_file(file: StoredFile) -> SourceImage:
+    """A file as a listed input of its own."""
+    return SourceImage(file.path, file.size_bytes, file.mtime_ns, file.etag)
+
+
+def rejected(image: SourceImage, reason: RejectReason, detail: str, stage: str = "read") -> Rejection:
+    """A rejection of a listed image."""
+    return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage=stage)
+
+
+def open_file(store: Store, file: StoredFile) -> BinaryIO:
+    """A seekable file; a remote one is read by ranges, in blocks. Raises FileNotFoundError, StorageError."""
+    if store.local_root is not None:
+        with as_storage_error(store.local_root / file.path):
+            return open(store.local_root / file.path, "rb")
+    return io.BufferedReader(_RemoteFile(store, file), _BLOCK_BYTES)
+
+
+def is_packed(path: str) -> bool:
+    """Whether a container is compressed as a whole, so that it can only be read from its start."""
+    return path.lower().endswith((".gz", ".tgz"))
+
+
+def unpacked(stream: BinaryIO, file: StoredFile) -> BinaryIO:
+    """The container's bytes; seeking back in a compressed one starts again from its beginning."""
+    return gzip.open(stream, "rb") if is_packed(file.path) else stream  # pyright: ignore[reportReturnType]
+
+
+class _RemoteFile(io.RawIOBase):
+    def __init__(self, store: Store, file: StoredFile) -> None:
+        super().__init__()
+        self._store, self._file, self._position = store, file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        num_bytes = min(len(buffer), max(0, self._file.size_bytes - self._position))
+        data = self._store.read_range(self._file.path, self._position, num_bytes) if num_bytes else b""
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+def _fixed_part(uri: str, suffixes: tuple[str, ...]) -> tuple[str, str]:
+    """The root to open, and the name or pattern below it; text alone decides, so that every host decides alike."""
+    scheme, separator, path = uri.rpartition("://")
+    parts = path.rstrip("/").split("/")
+    fixed = next((number for number, part in enumerate(parts) if is_pattern(part)), len(parts))
+    if fixed == len(parts):
+        if not _is_named(parts[-1], suffixes):
+            return uri, ""
+        fixed = len(parts) - 1
+    root = "/".join(parts[:fixed]) or ("/" if path.startswith("/") else ".")
+    return f"{scheme}{separator}{root}", "/".join(parts[fixed:])
+
+
+def _is_named(path: str, suffixes: tuple[str, ...]) -> bool:
+    # TFDS writes `mnist-train.tfrecord-00000-of-00001`.
+    return re.sub(r"-\d+-of-\d+$", "", path.lower()).endswith(suffixes)
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a URI or a part of it stands for several files."""
+    return any(character in text for character in "*?[") or _BRACES.search(text) is not None
+
+
+def _part_matches(part: str, pattern: str) -> bool:
+    braces = _BRACES.search(pattern)
+    if braces is None:
+        return fnmatchcase(part, pattern)
+    head, tail = pattern[: braces.start()], pattern[braces.end() :]
+    low, high = braces[1], braces[2]
+    for found in re.finditer(rf"\d{{{len(low)},{len(high)}}}", part):
+        is_inside = int(low) <= int(found[0]) <= int(high)
+        if is_inside and fnmatchcase(part[: found.start()], head) and _part_matches(part[found.end() :], tail):
+            return True
+    return False
+
+
+def _split_of(path: str) -> str | None:
+    *folders, name = PurePosixPath(path.lower()).parts
+    words = (*folders, *re.split(r"[-_.]", name))
+    return next((SPLIT_OF_NAME[word] for word in words if word in SPLIT_OF_NAME), None)

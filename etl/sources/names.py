@@ -1,0 +1,34 @@
+"""What a name says before any byte is read: whether it may be an image's."""
+
+from __future__ import annotations
+
+import os
+
+# By name alone: what may hold an image is decided by content later. No suffix at all is given the benefit of the doubt.
+IMAGE_SUFFIXES = frozenset(
+    f".{suffix}"
+    for suffix in (
+        *("jpg", "jpeg", "jpe", "jfif", "png", "apng", "gif", "webp", "bmp", "dib", "tif", "tiff", "heic", "heif"),
+        *("avif", "jp2", "j2k", "svg", "ico", "tga", "ppm", "pgm", "pbm", "pnm", "psd", "eps", "ps", "pdf"),
+        *("fits", "wmf", "mpo"),
+    )
+)
+_SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
+
+
+def is_image_name(key: str) -> bool:
+    """Whether a path is named like an image, or not named like anything."""
+    name = key.rsplit("/", 1)[-1].lower()
+    if name in _SYSTEM_FILES or name.startswith("._"):
+        return False
+    suffix = os.path.splitext(name.lstrip("."))[1]
+    return suffix == "" or suffix in IMAGE_SUFFIXES
+
+
+def is_utf8(key: str) -> bool:
+    """Whether a name with surrogate escapes has none."""
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,55 @@
+"""Columns of a Parquet file, in batches that stay small whatever the file claims."""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from shardmill.errors import IntegrityError
+
+_BATCH_ROWS = 65_536
+# What one batch may become in memory: few bytes of a hostile file can stand for one long text in every row.
+_MAX_BATCH_BYTES = 1 << 30
+
+
+def open_columns(stream: BinaryIO) -> pq.ParquetFile:
+    """A file whose texts are read as dictionaries: one that repeats is small until it is written out for each row."""
+    schema = pq.read_schema(stream)
+    texts = [field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)]
+    stream.seek(0)
+    return pq.ParquetFile(stream, read_dictionary=texts, pre_buffer=False)
+
+
+def column_batches(parquet: pq.ParquetFile, group: int, names: Sequence[str]) -> Iterator[pa.Table]:
+    """Some columns of a row group, with the file's metadata; a batch without columns still has its rows.
+
+    Raises IntegrityError if the rows would become too large.
+    """
+    num_rows = parquet.metadata.row_group(group).num_rows
+    if not names:
+        for start in range(0, num_rows, _BATCH_ROWS):
+            yield pa.table({"": pa.nulls(min(_BATCH_ROWS, num_rows - start))})
+        return
+    for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=list(names)):
+        rows = pa.Table.from_batches([batch])
+        for column in rows.columns:
+            _check_texts(column)
+        yield rows.replace_schema_metadata(parquet.schema_arrow.metadata)
+
+
+def _check_texts(column: pa.ChunkedArray) -> None:
+    for chunk in column.chunks:
+        if not pa.types.is_dictionary(chunk.type):
+            continue
+        lengths = pc.binary_length(chunk.dictionary).to_numpy(zero_copy_only=False)
+        if lengths[chunk.indices.drop_null().to_numpy()].sum() > _MAX_BATCH_BYTES:
+            raise IntegrityError(
+                f"{_BATCH_ROWS} of its rows would become more than {_MAX_BATCH_BYTES} bytes", "expected short texts"
+            )

@@ -1,0 +1,147 @@
+"""A table of `uri,label[,split][,key]`: columns from end to end, so that ten million rows are listed in seconds."""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.sources import LISTED_SCHEMA, ListingBatch
+from etl.sources.columns import as_labels, as_splits, as_texts, choose_column, class_names_of, listed_rows, or_else
+from etl.sources.containers import SPLIT_OF_NAME, Containers
+from etl.sources.table_rows import TABLE_SUFFIXES, read_rows
+from etl.sources.uris import UriReader, uri_problems, without_dots
+from shardmill.errors import UsageError
+from shardmill.storage import Store, StoredFile
+from shardmill.values import UNKNOWN_SIZE, Rejection
+
+if TYPE_CHECKING:
+    from etl.config import SourceConfig
+
+_URI_COLUMNS = ("uri", "url", "path", "file_name", "filename")
+
+
+class TableSource:
+    """The images that a table names, one in each row. They are files of their own, and none is touched by a listing.
+
+    So their sizes and times are unknown until they are read, unless the table has columns `size_bytes` and `mtime_ns`.
+    """
+
+    def __init__(self, config: SourceConfig) -> None:
+        self._config = config
+        self._tables = Containers(config.uri, TABLE_SUFFIXES)
+        self.uri = self._tables.uri
+
+    def open(self, max_source_bytes: int) -> UriReader:
+        """Reads relative URIs below the table's folder."""
+        return UriReader(self._tables.store, max_source_bytes)
+
+    def list(self) -> Iterator[ListingBatch]:
+        """Raises UsageError if there is no table or it has no column of URIs, IntegrityError if it does not parse."""
+        # Other files of the folder are the images.
+        for file in self._tables.find().containers:
+            yield from self._list_table(file)
+
+    def _list_table(self, file: StoredFile) -> Iterator[ListingBatch]:
+        columns: _Columns | None = None
+        first_row = 1
+        for rows in read_rows(self._tables.store, file):
+            if isinstance(rows, Rejection):
+                yield ListingBatch(LISTED_SCHEMA.empty_table(), (rows,))
+                continue
+            columns = columns or _choose_columns(self._config, rows.column_names, file.path)
+            yield _listed(_Rows(_with_columns(rows, columns), columns, file.path, first_row), self._tables.store)
+            first_row += rows.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The table's own names of what we take from it; None for what it lacks."""
+
+    uri: str
+    label: str | None
+    split: str | None
+    key: str | None
+    size_bytes: str | None
+    mtime_ns: str | None
+
+    @property
+    def names(self) -> list[str]:
+        found = (self.uri, self.label, self.split, self.key, self.size_bytes, self.mtime_ns)
+        return list(dict.fromkeys(name for name in found if name is not None))
+
+
+def _choose_columns(config: SourceConfig, names: list[str], table: str) -> _Columns:
+    uri = choose_column(names, config.uri_field, _URI_COLUMNS, "uri_field")
+    if uri is None:
+        raise UsageError(
+            f"the table {table} has the columns {', '.join(names[:20])}",
+            f"expected one of URIs, called {' or '.join(_URI_COLUMNS)}",
+            "name it with source.uri_field",
+        )
+    return _Columns(
+        uri=uri,
+        label=choose_column(names, config.label_field, ("label", "class"), "label_field"),
+        split=choose_column(names, config.split_field, ("split",), "split_field"),
+        key=choose_column(names, config.key_field, ("key",), "key_field"),
+        size_bytes=choose_column(names, "", ("size_bytes",), ""),
+        mtime_ns=choose_column(names, "", ("mtime_ns",), ""),
+    )
+
+
+def _with_columns(rows: pa.Table, columns: _Columns) -> pa.Table:
+    """`rows` with every chosen column: a block of JSON lines may lack one."""
+    for name in columns.names:
+        if name not in rows.column_names:
+            rows = rows.append_column(name, pa.nulls(rows.num_rows, pa.string()))
+    return rows.select(columns.names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One batch of a table."""
+
+    rows: pa.Table
+    columns: _Columns
+    table: str
+    first_row: int
+
+    def texts(self, name: str) -> pa.Array:
+        return as_texts(self.rows.column(name)).combine_chunks()
+
+    def labels(self, name: str) -> pa.Array:
+        return as_labels(self.rows.column(name), class_names_of(self.rows.schema, name), self.table).combine_chunks()
+
+    def numbers(self, name: str, default: int) -> pa.Array:
+        return pc.fill_null(self.rows.column(name).combine_chunks().cast(pa.int64()), default)
+
+
+def _listed(batch: _Rows, store: Store) -> ListingBatch:
+    """One batch of rows as a part of the listing."""
+    chosen, num_rows = batch.columns, batch.rows.num_rows
+    uris = without_dots(batch.texts(chosen.uri))
+    problems = uri_problems(uris, store)
+    places = pa.array(np.arange(batch.first_row, batch.first_row + num_rows, dtype=np.int64))
+    columns: dict[str, pa.Array] = {"key": uris, "place": places}
+    if chosen.key is not None:
+        names = batch.texts(chosen.key)
+        problems = or_else(problems, names.is_null(), "no key")
+        columns |= {"key": pc.binary_join_element_wise(batch.table, names, "\0"), "container": uris}
+    if chosen.split is not None:
+        columns["split"], is_unknown = as_splits(batch.labels(chosen.split))
+        problems = or_else(problems, is_unknown, f"no split's name; expected one of {', '.join(SPLIT_OF_NAME)}")
+    if chosen.label is not None:
+        columns["label"] = batch.labels(chosen.label)
+        problems = or_else(problems, columns["label"].is_null(), "no label")
+    if chosen.size_bytes is not None:
+        columns["size_bytes"] = batch.numbers(chosen.size_bytes, UNKNOWN_SIZE)
+    if chosen.mtime_ns is not None:
+        columns["mtime_ns"] = batch.numbers(chosen.mtime_ns, 0)
+    return listed_rows(columns, problems, batch.table)

@@ -1,0 +1,151 @@
+"""A table's rows, in batches: Parquet, CSV and JSON lines, each read in bounded memory."""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.json as pa_json
+
+from etl.sources.columns import bad_row
+from etl.sources.containers import open_file, unpacked
+from etl.sources.parquet_columns import column_batches, open_columns
+from shardmill.errors import IntegrityError
+from shardmill.printable import printable
+from shardmill.storage import Store, StoredFile, as_storage_error
+from shardmill.values import Rejection, RejectReason
+
+TABLE_SUFFIXES = (
+    *(".parquet", ".csv", ".tsv", ".jsonl", ".ndjson"),
+    *(".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz"),
+)
+_BLOCK_BYTES = 4 << 20
+_MAX_LINE_BYTES = 16 << 20
+
+
+def read_rows(store: Store, file: StoredFile) -> Iterator[pa.Table | Rejection]:
+    """All columns of a table in its order, and a rejection for each line that is no row.
+
+    Raises IntegrityError if the file is damaged: rows of a table cannot be told apart behind the damage.
+    """
+    name = file.path.lower()
+    with open_file(store, file) as stream:
+        try:
+            with as_storage_error(file.path):
+                yield from _READERS[name.removesuffix(".gz").rpartition(".")[2]](unpacked(stream, file), file.path)
+        except (pa.ArrowException, EOFError, gzip.BadGzipFile) as error:
+            raise IntegrityError(
+                f"the table {printable(file.path)} does not parse: {str(error).splitlines()[0]}",
+                "expected Parquet, CSV or JSON lines, as its name says",
+                "restore the file, or correct it",
+            ) from None
+
+
+def _read_parquet(stream: BinaryIO, table: str) -> Iterator[pa.Table | Rejection]:
+    parquet = open_columns(stream)
+    schema = parquet.schema_arrow
+    flat = [field.name for field in schema if not pa.types.is_nested(field.type) and not pa.types.is_binary(field.type)]
+    for group in range(parquet.num_row_groups):
+        yield from column_batches(parquet, group, flat)
+
+
+def _read_csv(stream: BinaryIO, table: str) -> Iterator[pa.Table | Rejection]:
+    delimiter = "\t" if table.lower().removesuffix(".gz").endswith(".tsv") else ","
+    refused: list[Rejection] = []
+
+    def refuse(row: Any) -> str:
+        detail = f"row {row.number - 1}: {row.actual_columns} values, expected {row.expected_columns}"
+        refused.append(Rejection(f"{table}\0values of {row.number - 1}", RejectReason.BAD_ROW, detail, stage="list"))
+        return "skip"
+
+    head = io.BufferedReader(stream, _BLOCK_BYTES)  # pyright: ignore[reportArgumentType]
+    names = _header(head.peek(_MAX_LINE_BYTES), delimiter)
+    reader = pa_csv.open_csv(
+        head,
+        pa_csv.ReadOptions(block_size=_BLOCK_BYTES, use_threads=False),  # rows have numbers in one thread only
+        pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=refuse),
+        pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),  # "007" is a text
+    )
+    for batch in reader:
+        yield from refused
+        refused.clear()
+        yield pa.Table.from_batches([batch])
+    yield from refused
+
+
+def _header(head: bytes, delimiter: str) -> list[str]:
+    try:
+        first_line = io.BytesIO(head.split(b"\n", 1)[0] + b"\n")
+        first = pa_csv.read_csv(first_line, parse_options=pa_csv.ParseOptions(delimiter=delimiter))
+    except pa.ArrowInvalid:
+        return []
+    return first.column_names
+
+
+def _read_json_lines(stream: BinaryIO, table: str) -> Iterator[pa.Table | Rejection]:
+    row = 0
+    for block in _blocks_of_lines(stream, table):
+        lines = [line for line in block.split(b"\n") if line.strip()]
+        try:
+            rows, refused = pa_json.read_json(io.BytesIO(block)), []
+        except pa.ArrowInvalid:
+            # One line that is none, or a column of several types: line by line.
+            rows, refused = _parse_lines(lines, table, row)
+        yield from refused
+        yield rows
+        row += len(lines)
+
+
+def _parse_lines(lines: list[bytes], table: str, first_row: int) -> tuple[pa.Table, list[Rejection]]:
+    values: list[dict[str, str | None]] = []
+    refused: list[Rejection] = []
+    for row, line in enumerate(lines, start=first_row + 1):
+        try:
+            parsed = json.loads(line)
+            if not isinstance(parsed, dict):
+                raise ValueError("not an object")
+        except (ValueError, RecursionError) as error:
+            refused.append(bad_row(table, row, f"no JSON object: {error}"))
+            continue
+        values.append({name: _text_of(value) for name, value in parsed.items()})
+    names = sorted({name for each in values for name in each})
+    columns = [pa.array([each.get(name) for each in values], pa.string()) for name in names]
+    return pa.table(columns, names=names), refused
+
+
+def _text_of(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+def _blocks_of_lines(stream: BinaryIO, table: str) -> Iterator[bytes]:
+    rest = b""
+    while block := stream.read(_BLOCK_BYTES):
+        end = block.rfind(b"\n") + 1
+        if end:
+            yield rest + block[:end]
+            rest = b""
+        rest += block[end:]
+        if len(rest) > _MAX_LINE_BYTES:
+            raise IntegrityError(
+                f"a line of the table {printable(table)} is longer than {_MAX_LINE_BYTES} bytes",
+                "expected one JSON object in each line",
+            )
+    if rest.strip():
+        yield rest
+
+
+_READERS = {
+    "parquet": _read_parquet,
+    "csv": _read_csv,
+    "tsv": _read_csv,
+    "jsonl": _read_json_lines,
+    "ndjson": _read_json_lines,
+}

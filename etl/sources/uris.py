@@ -1,0 +1,90 @@
+"""The reader of images that a table names: files below the table's folder, or anywhere by absolute URIs."""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import os
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.sources.containers import rejected
+from shardmill.storage import AccessDenied, Store, as_storage_error
+from shardmill.stores import STORES, open_store
+from shardmill.values import Rejection, RejectReason, SourceImage
+
+_MAX_URI_BYTES = 8_192
+
+
+class UriReader:
+    """Reads whole files, of which nothing is known before but their URI; `root` is the folder of relative ones."""
+
+    def __init__(self, root: Store, max_source_bytes: int) -> None:
+        self._root = root
+        self._max_source_bytes = max_source_bytes
+        self._stores: dict[str, Store] = {}
+
+    def read(self, image: SourceImage) -> bytes | Rejection:
+        """The file's bytes. Raises FileNotFoundError, AccessDenied, StorageError; never holds more than the limit."""
+        store, path = self._locate(image.container or image.key)
+        if store.local_root is None:
+            # One request, and no more bytes than this of a file that is larger.
+            data = store.read_range(path, 0, self._max_source_bytes + 1)
+        else:
+            file = store.local_root / path
+            with as_storage_error(file, denied=AccessDenied), open(file, "rb") as stream:
+                data = stream.read(self._max_source_bytes + 1)
+        if len(data) > self._max_source_bytes:
+            detail = f"more than {self._max_source_bytes} bytes, which is etl.max_source_bytes"
+            return rejected(image, RejectReason.TOO_LARGE_BYTES, detail)
+        return data
+
+    def is_there(self, path: str) -> bool:
+        """Whether this host sees the file."""
+        store, path = self._locate(path)
+        return store.stat(path) is not None
+
+    def _locate(self, uri: str) -> tuple[Store, str]:
+        """The store of a URI and the path in it; one store for each bucket."""
+        scheme, separator, rest = uri.partition("://")
+        if not separator:
+            if not os.path.isabs(uri):
+                return self._root, uri
+            scheme, rest = "file", uri
+        top, _, path = rest.partition("/")
+        root = f"{scheme}://{top}/"
+        if root not in self._stores:
+            self._stores[root] = open_store(root)
+        return self._stores[root], path
+
+
+def uri_problems(uris: pa.Array, store: Store) -> pa.Array:
+    """What is wrong with each URI of a table in `store`, as text; null if nothing is."""
+    schemes = pa.nulls(len(uris), pa.string())
+    if pc.any(pc.match_substring(uris, "://")).as_py():
+        schemes = pc.struct_field(pc.extract_regex(uris, r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://"), "scheme")
+    unknown = [name for name in pc.unique(schemes).to_pylist() if name is not None and STORES.problem_with(name)]
+    names_local_file = pc.or_kleene(pc.starts_with(uris, "/"), pc.equal(schemes, "file"))
+    # A table that was fetched from elsewhere does not choose among the files of this machine.
+    is_forbidden = pc.and_(pc.fill_null(names_local_file, False), store.local_root is None)
+    return pc.case_when(
+        pc.make_struct(
+            uris.is_null(),
+            pc.fill_null(pc.greater(pc.binary_length(uris), _MAX_URI_BYTES), False),
+            pc.is_in(schemes, pa.array(unknown, pa.string())),
+            is_forbidden,
+        ),
+        "no URI",
+        f"a URI of more than {_MAX_URI_BYTES} bytes",
+        f"no storage for this kind of URI; expected one of {', '.join(STORES)}",
+        f"a table in {store.uri} cannot name a local file",
+    )
+
+
+def without_dots(uris: pa.Array) -> pa.Array:
+    """`a.jpg` for `./a.jpg`: one file has one key."""
+    if not pc.any(pc.starts_with(uris, "./")).as_py():
+        return uris
+    return pc.replace_substring_regex(uris, r"^(\./)+", "")

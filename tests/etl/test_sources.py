@@ -1,0 +1,89 @@
+"""Every kind of source gives the same images from the same pile, through the whole ETL."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from etl.config import SourceConfig
+from etl.sources import SOURCES
+from etl.sources.recognise import recognise
+from etl.write_unit import check_source, in_reading_order
+from shardmill.dataset.open import open_dataset
+from shardmill.errors import StorageError
+from tests.etl.building import build_source, images_of, list_images
+from tests.support import write_images
+
+Files = list[tuple[Path, str]]
+"""Image files with their classes."""
+
+
+def as_folders(folder: Path, files: Files) -> str:
+    return str(files[0][0].parent.parent)
+
+
+def as_table(folder: Path, files: Files) -> str:
+    with open(folder / "table.csv", "w", newline="") as out:
+        csv.writer(out).writerows([("uri", "label"), *files])
+    return str(folder / "table.csv")
+
+
+WRITERS: dict[str, Callable[[Path, Files], str]] = {"folders": as_folders, "table": as_table}
+EVERY_KIND = pytest.mark.parametrize("kind", SOURCES)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    write_images(tmp_path / "images", num_images=150)
+    return [(file, file.parent.name) for file in sorted((tmp_path / "images").rglob("*.png"))]
+
+
+def contents(dataset: str) -> set[tuple[str, str, int]]:
+    """(split, SHA-256 of the source, class) of every row."""
+    opened = open_dataset(dataset)
+    return {
+        (split, row["source_sha256"], row["label"])
+        for split in opened.manifest.counts.by_split
+        for file in opened.files(split, "parquet")
+        for row in pq.read_table(file, columns=["source_sha256", "label"]).to_pylist()
+    }
+
+
+@EVERY_KIND
+def test_every_kind_gives_the_same_samples(kind: str, files: Files, tmp_path: Path):
+    uri = WRITERS[kind](tmp_path, files)
+    assert recognise(uri) == kind
+    manifest = build_source(SourceConfig(uri=uri, kind=kind), tmp_path / "dataset")
+    build_source(SourceConfig(uri=str(tmp_path / "images")), tmp_path / "of_folder")
+    assert (manifest.counts.accepted, manifest.counts.rejected) == (150, 0)
+    assert manifest.class_names == ("class_0", "class_1", "class_2")
+    assert contents(str(tmp_path / "dataset")) == contents(str(tmp_path / "of_folder"))
+
+
+@EVERY_KIND
+def test_every_kind_reads_what_it_listed_in_any_order(kind: str, files: Files, tmp_path: Path):
+    config = SourceConfig(uri=WRITERS[kind](tmp_path, files), kind=kind)
+    source = SOURCES[kind](config)
+    images = images_of(list_images(config, max_source_bytes=100_000))
+    forward = {image.key: source.open(100_000).read(image) for image in in_reading_order(images)}
+    one_reader = source.open(100_000)
+    assert {image.key: one_reader.read(image) for image in reversed(images)} == forward
+    assert set(forward.values()) == {file.read_bytes() for file, _ in files}
+
+
+@EVERY_KIND
+def test_every_kind_knows_when_its_files_are_gone(kind: str, files: Files, tmp_path: Path):
+    config = SourceConfig(uri=WRITERS[kind](tmp_path, files), kind=kind)
+    reader = SOURCES[kind](config).open(100_000)
+    probes = list_images(config, max_source_bytes=100_000).probes
+    check_source(reader, config.uri, probes)
+    for folder in [path for path in tmp_path.iterdir() if path.is_dir()]:
+        folder.rename(folder.with_name(f"{folder.name}-moved"))
+    for file in [path for path in tmp_path.iterdir() if path.is_file()]:
+        file.rename(file.with_name(f"{file.name}-moved"))
+    with pytest.raises(StorageError, match="does not see the source"):
+        check_source(reader, config.uri, probes)

@@ -1,0 +1,226 @@
+"""Tables of images: each row is an image or a rejection, whatever the table's format; nothing is read to list it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from etl.config import SourceConfig
+from etl.sources import SOURCES
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.stores import open_store
+from shardmill.values import UNKNOWN_SIZE
+from tests.etl.building import build_source, images_of, list_images
+from tests.services.s3 import s3_client
+from tests.support import write_images
+
+HF_LABELS = {
+    b"huggingface": json.dumps(
+        {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
+    ).encode()
+}
+
+
+def write_table(file: Path, rows: dict[str, list], metadata: dict[bytes, bytes] | None = None) -> SourceConfig:
+    """The same rows in the format that the name asks for."""
+    table = pa.table(rows).replace_schema_metadata(metadata)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.name.endswith(".parquet"):
+        pq.write_table(table, file, row_group_size=3)
+    elif file.name.endswith(".csv"):
+        pyarrow.csv.write_csv(table, file)
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
+        file.write_bytes(gzip.compress(lines.encode()) if file.name.endswith(".gz") else lines.encode())
+    return SourceConfig(uri=str(file), kind="table")
+
+
+def rejected(source: SourceConfig) -> dict[str, str]:
+    return {each.key: f"{each.reason}: {each.detail}" for each in list_images(source).rejections}
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.csv", "t.jsonl", "t.jsonl.gz"])
+def test_every_format_lists_the_same_images(name: str, tmp_path: Path):
+    rows = {
+        "uri": ["a.jpg", "./b/c.jpg", "ünïcode.jpg", "/abs/d.jpg", "s3://bucket/e.jpg"],
+        "label": ["cat", "007", "dog", "cat", "dog"],
+        "split": ["train", "val", "", "test", "train"],
+    }
+    images = images_of(list_images(write_table(tmp_path / name, rows)))
+    assert [(image.key, image.label, image.split, image.size_bytes) for image in images] == [
+        ("/abs/d.jpg", "cat", "test", UNKNOWN_SIZE),
+        ("a.jpg", "cat", "train", UNKNOWN_SIZE),
+        ("b/c.jpg", "007", "validation", UNKNOWN_SIZE),
+        ("s3://bucket/e.jpg", "dog", "train", UNKNOWN_SIZE),
+        ("ünïcode.jpg", "dog", None, UNKNOWN_SIZE),
+    ]
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.csv", "t.jsonl"])
+def test_a_table_beside_its_images_becomes_the_dataset_of_the_folder_itself(name: str, tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    files = sorted(file.relative_to(tmp_path).as_posix() for file in (tmp_path / "images").rglob("*.png"))
+    source = write_table(tmp_path / name, {"uri": files, "label": [file.split("/")[1] for file in files]})
+    of_folder = build_source(SourceConfig(uri=str(tmp_path / "images")), tmp_path / "folder")
+    of_table = build_source(source, tmp_path / "table")
+    assert of_table.counts.by_split == of_folder.counts.by_split
+    assert of_table.class_names == of_folder.class_names
+    # With the table in the folder itself, URIs are the folder's keys, and the two datasets are equal.
+    keys = [file.partition("/")[2] for file in files]
+    inside = write_table(tmp_path / "images" / name, {"uri": keys, "label": [key.split("/")[0] for key in keys]})
+    assert build_source(inside, tmp_path / "inside").content_digest == of_folder.content_digest
+
+
+def test_rows_that_cannot_be_used_are_rejections_with_their_numbers(tmp_path: Path):
+    rows = {
+        "uri": ["a.jpg", None, "c.jpg", "d.jpg", "ftp://host/e.jpg", "x" * 9000],
+        "label": ["cat", "cat", "", "dog", "dog", "dog"],
+        "split": ["train", "train", "train", "holdout", "test", "test"],
+    }
+    source = write_table(tmp_path / "t.parquet", rows)
+    assert [image.key for image in images_of(list_images(source))] == ["a.jpg"]
+    found = rejected(source)
+    assert [found[f"t.parquet\0{row}"].split(": ", 2)[2].split(";")[0] for row in range(2, 7)] == [
+        "no URI",
+        "no label",
+        "no split's name",
+        "no storage for this kind of URI",
+        "a URI of more than 8192 bytes",
+    ]
+
+
+def test_lines_that_are_no_rows_are_rejections_and_cost_no_other_line(tmp_path: Path):
+    (tmp_path / "t.csv").write_text("uri,label\na.jpg,cat\nb.jpg\nc.jpg,dog\n")
+    (tmp_path / "t.jsonl").write_text('{"uri": "a.jpg", "label": 1}\n{"uri": \n[1]\n{"uri": "b.jpg", "label": "x"}\n')
+    for name, num_bad in {"t.csv": 1, "t.jsonl": 2}.items():
+        listing = list_images(SourceConfig(uri=str(tmp_path / name), kind="table"))
+        assert (listing.num_images, len(listing.rejections)) == (2, num_bad)
+        assert {str(each.reason) for each in listing.rejections} == {"bad_row"}
+
+
+def test_a_repeated_uri_is_a_rejection(tmp_path: Path):
+    source = write_table(tmp_path / "t.csv", {"uri": ["a.jpg", "b.jpg", "a.jpg"], "label": ["x", "y", "x"]})
+    listing = list_images(source)
+    assert listing.num_images == 2 and [str(each.reason) for each in listing.rejections] == ["duplicate_key"]
+
+
+def test_whole_numbers_are_classes_by_name_where_the_table_has_names(tmp_path: Path):
+    rows = {"uri": ["a.jpg", "b.jpg", "c.jpg"], "label": [1, 0, -1]}
+    named = write_table(tmp_path / "named.parquet", rows, HF_LABELS)
+    assert [image.label for image in images_of(list_images(named))] == ["dog", "cat"]
+    assert len(list_images(named).rejections) == 1
+    assert [image.label for image in images_of(list_images(write_table(tmp_path / "t.parquet", rows)))] == [
+        "1", "0", "-1",
+    ]  # fmt: skip
+    # What pandas makes of whole numbers beside a missing one.
+    floats = write_table(tmp_path / "f.parquet", {"uri": ["a.jpg", "b.jpg"], "label": [3.0, None]})
+    assert [image.label for image in images_of(list_images(floats))] == ["3"]
+    with pytest.raises(UsageError, match="the labels of g.parquet are double"):
+        list_images(write_table(tmp_path / "g.parquet", {"uri": ["a.jpg"], "label": [0.5]}))
+
+
+def test_a_key_column_names_the_image_and_the_uri_may_change(tmp_path: Path):
+    write_images(tmp_path / "old", num_images=40)
+    files = sorted((tmp_path / "old").rglob("*.png"))
+    keys = [file.stem for file in files]
+
+    def table(folder: str) -> SourceConfig:
+        uris = [f"{folder}/{file.parent.name}/{file.name}" for file in files]
+        labels = [file.parent.name for file in files]
+        return write_table(tmp_path / "t.csv", {"uri": uris, "label": labels, "key": keys})
+
+    before = build_source(table("old"), tmp_path / "before")
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    assert build_source(table("new"), tmp_path / "after").content_digest == before.content_digest
+
+
+def test_missing_and_too_large_files_are_rejections_when_they_are_read(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=40)
+    (tmp_path / "images" / "big.png").write_bytes(b"x" * 3_000)
+    files = [str(file) for file in sorted((tmp_path / "images").rglob("*.png"))]
+    source = write_table(tmp_path / "t.csv", {"path": [*files, "images/gone.png"]})
+    manifest = build_source(source, tmp_path / "dataset", max_source_bytes=2_000, max_changed_fraction=0.1)
+    assert manifest.counts.by_reason == {"missing": 1, "too_large_bytes": 1} and manifest.counts.accepted == 40
+
+
+def test_sizes_in_a_table_are_held_against_the_files(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=40)
+    files = sorted((tmp_path / "images").rglob("*.png"))
+    sizes = [file.stat().st_size for file in files]
+    sizes[3] += 1
+    rows = {"uri": [str(file) for file in files], "size_bytes": sizes}
+    source = write_table(tmp_path / "t.parquet", rows)
+    manifest = build_source(source, tmp_path / "dataset", max_changed_fraction=0.1)
+    assert manifest.counts.by_reason == {"source_changed": 1}
+
+
+def test_a_table_in_a_bucket_names_objects_and_no_file_of_this_machine(tmp_path: Path, s3_bucket: str, s3_server: str):
+    write_images(tmp_path / "images", num_images=40)
+    files = sorted((tmp_path / "images").rglob("*.png"))
+    bucket = s3_bucket.removeprefix("s3://")
+    for file in files:
+        s3_client(s3_server).upload_file(str(file), bucket, f"pile/{file.parent.name}/{file.name}")
+    uris = [f"{file.parent.name}/{file.name}" for file in files[1:]]
+    uris += [f"{s3_bucket}/pile/{files[0].parent.name}/{files[0].name}", str(files[0]), f"file://{files[0]}"]
+    write_table(tmp_path / "t.csv", {"uri": uris})
+    s3_client(s3_server).upload_file(str(tmp_path / "t.csv"), bucket, "pile/t.csv")
+    source = SourceConfig(uri=f"{s3_bucket}/pile/t.csv", kind="table")
+    manifest = build_source(source, tmp_path / "dataset", max_reject_fraction=0.1)
+    assert manifest.counts.accepted == 40 and manifest.counts.by_reason == {"bad_row": 2}
+
+
+def test_what_is_no_table_ends_with_one_line(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"source .*/none.csv holds no \.parquet or \.csv"):
+        list_images(SourceConfig(uri=str(tmp_path / "none.csv"), kind="table"))
+    source = write_table(tmp_path / "t.csv", {"file": ["a.jpg"]})
+    with pytest.raises(UsageError, match=r"the table t\.csv has the columns file; expected one of URIs"):
+        list_images(source)
+    with pytest.raises(UsageError, match=r"source\.uri_field = 'fiel' is no column; .* did you mean 'file'\?"):
+        list_images(source.model_copy(update={"uri_field": "fiel"}))
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no table PAR1")
+    with pytest.raises(IntegrityError, match=r"the table broken\.parquet does not parse"):
+        list_images(SourceConfig(uri=str(tmp_path / "broken.parquet"), kind="table"))
+
+
+def test_one_long_text_for_every_row_is_refused_before_it_is_written_out(tmp_path: Path):
+    long = pa.DictionaryArray.from_arrays(pa.array(np.zeros(100_000, np.int32)), pa.array(["x" * 1_000_000]))
+    pq.write_table(pa.table({"uri": long}), tmp_path / "bomb.parquet")
+    assert (tmp_path / "bomb.parquet").stat().st_size < 1_000_000
+    with pytest.raises(IntegrityError, match="would become more than"):
+        list_images(SourceConfig(uri=str(tmp_path / "bomb.parquet"), kind="table"))
+
+
+def test_a_million_rows_are_listed_without_one_object_for_each(tmp_path: Path):
+    """Memory that Python holds is that of a batch; names that do not exist are not looked for."""
+    uris = pa.array(np.char.add("pile/image-", np.arange(1_000_000).astype("U7")))
+    pq.write_table(pa.table({"uri": uris}), tmp_path / "t.parquet")
+    source = SOURCES["table"](SourceConfig(uri=str(tmp_path / "t.parquet"), kind="table"))
+    tracemalloc.start()
+    num_rows = sum(batch.images.num_rows for batch in source.list())
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_rows == 1_000_000 and peak_bytes < 20_000_000
+
+
+def test_a_reader_opens_by_the_absolute_uri_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Tasks have a working directory of their own."""
+    write_images(tmp_path / "images", num_images=1)
+    write_table(tmp_path / "images" / "t.csv", {"uri": ["class_0/00000.png"]})
+    monkeypatch.chdir(tmp_path)
+    relative = SourceConfig(uri="images/t.csv", kind="table")
+    source = SOURCES["table"](relative)
+    assert source.uri == f"{open_store(tmp_path).uri}/images/t.csv"
+    monkeypatch.chdir("/")
+    reader = SOURCES["table"](relative.model_copy(update={"uri": source.uri})).open(10_000)
+    [image] = images_of(list_images(relative.model_copy(update={"uri": source.uri})))
+    assert reader.read(image) == (tmp_path / "images" / "class_0" / "00000.png").read_bytes()
+    assert reader.is_there(image.key)
