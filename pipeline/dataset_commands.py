@@ -23,24 +23,36 @@ def inspect(
     dataset: DatasetArgument,
     files: Annotated[bool, typer.Option("--files", help="List the shards' URIs, for other tools.")] = False,
     rejects: Annotated[bool, typer.Option("--rejects", help="List the rejects; also DATASET/rejects/X.")] = False,
+    versions: Annotated[bool, typer.Option("--versions", help="List all versions, and what made each.")] = False,
+    diff: Annotated[
+        int | None, typer.Option(metavar="M", min=1, help="The rows that differ from those of version M.")
+    ] = None,
 ) -> None:
     """What a dataset version holds, or (with --rejects and its path) the ledger of a build that failed."""
-    from pipeline.inspection import describe, list_files, list_rejections
+    from pipeline import inspection
     from shardmill.dataset.open import open_dataset
+    from shardmill.dataset.versions import split_version
 
     common: Common = context.obj
+    if sum((files, rejects, versions, diff is not None)) > 1:
+        raise UsageError("--files, --rejects, --versions and --diff exclude each other", "expected one of them")
     uri = _dataset_uri(common, dataset)
     if rejects:
-        found = list_rejections(uri)
+        found = inspection.list_rejections(uri)
         return print_result(common, found, [(e["source"], e["reason"], e["detail"]) for e in found], title=uri)
+    if versions:
+        found = inspection.list_versions(split_version(uri)[0])
+        return print_result(common, found, inspection.version_rows(found), title=split_version(uri)[0])
     opened = open_dataset(uri)
     title = f"{opened.pin.uri}@{opened.pin.version}"
+    if diff is not None:
+        found = inspection.describe_difference(opened, diff)
+        return print_result(common, found, inspection.difference_rows(found), title=f"{title} against @{diff}")
     if files:
-        found = list_files(opened)
-        print_result(common, found, [(each["uri"],) for each in found], title="")
-    else:
-        facts = describe(opened)
-        print_result(common, facts, flat_rows(facts), title=title)
+        found = inspection.list_files(opened)
+        return print_result(common, found, [(each["uri"],) for each in found], title="")
+    facts = inspection.describe(opened)
+    print_result(common, facts, flat_rows(facts), title=title)
 
 
 @dataset_app.command(cls=Command)
@@ -72,6 +84,27 @@ def compact(context: typer.Context, dataset: WholeDataset) -> None:
         ]
     )
     print_result(common, machine, rows, title="compact")
+
+
+@dataset_app.command(cls=Command)
+def rollback(context: typer.Context, dataset: DatasetArgument) -> None:
+    """Make version N the latest again, as a new version that names its files."""
+    from shardmill.dataset.maintenance.rollback import roll_back
+    from shardmill.dataset.versions import split_version
+    from shardmill.stores import open_store
+
+    common: Common = context.obj
+    root, version = split_version(_dataset_uri(common, dataset))
+    if version is None:
+        raise UsageError(
+            f"{dataset} names no version", "expected DATASET@N", f"`shardmill inspect {dataset} --versions` lists them"
+        )
+    store = open_store(root)
+    done = roll_back(store, version, common.run_id)
+    latest = done.manifest.version
+    machine = {"uri": store.uri, "version": latest, "restored_version": version, "is_new": done.is_new}
+    said = f"holds what @{version} holds" if done.is_new else f"held what @{version} holds already; no new version"
+    print_result(common, machine, [(f"{store.uri}@{latest}", said)], title="rollback")
 
 
 @dataset_app.command(cls=Command)

@@ -1,18 +1,22 @@
-"""The output of `shardmill inspect` for a dataset version, as plain values for the table and for --json."""
+"""The output of `shardmill inspect` for a dataset and its versions, as plain values for the table and for --json."""
 
 from __future__ import annotations
 
 import shlex
 from typing import Any
 
+from pipeline.printing import Rows, counted, plain
 from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.diff import count_changes, diff_versions
 from shardmill.dataset.ledger import REJECTS, read_ledger, read_rejections
 from shardmill.dataset.open import open_dataset
-from shardmill.dataset.versions import latest_version, split_version
+from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import UsageError
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import Rejection
+
+_NUM_ROWS_SHOWN = 20
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:
@@ -24,6 +28,8 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         "created_at": manifest.created_at,
         "operation": manifest.operation,
         "parent_version": manifest.parent_version,
+        "restored_version": manifest.restored_version,
+        "size_bytes": sum(shard.size_bytes + shard.rows_bytes for shard in dataset.shards),
         "content_digest": manifest.content_digest,
         "layout_digest": manifest.layout_digest,
         "formats": list(manifest.formats),
@@ -41,6 +47,88 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         },
         "source": manifest.source.uri,
     }
+
+
+def list_versions(uri: str) -> list[dict[str, Any]]:
+    """Every version of a dataset, the newest first, from the manifests alone; those that have expired as well.
+
+    Raises UsageError if there is no dataset, IntegrityError for a manifest that is missing or altered.
+    """
+    store = open_store(uri)
+    latest = read_manifest(store, latest_version(store) or 1)
+    found = []
+    for version in range(latest.version, 0, -1):
+        manifest = read_manifest(store, version)
+        found.append(
+            {
+                "version": version,
+                "operation": manifest.operation,
+                "parent_version": manifest.parent_version,
+                "restored_version": manifest.restored_version,
+                "is_expired": latest.has_expired(version),
+                "created_at": manifest.created_at,
+                "run_id": manifest.run_id,
+                "num_accepted": manifest.counts.accepted,
+                "num_rejected": manifest.counts.rejected,
+                "num_shards": sum(split.num_shards for split in manifest.splits.values()),
+                "image_bytes": sum(split.image_bytes for split in manifest.splits.values()),
+                "content_digest": manifest.content_digest,
+            }
+        )
+    return found
+
+
+def version_rows(versions: list[dict[str, Any]]) -> Rows:
+    """One row for each version: what made it, and what it holds."""
+    return [
+        (
+            str(each["version"]),
+            _operation(each),
+            f"{each['num_accepted']:,} images, {each['num_rejected']:,} rejected",
+            f"{counted(each['num_shards'], 'shard')}, {each['image_bytes'] / 1e6:.1f} MB",
+            each["created_at"],
+            "expired" if each["is_expired"] else "",
+        )
+        for each in versions
+    ]
+
+
+def _operation(version: dict[str, Any]) -> str:
+    if version["operation"] == "rollback":
+        return f"rollback to {version['restored_version']}"
+    return f"{version['operation']} after {version['parent_version']}" if version["parent_version"] else "full"
+
+
+def describe_difference(newer: Dataset, older_version: int) -> dict[str, Any]:
+    """What changed from a version of the same dataset to `newer`: counts by split and class, and every row."""
+    older = open_dataset(f"{newer.pin.uri}@{older_version}")
+    changes = diff_versions(older, newer)
+    return {
+        "uri": newer.pin.uri,
+        "older_version": older_version,
+        "newer_version": newer.pin.version,
+        "counts": [
+            {"change": str(kind), "split": place.split, "class_name": place.class_name, "num_rows": num_rows}
+            for (kind, place), num_rows in sorted(count_changes(changes).items(), key=str)
+        ],
+        "rows": [
+            {"change": str(each.kind), "source": each.source, "before": plain(each.before), "after": plain(each.after)}
+            for each in changes
+        ],
+    }
+
+
+def difference_rows(difference: dict[str, Any]) -> Rows:
+    """Counts by split and class, then the first changed sources."""
+    if not difference["rows"]:
+        return [("equal", "no row was added, removed or changed")]
+    counts = [
+        (each["change"], f"{each['split']}, {each['class_name'] or 'no class'}", f"{each['num_rows']:,}")
+        for each in difference["counts"]
+    ]
+    rows = [(each["change"], each["source"], "") for each in difference["rows"][:_NUM_ROWS_SHOWN]]
+    left = len(difference["rows"]) - len(rows)
+    return [*counts, *rows, *([("", f"and {left:,} more: --json lists all", "")] if left else [])]
 
 
 def list_files(dataset: Dataset) -> list[dict[str, Any]]:

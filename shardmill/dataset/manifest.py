@@ -22,7 +22,7 @@ from shardmill.values import Rejection, ShardInfo
 SCHEMA_VERSION = 1
 MANIFESTS = "manifests"
 
-Operation = Literal["full", "compact", "expire"]
+Operation = Literal["full", "compact", "expire", "rollback"]
 """What made a version: a `full` build of its source; the others hold the rows of an older version."""
 
 
@@ -107,6 +107,8 @@ class Manifest(Section):
     """UTC, ISO 8601; in no digest."""
     operation: Operation = "full"
     parent_version: int | None
+    restored_version: int | None = None
+    """For a rollback: the version whose files this one names."""
     expired_versions: tuple[VersionRange, ...] = ()
     """All versions that had expired when this one was committed: their manifests stay, their files may be deleted."""
     content_digest: str = Field(pattern="^[0-9a-f]{64}$")

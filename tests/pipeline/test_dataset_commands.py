@@ -62,3 +62,40 @@ def test_gc_ends_with_6_beside_a_writer(dataset: str, tmp_path: Path):
 def test_an_age_needs_a_unit(dataset: str, tmp_path: Path, age: str):
     refused = shardmill("gc", dataset, f"--older-than={age}", cwd=tmp_path)
     assert refused.returncode == 2 and "expected a number with a unit" in last_line(refused)
+
+
+def test_rollback_and_the_versions_that_inspect_lists(dataset: str, tmp_path: Path):
+    machine("compact", dataset, cwd=tmp_path)
+    done = machine("rollback", f"{dataset}@1", cwd=tmp_path)
+    assert done == {"uri": dataset, "version": 3, "restored_version": 1, "is_new": True}
+    assert not machine("rollback", f"{dataset}@1", cwd=tmp_path)["is_new"]
+    machine("gc", dataset, "--keep", "1", "--older-than", "0", "--delete", cwd=tmp_path)
+    listed = machine("inspect", dataset, "--versions", cwd=tmp_path)
+    found = [(each["version"], each["operation"], each["parent_version"], each["is_expired"]) for each in listed]
+    assert found == [
+        (4, "expire", 3, False),
+        (3, "rollback", 2, False),
+        (2, "compact", 1, True),
+        (1, "full", None, False),
+    ]
+    assert {each["num_accepted"] for each in listed} == {120}
+    shown = shardmill("inspect", dataset, "--versions", cwd=tmp_path).stdout
+    assert "3\trollback to 1\t120 images" in shown and "2\tcompact after 1" in shown
+    refused = shardmill("rollback", dataset, cwd=tmp_path)
+    assert refused.returncode == 2 and "names no version; expected DATASET@N" in last_line(refused)
+
+
+def test_inspect_tells_two_versions_apart(dataset: str, tmp_path: Path):
+    assert "no row was added" in shardmill("inspect", dataset, "--diff", "1", cwd=tmp_path).stdout
+    (tmp_path / "images" / "class_0" / "00003.png").unlink()
+    make_dataset(tmp_path, num_images=0)
+    found = machine("inspect", f"{dataset}@2", "--diff", "1", cwd=tmp_path)
+    assert [(each["change"], each["source"], each["after"]) for each in found["rows"]] == [
+        ("removed", "class_0/00003.png", None)
+    ]
+    assert [(each["change"], each["class_name"], each["num_rows"]) for each in found["counts"]] == [
+        ("removed", "class_0", 1)
+    ]
+    assert "removed\tclass_0/00003.png" in shardmill("inspect", dataset, "--diff", "1", cwd=tmp_path).stdout
+    refused = shardmill("inspect", dataset, "--diff", "1", "--files", cwd=tmp_path)
+    assert refused.returncode == 2 and "exclude each other" in last_line(refused)

@@ -16,6 +16,8 @@ def child_of(latest: Manifest, operation: Operation, run_id: str, *, content: Ma
             "version": latest.version + 1,
             "parent_version": latest.version,
             "operation": operation,
+            "restored_version": None,
+            "expired_versions": latest.expired_versions,
             "commit_id": uuid.uuid4().hex,
             "run_id": run_id,
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
