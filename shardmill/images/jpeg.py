@@ -9,8 +9,9 @@ import numpy as np
 import simplejpeg
 
 from shardmill.images.exif import count_mpo_images, orient_by_exif
+from shardmill.images.geometry import choose_reduction, reduced_length
 from shardmill.images.icc import cmyk_to_srgb, to_srgb
-from shardmill.images.jpeg_markers import find_end, has_later_metadata, read_header, strip_metadata
+from shardmill.images.jpeg_markers import JpegHeader, find_end, has_later_metadata, read_header, strip_metadata
 from shardmill.images.pixels import TRAILING_NOTE, DecodedImage, Refused, expect_size
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
@@ -33,8 +34,7 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
     if profile == b"" or options.keep_bytes:
         # libjpeg warns of a profile whose parts do not make a whole. That is no damage to the image.
         data = strip_metadata(data, header, end)
-    pixels_HWC = _decode_strictly(data, {1: "GRAY", 3: "RGB", 4: "CMYK"}[header.num_components])
-    expect_size(pixels_HWC, header.height, header.width)
+    pixels_HWC = _decode_reduced(data, header, choose_reduction(header.height, header.width, options))
     if header.num_components == 4:
         # Adobe's writers, and others that copy their marker, store 255 for "no ink"; without the marker 0 is.
         pixels_HWC = cmyk_to_srgb(pixels_HWC, profile, notes, stored_inverted=header.has_adobe)
@@ -45,9 +45,21 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
     return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes), bare_file=data if is_bare else None)
 
 
-def _decode_strictly(data: bytes, colorspace: str) -> np.ndarray:
+def _decode_reduced(data: bytes, header: JpegHeader, scale: int) -> np.ndarray:
+    """Each pixel the mean of `scale` x `scale` of the file's. All of the entropy-coded data is checked nevertheless."""
+    colorspace = {1: "GRAY", 3: "RGB", 4: "CMYK"}[header.num_components]
+    height, width = reduced_length(header.height, scale), reduced_length(header.width, scale)
+    pixels_HWC = _decode_strictly(data, colorspace, height, width)
+    expect_size(pixels_HWC, height, width)
+    return pixels_HWC
+
+
+def _decode_strictly(data: bytes, colorspace: str, least_height: int, least_width: int) -> np.ndarray:
+    """At the smallest scale of libjpeg that gives as many pixels."""
     try:
-        return simplejpeg.decode_jpeg(data, colorspace, strict=True)
+        return simplejpeg.decode_jpeg(
+            data, colorspace, min_height=least_height, min_width=least_width, min_factor=1, strict=True
+        )
     except ValueError as error:
         detail = f"libjpeg: {error}"
         if "Insufficient memory" in detail:

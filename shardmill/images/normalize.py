@@ -10,6 +10,7 @@ from __future__ import annotations
 import cv2
 import numpy as np
 
+from shardmill.images.geometry import kept_spans, resized_shape
 from shardmill.images.pixels import prepare_opencv
 from shardmill.options import NormalizeOptions
 
@@ -20,29 +21,11 @@ LUMA_WEIGHTS_RGB = np.array([19595, 38470, 7471], dtype=np.uint32)
 def normalize(pixels_HWC: np.ndarray, options: NormalizeOptions) -> np.ndarray:
     """A fresh uint8 array of `options.image_shape_HWC` from gray or RGB pixels of any size."""
     prepare_opencv()
-    kept_HWC = _crop_square(pixels_HWC) if options.resize_mode == "crop" else pixels_HWC
-    height, width = resized_shape(kept_HWC.shape[0], kept_HWC.shape[1], options)
+    rows, columns = kept_spans(pixels_HWC.shape[0], pixels_HWC.shape[1], options)
+    kept_HWC = pixels_HWC[rows.start : rows.end, columns.start : columns.end]
+    height, width = resized_shape(rows.length, columns.length, options)
     image_HWC = _centre_on_black(_resize(kept_HWC, height, width), options.image_size)
     return _to_channels(image_HWC, options.num_channels)
-
-
-def resized_shape(height: int, width: int, options: NormalizeOptions) -> tuple[int, int]:
-    """Height and width, in stored pixels, of what is kept of a source of this size."""
-    size, longer = options.image_size, max(height, width)
-    resized_height = resized_width = size
-    if options.resize_mode == "pad":
-        resized_height = max(1, (height * size + longer // 2) // longer)
-        resized_width = max(1, (width * size + longer // 2) // longer)
-    if options.upscale:
-        return resized_height, resized_width
-    return min(resized_height, height), min(resized_width, width)
-
-
-def _crop_square(pixels_HWC: np.ndarray) -> np.ndarray:
-    height, width = pixels_HWC.shape[:2]
-    side = min(height, width)
-    top, left = (height - side) // 2, (width - side) // 2
-    return pixels_HWC[top : top + side, left : left + side]
 
 
 def _resize(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:

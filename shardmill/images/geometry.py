@@ -1,0 +1,84 @@
+"""Which part of a source is kept and how large it is stored, as integer arithmetic on sizes; no pixels here.
+
+It also decides when a JPEG may be decoded at a reduced scale: libjpeg gives the mean of each block of 2 x 2, 4 x 4 or
+8 x 8 pixels then, rounding aside, so the result differs only where a stored pixel covers part of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardmill.options import NormalizeOptions
+
+REDUCTIONS = (8, 4, 2)
+# Fewer blocks to a stored pixel show: measured on photographs, docs/images.md has the figures.
+LEAST_BLOCKS_PER_STORED_PIXEL = 2.75
+# How far, in stored pixels, an edge may move because blocks do not begin where the kept part does.
+MOST_EDGE_SHIFT = 1 / 64
+# Sources below 8 pixels are noted as tiny; no reduced image must look like one.
+LEAST_REDUCED_SIDE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What is kept of one side, in pixels."""
+
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+def kept_spans(height: int, width: int, options: NormalizeOptions) -> tuple[Span, Span]:
+    """Rows and columns that are kept: the centre square in mode `crop`, everything otherwise."""
+    if options.resize_mode != "crop":
+        return Span(0, height), Span(0, width)
+    side = min(height, width)
+    return Span((height - side) // 2, side), Span((width - side) // 2, side)
+
+
+def resized_shape(height: int, width: int, options: NormalizeOptions) -> tuple[int, int]:
+    """Height and width, in stored pixels, of a kept part of this size."""
+    size, longer = options.image_size, max(height, width)
+    resized_height = resized_width = size
+    if options.resize_mode == "pad":
+        resized_height = max(1, (height * size + longer // 2) // longer)
+        resized_width = max(1, (width * size + longer // 2) // longer)
+    if options.upscale:
+        return resized_height, resized_width
+    return min(resized_height, height), min(resized_width, width)
+
+
+def choose_reduction(height: int, width: int, options: NormalizeOptions) -> int:
+    """8, 4 or 2 if decoding every block of so many pixels a side to one gives what the whole image would; else 1."""
+    return next((scale for scale in REDUCTIONS if _is_faithful(height, width, scale, options)), 1)
+
+
+def reduced_length(length: int, scale: int) -> int:
+    """The pixels that libjpeg makes of a side: a block that hangs over the edge counts."""
+    return -(-length // scale)
+
+
+def _is_faithful(height: int, width: int, scale: int, options: NormalizeOptions) -> bool:
+    reduced = reduced_length(height, scale), reduced_length(width, scale)
+    kept, kept_blocks = kept_spans(height, width, options), kept_spans(*reduced, options)
+    shape = resized_shape(kept[0].length, kept[1].length, options)
+    if min(reduced) < LEAST_REDUCED_SIDE:
+        return False
+    if shape != resized_shape(kept_blocks[0].length, kept_blocks[1].length, options):
+        return False
+    for length, pixels, blocks, stored in zip((height, width), kept, kept_blocks, shape, strict=True):
+        # An orientation may turn the side around; then the block that hangs over is the first one.
+        overhang = reduced_length(length, scale) * scale - length
+        shifts = [
+            abs(edge * scale - turned - exact)
+            for turned in (0, overhang)
+            for edge, exact in ((blocks.start, pixels.start), (blocks.end, pixels.end))
+        ]
+        if max(shifts) * stored > MOST_EDGE_SHIFT * pixels.length:
+            return False
+        if blocks.length < LEAST_BLOCKS_PER_STORED_PIXEL * stored:
+            return False
+    return True
