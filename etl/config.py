@@ -28,6 +28,8 @@ class SourceConfig(Section):
     """Which level of folders (below a split folder) names the class; 0: the first one, and no other could be meant."""
     follow_symlinks: bool = False
     """Read links to folders, and links that leave the source; without it they are rejected. Loops always are."""
+    image_field: str = ""
+    """Where the image is in a container's row, record or sample, if not under its usual name (docs/sources.md)."""
     uri_field: str = ""
     """A table's column of URIs; empty for `uri`, `url`, `path`, `file_name` or `filename`."""
     label_field: str = ""

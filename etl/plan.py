@@ -64,7 +64,7 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
     observer = observer or SilentObserver()
     listing = list_source(source, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer)
     class_names = listing.class_names
-    config_fingerprint = fingerprint_config(config, class_names, fingerprint)
+    config_fingerprint = fingerprint_config(config, class_names, fingerprint, tree.source.image_field)
     columns = parquet_schema(RowSchema(config.encoding, config.image_shape_HWC, class_names))
     store = open_store(tree.dataset.uri)
     build = Build(

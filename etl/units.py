@@ -112,14 +112,18 @@ def read_unit(listing: ListingPlace, unit: WorkUnit, seed: int) -> tuple[SourceI
     return tuple(sorted(images, key=lambda image: (mix64(seed, image.sample_id), key_bytes(image.key))))
 
 
-def fingerprint_config(config: EtlConfig, class_names: tuple[str, ...], normalization_fingerprint: str) -> str:
+def fingerprint_config(
+    config: EtlConfig, class_names: tuple[str, ...], normalization_fingerprint: str, image_field: str = ""
+) -> str:
     """A digest of what decides a unit's output beside its sources. Spark, paths and thresholds are not in it.
 
+    `image_field` (of the section `source`) is, because the listing does not say which of a row's images is read.
     The limits of decoding are, although no pixel depends on them: a higher limit asks again for the images that the
     lower one refused.
     """
     deciding = config.model_dump(mode="json", exclude=_NOT_DECIDING | set(NormalizeOptions.model_fields))
-    text = json.dumps([deciding, list(class_names), normalization_fingerprint], sort_keys=True)
+    parts = [deciding, list(class_names), normalization_fingerprint, *([image_field] if image_field else [])]
+    text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -80,6 +80,9 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
         "folders": Entry(
             "etl.sources.folders:FolderSource", "one folder per class, optionally inside train/, val/, test/"
         ),
+        "webdataset": Entry(
+            "etl.sources.webdataset:WebDatasetSource", "tar shards, or class folders in a tar; .gz too"
+        ),
         "table": Entry("etl.sources.table:TableSource", "CSV, JSON lines or Parquet with a URI in each row"),
     },
     takes_own=True,

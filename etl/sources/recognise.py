@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from pathlib import Path
+
 from etl.sources.table_rows import TABLE_SUFFIXES
+from etl.sources.webdataset import TAR_SUFFIXES
+
+_SUFFIXES = {"webdataset": TAR_SUFFIXES, "table": TABLE_SUFFIXES}
+# A folder of images often has a list of them beside it; these files hold the images themselves.
+_CONTAINERS = ("webdataset",)
+# Where data sets that are cloned keep their files.
+_USUAL_FOLDERS = ("data", "train", "default")
 
 
 def recognise(uri: str) -> str:
-    """The `source.kind` of a file or pattern, by its suffix; a folder is one of class folders."""
-    return "table" if uri.lower().endswith(TABLE_SUFFIXES) else "folders"
+    """The `source.kind` of a file or pattern, by its suffix; of a local folder, by the names in it; else `folders`."""
+    folder = Path(uri.removeprefix("file://")).expanduser()
+    if "://" in uri.removeprefix("file://") or not folder.is_dir():
+        return _kind_of(uri) or "folders"
+    for place in (folder, *(folder / name for name in _USUAL_FOLDERS)):
+        kinds = Counter(_kind_of(name) for name in sorted(_names_in(place)))
+        found = [kind for kind, _ in kinds.most_common() if kind in _CONTAINERS]
+        if found:
+            return found[0]
+    return "folders"
+
+
+def _kind_of(name: str) -> str | None:
+    return next((kind for kind, suffixes in _SUFFIXES.items() if name.lower().endswith(suffixes)), None)
+
+
+def _names_in(folder: Path) -> list[str]:
+    return os.listdir(folder) if os.access(folder, os.R_OK | os.X_OK) and folder.is_dir() else []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import io
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +34,24 @@ def as_table(folder: Path, files: Files) -> str:
     return str(folder / "table.csv")
 
 
-WRITERS: dict[str, Callable[[Path, Files], str]] = {"folders": as_folders, "table": as_table}
+def as_tars(folder: Path, files: Files) -> str:
+    """Two shards, one of them packed."""
+    (folder / "shards").mkdir()
+    for name, mode, some in (("0.tar", "w", files[::2]), ("1.tar.gz", "w:gz", files[1::2])):
+        with tarfile.open(folder / "shards" / name, mode) as tar:
+            for file, label in some:
+                add_member(tar, f"{file.stem}.cls", label.encode())
+                add_member(tar, f"{file.stem}.png", file.read_bytes())
+    return str(folder / "shards")
+
+
+def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
+WRITERS: dict[str, Callable[[Path, Files], str]] = {"folders": as_folders, "table": as_table, "webdataset": as_tars}
 EVERY_KIND = pytest.mark.parametrize("kind", SOURCES)
 
 

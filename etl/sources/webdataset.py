@@ -1,0 +1,165 @@
+"""Tar archives: WebDataset shards, or class folders in a plain tar.
+
+A listing reads headers and labels; an image is read later at its own place, so no archive is scanned twice.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, BinaryIO
+
+from etl.sources import ListingBatch, batches_of
+from etl.sources.containers import (
+    Containers,
+    OpenContainer,
+    image_file,
+    is_packed,
+    open_file,
+    rejected,
+    splits_of,
+    unpacked,
+)
+from etl.sources.names import is_utf8
+from etl.sources.tar import TarMember, tar_members
+from etl.sources.tar_samples import TarImage, TarLayout, TarReject, detect_layout, read_samples
+from shardmill.errors import IntegrityError
+from shardmill.storage import Store, StoredFile, as_storage_error
+from shardmill.values import Rejection, RejectReason, SourceImage
+
+if TYPE_CHECKING:
+    from etl.config import SourceConfig
+
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+# Images of a block are read by one task, one after the other: few jumps, and units stay small.
+_BLOCK_IMAGES = 64
+# A packed archive is unpacked from its start for each block, so its blocks are large.
+_PACKED_BLOCK_IMAGES = 4_096
+# Images hardly shrink when they are packed; an archive that grows more than this is a bomb.
+_MAX_EXPANSION, _ALWAYS_ALLOWED_BYTES = 100, 1 << 30
+_MAX_REST_BLOCKS = 64
+_PEEKED_MEMBERS = 1_000
+_DAMAGE = (IntegrityError, EOFError, gzip.BadGzipFile, zlib.error)
+
+
+class WebDatasetSource:
+    """Every image in the tar archives that `source.uri` names: a folder, one file, or a pattern."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        self._config = config
+        self._archives = Containers(config.uri, TAR_SUFFIXES)
+        self.uri = self._archives.uri
+
+    def open(self, max_source_bytes: int) -> TarReader:
+        """Reads members by their places."""
+        return TarReader(self._archives.store)
+
+    def list(self) -> Iterator[ListingBatch]:
+        """Raises UsageError if there is no archive or only some name a split. Damage ends an archive as a rejection."""
+        return batches_of(self._entries())
+
+    def _entries(self) -> Iterator[SourceImage | Rejection]:
+        found = self._archives.find()
+        archives = found.containers
+        yield from found.rejections
+        splits = splits_of(archive.path for archive in archives)
+        layout = self._layout(archives[0])
+        for archive in archives:
+            yield from _list_archive(self._archives.store, archive, layout, splits[archive.path])
+
+    def _layout(self, archive: StoredFile) -> TarLayout:
+        config = self._config
+        label_field = config.label_field or detect_layout(_first_members(self._archives.store, archive))
+        suffixes = tuple(each.strip() for each in config.image_field.lower().split(";") if each.strip())
+        return TarLayout(suffixes, label_field, config.label_level)
+
+
+class TarReader:
+    """Reads images at their places in archives; the latest archive stays open."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._archive = OpenContainer(store, unpacked)
+
+    def read(self, image: SourceImage) -> bytes | Rejection:
+        """The member's bytes, or a rejection if the archive changed or is damaged. Raises as `Store.read` does."""
+        archive = self._archive.of(image)
+        if isinstance(archive, Rejection):
+            return archive
+        try:
+            archive.seek(image.place)
+            data = archive.read(image.size_bytes)
+        except _DAMAGE as error:
+            return rejected(image, RejectReason.DAMAGED_CONTAINER, f"its archive does not unpack: {error}")
+        except OSError:
+            with as_storage_error(image.container):
+                raise
+        if len(data) < image.size_bytes:
+            return rejected(image, RejectReason.DAMAGED_CONTAINER, "its archive ends inside it")
+        return data
+
+    def is_there(self, path: str) -> bool:
+        """Whether this host sees the archive."""
+        return self._store.stat(path) is not None
+
+
+def _list_archive(
+    store: Store, archive: StoredFile, layout: TarLayout, split: str | None
+) -> Iterator[SourceImage | Rejection]:
+    """The archive's images; if it is damaged, those before the damage and one rejection for the rest."""
+    num_images = 0
+    with open_file(store, archive) as stream, as_storage_error(archive.path):
+        try:
+            file = unpacked(stream, archive)
+            for found in read_samples(_members(file, archive), file, layout):
+                yield _entry(found, archive, num_images, split)
+                num_images += isinstance(found, TarImage)
+            _check_rest(file)
+        except _DAMAGE as error:
+            detail = f"{error}; the {num_images} images before that are listed"
+            yield rejected(image_file(archive), RejectReason.DAMAGED_CONTAINER, detail, "list")
+
+
+def _entry(found: TarImage | TarReject, archive: StoredFile, number: int, split: str | None) -> SourceImage | Rejection:
+    member = found.member
+    image = SourceImage(
+        key=f"{archive.path}\0{member.name}",
+        size_bytes=member.size_bytes,
+        mtime_ns=archive.mtime_ns,
+        etag=archive.etag,
+        container=archive.path,
+        place=member.start,
+        block=number // (_PACKED_BLOCK_IMAGES if is_packed(archive.path) else _BLOCK_IMAGES),
+    )
+    if isinstance(found, TarReject):
+        return rejected(image, found.reason, found.detail, "list")
+    if not is_utf8(image.key):
+        return rejected(image, RejectReason.PATH_NOT_UTF8, "the name is not UTF-8", "list")
+    if found.problem:
+        return rejected(image, RejectReason.BAD_LABEL, found.problem, "list")
+    return replace(image, label=found.label, split=found.split or split)
+
+
+def _first_members(store: Store, archive: StoredFile) -> list[TarMember]:
+    """Some members, as many as are sound; the listing will tell what is not."""
+    members: list[TarMember] = []
+    with open_file(store, archive) as stream, as_storage_error(archive.path), suppress(*_DAMAGE):
+        members.extend(itertools.islice(_members(unpacked(stream, archive), archive), _PEEKED_MEMBERS))
+    return members
+
+
+def _members(file: BinaryIO, archive: StoredFile) -> Iterator[TarMember]:
+    packed_limit = _MAX_EXPANSION * archive.size_bytes + _ALWAYS_ALLOWED_BYTES
+    return tar_members(file, packed_limit if is_packed(archive.path) else archive.size_bytes)
+
+
+def _check_rest(file: BinaryIO) -> None:
+    """Read on behind the archive's end marker: only at the end of a packed file is its checksum compared."""
+    for _ in range(_MAX_REST_BLOCKS):
+        if not file.read(1 << 20):
+            return
+    raise IntegrityError(f"more than {_MAX_REST_BLOCKS} MB follow the end of the archive")
