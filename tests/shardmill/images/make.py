@@ -148,24 +148,26 @@ def tiff_of(pixels: np.ndarray, extra_tags: Mapping[int, Sequence[int]] | None =
     return tiff({**tags, **(extra_tags or {})}, strips, byte_order)
 
 
-def one_of_each_format() -> dict[str, bytes]:
-    """Small intact files, to be mutated."""
-    rgba = np.dstack([photo(), ramp_alpha()])
+def one_of_each_format(picture_HWC: np.ndarray | None = None) -> dict[str, bytes]:
+    """Small intact files of an RGB picture, to be mutated."""
+    rgb = photo() if picture_HWC is None else picture_HWC
+    gray = np.ascontiguousarray(rgb[:, :, 1])
+    rgba = np.dstack([rgb, ramp_alpha(*gray.shape)])
     return {
-        "jpeg": jpeg(photo(), 90),
-        "progressive": by_opencv(".jpg", photo(), [cv2.IMWRITE_JPEG_PROGRESSIVE, 1]),
-        "gray_jpeg": gray_jpeg(gray_photo()),
+        "jpeg": jpeg(rgb, 90),
+        "progressive": by_opencv(".jpg", rgb, [cv2.IMWRITE_JPEG_PROGRESSIVE, 1]),
+        "gray_jpeg": gray_jpeg(gray),
         "cmyk": simplejpeg.encode_jpeg(np.ascontiguousarray(rgba), 90, colorspace="CMYK"),
-        "png": png(photo()),
+        "png": png(rgb),
         "rgba_png": png(rgba),
-        "png_16": png(gray_photo().astype(np.uint16) * 257),
-        "gif": gif(gray_photo(), gray_photo()[::-1]),
-        "webp": webp(photo()),
+        "png_16": png(gray.astype(np.uint16) * 257),
+        "gif": gif(gray, gray[::-1]),
+        "webp": webp(rgb),
         "lossy_alpha_webp": webp(rgba, 80),
-        "bmp": bmp(photo()),
-        "tiff": tiff_of(photo()),
-        "tiff_lzw": by_opencv(".tiff", photo(), [cv2.IMWRITE_TIFF_COMPRESSION, 5]),
-        "tiff_deflate": by_opencv(".tiff", photo(), [cv2.IMWRITE_TIFF_COMPRESSION, 8]),
+        "bmp": bmp(rgb),
+        "tiff": tiff_of(rgb),
+        "tiff_lzw": by_opencv(".tiff", rgb, [cv2.IMWRITE_TIFF_COMPRESSION, 5]),
+        "tiff_deflate": by_opencv(".tiff", rgb, [cv2.IMWRITE_TIFF_COMPRESSION, 8]),
     }
 
 
