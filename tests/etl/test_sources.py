@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -45,13 +47,33 @@ def as_tars(folder: Path, files: Files) -> str:
     return str(folder / "shards")
 
 
+def as_parquet(folder: Path, files: Files) -> str:
+    """As Hugging Face's `save_to_disk` and `push_to_hub` write it: a struct, numbers for classes, small row groups."""
+    names = sorted({label for _, label in files})
+    feature = {"names": names, "_type": "ClassLabel"}
+    metadata = {"huggingface": json.dumps({"info": {"features": {"label": feature, "image": {"_type": "Image"}}}})}
+    rows = [
+        {"image": {"bytes": file.read_bytes(), "path": file.name}, "label": names.index(label)} for file, label in files
+    ]
+    (folder / "rows").mkdir()
+    table = pa.Table.from_pylist(rows).replace_schema_metadata(metadata)
+    for number, part in enumerate((table.slice(0, 90), table.slice(90))):
+        pq.write_table(part, folder / "rows" / f"{number:04d}.parquet", row_group_size=20)
+    return str(folder / "rows")
+
+
 def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size = len(data)
     tar.addfile(member, io.BytesIO(data))
 
 
-WRITERS: dict[str, Callable[[Path, Files], str]] = {"folders": as_folders, "table": as_table, "webdataset": as_tars}
+WRITERS: dict[str, Callable[[Path, Files], str]] = {
+    "folders": as_folders,
+    "table": as_table,
+    "webdataset": as_tars,
+    "parquet": as_parquet,
+}
 EVERY_KIND = pytest.mark.parametrize("kind", SOURCES)
 
 

@@ -1,0 +1,247 @@
+"""Parquet files that hold the images themselves, one in each row, as Hugging Face's image datasets do.
+
+A listing reads every column but the images; a task reads them row group by row group.
+"""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from etl.sources import LISTED_SCHEMA, ListingBatch
+from etl.sources.columns import as_labels, as_splits, as_texts, choose_column, class_names_of, listed_rows, or_else
+from etl.sources.containers import Containers, OpenContainer, image_file, open_file, rejected, splits_of
+from etl.sources.parquet_columns import column_batches, open_columns
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.printable import printable
+from shardmill.storage import Store, StoredFile, as_storage_error
+from shardmill.values import Rejection, RejectReason, SourceImage
+
+if TYPE_CHECKING:
+    from etl.config import SourceConfig
+
+PARQUET_SUFFIXES = (".parquet",)
+# What the rows that are decoded at once may become in memory; a page may repeat one long value in each of them.
+_MAX_BATCH_BYTES, _MAX_READ_ROWS = 256_000_000, 64
+
+
+class ParquetSource:
+    """Every row of the Parquet files that `source.uri` names: a folder, one file, or a pattern."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        self._config = config
+        self._files = Containers(config.uri, PARQUET_SUFFIXES)
+        self.uri = self._files.uri
+
+    def open(self, max_source_bytes: int) -> ParquetReader:
+        """Reads rows, each row group once if they come in order."""
+        return ParquetReader(self._files.store, self._config.image_field, max_source_bytes)
+
+    def list(self) -> Iterator[ListingBatch]:
+        """Raises UsageError if there is no file, or no column of images. A damaged file is a rejection."""
+        found = self._files.find()
+        yield ListingBatch(LISTED_SCHEMA.empty_table(), found.rejections)
+        splits = splits_of(file.path for file in found.containers)
+        for file in found.containers:
+            with open_file(self._files.store, file) as stream, as_storage_error(file.path):
+                try:
+                    yield from _list_file(stream, file, self._config, splits[file.path])
+                except (pa.ArrowException, IntegrityError, OSError) as error:
+                    yield ListingBatch(LISTED_SCHEMA.empty_table(), (_damaged(image_file(file), error, "list"),))
+
+
+class ParquetReader:
+    """Reads images by row; the latest file stays open, at its place."""
+
+    def __init__(self, store: Store, image_field: str, max_source_bytes: int) -> None:
+        self._store = store
+        self._max_source_bytes = max_source_bytes
+        self._rows = OpenContainer(store, lambda stream, file: _ImageRows(stream, file.path, image_field))
+
+    def read(self, image: SourceImage) -> bytes | Rejection:
+        """The row's bytes, or a rejection. Raises as `Store.read` does."""
+        try:
+            rows = self._rows.of(image)
+            if isinstance(rows, Rejection):
+                return rows
+            data = rows.read(image.place, image.block)
+        except FileNotFoundError:
+            raise
+        except (pa.ArrowException, IntegrityError, OSError) as error:
+            with as_storage_error(image.container):
+                return _damaged(image, error, "read")
+        if data is None:
+            return rejected(image, RejectReason.BAD_ROW, "the row holds no image")
+        if len(data) > self._max_source_bytes:
+            return rejected(
+                image, RejectReason.TOO_LARGE_BYTES, f"{len(data)} bytes; the limit is etl.max_source_bytes"
+            )
+        return data
+
+    def is_there(self, path: str) -> bool:
+        """Whether this host sees the file."""
+        return self._store.stat(path) is not None
+
+
+def _damaged(image: SourceImage, error: Exception, stage: str) -> Rejection:
+    """The rejection that pyarrow's error means. Raises the error itself if the file system's, not the file's fault."""
+    # pyarrow reports damage as OSError too, but without a number.
+    if isinstance(error, OSError) and error.errno is not None:
+        raise error
+    detail = f"does not parse as Parquet: {str(error).splitlines()[0]}"
+    return rejected(image, RejectReason.DAMAGED_CONTAINER, detail, stage)
+
+
+def _list_file(stream: BinaryIO, file: StoredFile, config: SourceConfig, split: str | None) -> Iterator[ListingBatch]:
+    parquet = open_columns(stream)
+    schema = parquet.schema_arrow
+    if parquet.metadata.num_rows > file.size_bytes:
+        raise IntegrityError(f"it claims {parquet.metadata.num_rows} rows in {file.size_bytes} bytes")
+    image_column(schema, config.image_field, file.path)
+    names = [name for name in schema.names if not pa.types.is_nested(schema.field(name).type)]
+    chosen = _Columns(
+        choose_column(names, config.label_field, ("label", "labels", "class"), "label_field"),
+        choose_column(names, config.split_field, ("split",), "split_field"),
+        choose_column(names, config.key_field, ("key",), "key_field"),
+    )
+    first_row = 0
+    for group in range(parquet.metadata.num_row_groups):
+        for rows in column_batches(parquet, group, chosen.names):
+            places = pa.array(np.arange(first_row, first_row + rows.num_rows, dtype=np.int64))
+            yield _listed(rows, chosen, file, _Place(places, group, split))
+            first_row += rows.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The file's own names; None for what it lacks."""
+
+    label: str | None
+    split: str | None
+    key: str | None
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for name in (self.label, self.split, self.key) if name is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a batch of rows is, and the split that its file names."""
+
+    rows: pa.Array
+    group: int
+    split: str | None
+
+
+def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place) -> ListingBatch:
+    num_rows = rows.num_rows
+    names = place.rows.cast(pa.string())
+    problems, splits = pa.nulls(num_rows, pa.string()), pa.repeat(pa.scalar(place.split, pa.string()), num_rows)
+    columns: dict[str, pa.Array] = {}
+    if chosen.key is not None:
+        names = as_texts(rows.column(chosen.key)).combine_chunks()
+        problems = or_else(problems, names.is_null(), "no key")
+    if chosen.split is not None:
+        texts = as_labels(rows.column(chosen.split), class_names_of(rows.schema, chosen.split), file.path)
+        splits, is_unknown = as_splits(texts.combine_chunks())
+        problems = or_else(problems, is_unknown, "no split's name")
+    if chosen.label is not None:
+        labels = as_labels(rows.column(chosen.label), class_names_of(rows.schema, chosen.label), file.path)
+        columns["label"] = labels.combine_chunks()
+        problems = or_else(problems, columns["label"].is_null(), "no label")
+    columns |= {
+        "key": pc.binary_join_element_wise(file.path, names, "\0"),
+        "mtime_ns": pa.repeat(file.mtime_ns, num_rows),
+        "etag": pa.repeat(file.etag, num_rows),
+        "split": splits,
+        "container": pa.repeat(file.path, num_rows),
+        "place": place.rows,
+        "block": pa.repeat(place.group, num_rows),
+    }
+    return listed_rows(columns, problems, file.path)
+
+
+def image_column(schema: pa.Schema, configured: str, where: str) -> str:
+    """The leaf that holds the images' bytes. Raises UsageError if there is none, or several could be meant."""
+    leaves = {name: leaf for name in schema.names if (leaf := _bytes_leaf(schema.field(name))) is not None}
+    found = choose_column(list(leaves), configured, ("image", "img"), "image_field")
+    if found is None and len(leaves) == 1:
+        [found] = leaves
+    if found is None:
+        raise UsageError(
+            f"{printable(where)} has the columns {', '.join(map(printable, schema.names[:20]))}",
+            "expected one with an image's bytes: binary, or a struct with a field `bytes`",
+            "name it with source.image_field; for a table of file names use source.kind=table",
+        )
+    return leaves[found]
+
+
+def holds_images(file: Path) -> bool:
+    """Whether a local file has a column of bytes, which may be images; a table of names has none."""
+    try:
+        schema = pq.read_schema(file)
+    except (pa.ArrowException, OSError):
+        return False
+    return any(_bytes_leaf(field) is not None for field in schema)
+
+
+def _bytes_leaf(field: pa.Field) -> str | None:
+    kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return field.name
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        return f"{field.name}.bytes" if pa.types.is_binary(kind.field("bytes").type) else None
+    return None
+
+
+class _ImageRows:
+    """The images of one file, decoded a few rows at a time in the order of the file."""
+
+    def __init__(self, stream: BinaryIO, path: str, image_field: str) -> None:
+        # Buffered, so that a column chunk is streamed instead of loaded whole.
+        self._parquet = pq.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
+        self._column = image_column(self._parquet.schema_arrow, image_field, path)
+        metadata = self._parquet.metadata
+        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        self._first_rows = np.concatenate([[0], np.cumsum(rows)]).tolist()
+        self._group, self._start = -1, 0
+        self._batch: pa.Array = pa.array([], pa.binary())
+        self._batches: Iterator[pa.RecordBatch] = iter(())
+
+    def read(self, row: int, group: int) -> bytes | None:
+        """One row's bytes, or None. Rows of a group in ascending order are decoded once."""
+        if group != self._group or row < self._start:
+            self._begin(group)
+        while row >= self._start + len(self._batch):
+            self._start += len(self._batch)
+            batch = next(self._batches, None)
+            if batch is None:
+                raise IntegrityError(f"row group {group} ends before row {row}")
+            column = batch.column(0)
+            self._batch = column.field("bytes") if pa.types.is_struct(column.type) else column
+        return self._batch[row - self._start].as_py()
+
+    def _begin(self, group: int) -> None:
+        self._group, self._start, self._batch = group, self._first_rows[group], self._batch[:0]
+        self._batches = self._parquet.iter_batches(
+            self._rows_at_once(group), row_groups=[group], columns=[self._column], use_threads=False
+        )
+
+    def _rows_at_once(self, group: int) -> int:
+        metadata = self._parquet.metadata.row_group(group)
+        columns = (metadata.column(number) for number in range(metadata.num_columns))
+        chunk = next(column for column in columns if column.path_in_schema == self._column)
+        # In a dictionary one value may stand for every row; without one, the values add up to the chunk.
+        largest = chunk.total_uncompressed_size / (1 if chunk.has_dictionary_page else max(1, metadata.num_rows))
+        return int(min(_MAX_READ_ROWS, max(1, _MAX_BATCH_BYTES // max(1, largest))))
