@@ -121,7 +121,7 @@ def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
 
 def check_classes(plan: BuildPlan) -> None:
     """Raises UsageError if the listing has too few classes to train on."""
-    class_names = plan.task.class_names
+    class_names = plan.listing.class_names
     if len(class_names) < 2:
         raise UsageError(
             f"the source has {len(class_names)} classes ({_named(class_names) or _NO_CLASSES})",

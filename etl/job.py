@@ -16,17 +16,19 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from etl.carry import carry, changes_nothing, refused_before
+from etl.changes import Changes
 from etl.checks import check_classes, check_limits, inferred_facts, inferred_warnings, version_warnings
 from etl.config import EtlTree
 from etl.engines import ENGINES, EngineSettings
 from etl.pending import clear_pending, kept_and_missing
-from etl.plan import BuildPlan, plan_build
+from etl.plan import BuildPlan, plan_build, plan_changes
 from shardmill.dataset.commit import all_rejections, commit_version, has_all_files
 from shardmill.dataset.leases import writing
 from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.manifest import Manifest, ledger_digest
 from shardmill.dataset.unit_result import UnitResult
-from shardmill.dataset.versions import pin_of, read_manifest, read_manifest_bytes, record_if_missing
+from shardmill.dataset.versions import pin_of, read_manifest_bytes, record_if_missing
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import WARNING, Observer, SilentObserver
@@ -97,14 +99,18 @@ def build_dataset(
         observer.event("etl.unchanged", {"version": parent.version})
         return _outcome(plan, parent, time.monotonic() - started)
 
-    # The lease keeps `gc` away from what no manifest names yet.
+    # The lease keeps `gc` away from what no manifest names yet, and from the parent's shards.
     with writing(plan.store, f"etl, run {run_id},") as lease:
+        # Leave out what the latest version holds already.
+        changed = plan_changes(plan, observer)
+        plan, changes = changed or (plan, None)
+
         # Keep what an interrupted run has finished, and run the rest.
         kept, new = run_units(plan, tree, observer)
 
         # Commit: the limits, the accounting, then one manifest.
         lease.check()
-        manifest = commit_results(plan, [*kept, *new])
+        manifest = commit_results(plan, [*kept, *new], changes)
     _warn(observer, version_warnings(plan.store, manifest))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
     return _outcome(plan, manifest, time.monotonic() - started, kept)
@@ -145,12 +151,20 @@ def run_units(plan: BuildPlan, tree: EtlTree, observer: Observer) -> tuple[list[
     return kept, new
 
 
-def commit_results(plan: BuildPlan, results: Sequence[UnitResult]) -> Manifest:
-    """Commit what all units produced, then clear their pending records.
+def commit_results(plan: BuildPlan, results: Sequence[UnitResult], changes: Changes | None = None) -> Manifest:
+    """Commit what all units produced, and what `changes` left of the parent; then clear the units' pending records.
 
     If no new version came of it, the records stay: the same listing (of touched files, say) is not processed again.
     """
-    check_limits(plan, all_rejections(plan.build, results))
+    if changes is not None:
+        results = [refused_before(changes), *results]
+    rejections = all_rejections(plan.build, results)
+    check_limits(plan, rejections)
+    if changes is not None and plan.parent is not None:
+        same_ledger = ledger_digest(rejections) == plan.parent.ledger_digest
+        if same_ledger and changes_nothing(plan.store, changes, results):
+            return plan.parent
+        results = [*carry(plan.store, changes, plan.task.config, plan.row_schema), *results]
     manifest = commit_version(plan.store, plan.build, results, plan.parent_version)
     if manifest.version > plan.parent_version:
         clear_pending(plan.store, plan.units, manifest.version)
@@ -164,14 +178,14 @@ def _warn(observer: Observer, messages: Iterable[str]) -> None:
 
 def _check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
     """Raise UsageError if the dataset holds the images of another source: one dataset follows one source."""
-    if replace_source or not plan.parent_version:
+    if replace_source or plan.parent is None:
         return
-    before, now = read_manifest(plan.store, plan.parent_version).source, plan.build.source
+    before, now = plan.parent.source, plan.build.source
     # If the very same files are listed, the source has moved, or is named in another way.
     moved = before.listing_fingerprint == now.listing_fingerprint
     if (before.kind, before.uri) != (now.kind, now.uri) and not moved:
         raise UsageError(
-            f"dataset {plan.store.uri}@{plan.parent_version} was made from {before.uri}, not from {now.uri}",
+            f"dataset {plan.store.uri}@{plan.parent.version} was made from {before.uri}, not from {now.uri}",
             "expected the same source: the new version would replace the old images, and its models would be compared",
             "give each source its own dataset.uri (or --workdir), or give --replace-source",
         )
@@ -179,9 +193,9 @@ def _check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
 
 def _up_to_date_parent(plan: BuildPlan) -> Manifest | None:
     """The latest version, if building again would give the same: equal inputs and config, no file of it lost."""
-    if not plan.parent_version:
+    parent, build = plan.parent, plan.build
+    if parent is None:
         return None
-    parent, build = read_manifest(plan.store, plan.parent_version), plan.build
     same = (parent.config_fingerprint, parent.source.listing_fingerprint, parent.source.kind) == (
         build.config_fingerprint, build.source.listing_fingerprint, build.source.kind
     )  # fmt: skip

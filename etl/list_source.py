@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from etl.listing import NUM_BUCKETS, Listing, limbs, sum_limbs
 from etl.segments import fact_limbs, key_digests, segment_table, write_segment
-from etl.sources import ListingBatch, Source
+from etl.sources import ListingBatch, Lists
 from etl.unique_ids import Correction, RepeatedValues, make_unique
 from shardmill.errors import UsageError
 from shardmill.ids import add_digests, format_digest, key_bytes, key_hash, sample_id_of
@@ -37,8 +37,10 @@ _NUM_PROBES = 8
 _MAX_LABEL_BYTES = 255
 
 
-def list_source(source: Source, *, seed: int, max_source_bytes: int, observer: Observer) -> Listing:
-    """Stream the whole listing into segments. Raises UsageError if it has no image."""
+def list_source(
+    source: Lists, *, seed: int, max_source_bytes: int, observer: Observer, may_be_empty: bool = False
+) -> Listing:
+    """Stream the whole listing into segments. Raises UsageError if it has no image, unless it may be empty."""
     folder = Path(tempfile.mkdtemp(prefix="shardmill-listing-"))
     try:
         with as_storage_error(folder):
@@ -47,7 +49,7 @@ def list_source(source: Source, *, seed: int, max_source_bytes: int, observer: O
                 listing.add(_judged(batch, max_source_bytes))
                 observer.event("list.progress", {"num_listed": listing.num_listed})
             found = listing.finish()
-        if not found.num_images:
+        if not found.num_images and not may_be_empty:
             raise UsageError(
                 f"no images below {source.uri} ({len(found.rejections)} other files)",
                 "expected image files, best in one folder per class",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from etl.changes import Changes, Compared
 from etl.config import EtlTree
 from etl.list_source import list_source
 from etl.listing import Listing
 from etl.sources import SOURCES
 from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.dataset.commit import Build
-from shardmill.dataset.manifest import SourceRef
-from shardmill.dataset.versions import latest_version, split_version
+from shardmill.dataset.index import in_all_formats, read_shards, rows_file, shard_file, stored_sizes
+from shardmill.dataset.ledger import read_rejections
+from shardmill.dataset.manifest import Manifest, SourceRef
+from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import UsageError
 from shardmill.formats.parquet import parquet_schema
 from shardmill.formats.rows import RowSchema
@@ -31,15 +34,29 @@ class BuildPlan:
 
     build: Build
     listing: Listing
+    """Of the whole source."""
+    work: Listing
+    """Of what the units read: all of it, or what has changed since the parent."""
     units: tuple[WorkUnit, ...]
     task: UnitTask
     store: Store
-    parent_version: int
+    parent: Manifest | None
+    """The latest version, if there is one."""
+
+    @property
+    def parent_version(self) -> int:
+        """0 if there is none."""
+        return self.parent.version if self.parent is not None else 0
+
+    @property
+    def row_schema(self) -> RowSchema:
+        """What is equal for all rows of the version."""
+        return RowSchema(self.task.config.encoding, self.task.config.image_shape_HWC, self.task.class_names)
 
     @property
     def num_images(self) -> int:
         """Sources that units will read; what the listing refused is not among them."""
-        return self.listing.num_images
+        return self.work.num_images
 
     @property
     def digest(self) -> str:
@@ -63,10 +80,12 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
     source = SOURCES[tree.source.kind](tree.source)
     observer = observer or SilentObserver()
     listing = list_source(source, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer)
-    class_names = listing.class_names
+    store = open_store(tree.dataset.uri)
+    latest = latest_version(store)
+    parent = read_manifest(store, latest) if latest else None
+    class_names = _grown_label_map(parent, (tree.source.kind, source.uri), listing)
     config_fingerprint = fingerprint_config(config, class_names, fingerprint, tree.source.image_field)
     columns = parquet_schema(RowSchema(config.encoding, config.image_shape_HWC, class_names))
-    store = open_store(tree.dataset.uri)
     build = Build(
         run_id=run_id,
         source=SourceRef(
@@ -97,7 +116,65 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
         probes=listing.probes,
     )
     units = tuple(plan_units(listing, config, config_fingerprint))
-    return BuildPlan(build, listing, units, task, store, latest_version(store))
+    return BuildPlan(build, listing, listing, units, task, store, parent)
+
+
+def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Changes] | None:
+    """The plan of only what has changed since the parent; None if all must be done.
+
+    It must be if the parent is of another source or config, or nothing is left of it. Rows of lost shards count as
+    changed.
+    """
+    parent, build = plan.parent, plan.build
+    if parent is None or not _extends(plan, parent):
+        return None
+    sizes = stored_sizes(plan.store)
+    groups = [
+        group
+        for group in in_all_formats(read_shards(plan.store, parent))
+        if all(
+            sizes.get(file.path) == file.size_bytes for each in group for file in (shard_file(each), rows_file(each))
+        )
+    ]
+    refused = read_rejections(plan.store, parent)
+    compared = Compared(plan.store, groups, parent.class_names, refused, plan.listing)
+    config = plan.task.config
+    work = list_source(
+        compared, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=SilentObserver(),
+        may_be_empty=True,
+    )  # fmt: skip
+    changes = compared.changes()
+    if not changes.num_unchanged:
+        return None
+    observer.event(
+        "etl.changes",
+        {"unchanged": changes.num_unchanged, "to_process": work.num_images, "removed": changes.num_removed},
+    )
+    task = replace(
+        plan.task, listing=ListingPlace(str(work.folder), work.segments), probes=work.probes or plan.task.probes
+    )
+    units = tuple(plan_units(work, config, build.config_fingerprint)) if work.num_images else ()
+    return replace(plan, build=replace(build, operation="incremental"), work=work, units=units, task=task), changes
+
+
+def _extends(plan: BuildPlan, parent: Manifest) -> bool:
+    """Whether rows of the parent may stand in the new version: same source, and config but for the label map."""
+    build = plan.build
+    same_source = (parent.source.kind, parent.source.uri) == (build.source.kind, build.source.uri)
+    with_its_names = fingerprint_config(
+        plan.task.config, parent.class_names, build.normalization_fingerprint, plan.task.source.image_field
+    )
+    made_alike = (parent.formats, parent.normalization_fingerprint) == (build.formats, build.normalization_fingerprint)
+    return same_source and made_alike and parent.config_fingerprint == with_its_names
+
+
+def _grown_label_map(parent: Manifest | None, source: tuple[str, str], listing: Listing) -> tuple[str, ...]:
+    """The parent's classes with their numbers, then new ones by name: a class never changes its number."""
+    found = listing.class_names
+    same_source = parent is not None and (parent.source.kind, parent.source.uri) == source
+    if parent is None or not found or not same_source:
+        return found
+    return (*parent.class_names, *(name for name in found if name not in parent.class_names))
 
 
 def _check_places(source_uri: str, dataset_uri: str) -> None:

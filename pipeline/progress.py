@@ -18,6 +18,8 @@ PLAIN_LINE_SECONDS = 5.0
 SENTENCES = {
     "etl.listed": "etl: inputs listed: {listed:,}; named like images: {images:,}; work units: {units:,}",
     "etl.inferred": "etl: {num_classes} classes ({classes}); splits {splits}; stored as {image}; dataset {dataset}",
+    "etl.changes": "etl: rows of the latest version that stay: {unchanged:,}; that go: {removed:,}; inputs to process: "
+    "{to_process:,}",
     "etl.units_kept": "etl: work units kept of an interrupted run: {kept:,}; left to do: {missing:,}",
     "train.resumed": "train: continues at epoch {epoch}, step {step}",
     "train.checkpoint_discarded": "train: skips the checkpoint {path}: {reason}",

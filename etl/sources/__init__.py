@@ -59,8 +59,8 @@ class SourceReader(Protocol):
         ...
 
 
-class Source(Protocol):
-    """A pile of images, made of its config: `SOURCES[config.kind](config)`."""
+class Lists(Protocol):
+    """Something that lists images."""
 
     uri: str
     """Absolute: tasks have a working directory of their own."""
@@ -68,6 +68,10 @@ class Source(Protocol):
     def list(self) -> Iterator[ListingBatch]:
         """Every input exactly once, in any order, in bounded memory. Raises UsageError if there is no such source."""
         ...
+
+
+class Source(Lists, Protocol):
+    """A pile of images, made of its config: `SOURCES[config.kind](config)`."""
 
     def open(self, max_source_bytes: int) -> SourceReader:
         """A reader for the process that calls this. It need not hold more bytes of an image of unknown size."""

@@ -20,6 +20,7 @@ from shardmill.dataset.manifest import (
     ChannelSums,
     Counts,
     Manifest,
+    Operation,
     SourceRef,
     SplitInfo,
     content_digest,
@@ -59,6 +60,7 @@ class Build:
     decoder_id: str
     config: dict[str, Any]
     config_fingerprint: str
+    operation: Operation = "full"
 
 
 def check_accounting(build: Build, results: Sequence[UnitResult]) -> None:
@@ -157,6 +159,7 @@ def _draft(
         version=parent_version + 1,
         commit_id=uuid.uuid4().hex,
         run_id=build.run_id,
+        operation=build.operation,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         parent_version=parent_version or None,
         content_digest=content,

@@ -5,6 +5,7 @@ A shard's facts repeat on each of its chunks; Parquet's dictionaries store them 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -219,6 +220,17 @@ def _check_places(shard: ShardInfo) -> None:
         raise IntegrityError(f"{shard.path} has {rows} rows in chunks", f"expected {shard.num_rows}, its own count")
 
 
+def in_all_formats(shards: Iterable[ShardInfo]) -> list[tuple[ShardInfo, ...]]:
+    """The shards that hold the same rows, one of each format, in layout order."""
+    num_seen: Counter[tuple[str, str]] = Counter()
+    groups: dict[tuple[str, int], list[ShardInfo]] = {}
+    for shard in shards:
+        place = num_seen[shard.split, shard.format]
+        num_seen[shard.split, shard.format] += 1
+        groups.setdefault((shard.split, place), []).append(shard)
+    return [tuple(group) for group in groups.values()]
+
+
 def read_shards(store: Store, manifest: Manifest) -> tuple[ShardInfo, ...]:
     """Every shard of a version in layout order, all formats, from the verified index segments.
 
@@ -234,12 +246,17 @@ def read_shards(store: Store, manifest: Manifest) -> tuple[ShardInfo, ...]:
     return shards
 
 
-def check_files(store: Store, shards: Sequence[ShardInfo]) -> int:
-    """The bytes of all shards and their row segments. Raises IntegrityError for one that is missing or cut.
+def stored_sizes(store: Store) -> dict[str, int]:
+    """The size of every file that may be a shard or its row segment, by path.
 
     Two listings, however many shards there are: a request for each file would take minutes on an object store.
     """
-    found = {file.path: file.size_bytes for folder in (SHARDS, ROWS) for file in store.list(folder)}
+    return {file.path: file.size_bytes for folder in (SHARDS, ROWS) for file in store.list(folder)}
+
+
+def check_files(store: Store, shards: Sequence[ShardInfo]) -> int:
+    """The bytes of all shards and their row segments. Raises IntegrityError for one that is missing or cut."""
+    found = stored_sizes(store)
     expected = [file for shard in shards for file in (shard_file(shard), rows_file(shard))]
     for file in expected:
         where = join_uri(store.uri, file.path)

@@ -22,8 +22,9 @@ from shardmill.values import Rejection, ShardInfo
 SCHEMA_VERSION = 1
 MANIFESTS = "manifests"
 
-Operation = Literal["full", "compact", "expire", "rollback"]
-"""What made a version: a `full` build of its source; the others hold the rows of an older version."""
+Operation = Literal["full", "incremental", "compact", "expire", "rollback"]
+"""What made a version: a `full` build of its source, an `incremental` one of what had changed, or a rearrangement of
+an older version's rows."""
 
 
 class SplitInfo(Section):
@@ -241,7 +242,8 @@ def content_digest(
     return canonical_digest(
         {
             "columns": columns,
-            "class_names": list(class_names),
+            # Sorted: a label map that has grown lists its names in the order in which they came.
+            "class_names": sorted(class_names),
             "normalization": normalization_fingerprint,
             "splits": {name: [split.num_rows, split.row_digest_sum] for name, split in splits.items()},
         }

@@ -1,0 +1,150 @@
+"""A version of what has changed holds what a full build would, and nothing that was the same is decoded again."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import uuid
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.job import BuildOutcome, build_dataset
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset
+from shardmill.jobs.config import DatasetConfig
+from tests.etl.building import Recorder
+from tests.support import write_images
+
+_SEED = random.SystemRandom().randrange(2**32)
+_ETL = EtlConfig(
+    engine="tests.extending_entries:new_engine", image_size=16, encoding="png", unit_min_images=16, chunk_bytes=4_000,
+    formats=("parquet", "tfrecord"), max_reject_fraction=0.5,
+)  # fmt: skip
+
+
+def tree_for(folder: Path, dataset: str = "dataset", **etl: object) -> EtlTree:
+    return EtlTree(
+        source=SourceConfig(uri=str(folder / "images")),
+        dataset=DatasetConfig(uri=str(folder / dataset)),
+        etl=_ETL.model_copy(update=etl),
+    )
+
+
+def build(folder: Path, dataset: str = "dataset", recorder: Recorder | None = None, **etl: object) -> BuildOutcome:
+    return build_dataset(tree_for(folder, dataset, **etl), run_id=uuid.uuid4().hex, observer=recorder)
+
+
+def opened(folder: Path, dataset: str = "dataset") -> Dataset:
+    return open_dataset(str(folder / dataset))
+
+
+def paint(file: Path, rng: random.Random) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(rng.randrange(2**32)).integers(0, 255, (16, 16, 3), np.uint8)
+    assert cv2.imwrite(str(file), pixels)
+
+
+def test_any_series_of_changes_ends_with_the_content_of_a_full_build(tmp_path: Path):
+    print(f"seed {_SEED}")
+    rng = random.Random(_SEED)
+    write_images(tmp_path / "images", num_images=90)
+    build(tmp_path)
+    for step in range(5):
+        files = sorted((tmp_path / "images").rglob("*.png"))
+        for file in rng.sample(files, rng.randrange(4)):
+            file.unlink()
+        for file in rng.sample(files, rng.randrange(4)):
+            paint(file, rng)
+        for number in range(rng.randrange(5)):
+            paint(tmp_path / "images" / f"class_{rng.randrange(4)}" / f"new_{step}_{number}.png", rng)
+        if rng.random() < 0.5:
+            shutil.copy(rng.choice(files[:3] + files[-3:]) if files[0].exists() else __file__,
+                        tmp_path / "images" / "class_0" / f"copy_{step}.png")  # fmt: skip
+        outcome = build(tmp_path)
+        whole = build(tmp_path, f"whole_{step}")
+        assert outcome.manifest.content_digest == whole.manifest.content_digest
+        assert outcome.manifest.counts == whole.manifest.counts
+        assert outcome.manifest.ledger_digest == whole.manifest.ledger_digest
+        assert outcome.manifest.channel_sums == whole.manifest.channel_sums
+        verify_dataset(opened(tmp_path), deep=True).raise_if_failed()
+        assert build(tmp_path).skipped
+
+
+def test_added_images_alone_are_read_and_the_old_shards_stay(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=90)
+    first = build(tmp_path)
+    before = {shard.path for shard in opened(tmp_path).shards}
+    rng = random.Random(1)
+    for number in range(3):
+        paint(tmp_path / "images" / "class_1" / f"new_{number}.png", rng)
+    recorder = Recorder()
+    outcome = build(tmp_path, recorder=recorder)
+    assert recorder.events["etl.changes"] == {"unchanged": 90, "to_process": 3, "removed": 0}
+    assert (outcome.num_images_read, outcome.manifest.operation) == (3, "incremental")
+    assert outcome.manifest.parent_version == first.manifest.version == 1
+    assert before < {shard.path for shard in opened(tmp_path).shards}
+
+
+def test_a_new_class_takes_the_next_number_and_a_class_that_is_gone_keeps_its_own(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    build(tmp_path)
+    paint(tmp_path / "images" / "aardvark" / "1.png", random.Random(1))
+    grown = build(tmp_path).manifest
+    assert grown.class_names == ("class_0", "class_1", "class_2", "aardvark")
+    shutil.rmtree(tmp_path / "images" / "class_1")
+    shrunk = build(tmp_path).manifest
+    assert shrunk.class_names == grown.class_names
+    assert sum(info.class_counts[1] for info in shrunk.splits.values()) == 0
+    verify_dataset(opened(tmp_path), deep=True).raise_if_failed()
+
+
+def test_what_was_refused_is_not_read_again_unless_it_changes(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    broken = tmp_path / "images" / "class_0" / "broken.png"
+    broken.write_bytes(b"<html>not found</html>")
+    build(tmp_path)
+    paint(tmp_path / "images" / "class_0" / "new.png", random.Random(1))
+    assert build(tmp_path).num_images_read == 1
+    assert opened(tmp_path).manifest.counts.by_reason == {"not_an_image": 1}
+    paint(broken, random.Random(2))
+    outcome = build(tmp_path)
+    assert (outcome.num_images_read, outcome.manifest.counts.by_reason) == (1, {})
+
+
+def test_a_touched_file_makes_no_version_and_is_processed_once(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    build(tmp_path)
+    os.utime(tmp_path / "images" / "class_0" / "00000.png", ns=(1, 1))
+    touched = build(tmp_path)
+    assert (touched.manifest.version, touched.published, touched.num_images_read) == (1, False, 1)
+    num_files = sum(1 for _ in (tmp_path / "dataset").rglob("*"))
+    again = build(tmp_path)
+    assert (again.manifest.version, again.num_images_read, again.num_units_kept) == (1, 0, 1)
+    assert sum(1 for _ in (tmp_path / "dataset").rglob("*")) == num_files
+
+
+def test_rows_of_a_lost_shard_are_made_again_and_no_others(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=90)
+    build(tmp_path)
+    before = opened(tmp_path)
+    lost = before.shards[0]
+    (tmp_path / "dataset" / lost.path).unlink()
+    outcome = build(tmp_path)
+    assert (outcome.num_images_read, outcome.manifest.version) == (lost.num_rows, 2)
+    assert outcome.manifest.content_digest == before.manifest.content_digest
+    verify_dataset(opened(tmp_path), deep=True).raise_if_failed()
+
+
+@pytest.mark.parametrize("change", [{"image_size": 8}, {"seed": 3}, {"formats": ("parquet",)}])
+def test_another_config_builds_all_of_it(change: dict[str, object], tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    build(tmp_path)
+    paint(tmp_path / "images" / "class_0" / "new.png", random.Random(1))
+    outcome = build(tmp_path, **change)
+    assert (outcome.num_images_read, outcome.manifest.operation) == (61, "full")
