@@ -59,12 +59,16 @@ def test_bmp_with_alpha(is_top_down: bool) -> None:
     assert refusal(swapped)[0] is RejectReason.UNSUPPORTED_MODE
 
 
-def test_run_length_bmp() -> None:
+def run_length_bmp() -> bytes:
     palette = bytes([0, 0, 0, 0, 30, 20, 10, 0, 60, 50, 40, 0])
     head = struct.pack("<IiiHHIIiiII", 40, 4, 2, 1, 8, 1, 0, 0, 0, 3, 0)
     rows = b"\4\1\0\0" + b"\0\4\1\2\1\2\0\0" + b"\0\1"  # a run of four, then four in the raw
     start = 14 + len(head) + len(palette)
-    data = b"BM" + struct.pack("<IHHI", start + len(rows), 0, 0, start) + head + palette + rows
+    return b"BM" + struct.pack("<IHHI", start + len(rows), 0, 0, start) + head + palette + rows
+
+
+def test_run_length_bmp() -> None:
+    data = run_length_bmp()
     one, two = [10, 20, 30], [40, 50, 60]
     assert decode(data).pixels_HWC.tolist() == [[one, two, one, two], [one] * 4]
     assert refusal(data[:-8])[0] is RejectReason.CORRUPT_SCAN
