@@ -8,6 +8,7 @@ RUN := source .venv/shardmill.env && PATH="$(CURDIR)/.venv/bin:$$PATH"
 demo:
 	@scripts/setup.sh demo
 	@$(RUN) python -m pipeline.demo
+	@$(RUN) shardmill run examples/demo.toml --workdir demo-work
 
 setup:
 	@scripts/setup.sh all

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipeline.config import PipelineTree
 from shardmill.registry import Entry, OneOf, Registry
 from shardmill.stores import STORES, scheme_of
+
+if TYPE_CHECKING:
+    from pipeline.tree import PipelineTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,9 @@ def registry_keys(section: type[BaseModel]) -> Iterator[tuple[str, OneOf]]:
             yield key, one_of
 
 
-def registries() -> list[Registry[Any]]:
+def registries(tree: type[BaseModel]) -> list[Registry[Any]]:
     """Every registry that a config chooses from, in the order of the config file."""
-    of_keys = (one_of.registry for _, one_of in registry_keys(PipelineTree))
+    of_keys = (one_of.registry for _, one_of in registry_keys(tree))
     return list({id(registry): registry for registry in (*of_keys, STORES)}.values())
 
 

@@ -95,7 +95,7 @@ def verify(
 ) -> None:
     """Check every rule of a dataset version, and print a table."""
     from pipeline.stage_commands import verify_stage
-    from shardmill.jobs.run_job import report_error
+    from shardmill.jobs.ending import report_error
 
     common: Common = context.obj
     report = verify_stage(dataset, common, deep=deep)
@@ -227,8 +227,8 @@ def init(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Where to write it; must not exist.")] = "shardmill.toml",
 ) -> None:
     """Write a commented config file to start from."""
-    from pipeline.config import PipelineTree
     from pipeline.config_file import commented_toml
+    from pipeline.tree import PipelineTree
     from shardmill.jobs.config import load_tree
 
     common: Common = context.obj

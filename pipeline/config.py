@@ -1,4 +1,4 @@
-"""The whole config tree, from a TOML file or from nothing but a folder of images."""
+"""Loads the whole config tree, from a TOML file or from nothing but a folder of images, a dataset or models."""
 
 from __future__ import annotations
 
@@ -6,31 +6,10 @@ import difflib
 import os
 from pathlib import Path
 
-from etl.config import EtlConfig, EtlTree, SourceConfig
+from pipeline.tree import PipelineTree
 from shardmill.errors import UsageError
-from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, SparkConfig, load_tree
+from shardmill.jobs.config import load_tree
 from shardmill.jobs.redact import redacted
-from train.config import GateConfig, TrainConfig, TrainTree
-
-
-class PipelineTree(ConfigTree):
-    """Every section of the config file."""
-
-    source: SourceConfig = SourceConfig()
-    dataset: DatasetConfig = DatasetConfig()
-    models: ModelsConfig = ModelsConfig()
-    etl: EtlConfig = EtlConfig()
-    spark: SparkConfig = SparkConfig()
-    train: TrainConfig = TrainConfig()
-    gate: GateConfig = GateConfig()
-
-    def etl_tree(self) -> EtlTree:
-        """What the ETL may see."""
-        return EtlTree(**{name: getattr(self, name) for name in EtlTree.model_fields})
-
-    def train_tree(self) -> TrainTree:
-        """What training may see."""
-        return TrainTree(**{name: getattr(self, name) for name in TrainTree.model_fields})
 
 
 def load_pipeline(source_or_config: str | None, overrides: tuple[str, ...], workdir: str) -> PipelineTree:

@@ -1,4 +1,4 @@
-"""`make demo`: write the demo's images into ./demo-work, then run the pipeline on them like any user."""
+"""The first half of `make demo`: its images, written into ./demo-work, on which `shardmill run` then works."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from pipeline.cli import app
-from pipeline.ending import run_app
+from pipeline.demo_data import write_demo_images
 from shardmill.errors import UsageError
+from shardmill.jobs.ending import report_error
 
 WORKDIR = Path("demo-work")
 CONFIG = Path("examples/demo.toml")
@@ -18,8 +18,6 @@ LEFTOVERS = ("images", "dataset", "runs", "models")
 
 def prepare() -> None:
     """An empty ./demo-work with fresh images. Raises UsageError outside the repository's root."""
-    from pipeline.demo_data import write_demo_images
-
     if not CONFIG.is_file():
         raise UsageError(
             f"no {CONFIG} in {Path.cwd()}", "expected the root of the repository", "cd there, or make demo"
@@ -33,11 +31,14 @@ def prepare() -> None:
     )
 
 
-def main() -> None:
-    """Prepare, then become `shardmill run examples/demo.toml --workdir demo-work`."""
-    sys.argv = ["shardmill", "run", str(CONFIG), "--workdir", str(WORKDIR), *sys.argv[1:]]
-    run_app(app, prepare)
+def main() -> int:
+    """Prepare; returns the exit code."""
+    try:
+        prepare()
+    except (Exception, KeyboardInterrupt) as error:  # the outermost frame: one line, and the error's code
+        return report_error(error, debug=False)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,8 +14,9 @@ from importlib.util import find_spec
 from typing import Literal
 
 from pipeline.choices import Chosen, chosen_entries, registries
-from pipeline.config import PipelineTree, load_pipeline
-from pipeline.preflight import Check, checks, listing_facts
+from pipeline.config import load_pipeline
+from pipeline.preflight import Check, checks
+from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
 from shardmill.registry import Entry, install_hint
 
@@ -56,7 +57,7 @@ def examine(tree: PipelineTree, workdir: str, *, has_config: bool = True) -> lis
         _java(is_needed=any(map(_needs_spark, chosen))),
         _compiler(),
         *_preflight(tree, workdir, has_config=has_config),
-        _slots(tree),
+        *_slots(tree),
         *_window_memory(tree),
     ]
 
@@ -73,7 +74,7 @@ def _entry(chosen: Chosen) -> Finding:
 def _packages(chosen: list[Chosen]) -> Iterator[Finding]:
     """The versions of all packages that registry entries name; the missing ones that only other choices would need."""
     users: dict[str, list[tuple[str, Entry]]] = {}
-    for registry in registries():
+    for registry in registries(PipelineTree):
         for name, entry in registry.entries.items():
             for package in entry.packages:
                 users.setdefault(package, []).append((f"{registry.key} = {name}", entry))
@@ -135,10 +136,26 @@ def _preflight(tree: PipelineTree, workdir: str, *, has_config: bool) -> Iterato
             yield finding
     if not is_refused:
         try:
-            for subject, found in listing_facts(tree):
+            for subject, found in _listing_facts(tree):
                 yield Finding("warn" if subject == "warning" else "ok", f"source: {subject}", found)
         except ShardmillError as error:
             yield _failed("source", error)
+
+
+def _listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:
+    """What the ETL would infer from the listing, as (subject, found); reads names and sizes, and no image.
+
+    Raises what the ETL and the training would raise for this listing.
+    """
+    from etl.checks import check_classes, check_limits, inferred_facts, inferred_warnings
+    from etl.plan import plan_build
+
+    plan = plan_build(tree.etl_tree(), run_id="preflight")
+    check_limits(plan, plan.build.list_rejections)
+    check_classes(plan)
+    facts = inferred_facts(plan)
+    yield from ((name, str(facts[name])) for name in ("classes", "splits", "image"))
+    yield from (("warning", message) for message in inferred_warnings(plan))
 
 
 def _run_check(check: Check) -> Finding:
@@ -157,13 +174,21 @@ def _found(error: ShardmillError) -> str:
     return "; ".join(part for part in (error.what, error.expected) if part)
 
 
-def _slots(tree: PipelineTree) -> Finding:
-    cores = os.cpu_count() or 1
-    needed = tree.train.num_workers
-    if tree.train.launcher in ("local", "horovod_spark") and tree.spark.master.startswith("local") and needed > cores:
-        found = f"train.num_workers = {needed} on {cores} cores: ranks will share them"
-        return Finding("warn", "slots", found, "fewer workers, or a cluster")
-    return Finding("ok", "slots", f"{needed} rank(s) by launcher {tree.train.launcher}, {cores} cores here")
+def _slots(tree: PipelineTree) -> Iterator[Finding]:
+    """Whether each rank that starts here has a core of its own; nothing of a launcher that cannot be loaded."""
+    from train.launching import LAUNCHERS
+
+    train, cores = tree.train, os.cpu_count() or 1
+    try:
+        num_ranks_here = LAUNCHERS[train.launcher].ranks_here(train.num_workers, tree.spark)
+    except ShardmillError:
+        return
+    if num_ranks_here > cores:
+        found = f"train.num_workers = {train.num_workers} on {cores} cores: ranks will share them"
+        yield Finding("warn", "slots", found, "fewer workers, or a cluster")
+    else:
+        found = f"{train.num_workers} rank(s) by launcher {train.launcher}, {cores} cores here"
+        yield Finding("ok", "slots", found)
 
 
 def _window_memory(tree: PipelineTree) -> Iterator[Finding]:

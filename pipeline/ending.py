@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -18,10 +17,11 @@ from typing import NoReturn
 import typer
 
 from shardmill.errors import StorageError
+from shardmill.jobs.ending import error_line, print_error, report_error
 from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals
 
 
-def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoReturn:
+def run_app(app: typer.Typer) -> NoReturn:
     """Run the command line and end the process: 0, or the error's exit code after its one line on stderr."""
     raise_on_signals()
     if "--debug" not in sys.argv:
@@ -29,7 +29,6 @@ def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoR
         logging.getLogger().addHandler(logging.NullHandler())
     try:
         with private_temporary_folder():
-            prepare()
             code = app(standalone_mode=False)
             sys.stdout.flush()  # a full disk behind a redirect may show only now
         if code == 130:
@@ -47,8 +46,6 @@ def run_app(app: typer.Typer, prepare: Callable[[], None] = lambda: None) -> NoR
 
 def end_with_failure(error: BaseException, *, is_json: bool, is_debug: bool, run_id: str | None = None) -> int:
     """Say why the command ends; the machine's document is `{"error": {"code", "message"}, "run_id"}`. -> exit code."""
-    from shardmill.jobs.run_job import error_line, report_error
-
     error = _as_storage_error(error)
     code = report_error(error, debug=is_debug)
     if is_json:
@@ -137,8 +134,6 @@ def _end(error: BaseException) -> int:
     line = f"{message}; {_hint_at_config_key(error) or 'see `shardmill --help`'}"
     if is_json:
         print_failure(2, line, None)
-    from shardmill.jobs.run_job import print_error
-
     return print_error(2, line)
 
 
@@ -148,7 +143,7 @@ def _hint_at_config_key(error: BaseException) -> str:
     if type(error).__name__ != "NoSuchOption" or not option.startswith("--"):
         return ""
     from pipeline.choices import config_keys
-    from pipeline.config import PipelineTree
+    from pipeline.tree import PipelineTree
 
     keys = [key for key, _ in config_keys(PipelineTree)]
     word = option.lstrip("-").replace("-", "_").replace(".", "_")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from etl.config import SourceConfig
 from pipeline.choices import chosen_entries
-from pipeline.config import PipelineTree
 from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.reach import REACH, clear_stale
 from shardmill.stores import open_store
+
+if TYPE_CHECKING:
+    from pipeline.tree import PipelineTree
 
 APPLICATIONS = ("etl", "train")
 
@@ -96,22 +99,6 @@ def check_place(uri: str) -> str:
     return f"{store.uri}: can be written to; a second writer is refused"
 
 
-def listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:
-    """What the ETL would infer from the listing, as (subject, found); reads names and sizes, and no image.
-
-    Raises what the ETL and the training would raise for this listing.
-    """
-    from etl.checks import check_classes, check_limits, inferred_facts, inferred_warnings
-    from etl.plan import plan_build
-
-    plan = plan_build(tree.etl_tree(), run_id="preflight")
-    check_limits(plan, plan.build.list_rejections)
-    check_classes(plan)
-    facts = inferred_facts(plan)
-    yield from ((name, str(facts[name])) for name in ("classes", "splits", "image"))
-    yield from (("warning", message) for message in inferred_warnings(plan))
-
-
 def _look_at_etl(tree: PipelineTree) -> str:
     for chosen in chosen_entries(tree):
         if chosen.key.startswith(("source.", "etl.")):
@@ -128,20 +115,10 @@ def _look_at_model(tree: PipelineTree) -> str:
 
 
 def _look_at_launch(tree: PipelineTree) -> str:
-    from shardmill.jobs.spark_settings import is_under_spark_submit
+    from train.launching import LAUNCHERS
     from train.strategies import find_strategy
 
     train = tree.train
-    for chosen in chosen_entries(tree):
-        if chosen.key in ("train.strategy", "train.launcher"):
-            chosen.load()
     find_strategy(train.strategy, train.num_workers)
-    if train.launcher == "inline":
-        from train.launching.inline import check_one_rank
-
-        check_one_rank(train.num_workers)
-    elif train.launcher == "horovod_spark" and not is_under_spark_submit():
-        from train.launching.horovod_spark import check_slots
-
-        check_slots(train.num_workers, tree.spark.master, tree.spark.train.conf)
+    LAUNCHERS[train.launcher].check(train.num_workers, tree.spark)
     return f"{train.num_workers} rank(s) by {train.launcher}, strategy {train.strategy}"

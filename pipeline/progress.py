@@ -72,6 +72,10 @@ class RunProgress:
             self._tasks.clear()
         self.say(line)
 
+    def shard_verified(self, num_done: int, num_shards: int) -> None:
+        """One more shard of a version was checked."""
+        self.event("verify.progress", {"num_done": num_done, "num_shards": num_shards})
+
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         """What a stage reports; frequent progress moves the bars, the rest is recorded."""
         numbers = {key: value for key, value in fields.items() if isinstance(value, int | float)}

@@ -6,11 +6,23 @@ failure where it stopped. Stages pass values to each other; what each did is in 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from etl.job import build_dataset, stage_record
 from pipeline.config import require
 from pipeline.preflight import refuse_what_cannot_work
-from pipeline.stages import build, evaluate, export, open_run, promote, report, report_if_failed, setting, train, verify
+from pipeline.report.write import report_record, write_report
+from pipeline.running import Run, open_run, setting, verify_record
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset
+from shardmill.jobs.observer import WARNING
+from shardmill.jobs.run_files import RunState, failed_stage, write_stage_record
+from train.published.candidate import promote_export, promotion_record
+from train.published.evaluation import evaluate_on, evaluation_record
+from train.published.export import export_record, export_training
+from train.training import train_in_run, train_record
 
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
@@ -19,29 +31,70 @@ if TYPE_CHECKING:
 def run_pipeline(
     source_or_config: str, common: Common, *, replace_source: bool = False, fresh: bool = False
 ) -> dict[str, Any]:
-    """The whole pipeline; returns the summary. Raises the ShardmillError of the stage that could not go on.
-
-    `fresh`: train again although a result exists.
-    """
+    """The whole pipeline; returns the summary. Raises the ShardmillError of the stage that could not go on."""
     with open_run(source_or_config, common) as run, report_if_failed(run):
         require(run.tree, "source", "dataset")
+        etl, train, progress = run.tree.etl_tree(), run.tree.train_tree(), run.progress
 
         # What cannot work is said before anything costs time, and so is what was inferred.
         refuse_what_cannot_work(run.tree, common.workdir)
-        run.progress.say(setting(run.tree, common.workdir))
+        progress.say(setting(run.tree, common.workdir))
 
-        # Images to a committed dataset version, and a check that it keeps every rule.
-        pin = build(run, replace_source=replace_source, will_train=True).pin
-        verify(run, f"{pin.uri}@{pin.version}", deep=False).raise_if_failed()
+        # Images to a committed dataset version. The rest of this run works on it, even if another one is committed.
+        built = run.stage(
+            "etl",
+            lambda: build_dataset(
+                etl, run_id=run.id, observer=progress, replace_source=replace_source, will_train=True
+            ),
+            lambda outcome: stage_record(outcome, etl),
+        )
+        uri = f"{built.pin.uri}@{built.pin.version}"
+
+        # Does it keep every rule? Never skipped, because this looks for what changed without a commit.
+        verified = run.stage(
+            "verify",
+            lambda: verify_dataset(open_dataset(uri), on_shard=progress.shard_verified),
+            verify_record,
+        )
+        verified.raise_if_failed()
 
         # Train on it, and turn the final weights into a model that others can load.
-        trained = train(run, pin, fresh=fresh)
-        exported = export(run, trained)
+        trained = run.stage(
+            "train", lambda: train_in_run(train, run.record, progress, built.pin, fresh=fresh), train_record
+        )
+        models, result = trained.models_uri, trained.result
+        exported = run.stage("export", lambda: export_training(models, train.train, result, run.id), export_record)
 
         # How good is it, and is it good enough to become the current model?
-        evaluate(run, exported)
-        promote(run, exported)
+        run.stage(
+            "evaluate",
+            lambda: evaluate_on(models, exported.export, run.tree.dataset.uri, is_new=not exported.skipped),
+            evaluation_record,
+        )
+        run.stage("promote", lambda: promote_export(models, exported.export, train.gate, run.id), promotion_record)
 
         # One page to look at.
-        report(run)
+        run.stage("report", lambda: write_page(run, run.record.state_so_far()), report_record)
     return run.record.summary
+
+
+@contextmanager
+def report_if_failed(run: Run) -> Iterator[None]:
+    """Write the report of a run that fails, too: it shows what was refused, and how far the run came."""
+    try:
+        yield
+    except Exception as error:
+        failed = failed_stage("run", error)
+        try:
+            path = write_page(run, RunState("failed", failed.exit_code, failed.error))
+            write_stage_record(run.record.workdir, run.id, report_record(path))
+        except Exception as problem:  # the run's own error is the one that counts
+            run.record.event("report.warning", {WARNING: f"no report could be written: {problem}"})
+        else:
+            run.progress.say(f"report: {path}")
+        raise
+
+
+def write_page(run: Run, state: RunState) -> str:
+    """The report of what this run has recorded so far; returns its URI."""
+    return write_report(run.record.workdir, run.id, run.record.summarize(state))

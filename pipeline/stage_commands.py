@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config import existing_path, load_for_dataset, load_for_models, require
 from pipeline.preflight import refuse_what_cannot_work
-from pipeline.stages import (
-    SUMMARY_SECTIONS,
-    WHOLE_PIPELINE,
-    Run,
-    build,
-    evaluate,
-    gate,
-    open_run,
-    report_record,
-    train,
-    verify,
-)
+from pipeline.running import SUMMARY_SECTIONS, WHOLE_PIPELINE, Run, open_run, verify_record
 from shardmill.dataset.versions import split_version
 from shardmill.errors import UsageError
 from shardmill.jobs.run_files import StageRecord, read_run_state, read_stage_record, write_stage_record, write_summary
@@ -27,31 +16,41 @@ from shardmill.jobs.run_files import StageRecord, read_run_state, read_stage_rec
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
     from shardmill.dataset.verify import VerifyReport
-    from train.job import ExportOutcome
+    from train.published.export import ExportOutcome
 
 
 def etl_stage(source_or_config: str, common: Common, *, replace_source: bool) -> StageRecord:
     """Images to a committed dataset version."""
+    from etl.job import build_dataset
+    from etl.job import stage_record as record_of_build
+
     with open_run(source_or_config, common) as run:
         require(run.tree, "source", "dataset")
         refuse_what_cannot_work(run.tree, common.workdir, ("etl",))
-        build(run, replace_source=replace_source)
+        tree = run.tree.etl_tree()
+        run.stage(
+            "etl",
+            lambda: build_dataset(tree, run_id=run.id, observer=run.progress, replace_source=replace_source),
+            lambda outcome: record_of_build(outcome, tree),
+        )
         return run.record.ended[-1]
 
 
 def train_stage(dataset_or_config: str, common: Common, *, fresh: bool) -> StageRecord:
     """Train on the version that this run's ETL committed, or that the argument names."""
     from shardmill.dataset.open import open_dataset
+    from train.training import train_in_run, train_record
 
     with _open_dataset_run(dataset_or_config, common) as run:
         refuse_what_cannot_work(run.tree, common.workdir, ("train",))
-        train(run, open_dataset(_dataset_of_run(run)).pin, fresh=fresh)
+        tree, pin = run.tree.train_tree(), open_dataset(_dataset_of_run(run)).pin
+        run.stage("train", lambda: train_in_run(tree, run.record, run.progress, pin, fresh=fresh), train_record)
         return run.record.ended[-1]
 
 
 def export_stage(dataset_or_config: str, common: Common) -> StageRecord:
     """Export the finished training."""
-    from train.job import export_record
+    from train.published.export import export_record
 
     with _open_dataset_run(dataset_or_config, common) as run:
         run.stage("export", lambda: _export_of_run(run), export_record)
@@ -59,16 +58,26 @@ def export_stage(dataset_or_config: str, common: Common) -> StageRecord:
 
 
 def evaluate_stage(dataset_or_config: str, common: Common) -> StageRecord:
-    """Exact figures of the export."""
+    """Exact figures of the export. Training has them for its own dataset version; for another one they are computed."""
+    from train.published.evaluation import evaluate_on, evaluation_record
+
     with _open_dataset_run(dataset_or_config, common) as run:
-        evaluate(run, _export_of_run(run))
+        found = _export_of_run(run)
+        run.stage(
+            "evaluate",
+            lambda: evaluate_on(found.models_uri, found.export, run.tree.dataset.uri, is_new=not found.skipped),
+            evaluation_record,
+        )
         return run.record.ended[-1]
 
 
 def gate_stage(dataset_or_config: str, common: Common) -> StageRecord:
-    """What `promote` would decide now."""
+    """What `promote` would decide now; nothing is promoted."""
+    from train.published.candidate import gate_record, judge_export
+
     with _open_dataset_run(dataset_or_config, common) as run:
-        gate(run, _export_of_run(run))
+        found = _export_of_run(run)
+        run.stage("gate", lambda: judge_export(found.models_uri, found.export, run.tree.gate), gate_record)
         return run.record.ended[-1]
 
 
@@ -81,16 +90,22 @@ def verify_stage(dataset_or_config: str, common: Common, *, deep: bool) -> Verif
         return verify_dataset(open_dataset(existing_path(dataset_or_config)), deep=deep)
     with open_run(dataset_or_config, common) as run:
         require(run.tree, "dataset")
-        return verify(run, _dataset_of_run(run), deep=deep)
+        uri = _dataset_of_run(run)
+        return run.stage(
+            "verify",
+            lambda: verify_dataset(open_dataset(uri), deep=deep, on_shard=run.progress.shard_verified),
+            verify_record,
+        )
 
 
 def promote_stage(
     models_or_config: str, common: Common, *, rollback: bool, require: bool, replace_current: bool
 ) -> StageRecord:
     """Through the gate (a config's export, or the newest one of a models URI), by name (`MODELS@N`), or back."""
-    from train.job import promotion_record
+    from train.published.candidate import promote_export, promotion_record
+    from train.published.decision import Promotion
     from train.published.exported import newest_export, require_exports
-    from train.published.promote import Promotion, choose_export, promote_export, roll_back
+    from train.published.promote import choose_export, roll_back
 
     uri, number = split_version(models_or_config)
     named = {
@@ -124,7 +139,7 @@ def promote_stage(
 
 def report_again(common: Common) -> StageRecord:
     """Write report.html of an earlier run; how that run ended stays as it is."""
-    from pipeline.report import write_report
+    from pipeline.report.write import report_record, write_report
 
     workdir, run_id = common.workdir, common.run_id
     state = read_run_state(workdir, run_id, WHOLE_PIPELINE)
@@ -146,15 +161,16 @@ def _export_of_run(run: Run) -> ExportOutcome:
     """The export that an earlier stage of this run made; without one, that of the finished training of this config."""
     from shardmill.dataset.open import open_dataset
     from shardmill.stores import open_store
-    from train.job import ExportOutcome, export_model, finished_training
+    from train.published.export import ExportOutcome, export_training
     from train.published.exported import read_export
+    from train.training import finished_training
 
     earlier = read_stage_record(run.record.workdir, run.id, "export")
     if earlier is not None and earlier.status != "failed":
         models_uri = open_store(run.tree.models.uri).uri
-        return ExportOutcome(read_export(models_uri, earlier.sections["export"]["number"]), models_uri, True, 0.0)
-    tree = run.tree.train_tree()
-    return export_model(tree, finished_training(tree, open_dataset(_dataset_of_run(run)).pin), run.id)
+        return ExportOutcome(read_export(models_uri, earlier.sections["export"]["number"]), models_uri, skipped=True)
+    trained = finished_training(run.tree.train_tree(), open_dataset(_dataset_of_run(run)).pin)
+    return export_training(trained.models_uri, run.tree.train, trained.result, run.id)
 
 
 def _dataset_of_run(run: Run) -> str:

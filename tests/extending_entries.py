@@ -13,16 +13,20 @@ from shardmill.dataset.unit_result import UnitResult
 from shardmill.formats.encodings import PNG
 from shardmill.formats.parquet import PARQUET
 from shardmill.stores.local import LocalStore
-from train.launching.inline import launch_inline
+from train.backends.keras.optimizers import sgd
+from train.launching.inline import INLINE
 from train.models.small_cnn import small_cnn
+from train.schedules import STEP
 from train.strategies.strategy import SINGLE
 
 NEW_SOURCE = FolderSource
 NEW_FORMAT = replace(PARQUET, suffix="new.parquet")
 NEW_ENCODING = replace(PNG)
 NEW_STRATEGY = replace(SINGLE)
-NEW_LAUNCHER = launch_inline
+NEW_LAUNCHER = replace(INLINE)
 NEW_MODEL = small_cnn
+NEW_SCHEDULE = replace(STEP)
+new_optimizer = sgd
 
 
 def new_engine(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from pipeline.choices import registries, registry_keys
-from pipeline.config import PipelineTree, load_pipeline
+from pipeline.config import load_pipeline
 from pipeline.config_file import commented_toml, to_toml
 from pipeline.doctor import examine
+from pipeline.tree import PipelineTree
 from shardmill.errors import UsageError
 from shardmill.registry import Entry, Registry
 from tests.pipeline.command import ENVIRONMENT, shardmill
@@ -33,10 +34,12 @@ NEW_ENTRIES = {
     "etl.formats": "NEW_FORMAT",
     "train.model": "NEW_MODEL",
     "train.strategy": "NEW_STRATEGY",
+    "train.optimizer": "new_optimizer",
+    "train.schedule": "NEW_SCHEDULE",
     "train.launcher": "NEW_LAUNCHER",
     "storage scheme": "new_store",
 }
-REGISTRIES = registries()
+REGISTRIES = registries(PipelineTree)
 ALL = pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.key)
 
 

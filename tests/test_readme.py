@@ -15,7 +15,7 @@ from shardmill.errors import ERROR_BY_EXIT_CODE
 from tests.demo import Demo
 from tests.pipeline.command import ENVIRONMENT
 from tests.support import write_images
-from train.checkpoint import FREE_SETTINGS
+from train.config import FREE_SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

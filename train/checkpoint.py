@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -19,34 +18,12 @@ from shardmill.sealed import SealedFile, read_sealed, seal, seal_file, unseal
 from shardmill.storage import Store, check_relative_path, join_uri
 from shardmill.values import DatasetPin
 from train.progress import Progress
-from train.settings import TrainSettings
 from train.strategies.strategy import Collective
 from train.values import ModelIdentity, from_json, to_json
 
 MARKER = "MARKER.json"
 WEIGHTS = "weights.npz"
 OPTIMIZER = "optimizer.npz"
-
-# What may differ between two attempts at one training. Everything else of the config decides the numbers that come out.
-FREE_SETTINGS = frozenset(
-    {
-        "num_workers",
-        "strategy",
-        "launcher",
-        "format",
-        "checkpoint_every_steps",
-        "keep_checkpoints",
-        "record_samples",
-        "prefetch_bytes",
-        "reader_threads",
-        "silent_seconds",
-        "progress_timeout_seconds",
-        "start_timeout_seconds",
-        "nics",
-    }
-)
-# What the name of a training's folder says (train/trainings.py): a longer training may go on from a shorter one.
-FOLDER_SETTINGS = frozenset({"epochs", "export"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +93,6 @@ class CheckpointFolder:
 
     def path_of(self, global_step: int) -> str:
         return f"{self.training_dir}/checkpoints/step-{global_step:08d}-{self.attempt}"
-
-
-def settings_that_matter(config: TrainSettings) -> dict[str, str]:
-    """The settings that decide a training's outcome, name -> JSON."""
-    values = config.model_dump(mode="json")
-    free = FREE_SETTINGS | FOLDER_SETTINGS
-    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in free}
 
 
 def complete_checkpoints(

@@ -1,24 +1,169 @@
-"""The sections `train` and `gate` of the config, and the tree that `train/job.py` reads."""
+"""The sections `train` and `gate` of the config, and what follows from them by arithmetic."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, SparkConfig
+from shardmill.formats import SHARD_FORMATS
+from shardmill.options import AugmentOptions
 from shardmill.registry import OneOf
 from shardmill.section import Section
 from train.launching import LAUNCHERS
-from train.settings import TrainSettings
+from train.models import MODELS
+from train.optimizers import OPTIMIZERS
+from train.schedules import SCHEDULES
+from train.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset
+    from shardmill.epoch_plan import PlanSpec
+
+# What may differ between two attempts at one training. Everything else of the config decides the numbers that come out.
+FREE_SETTINGS = frozenset(
+    {
+        "num_workers",
+        "strategy",
+        "launcher",
+        "format",
+        "checkpoint_every_steps",
+        "keep_checkpoints",
+        "record_samples",
+        "prefetch_bytes",
+        "reader_threads",
+        "silent_seconds",
+        "progress_timeout_seconds",
+        "start_timeout_seconds",
+        "nics",
+    }
+)
+# What the name of a training's folder says (train/trainings.py): a longer training may go on from a shorter one.
+FOLDER_SETTINGS = frozenset({"epochs", "export"})
 
 
-class TrainConfig(TrainSettings):
+class TrainConfig(Section):
     """How a model is trained. The important keys come first."""
 
-    # Declared again to add the choices: every launcher imports TrainSettings, which therefore cannot import LAUNCHERS.
+    model: Annotated[str, OneOf(MODELS)] = "small_cnn"
+    """What is trained: a name, or your own factory as `package.module:function` (see `standardize`)."""
+    epochs: int = Field(default=10, ge=1)
+    """Passes over the train split; each uses every sample exactly once. Raised later, a finished training goes on."""
+    global_batch_size: int = Field(default=64, ge=1)
+    """Samples of one optimizer step, summed over all ranks."""
+    num_workers: int = Field(default=1, ge=1)
+    """Ranks: training processes."""
+    strategy: Annotated[str, OneOf(STRATEGIES)] = "single"
+    """How ranks combine gradients."""
     launcher: Annotated[str, OneOf(LAUNCHERS)] = "inline"
     """How ranks start."""
+    format: Annotated[str, OneOf(SHARD_FORMATS, also=("auto",))] = "auto"
+    """Which of the dataset's formats to read; `auto` takes Parquet if there is a choice."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Decides initial weights, order and augmentation."""
+    num_streams: int = Field(default=8, ge=1)
+    """Logical streams of the epoch plan: the largest world size, and a divisor of the global batch."""
+    standardize: bool = True
+    """The model gets `(x - mean) / std`, per channel of the train split, as float32; false: the pixels' 0 to 255."""
+    augment: AugmentOptions = AugmentOptions()
+    """Random changes to training images."""
+
+    optimizer: Annotated[str, OneOf(OPTIMIZERS, also=("auto",))] = "auto"
+    """`auto` uses the optimizer of a compiled user model with its own learning rate, and Adam otherwise."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """At `learning_rate_batch_size` samples a step."""
+    learning_rate_batch_size: int = Field(default=0, ge=0)
+    """With n > 0 the learning rate is scaled by global_batch_size / n (linear scaling, arXiv:1706.02677); 0: no."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """The learning rate rises linearly over these steps."""
+    schedule: Annotated[str, OneOf(SCHEDULES)] = "cosine"
+    """What the learning rate does after the warm-up."""
+    schedule_step_epochs: int = Field(default=30, ge=1)
+    """`step`: multiply by `schedule_step_factor` every so many epochs."""
+    schedule_step_factor: float = Field(default=0.1, gt=0, le=1)
+    """`step`: the factor."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """`sgd` only."""
+    weight_decay: float = Field(default=1e-4, ge=0)
+    """`adamw` only."""
+    gradient_clip_norm: float = Field(default=0.0, ge=0)
+    """Clip gradients to this global norm; 0 switches it off."""
+    loss: Literal["auto", "softmax"] = "auto"
+    """`auto` uses the loss of a compiled user model, and softmax cross-entropy otherwise."""
+    model_outputs: Literal["auto", "logits", "probabilities"] = "auto"
+    """What the model's last layer gives; `auto` looks at its loss or activation."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of each label spread over all classes."""
+    mixed_precision: Literal["off", "bfloat16", "float16"] = "off"
+    """Compute precision; weights stay float32."""
+    early_stop_epochs: int = Field(default=0, ge=0)
+    """Stop after so many epochs without a better validation loss; 0 switches it off."""
+    export: Literal["best", "last"] = "best"
+    """Which weights are evaluated and exported: those of the epoch with the lowest validation loss, or the last ones
+    (also if there is no validation split)."""
+
+    checkpoint_every_steps: int = Field(default=200, ge=0)
+    """Also at every epoch's end; 0 for only there."""
+    keep_checkpoints: int = Field(default=2, ge=2)
+    """How many of the newest checkpoints stay."""
+    record_samples: bool = False
+    """Write `steps.jsonl`: loss and sample ids of every step."""
+    window_budget_bytes: int = Field(default=256_000_000, ge=1)
+    """Memory for the shuffle windows of one rank. The window follows from it and `num_streams` (at least one chunk),
+    never from `num_workers`; what each rank then needs is checked before anything starts."""
+    prefetch_bytes: int = Field(default=64_000_000, ge=1)
+    """Bound of the queue of decoded batches in each rank."""
+    reader_threads: int = Field(default=2, ge=1)
+    """Threads in each rank that read, verify, decode and augment."""
+    silent_seconds: float = Field(default=60.0, gt=0)
+    """A rank that sends no heartbeat for this long is declared silent, and the job ends."""
+    progress_timeout_seconds: float = Field(default=600.0, gt=0)
+    """A rank that is alive but makes no progress for this long (and for 10 times the longest pause of any rank so far,
+    so that a straggler is spared) counts as hung and the job ends; before its first step it also has
+    `start_timeout_seconds`."""
+    start_timeout_seconds: float = Field(default=300.0, gt=0)
+    """All ranks must have started within this time."""
+    nics: tuple[str, ...] = ()
+    """Network interfaces for the ranks' traffic; empty lets Horovod choose (local launchers use loopback)."""
+
+    def plan_spec(self, dataset: Dataset) -> PlanSpec:
+        """The plan of every epoch: the same at every world size, because nothing in it depends on `num_workers`."""
+        return dataset.plan_spec(
+            "train",
+            seed=self.seed,
+            global_batch_size=self.global_batch_size,
+            num_streams=self.num_streams,
+            window_budget_bytes=self.window_budget_bytes,
+        )
+
+    @property
+    def base_learning_rate(self) -> float:
+        """After linear scaling (Goyal et al., arXiv:1706.02677): proportional to the global batch, if asked for."""
+        if self.learning_rate_batch_size == 0:
+            return self.learning_rate
+        return self.learning_rate * self.global_batch_size / self.learning_rate_batch_size
+
+    def learning_rate_at(self, step: int, steps_per_epoch: int) -> float:
+        """The learning rate of global step `step`, counted from 0 over all epochs."""
+        if step < self.warmup_steps:
+            return self.base_learning_rate * (step + 1) / self.warmup_steps
+        return self.base_learning_rate * SCHEDULES[self.schedule].factor(step, self, steps_per_epoch)
+
+    @model_validator(mode="after")
+    def _batch_fits_streams(self) -> Self:
+        if self.global_batch_size % self.num_streams:
+            raise ValueError(
+                f"train.global_batch_size = {self.global_batch_size} to be a multiple of "
+                f"train.num_streams = {self.num_streams}; nearest: "
+                f"{max(1, round(self.global_batch_size / self.num_streams)) * self.num_streams}"
+            )
+        if self.num_workers > self.num_streams:
+            raise ValueError(
+                f"train.num_workers = {self.num_workers} to be at most train.num_streams = {self.num_streams}; "
+                f"each rank owns at least one stream"
+            )
+        return self
 
 
 class GateConfig(Section):
@@ -30,13 +175,8 @@ class GateConfig(Section):
     """How far top-1 accuracy may fall behind the current model's on the same split."""
 
 
-class TrainTree(ConfigTree):
-    """The sections that `train/job.py` takes from the config file."""
-
-    other_sections = ("source", "etl")
-
-    dataset: DatasetConfig = DatasetConfig()
-    models: ModelsConfig = ModelsConfig()
-    train: TrainConfig = TrainConfig()
-    gate: GateConfig = GateConfig()
-    spark: SparkConfig = SparkConfig()
+def settings_that_matter(config: TrainConfig) -> dict[str, str]:
+    """The settings that decide a training's outcome, name -> JSON."""
+    values = config.model_dump(mode="json")
+    free = FREE_SETTINGS | FOLDER_SETTINGS
+    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in free}

@@ -6,17 +6,14 @@ Shape legend: N batch, H height, W width, C channels, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import TrainingError
-from shardmill.reader import BatchReader, ReaderOptions, read_batches
 from shardmill.values import Batch
-from train.settings import TrainSettings
 from train.strategies.strategy import Collective, SingleCollective
 from train.values import ClassFigures, Evaluation
 
@@ -59,39 +56,35 @@ class EvaluationSums:
         return summed
 
 
-def evaluate_split(
+def evaluate_batches(
     outputs_of: Callable[[np.ndarray], np.ndarray],
-    outputs_are_logits: bool,
-    dataset: Dataset,
+    batches: Iterable[Batch],
     split: str,
-    config: TrainSettings,
+    class_names: tuple[str, ...],
+    *,
     collective: Collective,
+    outputs_are_logits: bool,
 ) -> Evaluation:
-    """Figures of a model over one split; all ranks call it and all get the same.
+    """Figures of a model over the batches of one split; all ranks call it, each with its own, and all get the same.
 
     `outputs_of`: images_NHWC uint8 -> outputs_NK. Raises TrainingError if an output is not a number.
     """
-    streams = streams_of_rank(collective.rank, collective.world_size, config.num_streams)
-    sums = EvaluationSums(len(dataset.manifest.class_names))
-    with _read_in_order(dataset, split, config, streams) as batches:
-        for batch in batches:
-            sums.add(outputs_of(batch.images_NHWC), outputs_are_logits, batch)
-    return build_evaluation(split, dataset.manifest.class_names, sums.summed_over_ranks(collective))
+    sums = EvaluationSums(len(class_names))
+    for batch in batches:
+        sums.add(outputs_of(batch.images_NHWC), outputs_are_logits, batch)
+    return build_evaluation(split, class_names, sums.summed_over_ranks(collective))
 
 
 def evaluate_predictions(
     probabilities_of: Callable[[np.ndarray], np.ndarray],
-    dataset: Dataset,
+    batches: Iterable[Batch],
     split: str,
-    batch_size: int = 64,
-    format: str = "auto",
+    class_names: tuple[str, ...],
 ) -> Evaluation:
-    """The same figures in one process, for anything that maps images_NHWC uint8 to probabilities_NK (an export).
-
-    Each call gets exactly `batch_size` images, the last one padded with black ones that do not count.
-    """
-    config = TrainSettings(global_batch_size=batch_size, num_streams=1, format=format)
-    return evaluate_split(probabilities_of, False, dataset, split, config, SingleCollective())
+    """The same figures in one process, for anything that maps images_NHWC uint8 to probabilities_NK (an export)."""
+    return evaluate_batches(
+        probabilities_of, batches, split, class_names, collective=SingleCollective(), outputs_are_logits=False
+    )
 
 
 def build_evaluation(split: str, class_names: tuple[str, ...], sums: EvaluationSums) -> Evaluation:
@@ -130,6 +123,13 @@ def build_evaluation(split: str, class_names: tuple[str, ...], sums: EvaluationS
     )
 
 
+def evaluation_section(evaluation: Evaluation | None) -> dict[str, str | int | float | None] | None:
+    """The figures that a run's summary holds; None if there was no split to evaluate on."""
+    if evaluation is None:
+        return None
+    return {name: getattr(evaluation, name) for name in ("split", "num_samples", "loss", "accuracy", "top5_accuracy")}
+
+
 def average_moving_statistics(model: Any, collective: Collective, num_streams: int) -> None:
     """Give all ranks the same floating non-trainable variables: their mean, weighted by the streams of each rank.
 
@@ -145,22 +145,6 @@ def average_moving_statistics(model: Any, collective: Collective, num_streams: i
     mine = [tf.cast(variable.value, tf.float64) * num_streams_here for variable in variables]
     for variable, total in zip(variables, collective.sum_tensors(mine), strict=True):
         variable.assign(tf.cast(total / num_streams, variable.dtype))
-
-
-def _read_in_order(dataset: Dataset, split: str, config: TrainSettings, streams: range) -> BatchReader:
-    spec = dataset.plan_spec(
-        split,
-        seed=0,
-        global_batch_size=config.global_batch_size,
-        num_streams=config.num_streams,
-        window_budget_bytes=config.window_budget_bytes,
-        shuffle=False,
-    )
-    options = ReaderOptions(
-        format=config.format, num_threads=config.reader_threads, prefetch_bytes=config.prefetch_bytes
-    )
-    plan = dataset.plan_epoch(spec, 0)
-    return read_batches(dataset, plan, streams=streams, first_step=0, options=options, augment=None)
 
 
 def _log_probabilities(outputs_NK: np.ndarray, outputs_are_logits: bool) -> np.ndarray:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
-from train.settings import TrainSettings
+from train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class WindowMemory:
         return {**asdict(self), "bytes_per_rank": self.bytes_per_rank}
 
 
-def check_trainable(config: TrainSettings, dataset: Dataset) -> None:
+def check_trainable(config: TrainConfig, dataset: Dataset) -> None:
     """Raises UsageError for a dataset that this training cannot use."""
     where = f"{dataset.pin.uri}@{dataset.pin.version}"
     splits = dataset.manifest.splits
@@ -55,7 +58,7 @@ def check_trainable(config: TrainSettings, dataset: Dataset) -> None:
         )
 
 
-def window_memory(config: TrainSettings, dataset: Dataset) -> WindowMemory:
+def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
     """What the windows need on the largest of `train.num_workers` ranks. Raises UsageError beyond the budget.
 
     The window itself follows from budget, streams and chunks alone: it is part of the plan, which must be the same at

@@ -11,8 +11,9 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import IntegrityError
 from train.backends.keras.build import BuiltModel
+from train.backends.keras.optimizers import ChosenOptimizer
 from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, dump_variables
-from train.backends.keras.step import ChosenOptimizer, TrainStep
+from train.backends.keras.step import TrainStep
 from train.checkpoint import (
     OPTIMIZER,
     WEIGHTS,
@@ -28,7 +29,8 @@ from train.checkpoint import (
 )
 from train.progress import BestEpoch, Progress, TimeSpent
 from train.strategies.strategy import Collective
-from train.values import Reporter, WorkerTask, from_json, to_json
+from train.task import WorkerTask
+from train.values import Reporter, from_json, to_json
 
 
 class Stopwatch:

@@ -20,12 +20,14 @@ from shardmill.sealed import unseal
 from shardmill.section import Section
 from shardmill.storage import Store, check_relative_path, join_uri
 from shardmill.values import DatasetPin, Nonce
-from train.checkpoint import MARKER, settings_that_matter
+from train.checkpoint import MARKER
+from train.config import TrainConfig, settings_that_matter
 from train.models.user import source_sha256
 from train.observer import TrainObserver
 from train.records import put_record, read_record, record_numbers
-from train.settings import TrainSettings
-from train.values import RESULT, TrainResult, WorkerTask, from_json
+from train.schedules import SCHEDULES
+from train.task import WorkerTask
+from train.values import RESULT, TrainResult, from_json
 
 TRAININGS = "trainings"
 FRESH = "fresh"
@@ -62,7 +64,7 @@ class TrainingChoice:
     unfinished_versions: tuple[int, ...]
     """Older dataset versions on which the same training was begun and not finished."""
 
-    def report(self, config: TrainSettings, observer: TrainObserver) -> None:
+    def report(self, config: TrainConfig, observer: TrainObserver) -> None:
         """Report what a person should know of other trainings before this one starts or is skipped."""
         for version in self.unfinished_versions:
             dataset = f"{self.dataset.uri}@{version}"
@@ -74,9 +76,10 @@ class TrainingChoice:
         if self.continues is not None:
             shorter = self.continues.num_epochs
             # A cosine of the shorter length has brought the learning rate near 0; the longer one raises it again, so
-            # this is not what one long training gives. The other schedules do not know how long they are.
-            is_same = config.schedule != "cosine" or shorter == config.epochs
-            note = "the same as one long training" if is_same else "the cosine schedule goes on with its new length"
+            # this is not what one long training gives. Most other schedules do not know how long they are.
+            is_same = not SCHEDULES[config.schedule].knows_length or shorter == config.epochs
+            changed = f"the {config.schedule} schedule goes on with its new length"
+            note = "the same as one long training" if is_same else changed
             fields = {"rank": 0, "training_dir": self.continues.training_dir, "epochs_done": shorter}
             observer.event("continues", {**fields, "epochs": config.epochs, "note": note})
 
@@ -84,7 +87,7 @@ class TrainingChoice:
             sizes = {"world_size": self.result.world_size, "num_workers": config.num_workers}
             observer.event("other_world_size", {"rank": 0, **sizes})
 
-    def task(self, config: TrainSettings, reach: Nonce) -> WorkerTask:
+    def task(self, config: TrainConfig, reach: Nonce) -> WorkerTask:
         """What the ranks have to do, once they have read back what the driver planted in the models' root."""
         return WorkerTask(
             config=config,
@@ -97,20 +100,20 @@ class TrainingChoice:
         )
 
 
-def training_id(config: TrainSettings, dataset_uri: str, model_source_sha256: str) -> str:
+def training_id(config: TrainConfig, dataset_uri: str, model_source_sha256: str) -> str:
     """16 hex digits over the dataset's root, the model's source and all settings that decide what a step does."""
     content = json.dumps([dataset_uri, model_source_sha256, settings_that_matter(config)], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def training_dir(config: TrainSettings, dataset: DatasetPin, model_source_sha256: str) -> str:
+def training_dir(config: TrainConfig, dataset: DatasetPin, model_source_sha256: str) -> str:
     """The folder of the training with these settings on this dataset version."""
     version = f"v{dataset.version:08d}-{dataset.manifest_sha256[:8]}"
     length = f"epochs-{config.epochs:05d}-{config.export}"
     return f"{TRAININGS}/{training_id(config, dataset.uri, model_source_sha256)}/{version}/{length}"
 
 
-def choose_training(store: Store, config: TrainSettings, dataset: DatasetPin, fresh_for: str = "") -> TrainingChoice:
+def choose_training(store: Store, config: TrainConfig, dataset: DatasetPin, fresh_for: str = "") -> TrainingChoice:
     """What to do on exactly this version: nothing, go on, or start. `fresh_for`: a run that wants a new training.
 
     The newest of several trainings that were asked for counts.
@@ -169,7 +172,7 @@ def _newest_attempt(store: Store, first: str, fresh_for: str) -> str:
 
 
 def _shorter_training(
-    store: Store, config: TrainSettings, first: str, paths: list[str]
+    store: Store, config: TrainConfig, first: str, paths: list[str]
 ) -> tuple[TrainResult | None, tuple[Discarded, ...]]:
     """The longest finished training that differs in nothing but `FOLDER_SETTINGS`, and is not longer than this one;
     and those of which the result cannot be read.

@@ -8,8 +8,7 @@ from typing import Literal, Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from shardmill.jobs.observer import Observer
-from shardmill.values import Cursor, DatasetPin, Nonce
-from train.settings import TrainSettings
+from shardmill.values import Cursor, DatasetPin
 
 Value = TypeVar("Value")
 # The name of a `TrainResult` in the folder of its training.
@@ -46,23 +45,6 @@ class ModelIdentity:
         if self.config_sha256 != now.config_sha256:
             found.append(f"built model: then configuration {self.config_sha256}, now {now.config_sha256}")
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerTask:
-    """All that a rank needs to know; it crosses process and machine borders as JSON."""
-
-    config: TrainSettings
-    dataset: DatasetPin
-    models_uri: str
-    training_dir: str
-    """Relative to `models_uri`: where this training keeps its checkpoints and its result."""
-    model_source_sha256: str
-    """As the driver found it; a rank that finds another source must not train."""
-    continues: str = ""
-    """Relative to `models_uri`: the checkpoint of a shorter training from which this one goes on; empty for none."""
-    reach: Nonce | None = None
-    """What the driver wrote into `models_uri`, for every rank to read back before it works."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,19 @@ from shardmill.reader import ReaderOptions, read_batches
 from shardmill.sealed import seal
 from shardmill.stores import open_store
 from shardmill.values import Batch
-from train.backends.keras.build import build_model, identify_model, input_scale, inputs_hint
+from train.backends.keras.build import build_model, identify_model, inputs_hint
+from train.backends.keras.inputs import input_scale
+from train.backends.keras.optimizers import build_optimizer
 from train.backends.keras.runtime import start_tensorflow, weights_sha256
-from train.backends.keras.step import TrainStep, build_optimizer
-from train.checkpoint import CheckpointFolder, TrainingIdentity, settings_that_matter
-from train.evaluate import average_moving_statistics, evaluate_split
+from train.backends.keras.step import TrainStep
+from train.checkpoint import CheckpointFolder, TrainingIdentity
+from train.config import TrainConfig, settings_that_matter
+from train.evaluate import average_moving_statistics, evaluate_batches
 from train.progress import EarlyStop, Progress, TimeSpent, has_not_learned
 from train.session import Session, load_best, resume, save
 from train.strategies import find_strategy
 from train.strategies.strategy import AnnouncedCollective
+from train.task import WorkerTask
 from train.values import (
     RESULT,
     EpochRecord,
@@ -33,7 +37,6 @@ from train.values import (
     Reporter,
     StepReport,
     TrainResult,
-    WorkerTask,
     World,
     from_json,
     to_json,
@@ -61,7 +64,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     built = build_model(config, manifest.normalize.image_shape_HWC, len(manifest.class_names))
     chosen = build_optimizer(config, built.model, built.compiled_optimizer)
     model = identify_model(config.model, built, task.model_source_sha256)
-    step = TrainStep(built, chosen, input_scale(config, manifest), len(streams) / config.num_streams)
+    step = TrainStep(built, chosen, input_scale(manifest, config.standardize), len(streams) / config.num_streams)
 
     # From here on the ranks communicate.
     collective = AnnouncedCollective(strategy, world, reporter)
@@ -135,9 +138,7 @@ def _train_steps(session: Session, progress: Progress) -> Progress:
     config, collective = session.task.config, session.collective
     epoch, first_step = progress.cursor.epoch, progress.cursor.step
     plan = session.dataset.plan_epoch(session.plan_spec, epoch)
-    options = ReaderOptions(
-        format=config.format, num_threads=config.reader_threads, prefetch_bytes=config.prefetch_bytes
-    )
+    options = _reader_options(config)
     lap = session.stopwatch.lap
     with read_batches(
         session.dataset, plan, streams=session.streams, first_step=first_step, options=options, augment=config.augment
@@ -236,18 +237,36 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
 
 
 def _evaluate(session: Session, split: str) -> Evaluation:
+    """Every rank reads the same streams as in training, each in stored order, and adds up its part of the sums."""
+    dataset, config = session.dataset, session.task.config
+    spec = dataset.plan_spec(
+        split,
+        seed=0,
+        global_batch_size=config.global_batch_size,
+        num_streams=config.num_streams,
+        window_budget_bytes=config.window_budget_bytes,
+        shuffle=False,
+    )
+
     def outputs_of(images_NHWC: Any) -> Any:
         session.reporter.doing(f"the evaluation on {split}")
         return session.step.outputs(images_NHWC)
 
-    return evaluate_split(
-        outputs_of,
-        session.built.outputs_are_logits,
-        session.dataset,
-        split,
-        session.task.config,
-        session.collective,
-    )
+    with read_batches(
+        dataset, dataset.plan_epoch(spec, 0), streams=session.streams, options=_reader_options(config)
+    ) as batches:
+        return evaluate_batches(
+            outputs_of,
+            batches,
+            split,
+            dataset.manifest.class_names,
+            collective=session.collective,
+            outputs_are_logits=session.built.outputs_are_logits,
+        )
+
+
+def _reader_options(config: TrainConfig) -> ReaderOptions:
+    return ReaderOptions(format=config.format, num_threads=config.reader_threads, prefetch_bytes=config.prefetch_bytes)
 
 
 def _scheduled_learning_rate(session: Session, progress: Progress) -> float | None:

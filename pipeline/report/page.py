@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.printing import counted
 from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, empty, line_chart, share_bar
-from pipeline.report.data import ReportData
 from shardmill.printable import without_surrogates
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
+    from pipeline.report.data import ReportData
     from train.values import Evaluation
 
 MAX_CONFUSION_CLASSES = 50

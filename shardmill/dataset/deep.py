@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import pyarrow as pa
 
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.index import shard_file
-from shardmill.dataset.rules import RecordRules, require
-from shardmill.dataset.segment import RESTORE
+from shardmill.dataset.segment import RESTORE, require
 from shardmill.dataset.shard import chunk_digest
 from shardmill.formats.encodings import decode_stored
 from shardmill.formats.rows import ChunkRows
@@ -21,13 +21,14 @@ from shardmill.storage import join_uri
 from shardmill.values import ShardInfo
 
 
-def read_everything(rules: RecordRules, on_shard: Callable[[int, int], None] | None) -> str:
-    """Every byte of every shard against its checksums, and every row against its row segment."""
-    dataset = rules.dataset
+def read_everything(
+    dataset: Dataset, rows_of: Callable[[ShardInfo], pa.Table], on_shard: Callable[[int, int], None] | None
+) -> str:
+    """Every byte of every shard against its checksums, and every row against its row segment, which `rows_of` reads."""
     num_bytes = num_rows = 0
     for number, (shard, fetcher, first_chunk) in enumerate(_with_fetchers(dataset)):
         where = join_uri(dataset.store.uri, shard.path)
-        known = rules.rows_of(shard).to_pylist()
+        known = rows_of(shard).to_pylist()
         place = 0
         # First chunk by chunk, so that an error names the damaged chunk; then the whole file, for what no chunk covers.
         for chunk, info in enumerate(shard.chunks):

@@ -13,10 +13,9 @@ from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
 from shardmill.dataset.index import ROWS_SCHEMA, rows_file
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import ChannelSums, content_digest, layout_digest, ledger_digest
-from shardmill.dataset.segment import read_segment
+from shardmill.dataset.segment import read_segment, require
 from shardmill.dataset.shard import chunk_digest
 from shardmill.dataset.versions import check_recorded
-from shardmill.errors import IntegrityError
 from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
 from shardmill.values import Rejection, ShardInfo
 
@@ -178,7 +177,11 @@ def _may_have_id(key: str, sample_id: int) -> bool:
     return any(sample_id_of(key, block) == sample_id for block in range(4))
 
 
-def require(holds: bool, problem: str) -> None:
-    """Raise IntegrityError with `problem` unless the rule holds."""
-    if not holds:
-        raise IntegrityError(problem)
+def verify_present(dataset: Dataset) -> None:
+    """The quick check before a training: segments verify, and every shard is there with its size.
+
+    Raises IntegrityError; the bytes themselves are verified by the reader, chunk by chunk.
+    """
+    rules = RecordRules(dataset)
+    rules.segments()
+    rules.files_exist()

@@ -19,6 +19,12 @@ RESTORE = "restore it from a copy, or delete it and run `shardmill etl`, which r
 _MAX_EXPANSION, _ALWAYS_ALLOWED_BYTES = 1000, 16_000_000
 
 
+def require(holds: bool, problem: str) -> None:
+    """Raise IntegrityError with `problem` unless the rule holds."""
+    if not holds:
+        raise IntegrityError(problem)
+
+
 def table_bytes(table: pa.Table) -> bytes:
     """A segment's file."""
     out = io.BytesIO()

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
+from shardmill.jobs.ending import exit_code_of
 from shardmill.jobs.process import why_ended
 from shardmill.jobs.redact import redacted, redacted_text
 from shardmill.sealed import seal, unseal
@@ -211,8 +212,3 @@ def failed_stage(stage: str, error: BaseException) -> StageRecord:
     elif isinstance(error, KeyboardInterrupt):
         line = "interrupted by Ctrl-C"
     return StageRecord(stage=stage, status="failed", exit_code=exit_code_of(error), error=line, detail=detail)
-
-
-def exit_code_of(error: BaseException) -> int:
-    """The command line's exit code: the error's own, 130 for Ctrl-C, 1 for an unexpected error."""
-    return 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)

@@ -1,4 +1,4 @@
-"""A `spark-submit` entry as a process: its run record, its one line of error, its exit code."""
+"""A `spark-submit` entry as a process: its arguments, its run record, and how it ends."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import argparse
 import json
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 
-from shardmill.errors import ShardmillError, TrainingError
+from shardmill.jobs.ending import report_error
 from shardmill.jobs.observer import FieldValue, Observer, is_progress
-from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals, why_ended
-from shardmill.jobs.redact import redacted, redacted_text
-from shardmill.jobs.run_files import exit_code_of
+from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals
+from shardmill.jobs.redact import redacted
 from shardmill.jobs.run_record import RunRecord, recording
 from shardmill.printable import printable
-from shardmill.registry import install_hint
 
 _LINE_EVERY_SECONDS = 5.0
-_CONTINUE = "run the same command again: it continues where it stopped"
 
 
 def job_parser(description: str) -> argparse.ArgumentParser:
@@ -53,40 +49,6 @@ def run_job(
         for stage in record.ended:
             line = {"run_id": record.run_id, **stage.model_dump(mode="json", exclude={"detail", "started"})}
             sys.stdout.write(json.dumps(line) + "\n")
-    return code
-
-
-def report_error(error: BaseException, *, debug: bool) -> int:
-    """Say on stderr why this process ends, `ERROR <code>: ...` as the last line; returns the exit code."""
-    error = why_ended(error)
-    if debug:
-        sys.stderr.write(redacted_text("".join(traceback.format_exception(error))))
-    # The end of a failed rank's output explains its error; a refusal says all in its line.
-    elif isinstance(error, TrainingError):
-        for note in getattr(error, "__notes__", ()):
-            sys.stderr.write(f"{redacted_text(note)}\n")
-    return print_error(exit_code_of(error), error_line(error))
-
-
-def error_line(error: BaseException) -> str:
-    """Why a command ends, in one line for people."""
-    error = why_ended(error)
-    if isinstance(error, KeyboardInterrupt):
-        line = f"interrupted; nothing half-done is visible; {_CONTINUE}"
-    elif isinstance(error, Terminated):
-        line = f"terminated by SIGTERM; nothing half-done is visible; {_CONTINUE}"
-    elif isinstance(error, ShardmillError):
-        line = str(error)
-    elif isinstance(error, ImportError):
-        line = f"{error}; a package of an extra may be missing; {install_hint('all')}"
-    else:
-        line = f"{type(error).__name__}: {error}; unexpected error; --debug shows where"
-    return redacted_text(printable(" ".join(line.split())))
-
-
-def print_error(code: int, line: str) -> int:
-    """Write one `ERROR` line, plainly: a console library would wrap it, and scripts read it. Returns the code."""
-    sys.stderr.write(f"ERROR {code}: {printable(' '.join(redacted_text(line).split()))}\n")
     return code
 
 

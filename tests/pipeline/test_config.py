@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import PipelineTree, load_for_dataset, load_pipeline, require, without_secrets
+from pipeline.config import load_for_dataset, load_pipeline, require, without_secrets
 from pipeline.config_file import commented_toml, to_toml
+from pipeline.tree import PipelineTree
 from shardmill.errors import UsageError
 from tests.canaries import PLAIN_SETTINGS, SECRET_SETTINGS, toml_table
 from tests.support import make_dataset

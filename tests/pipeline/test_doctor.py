@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import PipelineTree, load_for_dataset
+from pipeline.config import load_for_dataset
 from pipeline.doctor import diagnose, examine
 from pipeline.printing import stage_rows, stage_title
+from pipeline.tree import PipelineTree
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.run_files import StageRecord
 from tests.support import make_dataset

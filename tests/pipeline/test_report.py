@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, line_chart, nice_ticks, share_bar
-from pipeline.report.data import Picture, RejectedGroup, ReportData, gather
+from pipeline.report.data import Picture, RejectedGroup, ReportData
 from pipeline.report.page import render
+from pipeline.report.write import gather
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.run_files import StageRecord, write_stage_record
 from shardmill.values import Rejection, RejectReason

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.cli_options import Common
 from pipeline.progress import SENTENCES, RunProgress
-from pipeline.stages import SUMMARY_SECTIONS, WHOLE_PIPELINE, open_run
+from pipeline.running import SUMMARY_SECTIONS, WHOLE_PIPELINE, open_run
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
 from shardmill.jobs.line_log import LineLog, read_lines
 from shardmill.jobs.observer import Observer

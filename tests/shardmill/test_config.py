@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from etl.config import EtlTree
-from pipeline.config import PipelineTree
+from pipeline.tree import PipelineTree
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.redact import redacted_text
-from train.config import TrainTree
+from train.tree import TrainTree
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from shardmill.errors import StorageError
+from shardmill.jobs.ending import report_error
 from shardmill.jobs.redact import HIDDEN, is_secret_name, redacted, redacted_text
-from shardmill.jobs.run_job import report_error
 from tests.canaries import PEM, PLAIN_SETTINGS, SECRET_SETTINGS
 
 SECRET_NAMES = (

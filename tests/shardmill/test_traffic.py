@@ -9,7 +9,8 @@ import pytest
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
 from shardmill.dataset.open import open_dataset
-from shardmill.dataset.verify import verify_dataset, verify_present
+from shardmill.dataset.rules import verify_present
+from shardmill.dataset.verify import verify_dataset
 from shardmill.jobs.config import DatasetConfig
 from shardmill.reader import read_samples
 from shardmill.registry import Entry

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from shardmill.dataset.open import open_dataset
-from shardmill.reader import read_samples
+from shardmill.reader import read_samples, read_split
 from shardmill.sealed import seal_file
 from shardmill.stores import open_store
+from train.backends.keras.inputs import InputScale
 from train.backends.keras.serving import ServingModel, load_saved_model, write_saved_model
 from train.evaluate import evaluate_predictions
 from train.published.exported import ARTIFACTS, EXPORTS, SAVED_MODEL, Export, ExportRecord
@@ -34,7 +35,8 @@ def put_export(models_uri: str, dataset_uri: str, *, is_good: bool = True, split
     weights = [means_KF.T, -(means_KF**2).sum(axis=1) / 2] if is_good else [means_KF.T * 0, -np.arange(num_classes)]
     model.set_weights([each / 1e5 for each in weights])
     channels = shape_HWC[2]
-    serving = ServingModel(model, True, manifest.class_names, shape_HWC, (128.0,) * channels, (1.0,) * channels)
+    scale = InputScale((128.0,) * channels, (1.0,) * channels)
+    serving = ServingModel(model, True, manifest.class_names, shape_HWC, scale)
     artifact_dir, files = f"{ARTIFACTS}/{secrets.token_hex(8)}", []
     with tempfile.TemporaryDirectory() as scratch:
         write_saved_model(serving, Path(scratch, SAVED_MODEL))
@@ -42,7 +44,10 @@ def put_export(models_uri: str, dataset_uri: str, *, is_good: bool = True, split
         for file in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
             files.append(seal_file(f"{artifact_dir}/{file.relative_to(scratch)}", file.read_bytes()))
             store.put_file(files[-1].path, file)
-    evaluation = evaluate_predictions(served, dataset, split).without_classes() if split else None
+    evaluation = None
+    if split:
+        with read_split(dataset, split) as batches:
+            evaluation = evaluate_predictions(served, batches, split, manifest.class_names).without_classes()
     record = ExportRecord(
         created_at="",
         run_id="run",
@@ -54,8 +59,8 @@ def put_export(models_uri: str, dataset_uri: str, *, is_good: bool = True, split
         normalize=manifest.normalize,
         normalization_fingerprint=manifest.normalization_fingerprint,
         decoder_id=manifest.decoder_id,
-        channel_mean=serving.channel_mean,
-        channel_std=serving.channel_std,
+        channel_mean=scale.mean,
+        channel_std=scale.std,
         dataset=dataset.pin,
         content_digest=manifest.content_digest,
         layout_digest=manifest.layout_digest,

@@ -17,7 +17,7 @@ from shardmill.values import DatasetPin, Nonce
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
-from train.values import WorkerTask
+from train.task import WorkerTask
 
 
 class Teller:
@@ -48,7 +48,7 @@ def main() -> None:
     teller = Teller()
     outcome: dict[str, object]
     try:
-        result = LAUNCHERS[config.launcher](
+        result = LAUNCHERS[config.launcher].launch(
             task,
             SparkConfig(master=given["master"]),
             teller,

@@ -10,7 +10,8 @@ from typing import NoReturn
 
 from shardmill.errors import IntegrityError
 from shardmill.values import Cursor
-from train.values import ModelIdentity, Reporter, StepReport, TimeShares, TrainResult, WorkerTask, World
+from train.task import WorkerTask
+from train.values import ModelIdentity, Reporter, StepReport, TimeShares, TrainResult, World
 
 NUM_STEPS = 4
 

@@ -6,7 +6,8 @@ import os
 import signal
 
 from shardmill.stores import open_store
-from train.values import Reporter, StepReport, TrainResult, WorkerTask, World
+from train.task import WorkerTask
+from train.values import Reporter, StepReport, TrainResult, World
 from train.worker import run_worker
 
 KILL_AT = "SHARDMILL_TEST_KILL_AT_STEP"

@@ -11,12 +11,9 @@ from tests.support import make_dataset
 from tests.train.checkpoints import CONFIG, newest
 from tests.train.training import Killed, Recorder, train_here
 from train.checkpoint import (
-    FOLDER_SETTINGS,
-    FREE_SETTINGS,
     MARKER,
-    settings_that_matter,
 )
-from train.config import TrainConfig
+from train.config import FOLDER_SETTINGS, FREE_SETTINGS, TrainConfig, settings_that_matter
 from train.values import to_json
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
+from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError
-from shardmill.reader import read_samples
+from shardmill.reader import read_batches, read_samples, read_split
 from tests.support import make_dataset
-from train.config import TrainConfig
-from train.evaluate import EvaluationSums, evaluate_predictions, evaluate_split
+from train.evaluate import EvaluationSums, evaluate_batches, evaluate_predictions
 from train.strategies.strategy import SingleCollective
+from train.values import Evaluation
 
 NUM_CLASSES = 7
 
@@ -35,11 +38,26 @@ def softmax(logits_NK: np.ndarray) -> np.ndarray:
     return exponentials_NK / exponentials_NK.sum(axis=1, keepdims=True)
 
 
+def evaluate_logits(dataset: Dataset, split: str, batch_size: int, num_streams: int) -> Evaluation:
+    spec = dataset.plan_spec(split, seed=0, global_batch_size=batch_size, num_streams=num_streams, shuffle=False)
+    names = dataset.manifest.class_names
+    with read_batches(dataset, dataset.plan_epoch(spec, 0)) as batches:
+        return evaluate_batches(
+            logits_of, batches, split, names, collective=SingleCollective(), outputs_are_logits=True
+        )
+
+
+def evaluate(
+    probabilities_of: Callable[[np.ndarray], np.ndarray], dataset: Dataset, batch_size: int = 64
+) -> Evaluation:
+    with read_split(dataset, "test", batch_size=batch_size) as batches:
+        return evaluate_predictions(probabilities_of, batches, "test", dataset.manifest.class_names)
+
+
 @pytest.mark.parametrize(("batch_size", "num_streams"), [(8, 1), (8, 8), (64, 4), (3, 3)])
 @pytest.mark.parametrize("split", ["test", "validation"])
 def test_figures_equal_plain_numpy(dataset, split, batch_size, num_streams):
-    config = TrainConfig(global_batch_size=batch_size, num_streams=num_streams)
-    evaluation = evaluate_split(logits_of, True, dataset, split, config, SingleCollective())
+    evaluation = evaluate_logits(dataset, split, batch_size, num_streams)
 
     samples = read_samples(dataset, split, 1000)
     labels_N = np.array([sample.label for sample in samples])
@@ -68,15 +86,14 @@ def test_figures_equal_plain_numpy(dataset, split, batch_size, num_streams):
 
 
 def test_probabilities_give_what_logits_give(dataset):
-    config = TrainConfig(global_batch_size=16)
-    by_logits = evaluate_split(logits_of, True, dataset, "test", config, SingleCollective())
+    by_logits = evaluate_logits(dataset, "test", 16, 8)
     sizes = set()
 
     def probabilities_of(images_NHWC):
         sizes.add(images_NHWC.shape)
         return softmax(logits_of(images_NHWC).astype(np.float64))
 
-    by_probabilities = evaluate_predictions(probabilities_of, dataset, "test", batch_size=10)
+    by_probabilities = evaluate(probabilities_of, dataset, batch_size=10)
     assert by_probabilities.loss == pytest.approx(by_logits.loss, rel=1e-6)
     assert by_probabilities.confusion == by_logits.confusion
     assert by_probabilities.top5_accuracy == by_logits.top5_accuracy
@@ -84,9 +101,7 @@ def test_probabilities_give_what_logits_give(dataset):
 
 
 def test_equal_outputs_are_ranked_as_argmax_ranks_them(dataset):
-    evaluation = evaluate_predictions(
-        lambda images_NHWC: np.full((len(images_NHWC), NUM_CLASSES), 1 / NUM_CLASSES), dataset, "test"
-    )
+    evaluation = evaluate(lambda images_NHWC: np.full((len(images_NHWC), NUM_CLASSES), 1 / NUM_CLASSES), dataset)
     counts = dataset.manifest.splits["test"].class_counts
     assert evaluation.accuracy == counts[0] / sum(counts)
     assert evaluation.top5_accuracy == pytest.approx(sum(counts[:5]) / sum(counts))
@@ -98,12 +113,12 @@ def test_a_probability_of_zero_keeps_the_loss_finite(dataset):
         outputs = np.zeros((len(images_NHWC), NUM_CLASSES))
         return outputs
 
-    assert np.isfinite(evaluate_predictions(never_right, dataset, "test").loss)
+    assert np.isfinite(evaluate(never_right, dataset).loss)
 
 
 def test_outputs_that_are_not_numbers_are_an_error(dataset):
     with pytest.raises(TrainingError, match="the evaluation on 'test' gave a loss of nan"):
-        evaluate_predictions(lambda images_NHWC: np.full((len(images_NHWC), NUM_CLASSES), np.nan), dataset, "test")
+        evaluate(lambda images_NHWC: np.full((len(images_NHWC), NUM_CLASSES), np.nan), dataset)
 
 
 def test_sums_travel_without_loss():

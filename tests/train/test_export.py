@@ -26,11 +26,13 @@ from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
 from train.published.export import export_training
-from train.published.exported import EXPORTS, KERAS_FILE, load_exported, number_of_artifact, read_export, verify_export
+from train.published.exported import EXPORTS, KERAS_FILE, number_of_artifact, read_export, verify_export
+from train.published.load import load_exported
 from train.records import put_record, read_record, record_numbers
 from train.run_log import RunLog
+from train.task import WorkerTask
 from train.trainings import training_dir
-from train.values import TrainResult, WorkerTask
+from train.values import TrainResult
 
 MODELS = "tests.train.launch_models"
 
@@ -63,7 +65,7 @@ def config_of(**train: object) -> TrainConfig:
 def trained(dataset: Dataset, models_uri: Path, config: TrainConfig) -> TrainResult:
     source = source_sha256(config.model)
     task = WorkerTask(config, dataset.pin, str(models_uri), training_dir(config, dataset.pin, source), source)
-    return LAUNCHERS["inline"](task, SparkConfig(), RunLog(SilentObserver()))
+    return LAUNCHERS["inline"].launch(task, SparkConfig(), RunLog(SilentObserver()))
 
 
 def images_of(dataset: Dataset) -> np.ndarray:
@@ -74,7 +76,8 @@ def images_of(dataset: Dataset) -> np.ndarray:
 def models(dataset, tmp_path_factory) -> Path:
     """A models' root with export 1, of a small CNN."""
     root = tmp_path_factory.mktemp("models")
-    export, skipped = export_training(str(root), config_of(), trained(dataset, root, config_of()), "run-1")
+    outcome = export_training(str(root), config_of(), trained(dataset, root, config_of()), "run-1")
+    export, skipped = outcome.export, outcome.skipped
     assert (export.number, skipped) == (1, False)
     return root
 
@@ -115,7 +118,8 @@ def test_other_programs_read_both_forms(models, dataset, tmp_path):
 def test_the_same_training_is_exported_once(models, dataset):
     config = config_of()
     result = trained(dataset, models, config)
-    export, skipped = export_training(str(models), config, result, "run-2")
+    outcome = export_training(str(models), config, result, "run-2")
+    export, skipped = outcome.export, outcome.skipped
     assert (export.number, skipped, export.record.run_id) == (1, True, "run-1")
     assert record_numbers(open_store(models), EXPORTS) == [1]
 
@@ -126,7 +130,7 @@ def test_the_weights_that_the_result_speaks_of_are_exported(dataset, tmp_path):
     for choice in ("best", "last"):
         config = config_of(epochs=4, learning_rate=0.3, schedule="constant", export=choice)
         results[choice] = result = trained(dataset, tmp_path, config)
-        record = export_training(str(tmp_path), config, result, "run")[0].record
+        record = export_training(str(tmp_path), config, result, "run").export.record
         assert (record.checkpoint, record.weights_sha256) == (result.checkpoint, result.weights_sha256)
         assert record.evaluation.loss == pytest.approx(result.evaluation.loss, rel=1e-4, abs=1e-6)
     best, last = results["best"], results["last"]
@@ -164,14 +168,15 @@ def test_what_a_killed_export_left_is_not_believed_and_in_nobodys_way(dataset, t
     [left] = (tmp_path / "artifacts").iterdir()
     with pytest.raises(IntegrityError, match="no export of .* names artifacts/"):
         number_of_artifact(str(tmp_path), left.name)
-    export, skipped = export_training(str(tmp_path), config, result, "run-2")
+    outcome = export_training(str(tmp_path), config, result, "run-2")
+    export, skipped = outcome.export, outcome.skipped
     assert (export.number, skipped) == (1, False) and not export.record.artifact_dir.endswith(left.name)
 
     # Nor is an export that was damaged since: the same training is exported anew.
     (tmp_path / export.record.files[0].path).write_bytes(b"")
-    again, skipped = export_training(str(tmp_path), config, result, "run-3")
-    assert (again.number, skipped) == (2, False)
-    verify_export(str(tmp_path), again)
+    again = export_training(str(tmp_path), config, result, "run-3")
+    assert (again.export.number, again.skipped) == (2, False)
+    verify_export(str(tmp_path), again.export)
 
 
 def test_an_altered_file_is_named(models, tmp_path):
@@ -217,7 +222,7 @@ def test_an_export_that_is_not_there_is_answered_with_those_that_are(models):
 )
 def test_users_own_model_classes_are_exported(dataset, tmp_path, model, keras_note):
     config = config_of(model=f"{MODELS}:{model}", epochs=1)
-    export, _ = export_training(str(tmp_path), config, trained(dataset, tmp_path, config), "run-1")
+    export = export_training(str(tmp_path), config, trained(dataset, tmp_path, config), "run-1").export
     assert export.record.parity_max_abs_diff <= 1e-5
     assert export.record.keras_note.startswith(keras_note), export.record.keras_note
     assert bool(keras_note) == bool(export.record.keras_note)
@@ -242,7 +247,7 @@ def test_a_model_that_computes_something_else_each_time_is_not_exported(dataset,
 
 def test_an_export_computes_in_float32_however_it_was_trained(dataset, tmp_path):
     config = config_of(mixed_precision="bfloat16", epochs=1)
-    export, _ = export_training(str(tmp_path), config, trained(dataset, tmp_path, config), "run-1")
+    export = export_training(str(tmp_path), config, trained(dataset, tmp_path, config), "run-1").export
     assert export.record.parity_max_abs_diff <= 1e-5
     probabilities_NK = load_exported(str(tmp_path), 1).predict(images_of(dataset))
     assert np.abs(probabilities_NK.sum(axis=1) - 1).max() < 1e-5

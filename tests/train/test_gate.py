@@ -15,10 +15,12 @@ from shardmill.stores import open_store
 from tests.support import build_here, make_dataset, write_images
 from tests.train.exports import put_export
 from train.config import GateConfig
+from train.published.candidate import promote_export
 from train.published.current import read_history
+from train.published.decision import Comparison, Incomparable, Promotion
 from train.published.exported import Export
-from train.published.gate import FEW_SAMPLES, Comparison, Incomparable, decide
-from train.published.promote import Promotion, choose_export, promote_export, roll_back
+from train.published.gate import FEW_SAMPLES, decide
+from train.published.promote import choose_export, roll_back
 from train.values import Evaluation
 
 TABLE = Path(__file__).resolve().parent.parent.parent / "docs" / "promotion.md"

@@ -19,11 +19,14 @@ from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.stores import open_store
 from tests.support import build_here, make_dataset, write_images
-from train.config import TrainConfig, TrainTree
-from train.job import export_model, finished_training, promote_model, train_model
+from train.config import TrainConfig
+from train.published.candidate import promote_export
+from train.published.export import export_training
 from train.published.predict import predict_images
 from train.run_log import RunLog
+from train.training import finished_training, train_model
 from train.trainings import choose_training, training_id
+from train.tree import TrainTree
 
 ROOT = Path(__file__).parents[2]
 ETL = EtlConfig(image_size=16, encoding="png", chunk_bytes=8_000, unit_min_images=40)
@@ -162,8 +165,8 @@ def test_the_whole_story_with_models_in_a_bucket(dataset_uri, s3_bucket):
     tree = tree_of(dataset_uri, f"{s3_bucket}/models", epochs=1)
     for skipped in (False, True):
         outcome = train_model(tree, RunLog(SilentObserver()))
-        exported = export_model(tree, outcome, "run")
-        promotion = promote_model(tree, exported, "run")
+        exported = export_training(outcome.models_uri, tree.train, outcome.result, "run")
+        promotion = promote_export(exported.models_uri, exported.export, tree.gate, "run")
         assert (outcome.skipped, exported.skipped, promotion.current) == (skipped, skipped, 1)
     image = next(Path(dataset_uri).parent.joinpath("images").rglob("*.png"))
     [prediction] = predict_images(f"{s3_bucket}/models", [str(image)])

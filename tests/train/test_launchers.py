@@ -27,7 +27,7 @@ from train.launching import LAUNCHERS
 from train.launching.horovod_spark import num_slots_of
 from train.launching.rank import EXIT_ABORTED
 from train.run_log import RunLog
-from train.values import WorkerTask
+from train.task import WorkerTask
 
 MODELS = "tests.train.launch_models"
 # What the driver would wait for a silent rank or for one without progress: it is told of an end, and waits for neither.
@@ -223,14 +223,14 @@ def test_a_rank_whose_parent_died_before_it_started_ends_at_once():
 def test_inline_runs_one_rank_only():
     task = WorkerTask(TrainConfig(num_workers=2, strategy="horovod"), PIN, "/nowhere", "trainings/test", "")
     with pytest.raises(UsageError, match="num_workers = 2.*'local' or 'horovod_spark'"):
-        LAUNCHERS["inline"](task, SparkConfig(), RunLog(SilentObserver()))
+        LAUNCHERS["inline"].launch(task, SparkConfig(), RunLog(SilentObserver()))
 
 
 def test_spark_with_too_few_slots_is_refused_before_it_starts():
     config = TrainConfig(num_workers=3, strategy="horovod", launcher="horovod_spark")
     task = WorkerTask(config, PIN, "/nowhere", "trainings/test", "")
     with pytest.raises(UsageError, match=r"num_workers = 3, but Spark at 'local\[2\]' runs 2 task.*local\[3\]"):
-        LAUNCHERS["horovod_spark"](task, SparkConfig(master="local[2]"), RunLog(SilentObserver()))
+        LAUNCHERS["horovod_spark"].launch(task, SparkConfig(master="local[2]"), RunLog(SilentObserver()))
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,11 @@ from shardmill.jobs.config import load_tree
 from shardmill.values import Batch
 from tests.train.training import MODELS as USER_MODELS
 from tests.train.training import Recorder, train_here
-from train.backends.keras.build import InputScale, build_model
+from train.backends.keras.build import build_model
+from train.backends.keras.inputs import InputScale
+from train.backends.keras.optimizers import build_optimizer
 from train.backends.keras.serving import KerasCheck, ServingModel, write_keras_file
-from train.backends.keras.step import TrainStep, build_optimizer
+from train.backends.keras.step import TrainStep
 from train.config import TrainConfig, TrainTree
 from train.models import MODELS
 from train.models.find import find_model
@@ -86,7 +88,7 @@ def test_the_examples_second_phase_starts_from_the_first_ones_export(monkeypatch
     images_NHWC = batch_of((32, 32, 3)).images_NHWC
     head, step = step_of(config, (32, 32, 3))
     step.apply(step.gradients(batch_of((32, 32, 3)), 4), 0.1)
-    serving = ServingModel(head.model, True, ("a", "b", "c"), (32, 32, 3), (0.0,) * 3, (1.0,) * 3)
+    serving = ServingModel(head.model, True, ("a", "b", "c"), (32, 32, 3), InputScale((0.0,) * 3, (1.0,) * 3))
     exported_NK = serving.predict(images_NHWC)
     assert write_keras_file(serving, tmp_path / "model.keras", KerasCheck(images_NHWC, exported_NK, 1e-5)) == ""
 

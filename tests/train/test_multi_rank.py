@@ -62,7 +62,7 @@ def train_on_ranks(
 ) -> tuple[TrainResult, Watcher]:
     task = task_of(uri, models, num_workers=world_size, launcher="local", **config)
     watcher = Watcher()
-    result = LAUNCHERS["local"](task, SparkConfig(), watcher, worker=f"{WORKERS}:{worker}")
+    result = LAUNCHERS["local"].launch(task, SparkConfig(), watcher, worker=f"{WORKERS}:{worker}")
     told = {(models / "told" / f"rank-{rank}").read_text() for rank in range(world_size)}
     assert told == {result.weights_sha256}, "every rank ends with the same weights and moving statistics"
     return result, watcher
@@ -74,7 +74,7 @@ def kill_on_ranks(uri, models, world_size, config, monkeypatch, killed_at) -> Wa
     task = task_of(uri, models, num_workers=world_size, launcher="local", **config)
     watcher = Watcher()
     with pytest.raises(TrainingError):
-        LAUNCHERS["local"](task, SparkConfig(), watcher, worker=f"{WORKERS}:last_rank_dies")
+        LAUNCHERS["local"].launch(task, SparkConfig(), watcher, worker=f"{WORKERS}:last_rank_dies")
     return watcher
 
 

@@ -11,9 +11,9 @@ import pytest
 from tests.train.test_models import SHAPE, batch_of, step_of
 from tests.train.training import Killed, Recorder, train_here
 from train.backends.keras.build import DTYPE_POLICIES
-from train.backends.keras.step import OPTIMIZERS
 from train.config import TrainConfig
-from train.settings import SCHEDULES
+from train.optimizers import OPTIMIZERS
+from train.schedules import SCHEDULES
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

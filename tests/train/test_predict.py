@@ -19,11 +19,14 @@ from shardmill.jobs.observer import SilentObserver
 from shardmill.options import DecodeLimits
 from shardmill.reader import read_samples
 from tests.support import make_dataset
-from train.config import GateConfig, TrainConfig, TrainTree
-from train.job import export_model, finished_training, promote_model, train_model
-from train.published.exported import load_exported
+from train.config import GateConfig, TrainConfig
+from train.published.candidate import promote_export
+from train.published.export import export_training
+from train.published.load import load_exported
 from train.published.predict import MAX_BATCH_SIZE, open_model, predict_files, predict_images
 from train.run_log import RunLog
+from train.training import finished_training, train_model
+from train.tree import TrainTree
 
 
 def tree_of(folder: Path) -> TrainTree:
@@ -45,8 +48,8 @@ def folder(tmp_path_factory) -> Path:
     (folder / "temporary").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder / "temporary"))
-        exported = export_model(tree, trained, "run")
-    assert promote_model(tree, exported, "run").gate.decision == "promoted"
+        exported = export_training(trained.models_uri, tree.train, trained.result, "run")
+    assert promote_export(exported.models_uri, exported.export, tree.gate, "run").gate.decision == "promoted"
     # 48 megapixels in some kilobytes: as large as is allowed, and 144 MB when it is decoded.
     assert cv2.imwrite(str(folder / "bomb.png"), np.zeros((6000, 8000, 3), np.uint8))
     return folder
@@ -89,7 +92,7 @@ def test_without_tensorflow_nothing_is_exported_and_the_extra_is_named(folder, m
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     try:
         with pytest.raises(UsageError, match=r"needs TensorFlow: .*pip install '\.\[tensorflow\]'"):
-            export_model(tree, trained, "run")
+            export_training(trained.models_uri, tree.train, trained.result, "run")
     finally:
         shutil.move(folder / "exports", folder / "models/exports")
 

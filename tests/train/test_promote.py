@@ -9,16 +9,18 @@ import pytest
 
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import CommitConflict, GateNotPassed, IntegrityError, UsageError
+from shardmill.reader import read_split
 from shardmill.sealed import seal
 from shardmill.stores import open_store
 from tests.services.faulty_store import FaultyStore, send_twice
 from tests.train.exports import put_export
 from train.config import GateConfig
-from train.job import promotion_record
-from train.published.current import CURRENT, Pointer, current_export, read_history
-from train.published.exported import Export, load_exported, read_export
-from train.published.gate import by_name, evaluate_export
-from train.published.promote import choose_export, promote_export, roll_back
+from train.published.candidate import promote_export, promotion_record
+from train.published.current import CURRENT, Pointer, read_history
+from train.published.exported import Export, read_export
+from train.published.figures import by_name, evaluate_export
+from train.published.load import current_export, load_exported
+from train.published.promote import choose_export, roll_back
 from train.records import put_record
 
 
@@ -72,7 +74,9 @@ def test_exports_come_and_go_through_the_gate(exports, tiny_uri):
     assert [pointer.run_id for pointer in read_history(store).readable] == ["run-1", "run-2", "run-5"]
 
     # An export says of the dataset what the training model said of it.
-    test_split = evaluate_export(load_exported(root, good.number), open_dataset(tiny_uri), "test")
+    dataset = open_dataset(tiny_uri)
+    with read_split(dataset, "test") as batches:
+        test_split = evaluate_export(load_exported(root, good.number), dataset, "test", batches)
     assert test_split.accuracy == good.record.evaluation.accuracy
     assert test_split.loss == pytest.approx(good.record.evaluation.loss, abs=1e-6)
 

@@ -19,12 +19,14 @@ from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.sealed import seal
 from shardmill.stores import open_store
 from tests.train.training import Recorder as Reporter
-from train.backends.keras.build import input_scale, standardize
-from train.config import TrainConfig, TrainTree
-from train.job import export_model, train_model
+from train.backends.keras.inputs import input_scale, standardize
+from train.config import TrainConfig
 from train.models.user import source_sha256
 from train.preflight import window_memory
+from train.published.export import export_training
+from train.training import train_model
 from train.trainings import RESULT, choose_training, read_result
+from train.tree import TrainTree
 
 FACTORY = """
 import keras
@@ -122,7 +124,7 @@ def test_an_edited_factory_is_another_model(tiny_uri, tmp_path, factory):
     assert train_model(tree, Observer()).skipped
     factory("tanh")
     with pytest.raises(UsageError, match="another model than train.model = .* builds now: source of train.model"):
-        export_model(tree, first, "run")
+        export_training(first.models_uri, tree.train, first.result, "run")
     second = train_model(tree, Observer())
     assert not second.skipped and second.result.training_dir != first.result.training_dir
     assert second.result.model.config_sha256 != first.result.model.config_sha256
@@ -255,10 +257,11 @@ def test_the_budget_is_told(finished):
 
 def test_without_standardize_the_model_gets_pixels(tiny_uri):
     manifest = open_dataset(tiny_uri).manifest
-    assert input_scale(TrainConfig(), manifest).mean == manifest.channel_mean
-    raw = input_scale(TrainConfig(standardize=False), manifest)
+    scaled = input_scale(manifest, True)
+    assert (scaled.mean, scaled.std) == (manifest.channel_mean, manifest.channel_std)
+    raw = input_scale(manifest, False)
     images = np.arange(12, dtype=np.uint8).reshape(1, 2, 2, 3)
-    assert np.array_equal(np.asarray(standardize(images, raw.mean, raw.std)), images.astype(np.float32))
+    assert np.array_equal(np.asarray(standardize(images, raw)), images.astype(np.float32))
 
 
 def test_a_damaged_shorter_training_blocks_no_longer_one(finished):

@@ -16,6 +16,7 @@ from shardmill.errors import TrainingError
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import DatasetPin
 from tests.train.launch_workers import result_of
+from train.config import TrainConfig
 from train.launching.listener import MAX_PENDING, MAX_PENDING_PER_RANK
 from train.launching.watchdog import Watchdog
 from train.launching.wire import (
@@ -34,14 +35,14 @@ from train.launching.wire import (
 )
 from train.observer import StepAssembler
 from train.run_log import RunLog
-from train.settings import TrainSettings
-from train.values import StepReport, WorkerTask, World
+from train.task import WorkerTask
+from train.values import StepReport, World
 
 ROOT = Path(__file__).parents[2]
 
 
 def task_of(num_workers: int, **train: object) -> WorkerTask:
-    config = TrainSettings(num_workers=num_workers, strategy="horovod", launcher="local", **train)
+    config = TrainConfig(num_workers=num_workers, strategy="horovod", launcher="local", **train)
     return WorkerTask(config, DatasetPin("/nowhere", 1, "0" * 64), "/nowhere", "trainings/test", "")
 
 

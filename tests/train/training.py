@@ -8,7 +8,8 @@ from pathlib import Path
 from shardmill.dataset.open import open_dataset
 from train.config import TrainConfig
 from train.models.user import source_sha256
-from train.values import StepReport, TrainResult, WorkerTask, World
+from train.task import WorkerTask
+from train.values import StepReport, TrainResult, World
 from train.worker import run_worker
 
 MODELS = "tests.train.models_under_test"

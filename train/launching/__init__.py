@@ -1,11 +1,13 @@
 """The ways in which ranks start; a new one is a module and an entry here, and the shared tests run over it.
 
-Each entry is called as `launch(task, spark, observer)` in the driver's main thread. It returns rank 0's result when all
-ranks have finished, raises the first failing rank's own error, and leaves no process behind either way.
+`launch(task, spark, observer)` is called in the driver's main thread. It returns rank 0's result when all ranks have
+finished, raises the first failing rank's own error, and leaves no process behind either way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from shardmill.registry import Entry, Registry
@@ -13,10 +15,11 @@ from shardmill.registry import Entry, Registry
 if TYPE_CHECKING:
     from shardmill.jobs.config import SparkConfig
     from train.observer import TrainObserver
-    from train.values import TrainResult, WorkerTask
+    from train.task import WorkerTask
+    from train.values import TrainResult
 
 
-class Launcher(Protocol):
+class Launch(Protocol):
     """Starts the ranks of a task and waits for them; `worker` names what each rank runs, as `module:function`."""
 
     def __call__(
@@ -24,18 +27,37 @@ class Launcher(Protocol):
     ) -> TrainResult: ...
 
 
+def _no_limit(world_size: int, spark: SparkConfig) -> None:
+    return
+
+
+def _none_here(world_size: int, spark: SparkConfig) -> int:
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """A way to start ranks, and what is known of it before any rank starts."""
+
+    launch: Launch
+    check: Callable[[int, SparkConfig], None] = _no_limit
+    """(world size, section `spark`): raises UsageError if so many ranks cannot start, as far as that is known."""
+    ranks_here: Callable[[int, SparkConfig], int] = _none_here
+    """(world size, section `spark`) -> how many of the ranks run on this machine and share its cores."""
+
+
 LAUNCHERS: Registry[Launcher] = Registry(
     "train.launcher",
     {
-        "inline": Entry("train.launching.inline:launch_inline", "this process, one rank"),
+        "inline": Entry("train.launching.inline:INLINE", "this process, one rank"),
         "local": Entry(
-            "train.launching.local:launch_local",
+            "train.launching.local:LOCAL",
             "processes on this machine",
             extra="horovod",
             packages=("horovod",),
         ),
         "horovod_spark": Entry(
-            "train.launching.horovod_spark:launch_horovod_spark",
+            "train.launching.horovod_spark:HOROVOD_SPARK",
             "Spark tasks, through horovod.spark.run",
             extra="spark,horovod",
             packages=("pyspark", "horovod"),

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardmill.values import Cursor
+from train.config import TrainConfig
 from train.launching.faults import FaultKind, RankFault
 from train.launching.wire import Heartbeat, Hello
-from train.settings import TrainSettings
 from train.values import TrainResult
 
 # A rank may pause this many times longer than the longest pause of any rank so far: a straggler is no fault.
@@ -44,7 +44,7 @@ class RankState:
 class Deadlines:
     """All ranks of a training, and how long they may take."""
 
-    def __init__(self, config: TrainSettings, now: float) -> None:
+    def __init__(self, config: TrainConfig, now: float) -> None:
         self.ranks = [RankState(number) for number in range(config.num_workers)]
         self._config = config
         self._started_seconds = now

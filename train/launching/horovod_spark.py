@@ -19,6 +19,7 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH
 from shardmill.jobs.spark import spark_session
 from shardmill.jobs.spark_settings import is_under_spark_submit
+from train.launching import Launcher
 from train.launching.faults import FIX
 from train.launching.keeper import keep_rank
 from train.launching.rank import DEFAULT_WORKER
@@ -36,7 +37,8 @@ from train.launching.rendezvous import (
 from train.launching.watchdog import Watchdog
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from train.observer import TrainObserver
-from train.values import TrainResult, WorkerTask
+from train.task import WorkerTask
+from train.values import TrainResult
 
 TOKEN_PURPOSE, PATH_PURPOSE = "shardmill watchdog", "shardmill rendezvous"
 APPLICATION_NAME = "shardmill-train"
@@ -49,8 +51,7 @@ def launch_horovod_spark(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
     """Run every rank in a Spark task. Raises UsageError at once if Spark cannot run them all at the same time."""
-    if not is_under_spark_submit():
-        check_slots(task.config.num_workers, spark.master, spark.train.conf)
+    check_configured_slots(task.config.num_workers, spark)
     with spark_session(APPLICATION_NAME, spark, spark.train.conf) as session:
         context = session.sparkContext
         master = str(context.master)
@@ -72,6 +73,17 @@ def launch_horovod_spark(
                 watchdog.abort()
                 run.cancel(context)
                 raise
+
+
+def check_configured_slots(world_size: int, spark: SparkConfig) -> None:
+    """`check_slots` for the config, which `spark-submit` overrules."""
+    if not is_under_spark_submit():
+        check_slots(world_size, spark.master, spark.train.conf)
+
+
+def ranks_on_this_machine(world_size: int, spark: SparkConfig) -> int:
+    """All of them with a local master, else none."""
+    return world_size if spark.master.startswith("local") else 0
 
 
 def check_slots(world_size: int, master: str, conf: dict[str, str]) -> None:
@@ -267,3 +279,6 @@ def _patched_horovod(stop: threading.Event, output: _Tail, secret: bytes) -> Ite
         finally:
             for rendezvous in opened:
                 rendezvous.stop()
+
+
+HOROVOD_SPARK = Launcher(launch_horovod_spark, check=check_configured_slots, ranks_here=ranks_on_this_machine)

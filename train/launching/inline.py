@@ -8,10 +8,12 @@ from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.values import Cursor
+from train.launching import Launcher
 from train.launching.faults import FaultKind, RankFault, error_of, failure_of
 from train.launching.rank import DEFAULT_WORKER, load_worker
 from train.observer import StepAssembler, TrainObserver
-from train.values import StepReport, TrainResult, WorkerTask, World
+from train.task import WorkerTask
+from train.values import StepReport, TrainResult, World
 
 
 class ObserverReporter:
@@ -35,7 +37,7 @@ class ObserverReporter:
         return
 
 
-def check_one_rank(world_size: int) -> None:
+def check_one_rank(world_size: int, spark: SparkConfig) -> None:
     """Raises UsageError for more than one rank."""
     if world_size != 1:
         raise UsageError(
@@ -49,7 +51,7 @@ def launch_inline(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
     """Run the only rank here. Raises UsageError for more than one, TrainingError for what is not a ShardmillError."""
-    check_one_rank(task.config.num_workers)
+    check_one_rank(task.config.num_workers, spark)
     reporter = ObserverReporter(observer)
     try:
         return load_worker(worker)(task, World(), reporter)
@@ -62,3 +64,6 @@ def launch_inline(
             FaultKind.FAILED, 0, "this process", 0.0, last_step=reporter.last_step, failure=failure_of(error)
         )
         raise error_of(fault) from error
+
+
+INLINE = Launcher(launch_inline, check=check_one_rank, ranks_here=lambda world_size, spark: 1)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from train.launching.wire import Abort, Connection, Message, ProtocolError, answer_caller, message_adapter
-from train.values import WorkerTask
+from train.task import WorkerTask
 
 MAX_PENDING = 64
 MAX_PENDING_PER_RANK = 4

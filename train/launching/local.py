@@ -11,12 +11,14 @@ from contextlib import contextmanager
 
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import python_path
+from train.launching import Launcher
 from train.launching.keeper import RankProcess
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.rendezvous import GLOO_TIMEOUT_SECONDS, LOOPBACK, GuardedRendezvous, address_variables
 from train.launching.watchdog import Watchdog
 from train.observer import TrainObserver
-from train.values import TrainResult, WorkerTask
+from train.task import WorkerTask
+from train.values import TrainResult
 
 # Ranks end by themselves when they have finished; native libraries may take this long to shut down.
 EXIT_SECONDS = 5.0
@@ -93,3 +95,6 @@ def _rendezvous(world_size: int) -> Iterator[dict[str, str]]:
         }
     finally:
         server.stop()
+
+
+LOCAL = Launcher(launch_local, ranks_here=lambda world_size, spark: world_size)

@@ -29,7 +29,8 @@ from train.launching.wire import (
     call_driver,
     wait_for_abort,
 )
-from train.values import Reporter, StepReport, TrainResult, WorkerTask, World
+from train.task import WorkerTask
+from train.values import Reporter, StepReport, TrainResult, World
 
 DEFAULT_WORKER = "train.worker:run_worker"
 HEARTBEAT_SECONDS = 1.0

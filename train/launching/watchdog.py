@@ -32,7 +32,8 @@ from train.launching.wire import (
     new_token,
 )
 from train.observer import StepAssembler, TrainObserver
-from train.values import TrainResult, WorkerTask
+from train.task import WorkerTask
+from train.values import TrainResult
 
 # The first fault need not be the cause. Other faults of the same cause arrive within this time; if only echoes
 # ("connection closed") have arrived so far, the cause itself does within the longer one.

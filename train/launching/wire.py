@@ -24,7 +24,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from shardmill.jobs.observer import FieldValue
 from train.launching.faults import Failure
-from train.values import StepReport, TrainResult, WorkerTask
+from train.task import WorkerTask
+from train.values import StepReport, TrainResult
 
 ADDRESS_VARIABLE = "SHARDMILL_DRIVER_ADDRESS"
 TOKEN_VARIABLE = "SHARDMILL_DRIVER_TOKEN"

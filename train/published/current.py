@@ -12,8 +12,6 @@ from typing import Literal
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.section import Section
 from shardmill.storage import Store
-from shardmill.stores import open_store
-from train.published.exported import Export, read_export, require_exports
 from train.records import put_record, read_record, record_numbers
 
 CURRENT = "current"
@@ -114,21 +112,6 @@ def set_current(store: Store, history: History, pointer: Pointer) -> bool:
     # The number after the history that was judged, not the next free one: if another writer took it, that judgement is
     # out of date.
     return put_record(store, CURRENT, history.next_number, pointer)
-
-
-def current_export(models_uri: str) -> Export:
-    """The current export. Raises UsageError if there is none, IntegrityError if that is unknown."""
-    history = read_history(open_store(models_uri))
-    if history.damage:
-        raise unknown_current(models_uri, history)
-    if history.current is None:
-        require_exports(models_uri)
-        raise UsageError(
-            f"{models_uri} has no current model",
-            "expected a promoted export",
-            "`shardmill promote`, or name an export: URI@1",
-        )
-    return read_export(models_uri, history.current.export)
 
 
 def unknown_current(models_uri: str, history: History) -> IntegrityError:

@@ -13,14 +13,17 @@ import numpy as np
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_pinned
 from shardmill.errors import IntegrityError, TrainingError, UsageError
-from shardmill.reader import read_samples
+from shardmill.jobs.run_files import StageRecord
+from shardmill.reader import read_samples, read_split
 from shardmill.sealed import SealedFile, seal_file
-from shardmill.storage import Store
+from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
-from train.backends.keras.build import build_model, check_same_model, input_scale
+from train.backends.keras.build import build_model, check_same_model
+from train.backends.keras.inputs import input_scale
 from train.backends.keras.runtime import assign_variables, start_tensorflow, weights_sha256
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.checkpoint import WEIGHTS, open_checkpoint, rank_file
+from train.config import TrainConfig
 from train.evaluate import evaluate_predictions
 from train.models.user import source_sha256
 from train.published.exported import (
@@ -34,7 +37,6 @@ from train.published.exported import (
     verify_export,
 )
 from train.records import put_record, record_numbers
-from train.settings import TrainSettings
 from train.values import Evaluation, ModelIdentity, TrainResult
 
 MAX_PARITY_DIFF = 1e-5
@@ -58,15 +60,25 @@ class _Comparison:
     keras_note: str
 
 
-def export_training(models_uri: str, config: TrainSettings, result: TrainResult, run_id: str) -> tuple[Export, bool]:
-    """Export what a training ended with. -> the export, and whether it was there already (same training, same weights).
+@dataclass(frozen=True, slots=True)
+class ExportOutcome:
+    """An export of a training."""
+
+    export: Export
+    models_uri: str
+    skipped: bool
+    """True if it existed already: of the same training, with the same weights."""
+
+
+def export_training(models_uri: str, config: TrainConfig, result: TrainResult, run_id: str) -> ExportOutcome:
+    """Export what a training ended with, once.
 
     Raises TrainingError if the export does not predict what the training model predicts, IntegrityError if the
     checkpoint was altered, or if the export's figures on the evaluated split are not those that the training recorded.
     """
     earlier = _find_whole_export(models_uri, result)
     if earlier is not None:
-        return earlier, True
+        return ExportOutcome(earlier, models_uri, skipped=True)
     store = open_store(models_uri)
     dataset = open_pinned(result.dataset)
     serving = _restore(store, config, result, dataset)
@@ -87,8 +99,8 @@ def export_training(models_uri: str, config: TrainSettings, result: TrainResult,
         normalize=manifest.normalize,
         normalization_fingerprint=manifest.normalization_fingerprint,
         decoder_id=manifest.decoder_id,
-        channel_mean=serving.channel_mean,
-        channel_std=serving.channel_std,
+        channel_mean=serving.scale.mean,
+        channel_std=serving.scale.std,
         dataset=result.dataset,
         content_digest=manifest.content_digest,
         layout_digest=manifest.layout_digest,
@@ -103,10 +115,25 @@ def export_training(models_uri: str, config: TrainSettings, result: TrainResult,
     number = max(record_numbers(store, EXPORTS), default=0) + 1
     while not put_record(store, EXPORTS, number, record):
         number += 1
-    return Export(number, record), False
+    return ExportOutcome(Export(number, record), models_uri, skipped=False)
 
 
-def check_figures(measured: Evaluation, recorded: Evaluation, config: TrainSettings) -> None:
+def export_record(outcome: ExportOutcome) -> StageRecord:
+    """What an export adds to a run's summary."""
+    export = outcome.export
+    section = {
+        "number": export.number,
+        "path": join_uri(outcome.models_uri, export.record.artifact_dir),
+        "parity_max_abs_diff": export.record.parity_max_abs_diff,
+        "parity_num_images": export.record.parity_num_images,
+        "keras_note": export.record.keras_note,
+        "weights_sha256": export.record.weights_sha256,
+    }
+    status = "skipped" if outcome.skipped else "done"
+    return StageRecord(stage="export", status=status, sections={"export": section})
+
+
+def check_figures(measured: Evaluation, recorded: Evaluation, config: TrainConfig) -> None:
     """Raises IntegrityError, with both figures, if an export does not answer as well (or as badly) as was recorded."""
     factor = MIXED_PRECISION_FACTOR if config.mixed_precision != "off" else 1
     loss_limit = factor * LOSS_TOLERANCE * max(1.0, recorded.loss)
@@ -142,7 +169,7 @@ def _find_whole_export(models_uri: str, result: TrainResult) -> Export | None:
     return None
 
 
-def _restore(store: Store, config: TrainSettings, result: TrainResult, dataset: Dataset) -> ServingModel:
+def _restore(store: Store, config: TrainConfig, result: TrainResult, dataset: Dataset) -> ServingModel:
     """The training model with its final weights."""
     start_tensorflow(1, config.seed)
     manifest = dataset.manifest
@@ -153,7 +180,6 @@ def _restore(store: Store, config: TrainSettings, result: TrainResult, dataset: 
     source = f"the checkpoint {result.checkpoint}"
     now = ModelIdentity(source_sha256(config.model), built.config_sha256)
     check_same_model(result.model, now, config.model, source)
-    scale = input_scale(config, manifest)
     assign_variables(built.model.trainable_variables, saved.trainable, source)
     assign_variables(built.model.non_trainable_variables, saved.non_trainable, source)
     if weights_sha256(built.model) != result.weights_sha256:
@@ -167,8 +193,7 @@ def _restore(store: Store, config: TrainSettings, result: TrainResult, dataset: 
         outputs_are_logits=built.outputs_are_logits,
         class_names=manifest.class_names,
         image_shape_HWC=manifest.normalize.image_shape_HWC,
-        channel_mean=scale.mean,
-        channel_std=scale.std,
+        scale=input_scale(manifest, config.standardize),
     )
 
 
@@ -194,7 +219,7 @@ def _read_weights(store: Store, result: TrainResult) -> _SavedWeights:
 
 
 def _write_and_compare(
-    serving: ServingModel, scratch: Path, dataset: Dataset, config: TrainSettings, recorded: Evaluation | None
+    serving: ServingModel, scratch: Path, dataset: Dataset, config: TrainConfig, recorded: Evaluation | None
 ) -> _Comparison:
     """Write both forms into `scratch`, load them again, and compare them with the model and with what was recorded."""
     images_NHWC = _parity_images(dataset)
@@ -210,7 +235,9 @@ def _write_and_compare(
         )
     measured = None
     if recorded is not None:
-        measured = evaluate_predictions(served, dataset, recorded.split, format=config.format).without_classes()
+        with read_split(dataset, recorded.split, format=config.format) as batches:
+            measured = evaluate_predictions(served, batches, recorded.split, dataset.manifest.class_names)
+        measured = measured.without_classes()
         check_figures(measured, recorded, config)
     agrees = KerasCheck(images_NHWC, expected_NK, MAX_PARITY_DIFF)
     keras_note = write_keras_file(serving, scratch / KERAS_FILE, agrees)

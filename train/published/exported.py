@@ -1,4 +1,4 @@
-"""An export as others see it: its record, its files verified byte by byte, and the model inside, loaded.
+"""An export as others see it: its record, and its files, verified byte by byte.
 
 <models>/artifacts/<attempt>/saved_model/..., model.keras     files, written first
 <models>/exports/00000001.json                                THE export: this record's appearance makes it visible
@@ -6,21 +6,18 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.options import NormalizeOptions
-from shardmill.sealed import SealedFile, check_sealed, read_sealed
+from shardmill.sealed import SealedFile, check_sealed
 from shardmill.section import Section
-from shardmill.storage import check_relative_path, join_uri
+from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
-from train.backends.keras.serving import load_saved_model
 from train.records import read_record, record_numbers
 from train.values import Evaluation
 
@@ -115,20 +112,6 @@ def verify_export(models_uri: str, export: Export) -> None:
     store = open_store(models_uri)
     for file in export.record.files:
         check_sealed(store, file)
-
-
-def load_exported(models_uri: str, number: int) -> ExportedModel:
-    """Fetch an export's SavedModel, verify every byte of it, load it. Raises IntegrityError that names the file."""
-    export = read_export(models_uri, number)
-    store = open_store(models_uri)
-    prefix = f"{export.record.artifact_dir}/{SAVED_MODEL}/"
-    with tempfile.TemporaryDirectory(prefix="shardmill-model-") as scratch:
-        for file in export.record.files:
-            if file.path.startswith(prefix):
-                target = Path(scratch, check_relative_path(file.path)[len(prefix) :])
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(read_sealed(store, file))
-        return ExportedModel(export, load_saved_model(Path(scratch)))
 
 
 def number_of_artifact(models_uri: str, artifact: str) -> int:

@@ -17,9 +17,9 @@ from shardmill.images.decoder_id import DECODER_ID, normalization_fingerprint
 from shardmill.images.sandbox import DecodeSandbox
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.values import Rejection, SourceImage
-from train.published.current import current_export
-from train.published.exported import ARTIFACTS, ExportedModel, load_exported, number_of_artifact
+from train.published.exported import ARTIFACTS, ExportedModel, number_of_artifact
 from train.published.image_files import list_files, read_file
+from train.published.load import current_export, load_exported
 
 MAX_BATCH_SIZE = 64
 

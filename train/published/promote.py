@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from shardmill.errors import CommitConflict, GateNotPassed, UsageError
 from shardmill.stores import open_store
-from train.config import GateConfig
 from train.published.current import CURRENT, History, Pointer, now, read_history, set_current, unknown_current
+from train.published.decision import GateDecision, Promotion
 from train.published.exported import Export, read_export, verify_export
-from train.published.gate import GateDecision, judge
 from train.records import read_record
 
 
-@dataclass(frozen=True, slots=True)
-class Promotion:
-    """What became of a candidate."""
-
-    models_uri: str
-    gate: GateDecision
-    previous: int | None
-    """The export that was current before."""
-    current: int | None
-    """The export that is current now."""
-    is_published: bool = False
-    """The gate let it pass in this run: in this call, or in an earlier try of the same run."""
-
-
-def promote_export(
-    models_uri: str,
-    candidate: Export,
-    gate: GateConfig,
-    run_id: str,
-    *,
-    require: bool = False,
-    replace_current: bool = False,
+def promote_if_passed(
+    models_uri: str, candidate: Export, judge: Callable[[History], GateDecision], run_id: str, *, require: bool = False
 ) -> Promotion:
-    """Make an export the current one if the gate lets it pass; a pointer that another run set meanwhile is judged anew.
+    """Make an export the current one if `judge` lets it pass; a pointer that another run set meanwhile is judged anew.
 
     Raises GateNotPassed if it does not pass and `require` is set, IntegrityError if its files are damaged.
     """
     verify_export(models_uri, candidate)
+    store = open_store(models_uri)
     # Optimistic: judge against the history as read, then publish behind exactly that history. A writer that loses the
     # race judges again, against the winner. Each extra round means that another writer won.
     while True:
-        judgement = judge(models_uri, candidate, gate, replace_current=replace_current)
-        decision, history = judgement.gate, judgement.history
+        history = read_history(store)
+        decision = judge(history)
         before = history.current.export if history.current is not None else None
         if require and not decision.is_passed:
             raise GateNotPassed(

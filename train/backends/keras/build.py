@@ -1,4 +1,4 @@
-"""From `train.model` to a checked model whose variables exist, with its loss and the scale of its inputs.
+"""From `train.model` to a checked model whose variables exist, with its loss.
 
 Shape legend: N batch, H height, W width, C channels, K classes. Models take float32 images_NHWC, standardized
 unless `train.standardize` is false.
@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shardmill.dataset.manifest import Manifest
 from shardmill.errors import UsageError
 from train.backends.keras.runtime import config_sha256
+from train.config import TrainConfig
 from train.models import MODELS
 from train.models.user import call_factory, source_sha256
-from train.settings import TrainSettings
 from train.values import ModelIdentity
 
 PerSampleLoss = Callable[[Any, Any], Any]
@@ -42,15 +41,7 @@ class BuiltModel:
     """Of what was built, before any step has changed it: `config_sha256`."""
 
 
-@dataclass(frozen=True, slots=True)
-class InputScale:
-    """What is subtracted from the pixels of each channel, and what they are then divided by."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
-def build_model(config: TrainSettings, image_shape_HWC: tuple[int, int, int], num_classes: int) -> BuiltModel:
+def build_model(config: TrainConfig, image_shape_HWC: tuple[int, int, int], num_classes: int) -> BuiltModel:
     """Build the model that `train.model` names, with fresh weights from Keras's global seed.
 
     Raises UsageError for an unknown name, a factory that does not import or fails, or an output other than (N, K).
@@ -76,15 +67,7 @@ def build_model(config: TrainSettings, image_shape_HWC: tuple[int, int, int], nu
     return BuiltModel(model, outputs_are_logits, loss, optimizer, config_sha256(model))
 
 
-def input_scale(config: TrainSettings, manifest: Manifest) -> InputScale:
-    """How a model's inputs arrive: standardized over the train split, or untouched without `train.standardize`."""
-    if config.standardize:
-        return InputScale(manifest.channel_mean, manifest.channel_std)
-    num_channels = len(manifest.channel_mean)
-    return InputScale((0.0,) * num_channels, (1.0,) * num_channels)
-
-
-def inputs_hint(config: TrainSettings) -> str:
+def inputs_hint(config: TrainConfig) -> str:
     """The most frequent cause when a user's model does not learn, as the end of a sentence; empty for a model of ours.
 
     It cannot be seen in the model itself.
@@ -99,16 +82,7 @@ def inputs_hint(config: TrainSettings) -> str:
     return f"; the model gets float32 images {arrives}; one that expects {otherwise} wants train.standardize = {wanted}"
 
 
-def standardize(images_NHWC: Any, channel_mean: tuple[float, ...], channel_std: tuple[float, ...]) -> Any:
-    """uint8 images on the 0..255 scale -> float32 with mean 0 and deviation 1 per channel over the train split."""
-    import tensorflow as tf
-
-    return (tf.cast(images_NHWC, tf.float32) - tf.constant(channel_mean, tf.float32)) / tf.constant(
-        channel_std, tf.float32
-    )
-
-
-def choose_loss(config: TrainSettings, model: Any, outputs_are_logits: bool, num_classes: int) -> PerSampleLoss:
+def choose_loss(config: TrainConfig, model: Any, outputs_are_logits: bool, num_classes: int) -> PerSampleLoss:
     """The compiled model's own loss under `train.loss = "auto"`, else softmax cross-entropy."""
     own = compiled_loss(model) if config.loss == "auto" else None
     if own is None:
@@ -143,7 +117,7 @@ def compiled_loss(model: Any) -> Any | None:
     return keras.losses.get(loss)
 
 
-def are_outputs_logits(config: TrainSettings, model: Any) -> bool:
+def are_outputs_logits(config: TrainConfig, model: Any) -> bool:
     """What the config says; under `auto` what the compiled loss says, else what the last layer's activation says."""
     import keras
 

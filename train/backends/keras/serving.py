@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from train.backends.keras.build import standardize
+from train.backends.keras.inputs import InputScale, standardize
 from train.backends.keras.runtime import import_tensorflow
 
 # A class may have any name; this one is never asked for, because every index has its own.
@@ -28,15 +28,13 @@ class ServingModel:
     outputs_are_logits: bool
     class_names: tuple[str, ...]
     image_shape_HWC: tuple[int, int, int]
-    channel_mean: tuple[float, ...]
-    """Per channel, on the 0..255 scale; likewise the deviation."""
-    channel_std: tuple[float, ...]
+    scale: InputScale
 
     def probabilities(self, images_NHWC: Any) -> Any:
         """uint8 images -> float32 probabilities_NK, by the same operations as in training."""
         import tensorflow as tf
 
-        outputs_NK = self.model(standardize(images_NHWC, self.channel_mean, self.channel_std), training=False)
+        outputs_NK = self.model(standardize(images_NHWC, self.scale), training=False)
         outputs_NK = tf.cast(outputs_NK, tf.float32)
         return tf.nn.softmax(outputs_NK) if self.outputs_are_logits else outputs_NK
 
@@ -121,10 +119,10 @@ def _functional(serving: ServingModel, inlined: bool) -> Any:
     """Keras's own layers around the trained model, which is one layer among them or, inlined, the layers it calls."""
     import keras
 
-    variances = [deviation**2 for deviation in serving.channel_std]
+    variances = [deviation**2 for deviation in serving.scale.std]
     images = keras.Input(serving.image_shape_HWC, dtype="uint8", name="images")
     standardized = keras.layers.Normalization(
-        axis=-1, mean=list(serving.channel_mean), variance=variances, dtype="float32", name="standardize"
+        axis=-1, mean=list(serving.scale.mean), variance=variances, dtype="float32", name="standardize"
     )(images)
     if inlined:
         takes_training = "training" in inspect.signature(serving.model.call).parameters

@@ -1,0 +1,181 @@
+"""The last stage: `report.html` from a run's record, its dataset version and (for refused files) the source."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from pipeline.report.data import Picture, RejectedGroup, ReportData
+from pipeline.report.page import render
+from shardmill.dataset.ledger import read_ledger, read_rejections
+from shardmill.dataset.open import open_dataset
+from shardmill.errors import ShardmillError
+from shardmill.jobs.run_files import StageRecord, read_stage_records, run_folder
+from shardmill.reader import read_samples
+from shardmill.storage import Store, join_uri
+from shardmill.stores import open_store
+from shardmill.values import Rejection, RejectReason
+from train.values import EpochRecord, Evaluation
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shardmill.dataset.dataset import Dataset
+
+NUM_SAMPLES = 48
+EXAMPLES_PER_REASON = 4
+MAX_THUMBNAIL_SOURCE_BYTES = 5_000_000
+MAX_THUMBNAIL_PIXELS = 20_000_000
+# Only files that were refused for the state of their pixels are opened again, never those refused as a danger.
+REASONS_WITH_THUMBNAIL = frozenset({RejectReason.TRUNCATED, RejectReason.CORRUPT_SCAN, RejectReason.DECODER_ERROR})
+
+
+def write_report(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> str:
+    """Write `<workdir>/runs/<run_id>/report.html`, self-contained, and return its URI."""
+    path = f"{run_folder(run_id)}/report.html"
+    store = open_store(workdir)
+    store.put(path, render(gather(workdir, run_id, summary)).encode("utf-8"))
+    return join_uri(store.uri, path)
+
+
+def report_record(uri: str) -> StageRecord:
+    """The record of a report that was written just now."""
+    return StageRecord(stage="report", started=time.time(), sections={"report": {"path": uri}})
+
+
+def gather(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> ReportData:
+    """Read what the run left. Parts that cannot be read are left out: a report is needed most after a failure."""
+    stages = read_stage_records(workdir, run_id)
+    detail = {record.stage: record.detail for record in stages}
+    history = TypeAdapter(tuple[EpochRecord, ...]).validate_python(detail.get("train", {}).get("history", ()))
+    evaluation = detail.get("evaluate", {}).get("evaluation")
+    data = {
+        "run_id": run_id,
+        "summary": summary,
+        "config_toml": _read_text(open_store(workdir), f"{run_folder(run_id)}/config.toml"),
+        "stages": stages,
+        "history": history,
+        "evaluation": TypeAdapter(Evaluation).validate_python(evaluation) if evaluation else None,
+    }
+    failed_build = detail.get("etl", {}).get("ledger")
+    found = _of_failed_build(detail["etl"]) if failed_build else _of_dataset(summary.get("dataset") or {})
+    return ReportData(**data, **found)
+
+
+def _of_dataset(named: dict[str, Any]) -> dict[str, Any]:
+    if not named.get("version"):
+        return {}
+    try:
+        dataset = open_dataset(f"{named['uri']}@{named['version']}")
+        found = dataset.manifest.splits
+        splits = {name: found[name] for name in ("train", "validation", "test") if name in found}
+        first_split = next(iter(splits), None)
+        return {
+            "class_names": dataset.manifest.class_names,
+            "class_counts": {name: split.class_counts for name, split in splits.items()},
+            "notes": dataset.manifest.counts.by_note,
+            "samples": _sample_pictures(dataset, first_split) if first_split else (),
+            "num_listed": dataset.manifest.counts.listed,
+            "rejected": _rejected_groups(read_rejections(dataset.store, dataset.manifest), dataset.manifest.source.uri),
+        }
+    except (ShardmillError, FileNotFoundError):
+        # The run may have failed for this very reason; its error is at the head of the page.
+        return {}
+
+
+def _of_failed_build(detail: dict[str, Any]) -> dict[str, Any]:
+    """What a build refused that broke a limit: no version names its ledger, the record of the stage does."""
+    try:
+        return {
+            "num_listed": detail["num_listed"],
+            "rejected": _rejected_groups(read_ledger(detail["ledger"]), detail["source"]),
+        }
+    except (ShardmillError, FileNotFoundError):
+        return {}
+
+
+def _sample_pictures(dataset: Dataset, split: str) -> tuple[Picture, ...]:
+    names = dataset.manifest.class_names
+    by_label: dict[int | None, list[Any]] = {}
+    for sample in read_samples(dataset, split, NUM_SAMPLES * 8):
+        by_label.setdefault(sample.label, []).append(sample)
+    # Round robin over the classes: a grid in storage order shows a big class many times and a small one never.
+    queues = [by_label[label] for label in sorted(by_label, key=lambda label: -1 if label is None else label)]
+    longest = max(map(len, queues), default=0)
+    chosen = [queue[place] for place in range(longest) for queue in queues if place < len(queue)][:NUM_SAMPLES]
+    pictures = []
+    for sample in chosen:
+        caption = "" if sample.label is None or not names else names[sample.label]
+        png, is_small = thumbnail(sample.image_HWC)
+        pictures.append(Picture(caption, sample.source, png, is_small))
+    return tuple(pictures)
+
+
+def _rejected_groups(rejections: Iterable[Rejection], source_uri: str) -> tuple[RejectedGroup, ...]:
+    rejections = sorted(rejections, key=lambda rejection: rejection.key)
+    counts = Counter(rejection.reason for rejection in rejections)
+    source = open_store(source_uri)
+    return tuple(
+        RejectedGroup(
+            str(reason),
+            count,
+            tuple(
+                (_rejected_picture(source, rejection), rejection)
+                for rejection in [each for each in rejections if each.reason == reason][:EXAMPLES_PER_REASON]
+            ),
+        )
+        for reason, count in counts.most_common()
+    )
+
+
+def _rejected_picture(source: Store, rejection: Rejection) -> Picture:
+    is_small_file = rejection.size_bytes <= MAX_THUMBNAIL_SOURCE_BYTES and "\0" not in rejection.key
+    if rejection.reason in REASONS_WITH_THUMBNAIL and is_small_file:
+        try:
+            image_HWC = _decode_leniently(source.read(rejection.key))
+        except (ShardmillError, OSError):
+            image_HWC = None
+        if image_HWC is not None:
+            png, is_small = thumbnail(image_HWC)
+            return Picture("", rejection.key, png, is_small)
+    return Picture("", rejection.key)
+
+
+def _decode_leniently(data: bytes) -> np.ndarray | None:
+    """What can still be seen of a damaged JPEG, RGB, or None. Other damaged formats show nothing useful."""
+    import simplejpeg
+
+    try:
+        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+        is_small_enough = int(height) * int(width) <= MAX_THUMBNAIL_PIXELS
+        return simplejpeg.decode_jpeg(data, "RGB", strict=False) if is_small_enough else None
+    except ValueError:
+        return None
+
+
+def thumbnail(image_HWC: np.ndarray, longest_side: int = 96) -> tuple[bytes, bool]:
+    """PNG bytes of an RGB or grey image shrunk to fit, and whether it is so small that a browser should not blur it."""
+    import cv2
+    import numpy as np
+
+    height, width = image_HWC.shape[:2]
+    scale = longest_side / max(height, width)
+    if scale < 1:
+        size = (max(1, round(width * scale)), max(1, round(height * scale)))
+        image_HWC = cv2.resize(image_HWC, size, interpolation=cv2.INTER_AREA)
+    if image_HWC.ndim == 3 and image_HWC.shape[2] == 3:
+        image_HWC = image_HWC[..., ::-1]
+    ok, png = cv2.imencode(".png", np.ascontiguousarray(image_HWC))
+    return (png.tobytes() if ok else b"", scale > 1)
+
+
+def _read_text(store: Store, path: str) -> str:
+    try:
+        return store.read(path).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""

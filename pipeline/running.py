@@ -1,0 +1,108 @@
+"""A run under way: its config, its record, and what a person sees of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from pipeline.config import load_pipeline, without_secrets
+from pipeline.config_file import to_toml
+from pipeline.progress import RunProgress
+from pipeline.tree import PipelineTree
+from shardmill.errors import ShardmillError
+from shardmill.jobs.run_files import RUNNING, StageRecord, failed_stage
+from shardmill.jobs.run_record import RunRecord, recording
+
+if TYPE_CHECKING:
+    from pipeline.cli_options import Common
+    from shardmill.dataset.verify import VerifyReport
+
+SUMMARY_SECTIONS = ("dataset", "etl", "train", "evaluation", "export", "promotion")
+"""Sections that the summary of a run always has, null if no stage has decided them."""
+
+WHOLE_PIPELINE = frozenset({"etl", "verify", "train", "export", "evaluate", "promote"})
+"""A run is `ok` once all of these have ended well, in one process or in several; before that it is `partial`."""
+
+OUTCOMES = {"done": "done", "skipped": "skipped, its result is there already", "failed": "failed"}
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run under way: its config, its record, and what a person sees of it."""
+
+    tree: PipelineTree
+    record: RunRecord
+    progress: RunProgress
+
+    @property
+    def id(self) -> str:
+        return self.record.run_id
+
+    def stage(self, name: str, work: Callable[[], Value], record_of: Callable[[Value], StageRecord]) -> Value:
+        """Do a stage, record it, and say how it went; returns what `work` returned."""
+        value = self.record.stage(name, work, record_of)
+        ended = self.record.ended[-1]
+        self.progress.finish(f"{name}: {OUTCOMES[ended.status]} ({ended.seconds:.1f} s)")
+        return value
+
+
+@contextmanager
+def open_run(
+    source_or_config: str,
+    common: Common,
+    *,
+    load: Callable[[str, tuple[str, ...], str], PipelineTree] = load_pipeline,
+) -> Iterator[Run]:
+    """A run record around the work inside; an error is recorded before it is raised on.
+
+    One of the config is recorded only if the run was named: a scheduler looks there for the reason. A mistyped command
+    leaves nothing.
+    """
+
+    def resolve() -> PipelineTree:
+        return load(source_or_config, common.overrides, common.workdir)
+
+    resolved = None if common.is_run_named else resolve()
+    record = RunRecord(common.workdir, common.run_id, sections=SUMMARY_SECTIONS, whole=WHOLE_PIPELINE)
+    with recording(record):
+        tree = resolved or resolve()
+        record.store.put(f"{record.folder}/config.toml", to_toml(without_secrets(tree)).encode())
+        record.summarize(RUNNING)
+        with RunProgress(record, tree.train.epochs) as progress:
+            yield Run(tree, record, progress)
+
+
+def verify_record(report: VerifyReport) -> StageRecord:
+    """How a check of a version ended. A broken rule fails the stage without raising: a table is printed first."""
+    try:
+        report.raise_if_failed()
+    except ShardmillError as error:
+        return failed_stage("verify", error)
+    return StageRecord(stage="verify")
+
+
+def setting(tree: PipelineTree, workdir: str) -> str:
+    """What was inferred before anything is listed: sizes, model, ranks, device, and where results go."""
+    train = tree.train
+    ranks = f"{train.num_workers} rank{'s' * (train.num_workers > 1)} by {train.launcher}"
+    return (
+        f"run: images at {tree.etl.image_size} pixels; {train.model}, {train.epochs} epochs on {ranks}, "
+        f"{_device()}; dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
+    )
+
+
+def _device() -> str:
+    """CPU or GPU, without importing TensorFlow."""
+    from importlib import metadata
+    from pathlib import Path
+
+    has_gpu = Path("/dev/nvidia0").exists()
+    try:
+        metadata.version("tensorflow-cpu")
+    except metadata.PackageNotFoundError:
+        return "GPU" if has_gpu else "CPU"
+    return "CPU (a GPU is here; tensorflow-cpu does not use it)" if has_gpu else "CPU"

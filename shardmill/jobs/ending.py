@@ -1,0 +1,53 @@
+"""How a process ends: `ERROR <code>: <why>` as its last line on stderr, and that code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from shardmill.errors import ShardmillError, TrainingError
+from shardmill.jobs.process import Terminated, why_ended
+from shardmill.jobs.redact import redacted_text
+from shardmill.printable import printable
+from shardmill.registry import install_hint
+
+_CONTINUE = "run the same command again: it continues where it stopped"
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The command line's exit code: the error's own, 130 for Ctrl-C, 1 for an unexpected error."""
+    return 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+
+
+def report_error(error: BaseException, *, debug: bool) -> int:
+    """Say on stderr why this process ends, `ERROR <code>: ...` as the last line; returns the exit code."""
+    error = why_ended(error)
+    if debug:
+        sys.stderr.write(redacted_text("".join(traceback.format_exception(error))))
+    # The end of a failed rank's output explains its error; a refusal says all in its line.
+    elif isinstance(error, TrainingError):
+        for note in getattr(error, "__notes__", ()):
+            sys.stderr.write(f"{redacted_text(note)}\n")
+    return print_error(exit_code_of(error), error_line(error))
+
+
+def error_line(error: BaseException) -> str:
+    """Why a command ends, in one line for people."""
+    error = why_ended(error)
+    if isinstance(error, KeyboardInterrupt):
+        line = f"interrupted; nothing half-done is visible; {_CONTINUE}"
+    elif isinstance(error, Terminated):
+        line = f"terminated by SIGTERM; nothing half-done is visible; {_CONTINUE}"
+    elif isinstance(error, ShardmillError):
+        line = str(error)
+    elif isinstance(error, ImportError):
+        line = f"{error}; a package of an extra may be missing; {install_hint('all')}"
+    else:
+        line = f"{type(error).__name__}: {error}; unexpected error; --debug shows where"
+    return redacted_text(printable(" ".join(line.split())))
+
+
+def print_error(code: int, line: str) -> int:
+    """Write one `ERROR` line, plainly: a console library would wrap it, and scripts read it. Returns the code."""
+    sys.stderr.write(f"ERROR {code}: {printable(' '.join(redacted_text(line).split()))}\n")
+    return code

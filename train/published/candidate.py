@@ -1,0 +1,151 @@
+"""The stages `gate` and `promote`: a candidate is measured against the current export, judged, and made current."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_pinned
+from shardmill.errors import IntegrityError
+from shardmill.jobs.run_files import StageRecord
+from shardmill.reader import read_split
+from shardmill.stores import open_store
+from train.config import GateConfig
+from train.published.current import History, read_history
+from train.published.decision import Comparison, GateDecision, Incomparable, Promotion
+from train.published.exported import EXPORTS, Export, ExportedModel
+from train.published.figures import evaluate_export
+from train.published.gate import judge
+from train.published.load import load_exported
+from train.published.promote import promote_if_passed
+from train.records import record_numbers
+from train.values import Evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the gate says of a candidate now."""
+
+    candidate: int
+    current: int | None
+    gate: GateDecision
+
+
+def judge_export(models_uri: str, candidate: Export, gate: GateConfig) -> Judgement:
+    """What `promote_export` would decide now; nothing is promoted."""
+    history = read_history(open_store(models_uri))
+    current = history.current.export if history.current is not None else None
+    return Judgement(candidate.number, current, _judge(models_uri, candidate, history, gate))
+
+
+def promote_export(
+    models_uri: str,
+    candidate: Export,
+    gate: GateConfig,
+    run_id: str,
+    *,
+    require: bool = False,
+    replace_current: bool = False,
+) -> Promotion:
+    """Make an export the current one if the gate lets it pass.
+
+    `replace_current`: a person has decided that a current export with which nothing can be compared may go. Raises
+    GateNotPassed if it does not pass and `require` is set, IntegrityError if its files are damaged.
+    """
+
+    def decide(history: History) -> GateDecision:
+        return _judge(models_uri, candidate, history, gate, replace_current=replace_current)
+
+    return promote_if_passed(models_uri, candidate, decide, run_id, require=require)
+
+
+def gate_record(judgement: Judgement) -> StageRecord:
+    """What the gate's answer adds to a run's summary."""
+    section = {
+        "decision": judgement.gate.decision,
+        "reason": judgement.gate.reason,
+        "current": judgement.current,
+        "candidate": judgement.candidate,
+    }
+    return StageRecord(stage="gate", sections={"gate": section})
+
+
+def promotion_record(promotion: Promotion) -> StageRecord:
+    """What the gate's decision adds to a run's summary."""
+    section = {
+        "models": promotion.models_uri,
+        "decision": promotion.gate.decision,
+        "reason": promotion.gate.reason,
+        "previous": promotion.previous,
+        "current": promotion.current,
+        "published": promotion.is_published,
+        "candidate_accuracy": promotion.gate.candidate_accuracy,
+        "current_accuracy": promotion.gate.current_accuracy,
+    }
+    status = "skipped" if promotion.gate.decision == "already_current" else "done"
+    return StageRecord(stage="promote", status=status, sections={"promotion": section})
+
+
+def _judge(
+    models_uri: str, candidate: Export, history: History, gate: GateConfig, *, replace_current: bool = False
+) -> GateDecision:
+    def compare() -> Comparison | Incomparable | None:
+        return compare_with_current(models_uri, candidate, history)
+
+    return judge(models_uri, candidate, history, gate, compare, replace_current=replace_current)
+
+
+def compare_with_current(models_uri: str, candidate: Export, history: History) -> Comparison | Incomparable | None:
+    """The candidate and the current export, on the split by which the candidate is judged."""
+    if history.damage:
+        return Incomparable(f"it is unknown which export is current ({history.damage})", is_damaged=True)
+    if history.current is None:
+        return None
+    number = history.current.export
+    # Damage of the current export must not block every later promotion: it is replaced without a comparison.
+    if number not in record_numbers(open_store(models_uri), EXPORTS):
+        return Incomparable(f"the record of the current export {number} is missing", is_damaged=True)
+    try:
+        current = load_exported(models_uri, number)
+    except IntegrityError as error:
+        return Incomparable(f"the current export {number} is damaged ({error.what})", is_damaged=True)
+    if current.export.record.normalize.image_shape_HWC != candidate.record.normalize.image_shape_HWC:
+        shape, other = (each.record.normalize.image_shape_HWC for each in (current.export, candidate))
+        return Incomparable(f"the current export {number} takes images of {shape}, not {other}")
+    return _compare_models(models_uri, candidate, current)
+
+
+def _compare_models(models_uri: str, candidate: Export, current: ExportedModel) -> Comparison | Incomparable:
+    """On the whole split if both know the same classes; else on the samples of the classes that both know, each model
+    answering among those."""
+    evaluation, names = candidate.record.evaluation, candidate.record.class_names
+    assert evaluation is not None
+    dataset = open_pinned(candidate.record.dataset)
+    if set(names) == set(current.export.record.class_names):
+        # The candidate's own figures are of this split already, measured when it was exported.
+        figures = _figures(current, dataset, evaluation.split)
+        return Comparison(evaluation.accuracy, figures.accuracy, evaluation.num_samples)
+    common = [name for name in names if name in current.export.record.class_names]
+    num_samples = sum(dataset.manifest.splits[evaluation.split].class_counts[names.index(name)] for name in common)
+    if not num_samples:
+        return Incomparable(
+            f"the current export {current.export.number} knows none of the classes of the {evaluation.split} split"
+        )
+    candidate_accuracy, current_accuracy = (
+        _accuracy_among(common, _figures(model, dataset, evaluation.split, common))
+        for model in (load_exported(models_uri, candidate.number), current)
+    )
+    on = f" of the {len(common)} classes that both know (of {len(names)})"
+    return Comparison(candidate_accuracy, current_accuracy, num_samples, on)
+
+
+def _accuracy_among(names: list[str], evaluation: Evaluation) -> float:
+    """Top-1 over the samples of these classes."""
+    rows = [row for row, figures in enumerate(evaluation.per_class) if figures.name in names]
+    return sum(evaluation.confusion[row][row] for row in rows) / sum(sum(evaluation.confusion[row]) for row in rows)
+
+
+def _figures(model: ExportedModel, dataset: Dataset, split: str, among: Sequence[str] = ()) -> Evaluation:
+    with read_split(dataset, split) as batches:
+        return evaluate_export(model, dataset, split, batches, among)

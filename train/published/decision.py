@@ -1,0 +1,54 @@
+"""What the gate compares and decides, and what became of a candidate: values between gate, promotion and records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Decision = Literal["promoted", "kept", "already_current", "chosen", "rolled_back"]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Candidate and current export on the same samples."""
+
+    candidate_accuracy: float
+    current_accuracy: float
+    num_samples: int
+    on: str = ""
+    """Which samples, if not all of the candidate's evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incomparable:
+    """Why the two cannot be compared."""
+
+    reason: str
+    is_damaged: bool = False
+    """No machine can load the current export: nothing is lost when it is replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateDecision:
+    """What the gate says of a candidate, or a person instead of it."""
+
+    decision: Decision
+    reason: str
+    candidate_accuracy: float | None = None
+    current_accuracy: float | None = None
+    is_passed: bool = True
+    """With `--require`, False is an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """What became of a candidate."""
+
+    models_uri: str
+    gate: GateDecision
+    previous: int | None
+    """The export that was current before."""
+    current: int | None
+    """The export that is current now."""
+    is_published: bool = False
+    """The gate let it pass in this run: in this call, or in an earlier try of the same run."""

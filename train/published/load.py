@@ -1,0 +1,43 @@
+"""The model inside an export, fetched, verified byte by byte and loaded; and which export is the current one."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from shardmill.errors import UsageError
+from shardmill.sealed import read_sealed
+from shardmill.storage import check_relative_path
+from shardmill.stores import open_store
+from train.backends.keras.serving import load_saved_model
+from train.published.current import read_history, unknown_current
+from train.published.exported import SAVED_MODEL, Export, ExportedModel, read_export, require_exports
+
+
+def current_export(models_uri: str) -> Export:
+    """The current export. Raises UsageError if there is none, IntegrityError if that is unknown."""
+    history = read_history(open_store(models_uri))
+    if history.damage:
+        raise unknown_current(models_uri, history)
+    if history.current is None:
+        require_exports(models_uri)
+        raise UsageError(
+            f"{models_uri} has no current model",
+            "expected a promoted export",
+            "`shardmill promote`, or name an export: URI@1",
+        )
+    return read_export(models_uri, history.current.export)
+
+
+def load_exported(models_uri: str, number: int) -> ExportedModel:
+    """Fetch an export's SavedModel, verify every byte of it, load it. Raises IntegrityError that names the file."""
+    export = read_export(models_uri, number)
+    store = open_store(models_uri)
+    prefix = f"{export.record.artifact_dir}/{SAVED_MODEL}/"
+    with tempfile.TemporaryDirectory(prefix="shardmill-model-") as scratch:
+        for file in export.record.files:
+            if file.path.startswith(prefix):
+                target = Path(scratch, check_relative_path(file.path)[len(prefix) :])
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(read_sealed(store, file))
+        return ExportedModel(export, load_saved_model(Path(scratch)))

@@ -1,0 +1,51 @@
+"""What the learning rate does after the warm-up; a new schedule is a function and an entry here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardmill.registry import Entry, Registry
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
+
+SCHEDULES: Registry[Schedule] = Registry(
+    "train.schedule",
+    {
+        "constant": Entry("train.schedules:CONSTANT", "stays as it is"),
+        "cosine": Entry("train.schedules:COSINE", "falls along half a cosine to 0 at the last step"),
+        "step": Entry("train.schedules:STEP", "multiplied by a factor every so many epochs"),
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What the learning rate is multiplied by, step for step."""
+
+    factor: Callable[[int, TrainConfig, int], float]
+    """(global step from 0, section `train`, steps per epoch) -> factor."""
+    knows_length: bool = False
+    """It depends on `train.epochs`: a training that is continued with more of them is not one long training."""
+
+
+def _constant(step: int, config: TrainConfig, steps_per_epoch: int) -> float:
+    return 1.0
+
+
+def _cosine(step: int, config: TrainConfig, steps_per_epoch: int) -> float:
+    # Half a cosine from 1 after the warm-up towards 0 after the last step (Loshchilov, Hutter, arXiv:1608.03983).
+    steps_after_warmup = config.epochs * steps_per_epoch - config.warmup_steps
+    return 0.5 * (1.0 + math.cos(math.pi * (step - config.warmup_steps) / steps_after_warmup))
+
+
+def _step(step: int, config: TrainConfig, steps_per_epoch: int) -> float:
+    return config.schedule_step_factor ** (step // steps_per_epoch // config.schedule_step_epochs)
+
+
+CONSTANT = Schedule(_constant)
+COSINE = Schedule(_cosine, knows_length=True)
+STEP = Schedule(_step)

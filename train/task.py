@@ -1,0 +1,25 @@
+"""What the driver tells every rank to do; it crosses process and machine borders as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardmill.values import DatasetPin, Nonce
+from train.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTask:
+    """All that a rank needs to know."""
+
+    config: TrainConfig
+    dataset: DatasetPin
+    models_uri: str
+    training_dir: str
+    """Relative to `models_uri`: where this training keeps its checkpoints and its result."""
+    model_source_sha256: str
+    """As the driver found it; a rank that finds another source must not train."""
+    continues: str = ""
+    """Relative to `models_uri`: the checkpoint of a shorter training from which this one goes on; empty for none."""
+    reach: Nonce | None = None
+    """What the driver wrote into `models_uri`, for every rank to read back before it works."""

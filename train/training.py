@@ -1,0 +1,144 @@
+"""The stage `train`: the dataset version is resolved once, then trained on, gone on with, or found done."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+
+from shardmill.dataset.open import open_dataset, open_pinned
+from shardmill.dataset.rules import verify_present
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.jobs.config import require_uri
+from shardmill.jobs.observer import Observer
+from shardmill.jobs.reach import planted
+from shardmill.jobs.run_files import StageRecord, dataset_section
+from shardmill.jobs.run_record import RunRecord
+from shardmill.storage import join_uri
+from shardmill.stores import open_store
+from shardmill.values import DatasetPin
+from train.evaluate import evaluation_section
+from train.launching import LAUNCHERS
+from train.observer import TrainObserver
+from train.preflight import check_trainable, window_memory
+from train.run_log import RunLog, StepsLog
+from train.strategies import find_strategy
+from train.trainings import TrainingChoice, choose_training, read_result
+from train.tree import TrainTree
+from train.values import TrainResult
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOutcome:
+    """A finished training."""
+
+    result: TrainResult
+    models_uri: str
+    launcher: str
+    """By which this call started the ranks, or would have."""
+    skipped: bool
+    """True if it had finished before, on the same dataset version with the same settings."""
+
+
+def train_model(
+    tree: TrainTree, observer: TrainObserver, version: DatasetPin | None = None, *, fresh_for: str = ""
+) -> TrainOutcome:
+    """Resolve the dataset version once, and train on it; or go on with, or skip, what is there already.
+
+    `version` is the one that the caller has resolved for the whole run. `fresh_for` is the id of a run that wants a
+    training from step 0 whatever there is; asking again for the same run goes on with that training.
+
+    Raises UsageError (2), IntegrityError (3), StorageError (4), or TrainingError (5), that of the first failed rank.
+    """
+    # What can be said before anything starts: names, numbers, places.
+    launcher = LAUNCHERS[tree.train.launcher]
+    find_strategy(tree.train.strategy, tree.train.num_workers)
+    models = open_store(require_uri("models.uri", tree.models.uri))
+
+    # The version: the latest, or the one that `dataset.uri` names. What is unfinished on another one stays as it is.
+    choice = _choose(tree, version, fresh_for)
+    choice.report(tree.train, observer)
+    if choice.result is not None:
+        return TrainOutcome(choice.result, models.uri, tree.train.launcher, skipped=True)
+
+    # It must be trainable and every shard present; the ranks verify the bytes of each chunk when they first read it.
+    dataset = open_pinned(choice.dataset)
+    check_trainable(tree.train, dataset)
+    memory = window_memory(tree.train, dataset)
+    verify_present(dataset)
+    observer.event("plan", {"rank": 0, **memory.as_fields()})
+
+    # Train, on ranks that see the same storage as this process.
+    with planted(models) as nonce:
+        result = launcher.launch(choice.task(tree.train, nonce), tree.spark, observer)
+    # The ranks reported success over the network. Only the result in the store proves that they wrote to our `models`,
+    # and the next call and the export find the training there.
+    if read_result(models, choice.training_dir) is None:
+        raise IntegrityError(
+            f"the ranks finished, and {join_uri(models.uri, choice.training_dir)} holds no result",
+            "driver and executors must see the same storage",
+            "set models.uri to a place that all machines reach",
+        )
+    return TrainOutcome(result, models.uri, tree.train.launcher, skipped=False)
+
+
+def train_in_run(
+    tree: TrainTree, run: RunRecord, observer: Observer, version: DatasetPin | None, *, fresh: bool
+) -> TrainOutcome:
+    """`train_model` with its events, and its steps if they are recorded, among the files of a run."""
+    steps = StepsLog(run.store, f"{run.folder}/steps.jsonl") if tree.train.record_samples else None
+    with closing(RunLog(observer, steps)) as log:
+        return train_model(tree, log, version, fresh_for=run.run_id if fresh else "")
+
+
+def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> TrainOutcome:
+    """The training that `train_model` would skip. Raises UsageError if it has not finished yet."""
+    choice = _choose(tree, version)
+    if choice.result is None:
+        raise UsageError(
+            f"no finished training of this config on {choice.dataset.uri}@{choice.dataset.version}",
+            "expected one to export",
+            "repeat the --set options of the run, or give its runs/ID/config.toml; or run `shardmill train` first",
+        )
+    return TrainOutcome(choice.result, open_store(tree.models.uri).uri, tree.train.launcher, skipped=True)
+
+
+def train_record(outcome: TrainOutcome) -> StageRecord:
+    """What a training adds to a run's summary and report."""
+    result = outcome.result
+    plain = TypeAdapter(TrainResult).dump_python(result, mode="json")
+    return StageRecord(
+        stage="train",
+        status="skipped" if outcome.skipped else "done",
+        sections={
+            "dataset": dataset_section(result.dataset, open_pinned(result.dataset).manifest),
+            "train": {
+                "strategy": result.strategy,
+                "strategy_reason": "set by train.strategy",
+                "launcher": outcome.launcher,
+                "world_size": result.world_size,
+                "epochs": result.num_epochs,
+                "steps": result.num_steps,
+                "seconds": result.seconds,
+                "images_per_second": result.images_per_second,
+                "time_shares": plain["time_shares"],
+                "final_loss_hex": result.final_loss_hex,
+                "weights_sha256": result.weights_sha256,
+                "stopped_early": result.stopped_early,
+                "resumed_from": plain["resumed_from"],
+                "exported": result.exported,
+                "weights_epoch": result.weights_epoch,
+                "continued_from": result.continued_from,
+                "training_dir": result.training_dir,
+            },
+            "evaluation": evaluation_section(result.evaluation),
+        },
+        detail={"history": plain["history"], "evaluation": plain["evaluation"]},
+    )
+
+
+def _choose(tree: TrainTree, version: DatasetPin | None = None, fresh_for: str = "") -> TrainingChoice:
+    # A run passes the version that it has resolved: one committed meanwhile must not split it between two datasets.
+    version = version or open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin
+    return choose_training(open_store(require_uri("models.uri", tree.models.uri)), tree.train, version, fresh_for)
