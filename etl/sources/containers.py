@@ -5,13 +5,15 @@ from __future__ import annotations
 import gzip
 import io
 import re
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import BinaryIO, Generic, TypeVar
 
-from shardmill.errors import UsageError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
 from shardmill.storage import NoSuchRoot, Store, StoredFile, as_storage_error
 from shardmill.stores import open_store
@@ -169,6 +171,16 @@ def is_packed(path: str) -> bool:
 def unpacked(stream: BinaryIO, file: StoredFile) -> BinaryIO:
     """The container's bytes; seeking back in a compressed one starts again from its beginning."""
     return gzip.open(stream, "rb") if is_packed(file.path) else stream  # pyright: ignore[reportReturnType]
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turn damage of a compressed container into IntegrityError, and a fault of its storage into StorageError."""
+    with as_storage_error(path):
+        try:
+            yield
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise IntegrityError(f"it does not unpack: {error}") from None
 
 
 class _RemoteFile(io.RawIOBase):

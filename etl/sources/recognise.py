@@ -6,13 +6,14 @@ import os
 from collections import Counter
 from pathlib import Path
 
+from etl.sources.idx import IDX_SUFFIXES
 from etl.sources.parquet import PARQUET_SUFFIXES, holds_images
 from etl.sources.table_rows import TABLE_SUFFIXES
 from etl.sources.webdataset import TAR_SUFFIXES
 
-_SUFFIXES = {"webdataset": TAR_SUFFIXES, "table": TABLE_SUFFIXES}
+_SUFFIXES = {"webdataset": TAR_SUFFIXES, "idx": IDX_SUFFIXES, "table": TABLE_SUFFIXES}
 # A folder of images often has a list of them beside it; these files hold the images themselves.
-_CONTAINERS = ("webdataset", "parquet")
+_CONTAINERS = ("webdataset", "parquet", "idx")
 # Where data sets that are cloned keep their files.
 _USUAL_FOLDERS = ("data", "train", "default")
 

@@ -5,9 +5,7 @@ A listing reads headers and labels; an image is read later at its own place, so 
 
 from __future__ import annotations
 
-import gzip
 import itertools
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +18,7 @@ from etl.sources.containers import (
     image_file,
     is_packed,
     open_file,
+    reading,
     rejected,
     splits_of,
     unpacked,
@@ -28,7 +27,7 @@ from etl.sources.names import is_utf8
 from etl.sources.tar import TarMember, tar_members
 from etl.sources.tar_samples import TarImage, TarLayout, TarReject, detect_layout, read_samples
 from shardmill.errors import IntegrityError
-from shardmill.storage import Store, StoredFile, as_storage_error
+from shardmill.storage import Store, StoredFile
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ _PACKED_BLOCK_IMAGES = 4_096
 _MAX_EXPANSION, _ALWAYS_ALLOWED_BYTES = 100, 1 << 30
 _MAX_REST_BLOCKS = 64
 _PEEKED_MEMBERS = 1_000
-_DAMAGE = (IntegrityError, EOFError, gzip.BadGzipFile, zlib.error)
 
 
 class WebDatasetSource:
@@ -91,13 +89,11 @@ class TarReader:
         if isinstance(archive, Rejection):
             return archive
         try:
-            archive.seek(image.place)
-            data = archive.read(image.size_bytes)
-        except _DAMAGE as error:
-            return rejected(image, RejectReason.DAMAGED_CONTAINER, f"its archive does not unpack: {error}")
-        except OSError:
-            with as_storage_error(image.container):
-                raise
+            with reading(image.container):
+                archive.seek(image.place)
+                data = archive.read(image.size_bytes)
+        except IntegrityError as error:
+            return rejected(image, RejectReason.DAMAGED_CONTAINER, str(error))
         if len(data) < image.size_bytes:
             return rejected(image, RejectReason.DAMAGED_CONTAINER, "its archive ends inside it")
         return data
@@ -112,14 +108,15 @@ def _list_archive(
 ) -> Iterator[SourceImage | Rejection]:
     """The archive's images; if it is damaged, those before the damage and one rejection for the rest."""
     num_images = 0
-    with open_file(store, archive) as stream, as_storage_error(archive.path):
+    with open_file(store, archive) as stream:
         try:
-            file = unpacked(stream, archive)
-            for found in read_samples(_members(file, archive), file, layout):
-                yield _entry(found, archive, num_images, split)
-                num_images += isinstance(found, TarImage)
-            _check_rest(file)
-        except _DAMAGE as error:
+            with reading(archive.path):
+                file = unpacked(stream, archive)
+                for found in read_samples(_members(file, archive), file, layout):
+                    yield _entry(found, archive, num_images, split)
+                    num_images += isinstance(found, TarImage)
+                _check_rest(file)
+        except IntegrityError as error:
             detail = f"{error}; the {num_images} images before that are listed"
             yield rejected(image_file(archive), RejectReason.DAMAGED_CONTAINER, detail, "list")
 
@@ -147,7 +144,7 @@ def _entry(found: TarImage | TarReject, archive: StoredFile, number: int, split:
 def _first_members(store: Store, archive: StoredFile) -> list[TarMember]:
     """Some members, as many as are sound; the listing will tell what is not."""
     members: list[TarMember] = []
-    with open_file(store, archive) as stream, as_storage_error(archive.path), suppress(*_DAMAGE):
+    with open_file(store, archive) as stream, suppress(IntegrityError), reading(archive.path):
         members.extend(itertools.islice(_members(unpacked(stream, archive), archive), _PEEKED_MEMBERS))
     return members
 

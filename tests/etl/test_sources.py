@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -62,6 +65,16 @@ def as_parquet(folder: Path, files: Files) -> str:
     return str(folder / "rows")
 
 
+def as_idx(folder: Path, files: Files) -> str:
+    (folder / "idx").mkdir()
+    pixels = np.stack([cv2.imread(str(file)) for file, _ in files])[..., ::-1]
+    labels = np.array([int(label[-1]) for _, label in files], np.uint8)
+    for name, items in (("images-idx4", pixels), ("labels-idx1", labels)):
+        header = struct.pack(f">HBB{items.ndim}I", 0, 8, items.ndim, *items.shape)
+        (folder / "idx" / f"train-{name}-ubyte").write_bytes(header + items.tobytes())
+    return str(folder / "idx")
+
+
 def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size = len(data)
@@ -73,7 +86,10 @@ WRITERS: dict[str, Callable[[Path, Files], str]] = {
     "table": as_table,
     "webdataset": as_tars,
     "parquet": as_parquet,
+    "idx": as_idx,
 }
+# Pixels without files of their own cannot be the bytes that the other kinds read.
+HOLDS_FILES = [kind for kind in SOURCES if kind != "idx"]
 EVERY_KIND = pytest.mark.parametrize("kind", SOURCES)
 
 
@@ -94,7 +110,7 @@ def contents(dataset: str) -> set[tuple[str, str, int]]:
     }
 
 
-@EVERY_KIND
+@pytest.mark.parametrize("kind", HOLDS_FILES)
 def test_every_kind_gives_the_same_samples(kind: str, files: Files, tmp_path: Path):
     uri = WRITERS[kind](tmp_path, files)
     assert recognise(uri) == kind
@@ -113,7 +129,8 @@ def test_every_kind_reads_what_it_listed_in_any_order(kind: str, files: Files, t
     forward = {image.key: source.open(100_000).read(image) for image in in_reading_order(images)}
     one_reader = source.open(100_000)
     assert {image.key: one_reader.read(image) for image in reversed(images)} == forward
-    assert set(forward.values()) == {file.read_bytes() for file, _ in files}
+    if kind in HOLDS_FILES:
+        assert set(forward.values()) == {file.read_bytes() for file, _ in files}
 
 
 @EVERY_KIND

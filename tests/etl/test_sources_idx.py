@@ -1,0 +1,138 @@
+"""IDX files: pixels arrive as they are, labels by number, and neither a cut file nor a false header loses silently."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from collections import Counter
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from etl.config import SourceConfig
+from etl.sources import SOURCES
+from etl.sources.plain_png import plain_png
+from shardmill.errors import UsageError
+from shardmill.values import Rejection
+from tests.etl.building import build_source, images_of, list_images
+from tests.services.s3 import s3_client
+
+
+def idx_bytes(items: np.ndarray) -> bytes:
+    return struct.pack(f">HBB{items.ndim}I", 0, 8, items.ndim, *items.shape) + items.tobytes()
+
+
+def write_pair(
+    folder: Path, name: str, count: int, packed: bool = False, channels: int = 0, seed: int = 0
+) -> np.ndarray:
+    """`count` small images and their labels from 0 to 2; returns the images."""
+    shape = (count, 8, 6, channels) if channels else (count, 8, 6)
+    images = np.random.default_rng(seed).integers(0, 255, shape, np.uint8)
+    folder.mkdir(exist_ok=True, parents=True)
+    files = {
+        f"{name}-images-idx{images.ndim}-ubyte": images,
+        f"{name}-labels-idx1-ubyte": np.arange(count, dtype=np.uint8) % 3,
+    }
+    for file, items in files.items():
+        data = idx_bytes(items)
+        (folder / f"{file}{'.gz' * packed}").write_bytes(gzip.compress(data, 1) if packed else data)
+    return images
+
+
+def idx(uri: object) -> SourceConfig:
+    return SourceConfig(uri=str(uri), kind="idx")
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (28, 28), (8, 6, 3), (300, 400), (1, 30_000), (65535, 1)])
+def test_plain_png_holds_exactly_the_pixels(shape: tuple[int, ...]):
+    pixels = np.random.default_rng(1).integers(0, 255, shape, np.uint8)
+    decoded = cv2.imdecode(np.frombuffer(plain_png(pixels), np.uint8), cv2.IMREAD_UNCHANGED)
+    assert np.array_equal(decoded[..., ::-1] if pixels.ndim == 3 else decoded, pixels)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("channels", [0, 3])
+def test_pairs_are_splits_with_labels(packed: bool, channels: int, tmp_path: Path):
+    pixels = write_pair(tmp_path / "in", "train", 60, packed, channels)
+    write_pair(tmp_path / "in", "t10k", 20, packed, channels, seed=1)
+    source = idx(tmp_path / "in")
+    listing = list_images(source)
+    images = images_of(listing)
+    assert Counter(image.split for image in images) == {"train": 60, "test": 20} and not listing.rejections
+    reader = SOURCES["idx"](source).open(10_000)
+    for image in images[::7]:
+        assert image.label == str(image.place % 3)
+        if image.split == "train":
+            assert reader.read(image) == plain_png(pixels[image.place])
+    manifest = build_source(source, tmp_path / "dataset")
+    assert manifest.counts.by_split == {"test": 20, "train": 60} and manifest.class_names == ("0", "1", "2")
+
+
+def test_packed_and_plain_files_hold_the_same_pictures(tmp_path: Path):
+    write_pair(tmp_path / "plain", "train", 50)
+    write_pair(tmp_path / "packed", "train", 50, packed=True)
+
+    def rows(folder: Path) -> list[bytes | Rejection]:
+        reader = SOURCES["idx"](idx(folder)).open(10_000)
+        return [reader.read(image) for image in reversed(images_of(list_images(idx(folder))))]
+
+    assert rows(tmp_path / "plain") == rows(tmp_path / "packed")
+
+
+def test_one_file_of_images_finds_its_labels(tmp_path: Path):
+    write_pair(tmp_path, "emnist-train", 30)
+    write_pair(tmp_path, "emnist-test", 30)
+    listing = list_images(idx(tmp_path / "emnist-train-images-idx3-ubyte"))
+    assert listing.num_images == 30 and {image.label for image in images_of(listing)} == {"0", "1", "2"}
+
+
+def test_images_without_labels_are_a_dataset_unless_others_have_them(tmp_path: Path):
+    write_pair(tmp_path, "train", 30)
+    (tmp_path / "train-labels-idx1-ubyte").unlink()
+    assert {image.label for image in images_of(list_images(idx(tmp_path)))} == {None}
+    write_pair(tmp_path, "t10k", 30)
+    with pytest.raises(UsageError, match="train-images-idx3-ubyte has no file of labels beside it, and others have"):
+        list_images(idx(tmp_path))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_cut_file_lists_what_is_whole_and_rejects_the_rest(packed: bool, tmp_path: Path):
+    write_pair(tmp_path, "t10k", 30, packed)
+    write_pair(tmp_path, "train", 30, packed)
+    file = tmp_path / f"train-images-idx3-ubyte{'.gz' * packed}"
+    data = file.read_bytes()
+    for length in (3, 9, len(data) // 2, len(data) - 1):
+        file.write_bytes(data[:length])
+        listing = list_images(idx(tmp_path))
+        num_listed = sum("train" in image.container for image in images_of(listing))
+        # What a packed file holds is known only with its checksum.
+        assert num_listed == (0 if packed else max(0, length - 16) // 48)
+        assert [str(each.reason) for each in listing.rejections] == ["damaged_container"]
+
+
+def test_headers_are_not_believed(tmp_path: Path):
+    write_pair(tmp_path, "t10k", 30)
+    images = write_pair(tmp_path, "train", 30)
+    many = struct.pack(">HBBIII", 0, 8, 3, 2**32 - 1, 1, 1)
+    bomb = gzip.compress(struct.pack(">HBBIII", 0, 8, 3, 1, 8, 6) + bytes(50_000_000), 1)
+    no_size = struct.pack(">HBBIII", 0, 8, 3, 5, 0, 6)
+    floats = struct.pack(">HBBIII", 0, 0x0D, 3, 30, 8, 6) + images.tobytes()
+    for data in (many, no_size, floats, b"", idx_bytes(images[:20])):
+        (tmp_path / "train-images-idx3-ubyte").write_bytes(data)
+        listing = list_images(idx(tmp_path))
+        assert listing.num_images == 30 and len(listing.rejections) == 1
+    (tmp_path / "train-images-idx3-ubyte").unlink()
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(bomb)
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx_bytes(np.zeros(1, np.uint8)))
+    listing = list_images(idx(tmp_path))
+    assert "more than the 1 images of its header follow" in listing.rejections[0].detail
+
+
+def test_files_in_a_bucket_give_the_dataset_of_local_ones(tmp_path: Path, s3_bucket: str, s3_server: str):
+    write_pair(tmp_path / "in", "train", 40, packed=True)
+    for file in (tmp_path / "in").iterdir():
+        s3_client(s3_server).upload_file(str(file), s3_bucket.removeprefix("s3://"), f"mnist/{file.name}")
+    local = build_source(idx(tmp_path / "in"), tmp_path / "local")
+    assert build_source(idx(f"{s3_bucket}/mnist"), tmp_path / "remote").content_digest == local.content_digest
