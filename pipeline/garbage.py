@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pipeline.printing import counted
@@ -33,19 +32,21 @@ def gc_document(uri: str, report: GcReport, *, deleted: bool) -> dict[str, Any]:
         "retained_versions": list(report.retained),
         "num_files": len(report.garbage),
         "size_bytes": report.size_bytes,
-        "files": [asdict(file) for file in report.garbage],
+        "files": [
+            {"kind": each.kind, "path": each.file.path, "size_bytes": each.file.size_bytes} for each in report.garbage
+        ],
     }
 
 
 def gc_rows(report: GcReport, *, deleted: bool) -> Rows:
     """Versions, then files by kind."""
-    num_files = Counter(file.kind for file in report.garbage)
+    num_files = Counter(each.kind for each in report.garbage)
     rows = [
         ("expired" if deleted else "would expire", _numbers(report.expired)),
         ("retained", _numbers(report.retained)),
     ]
     for kind, number in sorted(num_files.items()):
-        size_bytes = sum(file.size_bytes for file in report.garbage if file.kind == kind)
+        size_bytes = sum(each.file.size_bytes for each in report.garbage if each.kind == kind)
         rows.append((kind, f"{counted(number, 'file')}, {size_bytes / 1e6:.1f} MB"))
     total = f"{counted(len(report.garbage), 'file')}, {report.size_bytes / 1e6:.1f} MB"
     rows.append(("deleted" if deleted else "would be deleted", total))

@@ -80,8 +80,15 @@ class Store(Protocol):
         """
         ...
 
-    def list_temporary(self) -> Iterator[StoredFile]:
-        """Every file below the root that is not published yet, or never will be, because its writer was killed."""
+    def list_unpublished(self, prefix: str) -> Iterator[StoredFile]:
+        """What writers have begun below the folder `prefix` and not published: temporary files, unfinished uploads.
+
+        A live writer publishes its own; what is old was left by a killed one.
+        """
+        ...
+
+    def delete_unpublished(self, file: StoredFile) -> None:
+        """Remove what `list_unpublished` gave; never a published file."""
         ...
 
     def stat(self, path: str) -> StoredFile | None:

@@ -69,8 +69,11 @@ class LocalStore:
     def list(self, prefix: str) -> Iterator[StoredFile]:
         return self._walk(prefix, lambda name: not name.startswith(TEMPORARY_PREFIX))
 
-    def list_temporary(self) -> Iterator[StoredFile]:
-        return self._walk("", lambda name: name.startswith(TEMPORARY_PREFIX))
+    def list_unpublished(self, prefix: str) -> Iterator[StoredFile]:
+        return self._walk(prefix, lambda name: name.startswith(TEMPORARY_PREFIX))
+
+    def delete_unpublished(self, file: StoredFile) -> None:
+        self.delete(file.path)
 
     def _walk(self, prefix: str, is_wanted: Callable[[str], bool]) -> Iterator[StoredFile]:
         top = self._root / prefix

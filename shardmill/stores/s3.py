@@ -47,7 +47,7 @@ class S3Store:
 
     def put_if_absent(self, path: str, data: bytes) -> bool:
         with as_storage_error(f"{self.uri}/{path}", len(data)), self._needs_bucket():
-            self._check_conditional()
+            self._check_conditional(path)
             return self._create(path, data)
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
@@ -59,9 +59,31 @@ class S3Store:
             if not name.endswith("/") and info["type"] == "file":
                 yield _stored_file(name[len(self._root) + 1 :], info)
 
-    def list_temporary(self) -> Iterator[StoredFile]:
-        # Objects appear whole. What is left of a killed multipart upload is no object; a lifecycle rule removes it.
-        return (file for file in self.list("") if file.path.rpartition("/")[2].startswith(TEMPORARY_PREFIX))
+    def list_unpublished(self, prefix: str) -> Iterator[StoredFile]:
+        yield from (file for file in self.list(prefix) if _is_temporary(file.path))
+        bucket, _, root = self._root.partition("/")
+        folder = f"{root}/{prefix}/".lstrip("/")
+        place: dict[str, str] = {}
+        while True:
+            with as_storage_error(f"{self.uri}/{prefix}"), self._needs_bucket():
+                page = _s3_filesystem().call_s3("list_multipart_uploads", Bucket=bucket, Prefix=folder, **place)
+            for upload in page.get("Uploads", ()):
+                path = upload["Key"][len(root) :].lstrip("/")
+                yield StoredFile(path, 0, int(upload["Initiated"].timestamp() * 1e9), upload["UploadId"])
+            if not page.get("IsTruncated"):
+                return
+            place = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def delete_unpublished(self, file: StoredFile) -> None:
+        if _is_temporary(file.path):
+            return self.delete(file.path)
+        bucket, _, key = f"{self._root}/{file.path}".partition("/")
+        try:
+            with as_storage_error(f"{self.uri}/{file.path}"):
+                # An upload has no entity tag yet; `list_unpublished` gives its id in that place.
+                _s3_filesystem().call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=file.etag)
+        except FileNotFoundError:
+            return
 
     def stat(self, path: str) -> StoredFile | None:
         try:
@@ -85,11 +107,12 @@ class S3Store:
             return False
         return True
 
-    def _check_conditional(self) -> None:
+    def _check_conditional(self, path: str) -> None:
         """Raise StorageError for a server that ignores `If-None-Match`: there, two writers would both get True."""
         if self._is_conditional:
             return
-        probe = f"{TEMPORARY_PREFIX}conditional-put-{uuid.uuid4().hex}"
+        # In the folder that it is asked for: if this process is killed here, `gc` finds the probe.
+        probe = f"{path.rpartition('/')[0]}/{TEMPORARY_PREFIX}conditional-put-{uuid.uuid4().hex}".lstrip("/")
         try:
             answers = [self._create(probe, b"1"), self._create(probe, b"2")]
         finally:
@@ -123,6 +146,10 @@ def _is_behind_the_end(error: OSError) -> bool:
     """Whether the server refused a range because the object ends before it (HTTP 416)."""
     answer = getattr(error.__cause__, "response", None) or {}
     return answer.get("Error", {}).get("Code") in ("InvalidRange", "416")
+
+
+def _is_temporary(path: str) -> bool:
+    return path.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
 
 
 def _stored_file(path: str, info: dict[str, Any]) -> StoredFile:

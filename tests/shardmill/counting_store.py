@@ -9,7 +9,7 @@ from shardmill.stores.local import LocalStore
 
 SCHEME = "counted"
 CALLS: Counter[str] = Counter()
-_COUNTED = ("read", "read_range", "put", "put_file", "put_if_absent", "list", "list_temporary", "stat", "delete")
+_COUNTED = ("read", "read_range", "put", "put_file", "put_if_absent", "list", "stat", "delete")
 
 
 class CountingStore:

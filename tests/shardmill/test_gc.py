@@ -1,11 +1,9 @@
-"""Garbage collection: what nothing names goes, what a retained version or a reader needs stays, also after a kill."""
+"""Garbage collection: what nothing names goes; what a retained version, a reader or a record needs stays."""
 
 from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,11 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from etl.config import EtlConfig
-from etl.plan import plan_build
-from etl.write_unit import write_unit
-from shardmill.dataset.copy_rows import read_stored_rows
-from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.leases import reading, writing
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.maintenance.gc import GcReport, collect_garbage, plan_gc
@@ -27,55 +20,18 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import CommitConflict, UsageError
-from shardmill.failpoints import FAILPOINTS, VARIABLE
-from shardmill.ids import add_digests, format_digest
 from shardmill.storage import TEMPORARY_PREFIX
 from shardmill.stores import open_store
-from tests.etl.building import tree_for
-from tests.support import build_here, write_images
+from tests.shardmill.collecting import build, files_of, gc_now, leave_orphans, read_all, with_images
 
 ROOT = Path(__file__).parents[2]
 _SEED = random.SystemRandom().randrange(2**32)
 _NUM_STEPS = 12
 
 
-def config_of(image_size: int) -> EtlConfig:
-    return EtlConfig(image_size=image_size, encoding="png", unit_min_images=6, formats=("parquet",))
-
-
-def build(folder: Path, image_size: int) -> str:
-    """A version whose images have that size: each differs from all others."""
-    return build_here(str(folder / "images"), str(folder / "dataset"), config_of(image_size))
-
-
-def leave_orphans(folder: Path, image_size: int) -> None:
-    """What a build that was killed before its commit leaves, and its pending records."""
-    plan = plan_build(tree_for(folder, "dataset", etl=config_of(image_size)), run_id="killed")
-    for unit in plan.units[:2]:
-        write_unit(unit, plan.task)
-
-
-def read_all(dataset: Dataset) -> None:
-    """Every row of a version, against the sums of its manifest."""
-    for split, info in dataset.manifest.splits.items():
-        schema = dataset.manifest.row_schema
-        rows = [row for shard in dataset.index(split).shards for row in read_stored_rows(dataset.store, shard, schema)]
-        total = format_digest(add_digests(*(int.from_bytes(row.digest, "big") for row in rows)))
-        assert total == info.row_digest_sum
-
-
-def gc_now(root: str, keep: int | None) -> GcReport:
-    return collect_garbage(open_store(root), Retention(keep, older_than_seconds=0.0), "gc")
-
-
-def files_of(root: str) -> set[str]:
-    return {str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_file()}
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_images(tmp_path / "images", num_images=24)
-    return tmp_path
+    return with_images(tmp_path)
 
 
 def test_a_dry_run_changes_nothing_and_says_what_would_go(folder: Path):
@@ -88,8 +44,8 @@ def test_a_dry_run_changes_nothing_and_says_what_would_go(folder: Path):
     assert files_of(root) == before
     assert (planned.expired, planned.retained) == ((1,), (2, 3))
     kinds = {file.kind for file in planned.garbage}
-    assert kinds == {"shards", "rows", "indexes", "pending", "temporary"}
-    assert planned.size_bytes == sum(Path(root, file.path).stat().st_size for file in planned.garbage)
+    assert kinds == {"shards", "rows", "indexes", "pending", "unpublished"}
+    assert planned.size_bytes == sum(Path(root, each.file.path).stat().st_size for each in planned.garbage)
     # Young files are left alone, and nothing expires unless a number is given.
     assert not plan_gc(open_store(root), Retention(keep=2), time.time()).expired
     assert not plan_gc(open_store(root), Retention(keep=2), time.time()).garbage
@@ -97,7 +53,7 @@ def test_a_dry_run_changes_nothing_and_says_what_would_go(folder: Path):
 
     done = gc_now(root, keep=2)
     assert (done.expired, done.garbage) == (planned.expired, planned.garbage)
-    assert before - files_of(root) == {file.path for file in done.garbage}
+    assert before - files_of(root) == {each.file.path for each in done.garbage}
     assert files_of(root) - before == {"manifests/00000004.json", "committed/00000004.json"}
 
 
@@ -236,27 +192,3 @@ def test_random_commits_and_collections_never_harm_a_reader(folder: Path):
         named |= {segment.path for segment in segments}
         named |= {path for shard in dataset.shards for path in (shard.path, shard.rows_path)}
     assert files_of(root) == named
-
-
-@pytest.mark.parametrize("point", ["manifest_put", "post_commit", "gc_delete:1", "gc_delete:5"])
-def test_a_killed_gc_harms_nothing_and_is_finished_by_the_next(folder: Path, point: str):
-    assert point.partition(":")[0] in FAILPOINTS
-    for image_size in (8, 9, 10):
-        root = build(folder, image_size)
-    leave_orphans(folder, 11)
-    command = [sys.executable, "-m", "tests.programs.collect_garbage", root, "2"]
-    killed = subprocess.run(command, cwd=ROOT, env={**os.environ, VARIABLE: point}, check=False)
-    assert killed.returncode == -9
-    for version in (2, 3, latest_version(open_store(root))):
-        verify_dataset(open_dataset(f"{root}@{version}"), deep=True).raise_if_failed()
-    # Its lease is live, for all that the next one can know; it is deleted here instead of waiting for it to lapse.
-    [lease] = Path(root, "leases").iterdir()
-    with pytest.raises(CommitConflict, match="if it was killed"):
-        gc_now(root, keep=2)
-    lease.unlink()
-    gc_now(root, keep=2)
-    assert not plan_gc(open_store(root), Retention(2, 0.0), time.time()).garbage
-    with pytest.raises(UsageError, match="has expired"):
-        open_dataset(f"{root}@1")
-    for version in range(2, latest_version(open_store(root)) + 1):
-        verify_dataset(open_dataset(f"{root}@{version}"), deep=True).raise_if_failed()

@@ -26,16 +26,17 @@ from shardmill.dataset.maintenance.retention import (
 )
 from shardmill.dataset.manifest import MANIFESTS, Manifest, manifest_path
 from shardmill.dataset.unit_result import decode_unit_result
-from shardmill.dataset.versions import latest_version, read_manifest
+from shardmill.dataset.versions import COMMITTED, latest_version, read_manifest
 from shardmill.errors import IntegrityError
 from shardmill.failpoints import failpoint
 from shardmill.sealed import unseal
 from shardmill.storage import Store, StoredFile
 from shardmill.values import ShardInfo
 
-_PENDING, _REACH, TEMPORARY = "pending", "reach", "temporary"
+_PENDING, _REACH, UNPUBLISHED = "pending", "reach", "unpublished"
 # Manifests and the records of their commits are in none of these: they are never deleted.
 _COLLECTED_FOLDERS = (SHARDS, ROWS, INDEXES, REJECTS, _PENDING, _REACH)
+_ALL_FOLDERS = (*_COLLECTED_FOLDERS, MANIFESTS, COMMITTED, LEASES)
 _NUM_DELETERS = 8
 
 
@@ -44,9 +45,8 @@ class Garbage:
     """One file that nothing names."""
 
     kind: str
-    """The folder that it is in, or `temporary` for one that was never published."""
-    path: str
-    size_bytes: int
+    """The folder that it is in, or `unpublished` for one that a killed writer left."""
+    file: StoredFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +60,19 @@ class GcReport:
 
     @property
     def size_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.garbage)
+        return sum(each.file.size_bytes for each in self.garbage)
 
 
 def plan_gc(store: Store, retention: Retention, now: float) -> GcReport:
     """What `collect_garbage` would do at the time `now`; changes nothing.
 
-    Raises IntegrityError if the index of a retained version is damaged: then nothing tells what it names.
+    Raises UsageError or IntegrityError if there is no committed dataset, IntegrityError if the index of a retained
+    version is damaged: then nothing tells what it names.
     """
     versions = _unexpired(store)
     expired = choose_expired(versions, retention, now, _leased_versions(store, now))
-    retained = [each.manifest for each in versions if each.manifest.version not in expired]
-    garbage = _find_garbage(store, retained, retention.older_than_seconds, now)
-    return GcReport(expired, tuple(manifest.version for manifest in retained), tuple(garbage))
+    retained = [each for each in versions if each.manifest.version not in expired]
+    return _report(store, expired, retained, retention, now)
 
 
 def collect_garbage(store: Store, retention: Retention, run_id: str) -> GcReport:
@@ -80,23 +80,33 @@ def collect_garbage(store: Store, retention: Retention, run_id: str) -> GcReport
 
     Raises CommitConflict (exit 6) while a writer works; nothing is changed then. Raises as `plan_gc` does.
     """
+    # Before anything is written, a lease included: this may be no dataset.
+    _unexpired(store)
     with collecting(store, f"gc, run {run_id},") as lease:
         # Expire, by a commit: from here on a version without protection cannot be opened, though all of it is there.
-        expired = plan_gc(store, retention, lease.renew()).expired
+        now = lease.renew()
+        expired = choose_expired(_unexpired(store), retention, now, _leased_versions(store, now))
         if expired:
             _commit_expiry(store, expired, run_id)
 
-        # Delete. Versions and leases are read again: a reader may have leased a version before it expired.
-        found = plan_gc(store, retention, lease.renew())
-        _delete(store, lease, found.garbage)
-    return GcReport(expired, found.retained, found.garbage)
+        # Delete, by what is committed now: of a version whose reader has just ended nothing goes before it expires.
+        report = _report(store, expired, _unexpired(store), retention, lease.renew())
+        _delete(store, lease, report.garbage)
+    return report
+
+
+def _report(
+    store: Store, expired: tuple[int, ...], retained: list[CommittedVersion], retention: Retention, now: float
+) -> GcReport:
+    manifests = [each.manifest for each in retained]
+    garbage = _find_garbage(store, manifests, retention.older_than_seconds, now)
+    return GcReport(expired, tuple(manifest.version for manifest in manifests), tuple(garbage))
 
 
 def _unexpired(store: Store) -> list[CommittedVersion]:
-    latest = latest_version(store)
-    if not latest:
-        return []
-    gone = numbers_of(read_manifest(store, latest).expired_versions)
+    # Without a version this raises: a folder that happens to hold a folder `shards` is no dataset.
+    latest = read_manifest(store, latest_version(store) or 1)
+    gone = numbers_of(latest.expired_versions)
     found = []
     for file in store.list(MANIFESTS):
         name = re.fullmatch(rf"{MANIFESTS}/([0-9]{{8}})\.json", file.path)
@@ -126,15 +136,11 @@ def _find_garbage(store: Store, retained: list[Manifest], older_than_seconds: fl
         if not is_old(file):
             named |= {file.path, *_names_of_record(store, file.path)}
     for folder in _COLLECTED_FOLDERS:
-        yield from (
-            Garbage(folder, file.path, file.size_bytes)
-            for file in store.list(folder)
-            if file.path not in named and is_old(file)
-        )
-    yield from (Garbage(TEMPORARY, file.path, file.size_bytes) for file in store.list_temporary() if is_old(file))
-    for lease in list_leases(store, now):
-        if not lease.is_live and lease.age_seconds > older_than_seconds:
-            yield Garbage(LEASES, lease.path, 0)
+        yield from (Garbage(folder, file) for file in store.list(folder) if file.path not in named and is_old(file))
+    for folder in _ALL_FOLDERS:
+        yield from (Garbage(UNPUBLISHED, file) for file in store.list_unpublished(folder) if is_old(file))
+    lapsed = {lease.path for lease in list_leases(store, now) if not lease.is_live}
+    yield from (Garbage(LEASES, file) for file in store.list(LEASES) if file.path in lapsed and is_old(file))
 
 
 def _with_shards(store: Store, manifests: list[Manifest]) -> Iterator[tuple[Manifest, tuple[ShardInfo, ...]]]:
@@ -177,11 +183,11 @@ def _names_of_record(store: Store, path: str) -> set[str]:
 
 
 def _delete(store: Store, lease: HeldLease, garbage: tuple[Garbage, ...]) -> None:
-    def delete(file: Garbage) -> None:
+    def delete(each: Garbage) -> None:
         # Once the lease has lapsed a writer may have started, and may publish an index under this very name.
         lease.check()
         failpoint("gc_delete")
-        store.delete(file.path)
+        (store.delete_unpublished(each.file) if each.kind == UNPUBLISHED else store.delete(each.file.path))
 
     with ThreadPoolExecutor(_NUM_DELETERS, "shardmill-gc") as pool:
         list(pool.map(delete, garbage))
