@@ -90,7 +90,7 @@ class Containers:
 
     def _is_container(self, file: StoredFile) -> bool:
         # A pattern or a file's own name says what is meant, whatever its suffix.
-        return file.path == self._name or _is_named(file.path, self._suffixes)
+        return file.path == self._name or is_named(file.path, self._suffixes)
 
 
 def matches(path: str, pattern: str) -> bool:
@@ -216,14 +216,15 @@ def _fixed_part(uri: str, suffixes: tuple[str, ...]) -> tuple[str, str]:
     parts = path.rstrip("/").split("/")
     fixed = next((number for number, part in enumerate(parts) if is_pattern(part)), len(parts))
     if fixed == len(parts):
-        if not _is_named(parts[-1], suffixes):
+        if not is_named(parts[-1], suffixes):
             return uri, ""
         fixed = len(parts) - 1
     root = "/".join(parts[:fixed]) or ("/" if path.startswith("/") else ".")
     return f"{scheme}{separator}{root}", "/".join(parts[fixed:])
 
 
-def _is_named(path: str, suffixes: tuple[str, ...]) -> bool:
+def is_named(path: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether a name ends in one of the suffixes, whatever its case."""
     # TFDS writes `mnist-train.tfrecord-00000-of-00001`.
     return re.sub(r"-\d+-of-\d+$", "", path.lower()).endswith(suffixes)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -22,7 +21,7 @@ from etl.sources import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import as_labels, as_splits, as_texts, choose_column, class_names_of, listed_rows, or_else
 from etl.sources.containers import Containers, OpenContainer, image_file, open_file, rejected, splits_of
 from etl.sources.parquet_columns import column_batches, open_columns
-from shardmill.errors import IntegrityError, UsageError
+from shardmill.errors import IntegrityError, ShardmillError, UsageError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile, as_storage_error
 from shardmill.values import Rejection, RejectReason, SourceImage
@@ -187,11 +186,13 @@ def image_column(schema: pa.Schema, configured: str, where: str) -> str:
     return leaves[found]
 
 
-def holds_images(file: Path) -> bool:
-    """Whether a local file has a column of bytes, which may be images; a table of names has none."""
+def holds_images(uri: str) -> bool:
+    """Whether a file (of a pattern, the first one) has a column of bytes, which may be images; a table has none."""
+    files = Containers(uri, PARQUET_SUFFIXES)
     try:
-        schema = pq.read_schema(file)
-    except (pa.ArrowException, OSError):
+        with open_file(files.store, files.find().containers[0]) as stream:
+            schema = pq.read_schema(stream)
+    except (pa.ArrowException, OSError, ShardmillError):
         return False
     return any(_bytes_leaf(field) is not None for field in schema)
 

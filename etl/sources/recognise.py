@@ -6,14 +6,20 @@ import os
 from collections import Counter
 from pathlib import Path
 
+from etl.sources.containers import is_named
 from etl.sources.idx import IDX_SUFFIXES
 from etl.sources.parquet import PARQUET_SUFFIXES, holds_images
 from etl.sources.table_rows import TABLE_SUFFIXES
+from etl.sources.tfrecord import TFRECORD_SUFFIXES
 from etl.sources.webdataset import TAR_SUFFIXES
 
-_SUFFIXES = {"webdataset": TAR_SUFFIXES, "idx": IDX_SUFFIXES, "table": TABLE_SUFFIXES}
-# A folder of images often has a list of them beside it; these files hold the images themselves.
-_CONTAINERS = ("webdataset", "parquet", "idx")
+# Kinds whose files hold the images themselves. (A table beside a folder's images is no reason to read the table.)
+_CONTAINERS = {
+    "webdataset": TAR_SUFFIXES,
+    "parquet": PARQUET_SUFFIXES,
+    "idx": IDX_SUFFIXES,
+    "tfrecord": TFRECORD_SUFFIXES,
+}
 # Where data sets that are cloned keep their files.
 _USUAL_FOLDERS = ("data", "train", "default")
 
@@ -22,20 +28,26 @@ def recognise(uri: str) -> str:
     """The `source.kind` of a file or pattern, by its suffix; of a local folder, by the names in it; else `folders`."""
     folder = Path(uri.removeprefix("file://")).expanduser()
     if "://" in uri.removeprefix("file://") or not folder.is_dir():
-        return _kind_of(folder) or "folders"
+        kind = _kind_of(uri)
+        return kind or ("table" if is_named(uri, TABLE_SUFFIXES) else "folders")
     for place in (folder, *(folder / name for name in _USUAL_FOLDERS)):
-        kinds = Counter(_kind_of(place / name) for name in sorted(_names_in(place)))
-        found = [kind for kind, _ in kinds.most_common() if kind in _CONTAINERS]
-        if found:
-            return found[0]
+        names = {suffixed: name for name in sorted(_names_in(place)) if (suffixed := _suffix_kind(name))}
+        counts = Counter(kind for name in _names_in(place) if (kind := _suffix_kind(name)))
+        for kind, _ in counts.most_common():
+            if _kind_of(str(place / names[kind])):
+                return kind
     return "folders"
 
 
-def _kind_of(file: Path) -> str | None:
-    if file.name.lower().endswith(PARQUET_SUFFIXES) and file.is_file() and holds_images(file):
-        return "parquet"
-    return next((kind for kind, suffixes in _SUFFIXES.items() if file.name.lower().endswith(suffixes)), None)
+def _kind_of(uri: str) -> str | None:
+    """The kind of container that a file is; Parquet files hold images or only their names."""
+    kind = _suffix_kind(uri)
+    return None if kind == "parquet" and not holds_images(uri) else kind
+
+
+def _suffix_kind(name: str) -> str | None:
+    return next((kind for kind, suffixes in _CONTAINERS.items() if is_named(name, suffixes)), None)
 
 
 def _names_in(folder: Path) -> list[str]:
-    return os.listdir(folder) if os.access(folder, os.R_OK | os.X_OK) and folder.is_dir() else []
+    return os.listdir(folder) if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else []

@@ -26,22 +26,29 @@ def encode_example(features: Mapping[str, FeatureValue]) -> bytes:
 
 
 def decode_example(data: memoryview) -> dict[str, bytes | memoryview | int]:
-    """The first value of each bytes or int64 feature. Raises IntegrityError if `data` is not a tf.Example."""
+    """The first value of each bytes or int64 feature that has one. Raises IntegrityError if `data` is no tf.Example."""
     found: dict[str, bytes | memoryview | int] = {}
     try:
         for _, features in _fields(data):
             for _, entry in _fields(features):
                 name, feature = (value for _, value in _fields(entry))
                 for kind, values in _fields(feature):
-                    if kind == _BYTES_LIST:
+                    if len(values) and kind == _BYTES_LIST:
                         found[bytes(name).decode()] = next(value for _, value in _fields(values))
-                    elif kind == _INT64_LIST:
-                        packed = next(value for _, value in _fields(values))
-                        value, _ = _read_varint(packed, 0)
-                        found[bytes(name).decode()] = value - (1 << 64) if value >> 63 else value
+                    elif len(values) and kind == _INT64_LIST:
+                        found[bytes(name).decode()] = _first_integer(values)
     except (IndexError, ValueError, StopIteration, TypeError) as error:
         raise IntegrityError(f"a record is not a tf.Example: {error}") from None
     return found
+
+
+def _first_integer(values: memoryview) -> int:
+    """Of an int64_list: packed as we and TensorFlow write it, or one varint after the other."""
+    tag, position = _read_varint(values, 0)
+    if tag & 7 == _LENGTH_DELIMITED:
+        _, position = _read_varint(values, position)
+    value, _ = _read_varint(values, position)
+    return value - (1 << 64) if value >> 63 else value
 
 
 def _encode_feature(value: FeatureValue) -> bytes:

@@ -30,7 +30,7 @@ def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSc
         for chunk in chunks:
             chunk_start = position
             for row in chunk:
-                record = _frame(encode_example(_features(row, schema)))
+                record = frame(encode_example(_features(row, schema)))
                 out.write(record)
                 position += len(record)
             places.append(ByteRange(chunk_start, position - chunk_start))
@@ -78,12 +78,14 @@ def _features(row: StoredRow, schema: RowSchema) -> dict[str, FeatureValue]:
     return features
 
 
-def _frame(data: bytes) -> bytes:
+def frame(data: bytes) -> bytes:
+    """A record with its length and checksums, as it stands in a file."""
     length = struct.pack("<Q", len(data))
-    return length + _FOOTER.pack(_masked_crc(length)) + data + _FOOTER.pack(_masked_crc(data))
+    return length + _FOOTER.pack(masked_crc(length)) + data + _FOOTER.pack(masked_crc(data))
 
 
-def _masked_crc(data: bytes) -> int:
+def masked_crc(data: bytes | memoryview) -> int:
+    """The checksum behind a record's length and data: a rotated CRC-32C plus a constant, as TensorFlow defines it."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 

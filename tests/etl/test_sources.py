@@ -22,6 +22,8 @@ from etl.sources.recognise import recognise
 from etl.write_unit import check_source, in_reading_order
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import StorageError
+from shardmill.formats.tf_example import encode_example
+from shardmill.formats.tfrecord import frame
 from tests.etl.building import build_source, images_of, list_images
 from tests.support import write_images
 
@@ -65,6 +67,17 @@ def as_parquet(folder: Path, files: Files) -> str:
     return str(folder / "rows")
 
 
+def as_tfrecords(folder: Path, files: Files) -> str:
+    (folder / "records").mkdir()
+    for number, some in enumerate((files[::2], files[1::2])):
+        records = [
+            frame(encode_example({"image/encoded": file.read_bytes(), "image/class/text": label.encode()}))
+            for file, label in some
+        ]
+        (folder / "records" / f"x.tfrecord-{number:05d}-of-00002").write_bytes(b"".join(records))
+    return str(folder / "records")
+
+
 def as_idx(folder: Path, files: Files) -> str:
     (folder / "idx").mkdir()
     pixels = np.stack([cv2.imread(str(file)) for file, _ in files])[..., ::-1]
@@ -87,6 +100,7 @@ WRITERS: dict[str, Callable[[Path, Files], str]] = {
     "webdataset": as_tars,
     "parquet": as_parquet,
     "idx": as_idx,
+    "tfrecord": as_tfrecords,
 }
 # Pixels without files of their own cannot be the bytes that the other kinds read.
 HOLDS_FILES = [kind for kind in SOURCES if kind != "idx"]

@@ -1,0 +1,184 @@
+"""TFRecord files of tf.Example, as TensorFlow's dataset scripts and TFDS write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from etl.sources import ListingBatch, batches_of
+from etl.sources.columns import choose_column
+from etl.sources.containers import (
+    Containers,
+    OpenContainer,
+    image_file,
+    is_packed,
+    open_file,
+    reading,
+    rejected,
+    splits_of,
+    unpacked,
+)
+from etl.sources.records import Record, read_record, read_records
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.formats.tf_example import decode_example
+from shardmill.printable import printable
+from shardmill.storage import Store, StoredFile
+from shardmill.values import Rejection, RejectReason, SourceImage
+
+if TYPE_CHECKING:
+    from etl.config import SourceConfig
+
+TFRECORD_SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz")
+# In the order of preference.
+_IMAGE_FEATURES = ("image/encoded", "image", "image_raw")
+_LABEL_FEATURES = ("image/class/text", "image/class/label", "label", "class")
+# Records of a block are read by one task, one after the other; a packed file is unpacked from its start for each block.
+_BLOCK_RECORDS, _PACKED_BLOCK_RECORDS = 64, 4_096
+
+Features = Mapping[str, bytes | memoryview | int]
+
+
+class TfrecordSource:
+    """Every record of the TFRecord files that `source.uri` names: a folder, one file, or a pattern."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        self._config = config
+        self._files = Containers(config.uri, TFRECORD_SUFFIXES)
+        self.uri = self._files.uri
+
+    def open(self, max_source_bytes: int) -> TfrecordReader:
+        """Reads records by their places."""
+        return TfrecordReader(self._files.store, self._config.image_field)
+
+    def list(self) -> Iterator[ListingBatch]:
+        """Raises UsageError if there is no file, or no such feature in the first record. Damage is a rejection."""
+        return batches_of(self._entries())
+
+    def _entries(self) -> Iterator[SourceImage | Rejection]:
+        found = self._files.find()
+        yield from found.rejections
+        splits = splits_of(file.path for file in found.containers)
+        names: _FeatureNames | None = None
+        for file in found.containers:
+            for image, features in _list_file(self._files.store, file):
+                if isinstance(image, Rejection):
+                    yield image
+                    continue
+                names = names or _choose_names(self._config, features, file.path)
+                yield names.entry(image, features, splits[file.path])
+
+
+class TfrecordReader:
+    """Reads the images of records; the latest file stays open."""
+
+    def __init__(self, store: Store, image_field: str) -> None:
+        self._store = store
+        self._image_field = image_field
+        self._file = OpenContainer(store, unpacked)
+
+    def read(self, image: SourceImage) -> bytes | Rejection:
+        """The record's image, or a rejection if the file changed or is damaged. Raises as `Store.read` does."""
+        file = self._file.of(image)
+        if isinstance(file, Rejection):
+            return file
+        try:
+            with reading(image.container):
+                record = read_record(file, image.place)
+            data = image_of(_features_of(record), self._image_field)
+        except IntegrityError as error:
+            return rejected(image, RejectReason.DAMAGED_CONTAINER, str(error))
+        return rejected(image, RejectReason.BAD_ROW, "its record holds no image") if data is None else data
+
+    def is_there(self, path: str) -> bool:
+        """Whether this host sees the file."""
+        return self._store.stat(path) is not None
+
+
+def image_of(features: Features, image_field: str) -> bytes | None:
+    """The encoded image of a record, or None."""
+    names = (image_field,) if image_field else _IMAGE_FEATURES
+    found = next((features[name] for name in names if name in features), None)
+    return None if found is None or isinstance(found, int) else bytes(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _FeatureNames:
+    """The records' own names; None for what the first of them lacks."""
+
+    image: str
+    label: str | None
+    key: str | None
+
+    def entry(self, image: SourceImage, features: Features, split: str | None) -> SourceImage | Rejection:
+        """The record as a listed image, or why it is refused."""
+        data = image_of(features, self.image)
+        if data is None:
+            return rejected(image, RejectReason.BAD_ROW, f"no feature {self.image} of bytes", "list")
+        image = replace(image, size_bytes=len(data), split=split)
+        if self.key is not None:
+            key = _text_of(features.get(self.key))
+            if key is None:
+                return rejected(image, RejectReason.BAD_ROW, f"no feature {self.key}", "list")
+            image = replace(image, key=f"{image.container}\0{key}")
+        if self.label is None:
+            return image
+        label = _text_of(features.get(self.label))
+        if label is None:
+            return rejected(image, RejectReason.BAD_LABEL, f"no feature {self.label}", "list")
+        return replace(image, label=label)
+
+
+def _choose_names(config: SourceConfig, features: Features, file: str) -> _FeatureNames:
+    names = list(features)
+    image = choose_column(names, config.image_field, _IMAGE_FEATURES, "image_field")
+    if image is None:
+        raise UsageError(
+            f"the first record of {printable(file)} has the features {', '.join(map(printable, names[:20]))}",
+            f"expected an encoded image, called {' or '.join(_IMAGE_FEATURES)}",
+            "name it with source.image_field",
+        )
+    label = choose_column(names, config.label_field, _LABEL_FEATURES, "label_field")
+    return _FeatureNames(image, label, choose_column(names, config.key_field, (), "key_field"))
+
+
+def _list_file(store: Store, file: StoredFile) -> Iterator[tuple[SourceImage | Rejection, Features]]:
+    """Each record with its features; a damaged one is a rejection, and so is all behind a place where none begins."""
+    number = 0
+    with open_file(store, file) as stream:
+        try:
+            with reading(file.path):
+                for number, record in enumerate(read_records(unpacked(stream, file))):
+                    image = _image_at(file, record.start, number)
+                    try:
+                        yield image, _features_of(record)
+                    except IntegrityError as error:
+                        yield rejected(image, RejectReason.DAMAGED_CONTAINER, str(error), "list"), {}
+        except IntegrityError as error:
+            detail = f"{error}; the records before that, about {number + 1}, are listed"
+            yield rejected(image_file(file), RejectReason.DAMAGED_CONTAINER, detail, "list"), {}
+
+
+def _image_at(file: StoredFile, start: int, number: int) -> SourceImage:
+    return SourceImage(
+        key=f"{file.path}\0{number}",
+        size_bytes=0,
+        mtime_ns=file.mtime_ns,
+        etag=file.etag,
+        container=file.path,
+        place=start,
+        block=number // (_PACKED_BLOCK_RECORDS if is_packed(file.path) else _BLOCK_RECORDS),
+    )
+
+
+def _features_of(record: Record | None) -> Features:
+    """Raises IntegrityError if the record is gone, has another checksum, or is no tf.Example."""
+    if record is None or not record.is_intact:
+        raise IntegrityError("its record has another checksum" if record else "the file ends before its record")
+    return decode_example(memoryview(record.data))
+
+
+def _text_of(value: bytes | memoryview | int | None) -> str | None:
+    if isinstance(value, int):
+        return str(value)
+    return None if value is None else bytes(value).decode("utf-8", "replace").strip() or None
