@@ -70,6 +70,8 @@ class UnitTask:
     """Paths of a few listed files. If none of them is left, the source is absent, and not only one file."""
     reach: Nonce | None = None
     """Read back by every task; None for units that run on the driver's host."""
+    is_check: bool = False
+    """Read and decode only: nothing is stored, and results have no shards."""
 
 
 def plan_units(listing: Listing, config: EtlConfig, config_fingerprint: str) -> list[WorkUnit]:

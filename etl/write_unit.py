@@ -76,10 +76,7 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
         rows.sort(key=lambda row: places[row.source.key])
 
     # Store: the same chunks in every format, spooled to scratch and published whole.
-    shards: list[ShardInfo] = []
-    with TemporaryDirectory(prefix="shardmill-unit-", dir=task.config.scratch_dir or None) as scratch:
-        for split, rows in sorted(rows_by_split.items()):
-            shards += _publish(dataset, unit, split, rows, task, Path(scratch))
+    shards = [] if task.is_check else _store(dataset, unit, rows_by_split, task)
 
     # Record: after a crash, a run that plans the same unit finds this and does not repeat it.
     result = UnitResult(
@@ -92,7 +89,8 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
         rejected_key_sum=_key_sum(rejection.key for rejection in rejections),
         note_counts=tuple(sorted(_count_notes(rows_by_split).items())),
     )
-    keep_result(dataset, unit, result)
+    if not task.is_check:
+        keep_result(dataset, unit, result)
     return result
 
 
@@ -194,6 +192,15 @@ def _warm_sandbox(process_id: int, timeout_seconds: float, memory_bytes: int) ->
     """A fork must not talk to its parent's child, so the process is part of the key."""
     limits = DecodeLimits(decode_timeout_seconds=timeout_seconds, decode_memory_bytes=memory_bytes)
     return DecodeSandbox(limits, config_section="etl")
+
+
+def _store(store: Store, unit: WorkUnit, rows_by_split: dict[str, list[StoredRow]], task: UnitTask) -> list[ShardInfo]:
+    with TemporaryDirectory(prefix="shardmill-unit-", dir=task.config.scratch_dir or None) as scratch:
+        return [
+            shard
+            for split, rows in sorted(rows_by_split.items())
+            for shard in _publish(store, unit, split, rows, task, Path(scratch))
+        ]
 
 
 def _publish(

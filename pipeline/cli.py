@@ -87,6 +87,20 @@ def etl(
     _print_stage(common, etl_stage(source_or_config, common, replace_source=replace_source))
 
 
+@app.command(cls=command_without("run_id"))
+def check_source(context: typer.Context, source_or_config: Source) -> None:
+    """What `etl` would reject, and why: read and decode every image on this machine, write nothing."""
+    from pipeline.source_check import check_document, check_rows, check_source_stage
+    from shardmill.jobs.run_job import report_error
+
+    common: Common = context.obj
+    found, error = check_source_stage(source_or_config, common)
+    print_result(common, check_document(found), check_rows(found), title="check-source")
+    if error is not None:
+        # The table, or the document with --json, has been printed; an error's own document would be a second one.
+        raise typer.Exit(report_error(error, debug=common.debug))
+
+
 @app.command(cls=Command)
 def verify(
     context: typer.Context,

@@ -166,15 +166,17 @@ def list_rejections(uri: str) -> list[dict[str, Any]]:
 
     Raises UsageError naming the newest ledger if no build of the dataset succeeded.
     """
-    return [
-        {
-            # Names that are not UTF-8 travel as surrogates, which JSON can hold only escaped.
-            "source": rejection.key,
-            "reason": str(rejection.reason),
-            "detail": rejection.detail,
-            "size_bytes": rejection.size_bytes,
-            "source_sha256": rejection.source_sha256,
-            "stage": rejection.stage,
-        }
-        for rejection in _read_rejections(uri)
-    ]
+    return [rejection_document(rejection) for rejection in _read_rejections(uri)]
+
+
+def rejection_document(rejection: Rejection) -> dict[str, Any]:
+    """One rejected input, for --json."""
+    return {
+        # Names that are not UTF-8 travel as surrogates, which JSON can hold only escaped.
+        "source": rejection.key,
+        "reason": str(rejection.reason),
+        "detail": rejection.detail,
+        "size_bytes": rejection.size_bytes,
+        "source_sha256": rejection.source_sha256,
+        "stage": rejection.stage,
+    }

@@ -33,9 +33,10 @@ from shardmill.sealed import unseal
 from shardmill.storage import Store, StoredFile
 from shardmill.values import ShardInfo
 
-_PENDING, _REACH, UNPUBLISHED = "pending", "reach", "unpublished"
-# Manifests and the records of their commits are in none of these: they are never deleted.
-_COLLECTED_FOLDERS = (SHARDS, ROWS, INDEXES, REJECTS, _PENDING, _REACH)
+_PENDING, UNPUBLISHED = "pending", "unpublished"
+# Manifests and the records of their commits are in none of these: they are never deleted. What a killed job leaves in
+# the last two (listings for Spark's tasks, nonces) is named by none at all.
+_COLLECTED_FOLDERS = (SHARDS, ROWS, INDEXES, REJECTS, _PENDING, "listings", "reach")
 _ALL_FOLDERS = (*_COLLECTED_FOLDERS, MANIFESTS, COMMITTED, LEASES)
 _NUM_DELETERS = 8
 

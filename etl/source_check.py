@@ -1,0 +1,56 @@
+"""What a build would reject: every source image is read and decoded as in a build, and nothing is written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from etl.checks import Limit, broken_limit
+from etl.config import EtlTree
+from etl.engines import EngineSettings
+from etl.engines.local import run_locally
+from etl.plan import plan_build
+from shardmill.dataset.commit import all_rejections
+from shardmill.dataset.unit_result import UnitResult
+from shardmill.jobs.observer import Observer
+from shardmill.values import Rejection
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCheck:
+    """The outcome of every listed input, as a build would record it."""
+
+    num_listed: int
+    num_accepted: int
+    rejections: tuple[Rejection, ...]
+    """In the order of their keys."""
+    limit: Limit | None
+    """The limit of the config that would end the build."""
+
+    @property
+    def by_reason(self) -> dict[str, int]:
+        """How many were rejected for each reason, the most frequent first."""
+        return dict(Counter(str(rejection.reason) for rejection in self.rejections).most_common())
+
+
+def check_source_images(tree: EtlTree, *, run_id: str, observer: Observer) -> SourceCheck:
+    """List, read and decode everything on this machine, whatever `etl.engine` says, and store nothing.
+
+    Raises UsageError (2) or StorageError (4) as a build would before its first image, or if the source fails.
+    """
+    plan = plan_build(tree, run_id=run_id, observer=observer)
+    num_images = {unit.index: unit.num_images for unit in plan.units}
+    results: list[UnitResult] = []
+    num_done = 0
+    settings = EngineSettings(tree.spark, tree.etl.num_workers)
+    for result in run_locally(plan.units, replace(plan.task, is_check=True), settings) if plan.units else ():
+        results.append(result)
+        num_done += num_images[result.unit_index]
+        observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
+    rejections = all_rejections(plan.build, results)
+    return SourceCheck(
+        num_listed=plan.build.num_listed,
+        num_accepted=sum(part.num_rows for result in results for part in result.splits),
+        rejections=tuple(rejections),
+        limit=broken_limit(tree.etl, rejections, plan.build.num_listed),
+    )

@@ -1,0 +1,58 @@
+"""`shardmill check-source`: what a build would reject, as a table, a document and an exit code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import load_pipeline, require
+from pipeline.inspection import rejection_document
+from pipeline.progress import RunProgress
+from shardmill.errors import ShardmillError
+from shardmill.jobs.observer import SilentObserver
+
+if TYPE_CHECKING:
+    from etl.source_check import SourceCheck
+    from pipeline.cli_options import Common
+    from pipeline.printing import Rows
+
+
+def check_source_stage(source_or_config: str, common: Common) -> tuple[SourceCheck, ShardmillError | None]:
+    """What was found, and the error that `etl` would end with because of it. Raises what `etl` would raise before."""
+    from etl.source_check import check_source_images
+
+    tree = load_pipeline(source_or_config, common.overrides, common.workdir)
+    require(tree, "source", "dataset")
+    with RunProgress(SilentObserver(), num_epochs=0) as progress:
+        found = check_source_images(tree.etl_tree(), run_id=common.run_id, observer=progress)
+    limit = found.limit
+    if limit is None:
+        return found, None
+    num_counted = sum(rejection.reason in limit.reasons for rejection in found.rejections)
+    return found, limit.kind(
+        f"{num_counted} of {found.num_listed} inputs {limit.verb}",
+        f"etl.{limit.key} allows {getattr(tree.etl, limit.key):g}: `shardmill etl` would publish nothing",
+        limit.fix,
+    )
+
+
+def check_document(found: SourceCheck) -> dict[str, Any]:
+    """The document that `check-source --json` prints."""
+    return {
+        "num_listed": found.num_listed,
+        "num_accepted": found.num_accepted,
+        "num_rejected": len(found.rejections),
+        "by_reason": found.by_reason,
+        "broken_limit": None if found.limit is None else f"etl.{found.limit.key}",
+        "rejections": [rejection_document(each) for each in found.rejections],
+    }
+
+
+def check_rows(found: SourceCheck) -> Rows:
+    """The counts, then every rejected input with its reason."""
+    counts = f"{found.num_listed:,} listed, {found.num_accepted:,} accepted, {len(found.rejections):,} rejected"
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in found.by_reason.items())
+    return [
+        ("inputs", counts, ""),
+        ("rejected", reasons or "none", ""),
+        *((each.key, str(each.reason), each.detail) for each in found.rejections),
+    ]

@@ -1,0 +1,46 @@
+"""check-source says exactly what a build then rejects, and writes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.command import last_line, shardmill
+from tests.support import write_images
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """60 images, two files that are none, and a name that is none."""
+    folder = tmp_path / "photos"
+    write_images(folder, num_images=60)
+    (folder / "class_0" / "page.jpg").write_bytes(b"<html>not found</html>")
+    (folder / "class_1" / "empty.png").write_bytes(b"")
+    (folder / "class_1" / "notes.txt").write_text("notes")
+    return folder
+
+
+def test_it_finds_what_the_build_rejects_and_writes_nothing(photos: Path, tmp_path: Path):
+    before = sorted(tmp_path.rglob("*"))
+    done = shardmill("check-source", photos, "--json", "--set", "etl.image_size=16", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (found["num_listed"], found["num_accepted"], found["num_rejected"]) == (63, 60, 3)
+    assert found["broken_limit"] is None
+
+    built = shardmill("etl", photos, "--set", "etl.image_size=16", "--set", "etl.engine=local", cwd=tmp_path)
+    assert built.returncode == 0, built.stderr
+    rejects = shardmill("inspect", "shardmill-work/dataset", "--rejects", "--json", cwd=tmp_path)
+    assert json.loads(rejects.stdout) == found["rejections"]
+
+
+def test_it_ends_like_the_build_if_too_much_is_rejected(photos: Path, tmp_path: Path):
+    settings = ["--set", "etl.image_size=16", "--set", "etl.max_reject_fraction=0.01"]
+    checked = shardmill("check-source", photos, *settings, cwd=tmp_path)
+    built = shardmill("etl", photos, *settings, "--set", "etl.engine=local", cwd=tmp_path)
+    assert checked.returncode == built.returncode == 7
+    assert "2 of 63 inputs were rejected; etl.max_reject_fraction allows 0.01" in last_line(checked)
+    assert "class_1/empty.png\tempty_file" in checked.stdout
