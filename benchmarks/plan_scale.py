@@ -3,6 +3,9 @@
 python benchmarks/plan_scale.py [--rows 100000 1000000 10000000] [--cores 1 2]
 """
 
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import argparse

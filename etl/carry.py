@@ -57,8 +57,8 @@ def carry(store: Store, changes: Changes, config: EtlConfig, schema: RowSchema) 
         for index, shard in enumerate(changes.shards, start=-len(changes.shards)):
             if shard.is_gone:
                 continue
-            copies = (shard.copies,) if shard.is_whole else _copies_without(store, shard, config, schema, Path(scratch))
-            yield _result_of(store, index, tuple(copies), schema)
+            copies = (shard.copies,) if shard.is_whole else copies_without(store, shard, config, schema, Path(scratch))
+            yield result_of(store, index, tuple(copies), schema)
 
 
 def changes_nothing(store: Store, changes: Changes, results: Sequence[UnitResult]) -> bool:
@@ -74,7 +74,7 @@ def changes_nothing(store: Store, changes: Changes, results: Sequence[UnitResult
     return not any(total % DIGEST_MODULUS for total in balance.values())
 
 
-def _copies_without(
+def copies_without(
     store: Store, shard: ShardRows, config: EtlConfig, schema: RowSchema, scratch: Path
 ) -> Iterator[tuple[ShardInfo, ...]]:
     """The rows that are left, under new names: the encoded images are copied, none is decoded."""
@@ -89,7 +89,8 @@ def _copies_without(
         )
 
 
-def _result_of(store: Store, index: int, shards: tuple[tuple[ShardInfo, ...], ...], schema: RowSchema) -> UnitResult:
+def result_of(store: Store, index: int, shards: tuple[tuple[ShardInfo, ...], ...], schema: RowSchema) -> UnitResult:
+    """What a unit that had written these rows, of one split, would have returned."""
     tables = [read_segment(store, rows_file(copies[0]), ROWS_SCHEMA, copies[0].num_rows) for copies in shards]
     rows = pa.concat_tables(tables)
     image_bytes = sum(chunk.image_bytes for copies in shards for chunk in copies[0].chunks)

@@ -23,7 +23,7 @@ from etl.sources import LISTED_SCHEMA, ListingBatch
 from shardmill.dataset.index import ROWS_SCHEMA, rows_file
 from shardmill.dataset.segment import read_segment
 from shardmill.storage import Store
-from shardmill.values import TRANSIENT_REASONS, Rejection, ShardInfo
+from shardmill.values import TRANSIENT_REASONS, Rejection, RejectReason, ShardInfo
 
 _FACTS = ("size_bytes", "mtime_ns", "etag", "label")
 
@@ -72,7 +72,9 @@ class Compared:
         self.uri = str(listing.folder)
         self._shards = shards
         self._listing = listing
-        self._refused = {each.key: each for each in refused if each.stage != "list"}
+        # A copy is asked again: what it is a copy of may be gone.
+        asked_again = TRANSIENT_REASONS | {RejectReason.DUPLICATE_CONTENT}
+        self._refused = {each.key: each for each in refused if each.stage != "list" and each.reason not in asked_again}
         self._carried: list[Rejection] = []
         digests = [_row_digests(store, copies[0], class_names, names_split=listing.has_splits) for copies in shards]
         self._sizes = [len(each) for each in digests]
@@ -114,11 +116,10 @@ class Compared:
         is_new = []
         for row in images.select(["key", "size_bytes", "mtime_ns", "etag"]).to_pylist():
             refused = self._refused.get(row["key"])
-            is_same = (
-                refused is not None
-                and refused.reason not in TRANSIENT_REASONS
-                and (refused.size_bytes, refused.mtime_ns, refused.etag)
-                == (row["size_bytes"], row["mtime_ns"], row["etag"])
+            is_same = refused is not None and (refused.size_bytes, refused.mtime_ns, refused.etag) == (
+                row["size_bytes"],
+                row["mtime_ns"],
+                row["etag"],
             )
             if refused is not None and is_same:
                 self._carried.append(refused)

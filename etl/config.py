@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -65,6 +65,8 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     """More images than this share that access is denied to (`unreadable`) end the run with exit 4."""
     max_changed_fraction: float = Field(default=0.01, ge=0, le=1)
     """More images than this share that vanish or change (`missing`, `source_changed`) end the run with exit 4."""
+    duplicates: Literal["report", "drop", "error"] = "report"
+    """Inputs with equal bytes: count them, keep only the one with the smallest key, or end with exit 7."""
     seed: int = 0
     """Decides the order of samples over the work units."""
     shard_max_bytes: int = Field(default=128_000_000, ge=1)

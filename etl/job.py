@@ -20,6 +20,7 @@ from etl.carry import carry, changes_nothing, refused_before
 from etl.changes import Changes
 from etl.checks import check_classes, check_limits, inferred_facts, inferred_warnings, version_warnings
 from etl.config import EtlTree
+from etl.duplicates import resolve_duplicates
 from etl.engines import ENGINES, EngineSettings
 from etl.pending import clear_pending, kept_and_missing
 from etl.plan import BuildPlan, plan_build, plan_changes
@@ -165,6 +166,7 @@ def commit_results(plan: BuildPlan, results: Sequence[UnitResult], changes: Chan
         if same_ledger and changes_nothing(plan.store, changes, results):
             return plan.parent
         results = [*carry(plan.store, changes, plan.task.config, plan.row_schema), *results]
+    results = resolve_duplicates(plan.store, results, plan.task.config, plan.row_schema)
     manifest = commit_version(plan.store, plan.build, results, plan.parent_version)
     if manifest.version > plan.parent_version:
         clear_pending(plan.store, plan.units, manifest.version)

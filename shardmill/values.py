@@ -50,6 +50,8 @@ class RejectReason(StrEnum):
     DECODER_CRASH = "decoder_crash"
     DECODER_TIMEOUT = "decoder_timeout"
     DECODER_MEMORY = "decoder_memory"
+    # Found once all images were read
+    DUPLICATE_CONTENT = "duplicate_content"
 
 
 # Transient: these describe a moment, not the input; another run may get another answer.
@@ -57,7 +59,9 @@ TRANSIENT_REASONS = frozenset({RejectReason.MISSING, RejectReason.UNREADABLE, Re
 
 # Not faults, so not counted against `etl.max_reject_fraction`: files that were never meant as images, and small images
 # where the config asks for larger ones (`etl.min_source_side_pixels` is off by default).
-REASONS_OUTSIDE_REJECT_FRACTION = frozenset({RejectReason.NOT_AN_IMAGE_NAME, RejectReason.TOO_SMALL})
+REASONS_OUTSIDE_REJECT_FRACTION = frozenset(
+    {RejectReason.DUPLICATE_CONTENT, RejectReason.NOT_AN_IMAGE_NAME, RejectReason.TOO_SMALL}
+)
 
 
 UNKNOWN_SIZE = -1

@@ -43,17 +43,22 @@ def count_duplicates_of_units(store: Store, results: Sequence[UnitResult], forma
     every duplicate is among the rows whose prefix occurs twice. The segments of those rows are read, and their whole
     digests are counted. A row of another segment has a prefix of its own: it is a duplicate of none.
     """
+    repeating = repeating_shards(results, format_name)
+    tables = [
+        read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows).select(_COLUMNS) for shard in repeating
+    ]
+    return count_duplicates(pa.concat_tables([ROWS_SCHEMA.empty_table().select(_COLUMNS), *tables]))
+
+
+def repeating_shards(results: Sequence[UnitResult], format_name: str) -> list[ShardInfo]:
+    """The shards of one format with a row whose prefix another row has: every duplicate is in one of them."""
     shards = [shard for result in results for shard in _shards_in_row_order(result, format_name)]
     prefixes_N = decode_prefixes(part.source_prefixes for result in results for part in result.splits)
     _, places_N, times = np.unique(prefixes_N, return_inverse=True, return_counts=True)
     is_repeated_N = times[places_N] > 1
     bounds = np.cumsum([0, *(shard.num_rows for shard in shards)])
     assert bounds[-1] == len(prefixes_N)
-    repeating = [shard for place, shard in enumerate(shards) if is_repeated_N[bounds[place] : bounds[place + 1]].any()]
-    tables = [
-        read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows).select(_COLUMNS) for shard in repeating
-    ]
-    return count_duplicates(pa.concat_tables([ROWS_SCHEMA.empty_table().select(_COLUMNS), *tables]))
+    return [shard for place, shard in enumerate(shards) if is_repeated_N[bounds[place] : bounds[place + 1]].any()]
 
 
 def first_conflict(store: Store, shards: Sequence[ShardInfo]) -> tuple[str, ...]:
