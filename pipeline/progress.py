@@ -45,6 +45,7 @@ class RunProgress:
         self._tasks: dict[str, TaskID] = {}
         self._marks: dict[str, list[tuple[float, int]]] = {}
         self._next_line = 0.0
+        self._next_count = 0.0
 
     def __enter__(self) -> RunProgress:
         if sys.stderr.isatty():
@@ -110,11 +111,11 @@ class RunProgress:
             if label not in self._tasks:
                 self._tasks[label] = self._bars.add_task(label, total=None, unit=unit)
             self._bars.update(self._tasks[label], completed=num_done)
-        elif time.monotonic() >= self._next_line:
+        elif time.monotonic() >= self._next_count:
             # A short listing needs no line: the first one comes after the first few seconds.
-            if self._next_line:
+            if self._next_count:
                 self.say(f"{label}: {num_done:,} {unit}")
-            self._next_line = time.monotonic() + PLAIN_LINE_SECONDS
+            self._next_count = time.monotonic() + PLAIN_LINE_SECONDS
 
     def _advance(self, label: str, num_done: int, num_total: int, unit: str) -> None:
         if self._bars is not None:

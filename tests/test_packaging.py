@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import make_dataset
+from tests.support import make_dataset, write_images
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a process must not see of this checkout: else it would test the checkout and not the wheel.
@@ -113,6 +113,11 @@ def test_the_base_wheel_alone_reads_a_dataset(python: str, wheel: Path, dataset:
     run(tmp_path / "venv/bin/shardmill", "report", "--run-id", "r", cwd=tmp_path)
     assert "<h1>shardmill run" in (tmp_path / "shardmill-work/runs/r/report.html").read_text()
 
+    # So does the ETL, on this machine: the local engine needs neither Spark nor Java.
+    write_images(tmp_path / "images", num_images=30)
+    run(tmp_path / "venv/bin/shardmill", "etl", "images", "--set", "etl.image_size=16", cwd=tmp_path)
+    run(tmp_path / "venv/bin/shardmill", "verify", "shardmill-work/dataset", "--deep", cwd=tmp_path)
+
     # A user's own script of the name of one of our packages does not get into the library's way.
     (tmp_path / "train.py").write_text(READ_A_DATASET)
     (tmp_path / "etl.py").write_text("raise RuntimeError('the library imported a user file')\n")
@@ -128,7 +133,11 @@ def test_a_wheel_without_extras_names_what_is_missing(wheel: Path, tmp_path: Pat
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "a" / "x.png").write_bytes(b"x")
     done = subprocess.run(
-        [tmp_path / "venv/bin/shardmill", "etl", "images"], cwd=tmp_path, env=CLEAN, capture_output=True, text=True
+        [tmp_path / "venv/bin/shardmill", "etl", "images", "--set", "etl.engine=spark"],
+        cwd=tmp_path,
+        env=CLEAN,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("ERROR 2: ") and "'.[spark]'" in done.stderr

@@ -41,6 +41,7 @@ uri = "{s3_bucket}/dataset"
 [models]
 uri = "{s3_bucket}/models"
 [etl]
+engine = "spark"
 image_size = 16
 formats = ["parquet", "tfrecord"]
 [train]

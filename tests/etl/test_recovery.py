@@ -98,7 +98,7 @@ def test_sigkill_of_the_whole_run_leaves_nothing_visible_and_a_rerun_completes(i
     config = images / "killed.toml"
     config.write_text(
         f'[source]\nuri = "{images}/images"\n[dataset]\nuri = "{root}"\n'
-        '[etl]\nimage_size = 16\nencoding = "png"\nunit_min_images = 20\nchunk_bytes = 8000\n'
+        '[etl]\nengine = "spark"\nimage_size = 16\nencoding = "png"\nunit_min_images = 20\nchunk_bytes = 8000\n'
         'formats = ["parquet", "tfrecord"]\n[spark]\nmaster = "local[1]"\n'
     )
     command = [sys.executable, "etl/job.py", "--config", str(config), "--workdir", str(images / "work")]

@@ -20,6 +20,7 @@ OPTIONS = (
     *("--workdir", "work", "--run-id", "mine"),
     *("--set", "etl.image_size=16", "--set", "train.epochs=2", "--set", "train.record_samples=true"),
     *("--set", "train.global_batch_size=16", "--set", "spark.master=local[2]"),
+    *("--set", "etl.engine=spark"),
 )
 
 

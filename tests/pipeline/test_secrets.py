@@ -18,7 +18,8 @@ def write_config(folder: Path, **settings: str) -> Path:
     file = folder / "planted" / "c.toml"
     file.parent.mkdir()
     file.write_text(
-        f'[source]\nuri = "{folder}/images"\n[dataset]\nuri = "{folder}/dataset"\n[etl]\nimage_size = 16\n'
+        f'[source]\nuri = "{folder}/images"\n[dataset]\nuri = "{folder}/dataset"\n'
+        '[etl]\nengine = "spark"\nimage_size = 16\n'
         f"[train]\nepochs = 1\nglobal_batch_size = 16\n[spark.etl]\nconf = {conf}\n[spark.train]\nconf = {conf}\n"
     )
     return file
