@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
+from shardmill.dataset.leases import reading
 from shardmill.dataset.open import open_dataset, open_pinned
 from shardmill.dataset.rules import verify_present
 from shardmill.errors import IntegrityError, UsageError
@@ -62,15 +63,16 @@ def train_model(
     if choice.result is not None:
         return TrainOutcome(choice.result, models.uri, tree.train.launcher, skipped=True)
 
-    # It must be trainable and every shard present; the ranks verify the bytes of each chunk when they first read it.
+    # It must be trainable, in the memory that there is.
     dataset = open_pinned(choice.dataset)
     check_trainable(tree.train, dataset)
     memory = window_memory(tree.train, dataset)
-    verify_present(dataset)
-    observer.event("plan", {"rank": 0, **memory.as_fields()})
 
-    # Train, on ranks that see the same storage as this process.
-    with planted(models) as nonce:
+    # The version must not expire meanwhile; the ranks must see the same storage as this process.
+    with reading(dataset.store, dataset.pin.version, f"train, in {models.uri},"), planted(models) as nonce:
+        # Every shard is present; the ranks verify the bytes of each chunk when they first read it.
+        verify_present(dataset)
+        observer.event("plan", {"rank": 0, **memory.as_fields()})
         result = launcher.launch(choice.task(tree.train, nonce), tree.spark, observer)
     # The ranks reported success over the network. Only the result in the store proves that they wrote to our `models`,
     # and the next call and the export find the training there.

@@ -14,11 +14,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shardmill.errors import CommitConflict, ShardmillError
+from shardmill.errors import CommitConflict, ShardmillError, StorageError
 from shardmill.storage import Store
 
 LEASES = "leases"
@@ -112,12 +112,17 @@ def writing(store: Store, purpose: str, *, ttl_seconds: float = TTL_SECONDS) -> 
 
 
 @contextmanager
-def reading(store: Store, version: int, purpose: str, *, ttl_seconds: float = TTL_SECONDS) -> Iterator[HeldLease]:
-    """A reader's lease on one version: `gc` keeps its files. Open the version (again) inside: it may have just expired.
+def reading(
+    store: Store, version: int, purpose: str, *, ttl_seconds: float = TTL_SECONDS
+) -> Iterator[HeldLease | None]:
+    """A reader's lease on one version: `gc` keeps its files. Check inside that they are there, for it may have expired.
 
-    Raises StorageError if the store cannot be written to; such a reader has no more than the versions' retention.
+    None if the store cannot be written to: such a reader has no more than the versions' retention.
     """
-    with _held(store, LeaseKind.READER, purpose, ttl_seconds, version) as lease:
+    with ExitStack() as stack:
+        lease = None
+        with suppress(StorageError):
+            lease = stack.enter_context(_held(store, LeaseKind.READER, purpose, ttl_seconds, version))
         yield lease
 
 

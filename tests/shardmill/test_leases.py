@@ -70,3 +70,17 @@ def test_a_writer_that_could_not_renew_its_lease_does_not_commit(tmp_path: Path,
         time.sleep(0.8)
         with pytest.raises(CommitConflict, match="not renewed"):
             lease.check()
+
+
+def test_who_cannot_write_can_still_read(tmp_path: Path, faulty: dict):
+    def refuse(*arguments: object) -> None:
+        raise StorageError("read-only")
+
+    faulty["put"] = refuse
+    with reading(open_store(f"faulty://{tmp_path}"), 1, "train") as lease:
+        assert lease is None
+    # An error inside is the reader's own.
+    faulty.clear()
+    with pytest.raises(StorageError, match="lost"), reading(open_store(f"faulty://{tmp_path}"), 1, "train"):
+        raise StorageError("lost")
+    assert not live(tmp_path)
