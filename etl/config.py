@@ -17,6 +17,21 @@ from shardmill.section import Section
 SPLITS = ("train", "validation", "test")
 
 
+class DownloadConfig(Section):
+    """How a task fetches images that a table names by `http://` or `https://`."""
+
+    timeout_seconds: float = Field(default=20.0, gt=0)
+    """For one try, its redirects included."""
+    num_retries: int = Field(default=2, ge=0, le=20)
+    """Further tries after a failure that may pass, each after a longer wait."""
+    num_parallel: int = Field(default=16, ge=1, le=256)
+    """Images that a task fetches at once; also of a table's files and objects."""
+    num_parallel_per_host: int = Field(default=4, ge=1)
+    """Of these, at most so many from one host."""
+    allow_private_addresses: bool = False
+    """Fetch from private networks and this machine too; without it such URLs are rejected."""
+
+
 class SourceConfig(Section):
     """Where the images come from."""
 
@@ -38,6 +53,8 @@ class SourceConfig(Section):
     """A table's column that names the split; empty for `split`."""
     key_field: str = ""
     """A table's column that names each image for good; empty for `key`. Without it, the URI does."""
+    download: DownloadConfig = DownloadConfig()
+    """URLs in a table."""
 
 
 class SplitFractions(Section):

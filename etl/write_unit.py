@@ -14,6 +14,7 @@ from typing import Protocol
 
 from etl.config import SPLITS, EtlConfig, SplitFractions
 from etl.pending import keep_result
+from etl.read_ahead import read_ahead
 from etl.sources import SOURCES, SourceReader
 from etl.units import UnitTask, WorkUnit, read_unit
 from shardmill.dataset.shard import publish_shard
@@ -118,8 +119,7 @@ def _process(
     """The outcome of each source in turn; the next one is read while a child process decodes."""
     normalize = task.config.normalize_options()
     pending: PendingImage | None = None
-    for image in sources:
-        data = read_source(reader, image, task)
+    for image, data in read_ahead(lambda image: read_source(reader, image, task), sources, reader.num_parallel):
         if pending is not None:
             yield pending.source, decoder.finish(pending)
             pending = None

@@ -32,6 +32,7 @@ class RejectReason(StrEnum):
     MISSING = "missing"
     UNREADABLE = "unreadable"
     SOURCE_CHANGED = "source_changed"
+    OPTED_OUT = "opted_out"
     DAMAGED_CONTAINER = "damaged_container"
     # Found while decoding
     EMPTY_FILE = "empty_file"

@@ -47,6 +47,9 @@ class ListingBatch:
 class SourceReader(Protocol):
     """What a task reads images with; it may keep a container open from one image to the next."""
 
+    num_parallel: int
+    """How many threads may call `read` at once: 1, unless images are far away and in no container."""
+
     def read(self, image: SourceImage) -> bytes | Rejection:
         """The image's bytes, or why this one is refused.
 

@@ -86,6 +86,8 @@ class IdxSource:
 class IdxReader:
     """Reads images by number, as PNG; the latest file stays open."""
 
+    num_parallel = 1
+
     def __init__(self, store: Store) -> None:
         self._store = store
         self._file = OpenContainer(store, _open_images)

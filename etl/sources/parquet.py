@@ -62,6 +62,8 @@ class ParquetSource:
 class ParquetReader:
     """Reads images by row; the latest file stays open, at its place."""
 
+    num_parallel = 1
+
     def __init__(self, store: Store, image_field: str, max_source_bytes: int) -> None:
         self._store = store
         self._max_source_bytes = max_source_bytes

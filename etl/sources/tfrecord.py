@@ -72,6 +72,8 @@ class TfrecordSource:
 class TfrecordReader:
     """Reads the images of records; the latest file stays open."""
 
+    num_parallel = 1
+
     def __init__(self, store: Store, image_field: str) -> None:
         self._store = store
         self._image_field = image_field

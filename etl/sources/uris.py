@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.sources.containers import rejected
+from etl.sources.download import HTTP_SCHEMES, Downloader, NotDownloaded
 from shardmill.storage import AccessDenied, Store, as_storage_error
 from shardmill.stores import STORES, open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
+
+if TYPE_CHECKING:
+    from etl.config import DownloadConfig
 
 _MAX_URI_BYTES = 8_192
 
@@ -21,30 +26,39 @@ _MAX_URI_BYTES = 8_192
 class UriReader:
     """Reads whole files, of which nothing is known before but their URI; `root` is the folder of relative ones."""
 
-    def __init__(self, root: Store, max_source_bytes: int) -> None:
+    def __init__(self, root: Store, max_source_bytes: int, download: DownloadConfig) -> None:
+        self.num_parallel = download.num_parallel
         self._root = root
+        self._downloader = Downloader(download, max_source_bytes)
         self._max_source_bytes = max_source_bytes
         self._stores: dict[str, Store] = {}
 
     def read(self, image: SourceImage) -> bytes | Rejection:
         """The file's bytes. Raises FileNotFoundError, AccessDenied, StorageError; never holds more than the limit."""
-        store, path = self._locate(image.container or image.key)
-        if store.local_root is None:
-            # One request, and no more bytes than this of a file that is larger.
-            data = store.read_range(path, 0, self._max_source_bytes + 1)
-        else:
-            file = store.local_root / path
-            with as_storage_error(file, denied=AccessDenied), open(file, "rb") as stream:
-                data = stream.read(self._max_source_bytes + 1)
+        uri = image.container or image.key
+        data = self._downloader.fetch(uri) if _is_on_the_web(uri) else self._read(uri)
+        if isinstance(data, NotDownloaded):
+            return rejected(image, data.reason, data.detail)
         if len(data) > self._max_source_bytes:
             detail = f"more than {self._max_source_bytes} bytes, which is etl.max_source_bytes"
             return rejected(image, RejectReason.TOO_LARGE_BYTES, detail)
         return data
 
     def is_there(self, path: str) -> bool:
-        """Whether this host sees the file."""
+        """Whether this host sees the file; one URL that does not answer says nothing about this host."""
+        if _is_on_the_web(path):
+            return True
         store, path = self._locate(path)
         return store.stat(path) is not None
+
+    def _read(self, uri: str) -> bytes:
+        """At most one byte more than the limit, whatever the file's size."""
+        store, path = self._locate(uri)
+        if store.local_root is None:
+            return store.read_range(path, 0, self._max_source_bytes + 1)
+        file = store.local_root / path
+        with as_storage_error(file, denied=AccessDenied), open(file, "rb") as stream:
+            return stream.read(self._max_source_bytes + 1)
 
     def _locate(self, uri: str) -> tuple[Store, str]:
         """The store of a URI and the path in it; one store for each bucket."""
@@ -65,7 +79,11 @@ def uri_problems(uris: pa.Array, store: Store) -> pa.Array:
     schemes = pa.nulls(len(uris), pa.string())
     if pc.any(pc.match_substring(uris, "://")).as_py():
         schemes = pc.struct_field(pc.extract_regex(uris, r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://"), "scheme")
-    unknown = [name for name in pc.unique(schemes).to_pylist() if name is not None and STORES.problem_with(name)]
+    unknown = [
+        name
+        for name in pc.unique(schemes).to_pylist()
+        if name not in (None, *HTTP_SCHEMES) and STORES.problem_with(name)
+    ]
     names_local_file = pc.or_kleene(pc.starts_with(uris, "/"), pc.equal(schemes, "file"))
     # A table that was fetched from elsewhere does not choose among the files of this machine.
     is_forbidden = pc.and_(pc.fill_null(names_local_file, False), store.local_root is None)
@@ -78,7 +96,7 @@ def uri_problems(uris: pa.Array, store: Store) -> pa.Array:
         ),
         "no URI",
         f"a URI of more than {_MAX_URI_BYTES} bytes",
-        f"no storage for this kind of URI; expected one of {', '.join(STORES)}",
+        f"no storage for this kind of URI; expected one of {', '.join((*STORES, *HTTP_SCHEMES))}",
         f"a table in {store.uri} cannot name a local file",
     )
 
@@ -88,3 +106,7 @@ def without_dots(uris: pa.Array) -> pa.Array:
     if not pc.any(pc.starts_with(uris, "./")).as_py():
         return uris
     return pc.replace_substring_regex(uris, r"^(\./)+", "")
+
+
+def _is_on_the_web(uri: str) -> bool:
+    return uri.partition("://")[0] in HTTP_SCHEMES

@@ -79,6 +79,8 @@ class WebDatasetSource:
 class TarReader:
     """Reads images at their places in archives; the latest archive stays open."""
 
+    num_parallel = 1
+
     def __init__(self, store: Store) -> None:
         self._store = store
         self._archive = OpenContainer(store, unpacked)

@@ -1,0 +1,173 @@
+"""URLs in a table, against a real server on loopback: bounded, retried, opted out of, and never into a private net."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from etl.config import DownloadConfig
+from etl.read_ahead import read_ahead
+from etl.sources.download import Downloader, NotDownloaded, _is_public, opt_out_of
+from shardmill.values import RejectReason, SourceImage
+from tests.etl.building import build_source
+from tests.etl.test_sources_table import write_table
+from tests.etl.test_sources_webdataset import picture
+
+LOCAL = DownloadConfig(allow_private_addresses=True, timeout_seconds=60.0, num_retries=2)
+
+
+@dataclass
+class Web:
+    """A server whose paths say what it does."""
+
+    url: str = ""
+    requests: Counter[str] = field(default_factory=Counter)
+    at_once: int = 0
+    most_at_once: int = 0
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    state = Web()
+    lock = threading.Lock()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            with lock:
+                state.requests[self.path] += 1
+            try:
+                self._answer()
+            except (BrokenPipeError, ConnectionResetError):
+                pass
+
+        def _answer(self) -> None:
+            word, _, rest = self.path[1:].partition("/")
+            if word == "status" or (word == "flaky" and state.requests[self.path] < 3):
+                self.send_error(int(rest) if word == "status" else 503)
+                return
+            data = bytes(10_000_000) if word == "huge" else picture(int(rest) if rest.isdigit() else 0)
+            self.send_response(302 if word == "to" else 200)
+            if word == "to":
+                self.send_header("Location", rest if "://" in rest else f"/{rest}")
+            if word == "robots":
+                self.send_header("X-Robots-Tag", rest)
+            self.send_header("Content-Length", str(len(data) + (word == "cut")))
+            self.end_headers()
+            if word == "slow":
+                for byte in data:
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(0.2)
+            if word == "image":
+                # Until the client has all of it and may ask for the next; of others it reads no body.
+                self._count(1)
+                time.sleep(0.05)
+                self._count(-1)
+            self.wfile.write(data)
+
+        def _count(self, change: int) -> None:
+            with lock:
+                state.at_once += change
+                state.most_at_once = max(state.most_at_once, state.at_once)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Silent."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def fetch(web: Web, path: str, config: DownloadConfig = LOCAL) -> bytes | NotDownloaded:
+    return Downloader(config, max_bytes=5_000).fetch(f"{web.url}/{path}")
+
+
+def test_a_table_of_urls_becomes_a_dataset_and_each_failure_a_rejection(web: Web, tmp_path: Path):
+    paths = [f"image/{number}" for number in range(60)]
+    paths += ["status/404", "status/403", "robots/noai", "to/image/99", "a b/ü/7", "huge/1"]
+    source = write_table(tmp_path / "t.csv", {"url": [f"{web.url}/{path}" for path in paths], "label": ["x"] * 66})
+    source = source.model_copy(update={"download": LOCAL})
+    manifest = build_source(source, tmp_path / "d", max_source_bytes=5_000, max_changed_fraction=0.1)
+    assert manifest.counts.by_reason == {"missing": 2, "opted_out": 1, "too_large_bytes": 1}
+    assert manifest.counts.accepted == 62
+    assert 1 < web.most_at_once <= LOCAL.num_parallel_per_host
+
+
+def test_what_may_pass_is_tried_again_and_the_rest_is_not(web: Web):
+    assert fetch(web, "flaky/5") == picture(5) and web.requests["/flaky/5"] == 3
+    gone = fetch(web, "status/404")
+    assert isinstance(gone, NotDownloaded) and gone.detail == "HTTP 404" and web.requests["/status/404"] == 1
+    broken = fetch(web, "status/500")
+    assert isinstance(broken, NotDownloaded) and "HTTP 500" in broken.detail and web.requests["/status/500"] == 3
+    cut = fetch(web, "cut/1", LOCAL.model_copy(update={"num_retries": 0}))
+    assert isinstance(cut, NotDownloaded) and "ended after" in cut.detail
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_left_in_time(web: Web):
+    started = time.monotonic()
+    answer = fetch(web, "slow/1", LOCAL.model_copy(update={"timeout_seconds": 0.7, "num_retries": 0}))
+    assert isinstance(answer, NotDownloaded) and answer.reason is RejectReason.MISSING
+    assert time.monotonic() - started < 5
+
+
+def test_nothing_larger_than_the_limit_is_held(web: Web):
+    answer = fetch(web, "huge/1")
+    assert isinstance(answer, bytes) and len(answer) == 5_001
+
+
+@pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://host/x", "gopher://x/"])
+def test_redirects_lead_to_the_web_only(target: str, web: Web):
+    answer = fetch(web, f"to/{target}")
+    assert isinstance(answer, NotDownloaded) and "not on the web" in answer.detail
+
+
+def test_redirects_end(web: Web):
+    answer = fetch(web, "to/" * 7 + "image/1")
+    assert isinstance(answer, NotDownloaded) and answer.detail == "more than 5 redirects"
+    assert fetch(web, "to/" * 5 + "image/1") == picture(1)
+
+
+def test_private_addresses_are_refused_unless_allowed(web: Web):
+    answer = fetch(web, "image/1", DownloadConfig())
+    assert isinstance(answer, NotDownloaded) and answer.reason is RejectReason.BAD_ROW
+    assert not web.requests
+    private = ["127.0.0.1", "10.1.2.3", "169.254.169.254", "192.168.0.1", "::1", "fe80::1%eth0", "::ffff:127.0.0.1"]
+    private += ["0.0.0.0", "224.0.0.1", "fd00::1", "100.64.0.1"]
+    assert [address for address in private if _is_public(address)] == []
+    assert _is_public("8.8.8.8") and _is_public("2001:4860:4860::8888")
+
+
+def test_opt_outs_are_honoured_when_they_speak_to_us():
+    for value in ("noai", "NoImageAI", "all, noindex", "noimageindex", "shardmill: noai"):
+        assert opt_out_of([value])
+    for value in ("all", "otherbot: noai", "unavailable_after: 25 Jun 2030 15:00:00 PST", "nofollow", ""):
+        assert not opt_out_of([value])
+    assert opt_out_of(["all", "noai"]) == "noai"
+
+
+def test_reads_ahead_come_in_order_and_a_failure_where_it_belongs():
+    images = [SourceImage(f"{number}", 1) for number in range(30)]
+
+    def read(image: SourceImage) -> bytes:
+        time.sleep(0.02 if int(image.key) % 3 == 0 else 0)
+        if image.key == "20":
+            raise FileNotFoundError(image.key)
+        return image.key.encode()
+
+    for num_threads in (1, 8):
+        found = []
+        with pytest.raises(FileNotFoundError, match="20"):
+            for image, data in read_ahead(read, images, num_threads):
+                found.append((image.key, data))
+        assert found == [(f"{number}", b"%d" % number) for number in range(20)]
