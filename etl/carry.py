@@ -23,7 +23,7 @@ from etl.config import EtlConfig
 from etl.listing import limbs, sum_limbs
 from etl.segments import key_digests
 from shardmill.dataset.copy_rows import read_stored_rows
-from shardmill.dataset.index import ROWS_SCHEMA, rows_file
+from shardmill.dataset.index import ROWS_SCHEMA, count_pixels, rows_file, rows_schema
 from shardmill.dataset.segment import read_segment
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
@@ -91,7 +91,8 @@ def copies_without(
 
 def result_of(store: Store, index: int, shards: tuple[tuple[ShardInfo, ...], ...], schema: RowSchema) -> UnitResult:
     """What a unit that had written these rows, of one split, would have returned."""
-    tables = [read_segment(store, rows_file(copies[0]), ROWS_SCHEMA, copies[0].num_rows) for copies in shards]
+    columns = rows_schema(schema)
+    tables = [read_segment(store, rows_file(copies[0]), columns, copies[0].num_rows) for copies in shards]
     rows = pa.concat_tables(tables)
     image_bytes = sum(chunk.image_bytes for copies in shards for chunk in copies[0].chunks)
     notes = Counter(note for text in rows.column("notes").to_pylist() for note in text.split(",") if note)
@@ -109,7 +110,6 @@ def result_of(store: Store, index: int, shards: tuple[tuple[ShardInfo, ...], ...
 
 
 def _split_sums(split: str, rows: pa.Table, image_bytes: int, schema: RowSchema) -> SplitSums:
-    height, width, channels = schema.image_shape_HWC
     labels_N = rows.column("label").drop_null().to_numpy()
     digests = np.frombuffer(b"".join(rows.column("row_sha256").to_pylist()), np.uint8).reshape(-1, 32)
     return SplitSums(
@@ -118,13 +118,13 @@ def _split_sums(split: str, rows: pa.Table, image_bytes: int, schema: RowSchema)
         image_bytes=image_bytes,
         class_counts=tuple(np.bincount(labels_N, minlength=len(schema.class_names)).tolist()),
         row_digest_sum=format_digest(sum_limbs(limbs(digests))),
-        num_pixels=rows.num_rows * height * width,
-        channel_sums=_sum_lists(rows.column("channel_sums"), channels),
-        channel_square_sums=_sum_lists(rows.column("channel_square_sums"), channels),
+        num_pixels=count_pixels(rows, schema),
+        channel_sums=_sum_lists(rows.column("channel_sums")),
+        channel_square_sums=_sum_lists(rows.column("channel_square_sums")),
         source_prefixes=encode_prefixes(rows.column("source_sha256").to_pylist()),
     )
 
 
-def _sum_lists(column: pa.ChunkedArray, num_channels: int) -> tuple[int, ...]:
+def _sum_lists(column: pa.ChunkedArray) -> tuple[int, ...]:
     """Exact: a shard's sums of squares stay far below 2^63."""
-    return tuple(pc.list_flatten(column).to_numpy().reshape(-1, num_channels).sum(axis=0).tolist())
+    return tuple(pc.list_flatten(column).to_numpy().reshape(len(column), -1).sum(axis=0).tolist())

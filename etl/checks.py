@@ -107,13 +107,13 @@ def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
     """The fields of the event `etl.inferred`."""
     config, by_split = plan.task.config, _images_by_split(plan)
     where = "by folder" if plan.listing.has_splits else "by content hash, about"
-    height, width, channels = config.image_shape_HWC
+    shape = " x ".join(map(str, config.one_shape_HWC)) if config.one_shape_HWC else f"different sizes, {config.color}"
     return {
         "images": plan.num_images,
         "num_classes": len(plan.task.class_names),
         "classes": _named(plan.task.class_names) or _NO_CLASSES,
         "splits": f"{where} " + ", ".join(f"{split} {by_split[split]:,}" for split in SPLITS if by_split[split]),
-        "image": f"{height} x {width} x {channels}, {config.encoding}, resized by {config.resize_mode}",
+        "image": f"{shape}, {config.encoding}, resized by {config.resize_mode}",
         "formats": ", ".join(config.formats),
         "dataset": plan.store.uri,
     }

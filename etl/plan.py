@@ -51,7 +51,7 @@ class BuildPlan:
     @property
     def row_schema(self) -> RowSchema:
         """What is equal for all rows of the version."""
-        return RowSchema(self.task.config.encoding, self.task.config.image_shape_HWC, self.task.class_names)
+        return RowSchema(self.task.config.encoding, self.task.config.one_shape_HWC, self.task.class_names)
 
     @property
     def num_images(self) -> int:
@@ -85,7 +85,7 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
     parent = read_manifest(store, latest) if latest else None
     class_names = _grown_label_map(parent, (tree.source.kind, source.uri), listing)
     config_fingerprint = fingerprint_config(config, class_names, fingerprint, tree.source.image_field)
-    columns = parquet_schema(RowSchema(config.encoding, config.image_shape_HWC, class_names))
+    columns = parquet_schema(RowSchema(config.encoding, config.one_shape_HWC, class_names))
     build = Build(
         run_id=run_id,
         source=SourceRef(

@@ -138,8 +138,8 @@ def images_of_table(table: pa.Table) -> Iterator[SourceImage]:
 
 def _num_units(num_images: int, config: EtlConfig) -> int:
     """The smallest power of two with which a unit's images fit into one shard, as far as their size can be told."""
-    height, width, channels = config.image_shape_HWC
-    image_bytes = max(1, int(height * width * channels * ENCODINGS[config.encoding].bytes_per_value))
+    num_values = config.image_size**2 * config.num_channels  # a guess where sizes differ
+    image_bytes = max(1, int(num_values * ENCODINGS[config.encoding].bytes_per_value))
     fitting = max(1, config.shard_max_bytes // image_bytes)
     images_per_unit = min(fitting, max(config.unit_min_images, -(-num_images // _TARGET_NUM_UNITS)))
     return min(NUM_BUCKETS, 1 << max(0, -(-num_images // images_per_unit) - 1).bit_length())

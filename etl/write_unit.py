@@ -207,7 +207,7 @@ def _publish(
     store: Store, unit: WorkUnit, split: str, rows: Sequence[StoredRow], task: UnitTask, scratch: Path
 ) -> Iterator[ShardInfo]:
     config = task.config
-    schema = RowSchema(config.encoding, config.image_shape_HWC, task.class_names)
+    schema = RowSchema(config.encoding, config.one_shape_HWC, task.class_names)
     attempt = uuid.uuid4().hex[:12]
     for number, chunks in enumerate(cut_shards(cut_chunks(rows, config.chunk_bytes), config.shard_max_bytes)):
         for format_name in config.formats:

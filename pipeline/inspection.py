@@ -34,7 +34,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         "layout_digest": manifest.layout_digest,
         "formats": list(manifest.formats),
         "image": {
-            "shape_HWC": list(manifest.normalize.image_shape_HWC),
+            "shape_HWC": list(manifest.normalize.one_shape_HWC or ()) or None,
             "encoding": manifest.normalize.encoding,
             "channel_mean": list(manifest.channel_mean),
             "channel_std": list(manifest.channel_std),

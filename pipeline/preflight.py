@@ -40,6 +40,8 @@ def checks(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLI
             Check("dataset.uri", partial(check_place, tree.dataset.uri)),
             Check("etl", partial(_look_at_etl, tree)),
         ]
+    if {"etl", "train"} <= set(applications):
+        found.append(Check("etl.resize_mode", partial(_look_at_shape, tree)))
     if "train" in applications:
         found += [
             Check("models.uri", partial(check_place, tree.models.uri)),
@@ -104,6 +106,10 @@ def _look_at_etl(tree: PipelineTree) -> str:
         if chosen.key.startswith(("source.", "etl.")):
             chosen.load()
     return f"{tree.etl.engine}, {tree.etl.image_size} pixels, {', '.join(tree.etl.formats)}"
+
+
+def _look_at_shape(tree: PipelineTree) -> str:
+    return " x ".join(map(str, tree.etl.image_shape_HWC)) + " for every image"
 
 
 def _look_at_model(tree: PipelineTree) -> str:

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import math
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from shardmill.errors import UsageError
 from shardmill.registry import Entry, OneOf, Registry
 from shardmill.section import Section
 
@@ -31,10 +33,10 @@ class NormalizeOptions(Section):
 
     image_size: int = Field(default=64, ge=1, le=8192)
     """Height and width in pixels of every stored image; 64 trains in minutes on a CPU, photographs deserve 224."""
-    resize_mode: Literal["crop", "pad", "stretch"] = "crop"
-    """`crop` keeps the centre square, `pad` keeps everything on black, `stretch` gives up the aspect ratio."""
-    upscale: bool = True
-    """Enlarge sources that are too small for `image_size`; false: they keep their pixels, centred on black."""
+    resize_mode: Literal["crop", "pad", "stretch", "shorter", "longer", "none"] = "crop"
+    """`crop` (centre), `pad` (on black), `stretch`: squares. `shorter`, `longer` (side), `none`: sizes differ."""
+    upscale: Literal["auto", "always", "never"] = "auto"
+    """Whether small sources are enlarged; `auto`: only to squares. `never`: squares hold them as they are, on black."""
     color: Literal["rgb", "gray"] = "rgb"
     """Channels of the stored image: three, or one."""
     encoding: Annotated[str, OneOf(ENCODINGS)] = "jpeg"
@@ -61,8 +63,41 @@ class NormalizeOptions(Section):
         return 3 if self.color == "rgb" else 1
 
     @property
-    def image_shape_HWC(self) -> tuple[int, int, int]:
+    def one_shape_HWC(self) -> tuple[int, int, int] | None:
+        """The shape of every stored image; None if their sizes differ."""
+        if self.resize_mode in ("shorter", "longer", "none"):
+            return None
         return (self.image_size, self.image_size, self.num_channels)
+
+    @property
+    def image_shape_HWC(self) -> tuple[int, int, int]:
+        """The one shape that batches need. Raises UsageError if the stored sizes differ."""
+        if self.one_shape_HWC is None:
+            raise UsageError(
+                f"etl.resize_mode = {self.resize_mode!r} stores images of different sizes",
+                "batches need one shape",
+                "build with etl.resize_mode crop, pad or stretch, or read the shards as files",
+            )
+        return self.one_shape_HWC
+
+    @property
+    def enlarges(self) -> bool:
+        """Whether small sources become larger."""
+        return self.upscale == "always" or (self.upscale == "auto" and self.one_shape_HWC is not None)
+
+    @property
+    def max_stored_pixels(self) -> int:
+        """No stored image has more, so a shard's image that declares more is not decoded."""
+        if self.resize_mode == "none":
+            return self.max_source_pixels
+        longest = self.max_aspect_ratio if self.resize_mode == "shorter" else 1
+        return math.ceil(self.image_size * (self.image_size * longest + 1))
+
+    @model_validator(mode="after")
+    def _raw_has_one_size(self) -> Self:
+        if self.encoding == "raw" and self.one_shape_HWC is None:
+            raise ValueError(f"encoding jpeg, png or webp with resize_mode {self.resize_mode}: raw stores no sizes")
+        return self
 
 
 class DecodeLimits(Section):

@@ -19,7 +19,7 @@ from shardmill.augment import augment as augment_image
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
-from shardmill.formats.encodings import decode_stored
+from shardmill.formats.encodings import decode_row, decode_stored
 from shardmill.formats.rows import ChunkRows
 from shardmill.options import AugmentOptions
 from shardmill.values import Batch
@@ -168,7 +168,7 @@ def _iterate_samples(dataset: Dataset, split: str) -> Iterator[StoredSample]:
         for place, image in enumerate(rows.images):
             label = int(rows.labels_N[place])
             yield StoredSample(
-                decode_stored(image, options.encoding, options.image_shape_HWC),
+                decode_row(image, options),
                 None if label < 0 else label,
                 int(rows.sample_ids_N[place]),
                 rows.sources[place],

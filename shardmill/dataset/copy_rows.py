@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardmill.dataset.chunks import ChunkFetcher
-from shardmill.dataset.index import ROWS_SCHEMA, SplitIndex, rows_file
+from shardmill.dataset.index import SplitIndex, rows_file, rows_schema
 from shardmill.dataset.segment import RESTORE, read_segment
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import RowSchema, StoredRow
@@ -21,7 +21,7 @@ def read_stored_rows(store: Store, shard: ShardInfo, schema: RowSchema) -> Itera
     other rows than the shard: each row's digest is computed again from its image.
     """
     where = join_uri(store.uri, shard.path)
-    records = read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows).to_pylist()
+    records = read_segment(store, rows_file(shard), rows_schema(schema), shard.num_rows).to_pylist()
     if len(records) != shard.num_rows:
         raise IntegrityError(f"{shard.rows_path} has {len(records)} rows", f"expected {shard.num_rows}", RESTORE)
     fetcher = ChunkFetcher(store, SplitIndex(shard.split, shard.format, (shard,)))
@@ -33,7 +33,7 @@ def read_stored_rows(store: Store, shard: ShardInfo, schema: RowSchema) -> Itera
 
 
 def _stored_row(record: dict[str, Any], image: bytes, schema: RowSchema, where: str) -> StoredRow:
-    height, width, channels = schema.image_shape_HWC
+    height, width, _ = schema.one_shape_HWC or (record["height"], record["width"], 0)
     label_id = record["label"]
     if label_id is not None and not 0 <= label_id < len(schema.class_names):
         raise IntegrityError(f"{where} has the label {label_id}", f"expected one of {len(schema.class_names)} classes")
@@ -49,7 +49,7 @@ def _stored_row(record: dict[str, Any], image: bytes, schema: RowSchema, where: 
         image=image,
         height=height,
         width=width,
-        channels=channels,
+        channels=len(record["channel_sums"]),
         source_sha256=record["source_sha256"],
         channel_sums=tuple(record["channel_sums"]),
         channel_square_sums=tuple(record["channel_square_sums"]),

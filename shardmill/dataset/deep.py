@@ -12,7 +12,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.index import shard_file
 from shardmill.dataset.segment import RESTORE, require
 from shardmill.dataset.shard import chunk_digest
-from shardmill.formats.encodings import decode_stored
+from shardmill.formats.encodings import decode_row
 from shardmill.formats.rows import ChunkRows
 from shardmill.ids import row_digest
 from shardmill.options import ENCODINGS
@@ -65,7 +65,10 @@ def _check_rows(dataset: Dataset, rows: ChunkRows, known: list[dict], where: str
         stored = (int(rows.sample_ids_N[place]), None if label < 0 else label, rows.sources[place])
         expected = (row["sample_id"], row["label"], row["source"])
         require(stored == expected, f"{where} holds the row {stored}, its row segment {expected}")
-        image_HWC = decode_stored(rows.images[place], options.encoding, options.image_shape_HWC)
+        image_HWC = decode_row(rows.images[place], options)
+        if options.one_shape_HWC is None:
+            size = {"height": image_HWC.shape[0], "width": image_HWC.shape[1]}
+            require(size == {name: row[name] for name in size}, f"{where}: {row['source']!r} has another size: {size}")
         # The sums are of the pixels before encoding; what a JPEG decodes to is close to them, and never the same.
         if ENCODINGS[options.encoding].is_lossless:
             pixels = image_HWC.astype(np.int64)

@@ -16,7 +16,7 @@ import pyarrow as pa
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.segment import RESTORE, read_segment
 from shardmill.errors import IntegrityError
-from shardmill.formats.rows import StoredRow
+from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.sealed import SealedFile
 from shardmill.storage import Store, check_relative_path, join_uri
 from shardmill.values import ChunkInfo, ShardInfo
@@ -62,6 +62,9 @@ ROWS_SCHEMA = pa.schema(
         ("channel_square_sums", pa.list_(pa.int64())),
     ]
 )
+
+# Only where images have different sizes.
+SIZED_ROWS_SCHEMA = ROWS_SCHEMA.append(pa.field("height", pa.int32())).append(pa.field("width", pa.int32()))
 
 # In every format a row holds the SHA-256 of its source as 64 characters; Parquet's pages end at 2 GiB.
 _MIN_ROW_BYTES, _MAX_CHUNK_BYTES = 64, (1 << 31) - 1
@@ -164,7 +167,20 @@ def shards_of_table(table: pa.Table) -> list[ShardInfo]:
     return shards
 
 
-def rows_table(rows: Sequence[StoredRow]) -> pa.Table:
+def rows_schema(schema: RowSchema) -> pa.Schema:
+    """The columns of the row segments of a dataset."""
+    return SIZED_ROWS_SCHEMA if schema.one_shape_HWC is None else ROWS_SCHEMA
+
+
+def count_pixels(rows: pa.Table, schema: RowSchema) -> int:
+    """Of all images of a row segment, or of several."""
+    if schema.one_shape_HWC is not None:
+        return rows.num_rows * schema.one_shape_HWC[0] * schema.one_shape_HWC[1]
+    heights_N, widths_N = (rows.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
+    return int(heights_N @ widths_N)
+
+
+def rows_table(rows: Sequence[StoredRow], schema: RowSchema) -> pa.Table:
     """A shard's rows without their pixels."""
     sources = [row.source for row in rows]
     columns = [
@@ -179,10 +195,13 @@ def rows_table(rows: Sequence[StoredRow]) -> pa.Table:
         [",".join(row.sample.notes) for row in rows],
         [row.sample.channel_sums for row in rows],
         [row.sample.channel_square_sums for row in rows],
+        [row.sample.height for row in rows],
+        [row.sample.width for row in rows],
     ]
-    return pa.table(
-        [pa.array(column, field.type) for column, field in zip(columns, ROWS_SCHEMA, strict=True)], schema=ROWS_SCHEMA
-    )
+    fields = rows_schema(schema)
+    # The two sizes come last: where all images have one size, the schema ends before them.
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=False)]
+    return pa.table(arrays, schema=fields)
 
 
 def shard_file(shard: ShardInfo) -> SealedFile:

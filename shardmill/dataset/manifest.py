@@ -141,7 +141,7 @@ class Manifest(Section):
     @property
     def row_schema(self) -> RowSchema:
         """What is equal for all rows of the version."""
-        return RowSchema(self.normalize.encoding, self.normalize.image_shape_HWC, self.class_names)
+        return RowSchema(self.normalize.encoding, self.normalize.one_shape_HWC, self.class_names)
 
     @property
     def channel_mean(self) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
-from shardmill.dataset.index import ROWS_SCHEMA, rows_file
+from shardmill.dataset.index import ROWS_SCHEMA, count_pixels, rows_file, rows_schema
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import ChannelSums, content_digest, layout_digest, ledger_digest
 from shardmill.dataset.segment import read_segment, require
@@ -132,11 +132,11 @@ class RecordRules:
 
     def sums(self) -> str:
         manifest = self.dataset.manifest
-        height, width, _ = manifest.normalize.image_shape_HWC
         names = ("channel_sums", "channel_square_sums")
         rows = [self.column(name, "train") for name in names]
         sums, square_sums = (tuple(sum(channel) for channel in zip(*each, strict=True)) for each in rows)
-        found = ChannelSums(num_pixels=len(rows[0]) * height * width, sums=sums, square_sums=square_sums)
+        num_pixels = sum(count_pixels(self.rows_of(shard), manifest.row_schema) for shard in self._shards_of("train"))
+        found = ChannelSums(num_pixels=num_pixels, sums=sums, square_sums=square_sums)
         require(found == manifest.channel_sums, f"channels add up to {found}, counted {manifest.channel_sums}")
         return f"{found.num_pixels} pixels of train"
 
@@ -160,14 +160,17 @@ class RecordRules:
 
     def column(self, name: str, split: str | None = None) -> list:
         """One column of all rows, of the first format."""
+        return [value for shard in self._shards_of(split) for value in self.rows_of(shard).column(name).to_pylist()]
+
+    def _shards_of(self, split: str | None) -> list[ShardInfo]:
         first = self.dataset.manifest.formats[0]
-        shards = [s for s in self.dataset.shards if s.format == first and split in (None, s.split)]
-        return [value for shard in shards for value in self.rows_of(shard).column(name).to_pylist()]
+        return [shard for shard in self.dataset.shards if shard.format == first and split in (None, shard.split)]
 
     def rows_of(self, shard: ShardInfo) -> pa.Table:
         """A shard's verified row segment."""
         if shard.rows_path not in self._rows:
-            table = read_segment(self.dataset.store, rows_file(shard), ROWS_SCHEMA, shard.num_rows)
+            columns = rows_schema(self.dataset.manifest.row_schema)
+            table = read_segment(self.dataset.store, rows_file(shard), columns, shard.num_rows)
             self._rows[shard.rows_path] = table
         return self._rows[shard.rows_path]
 

@@ -37,7 +37,7 @@ def publish_shard(
         file.unlink(missing_ok=True)
     failpoint("shard_mid")
     rows = [row for chunk in chunks for row in chunk]
-    rows_data = table_bytes(rows_table(rows))
+    rows_data = table_bytes(rows_table(rows, schema))
     rows_path = f"{ROWS}/{split}/{name}-{format_name}.parquet"
     store.put(rows_path, rows_data)
     failpoint("shard_close")

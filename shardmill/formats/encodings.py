@@ -61,6 +61,21 @@ def decode_stored(data: bytes | memoryview, encoding: str, shape_HWC: tuple[int,
     return image_HWC
 
 
+def decode_row(data: bytes | memoryview, options: NormalizeOptions) -> np.ndarray:
+    """A row of a dataset that was normalized by `options`, of any size. Raises IntegrityError as `decode_stored`."""
+    if options.one_shape_HWC is not None:
+        return decode_stored(data, options.encoding, options.one_shape_HWC)
+    try:
+        size = ENCODINGS[options.encoding].read_size(data)
+    except (ValueError, cv2.error) as error:
+        raise IntegrityError(f"a stored {options.encoding} image does not decode: {error}") from error
+    if size is None or size[0] * size[1] > options.max_stored_pixels:
+        raise IntegrityError(
+            f"a stored {options.encoding} image declares {size}", f"expected at most {options.max_stored_pixels} pixels"
+        )
+    return decode_stored(data, options.encoding, (*size, options.num_channels))
+
+
 def _encode_jpeg(image_HWC: np.ndarray, options: NormalizeOptions) -> bytes:
     is_gray = image_HWC.shape[2] == 1
     return simplejpeg.encode_jpeg(

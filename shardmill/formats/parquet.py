@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,9 +31,9 @@ _READ_COLUMNS = ("image", "sample_id", "label", "source")
 
 def parquet_schema(schema: RowSchema) -> pa.Schema:
     """Columns that pandas, Spark and Petastorm read as they are (so no unsigned integers)."""
-    height, width, channels = schema.image_shape_HWC
-    is_fixed_size = ENCODINGS[schema.encoding].is_fixed_size
-    image = pa.binary(height * width * channels) if is_fixed_size else pa.binary()
+    image = pa.binary()
+    if ENCODINGS[schema.encoding].is_fixed_size and schema.one_shape_HWC is not None:
+        image = pa.binary(math.prod(schema.one_shape_HWC))
     fields = [
         pa.field("image", image, nullable=False),
         pa.field("sample_id", pa.int64(), nullable=False),

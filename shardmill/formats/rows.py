@@ -42,7 +42,8 @@ class RowSchema:
     """What is equal for all rows of a dataset."""
 
     encoding: str
-    image_shape_HWC: tuple[int, int, int]
+    one_shape_HWC: tuple[int, int, int] | None
+    """None if the sizes of the images differ."""
     class_names: tuple[str, ...]
     """The label map: class number = position. Empty in a dataset without labels."""
 

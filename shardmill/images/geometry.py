@@ -41,12 +41,16 @@ def kept_spans(height: int, width: int, options: NormalizeOptions) -> tuple[Span
 
 def resized_shape(height: int, width: int, options: NormalizeOptions) -> tuple[int, int]:
     """Height and width, in stored pixels, of a kept part of this size."""
-    size, longer = options.image_size, max(height, width)
-    resized_height = resized_width = size
-    if options.resize_mode == "pad":
-        resized_height = max(1, (height * size + longer // 2) // longer)
-        resized_width = max(1, (width * size + longer // 2) // longer)
-    if options.upscale:
+    size = options.image_size
+    if options.resize_mode == "none":
+        return height, width
+    if options.resize_mode in ("crop", "stretch"):
+        resized_height = resized_width = size
+    else:
+        side = min(height, width) if options.resize_mode == "shorter" else max(height, width)
+        resized_height = max(1, (height * size + side // 2) // side)
+        resized_width = max(1, (width * size + side // 2) // side)
+    if options.enlarges:
         return resized_height, resized_width
     return min(resized_height, height), min(resized_width, width)
 

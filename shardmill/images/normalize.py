@@ -19,12 +19,14 @@ LUMA_WEIGHTS_RGB = np.array([19595, 38470, 7471], dtype=np.uint32)
 
 
 def normalize(pixels_HWC: np.ndarray, options: NormalizeOptions) -> np.ndarray:
-    """A fresh uint8 array of `options.image_shape_HWC` from gray or RGB pixels of any size."""
+    """A fresh uint8 array from gray or RGB pixels of any size; of `options.one_shape_HWC`, if there is one."""
     prepare_opencv()
     rows, columns = kept_spans(pixels_HWC.shape[0], pixels_HWC.shape[1], options)
     kept_HWC = pixels_HWC[rows.start : rows.end, columns.start : columns.end]
     height, width = resized_shape(rows.length, columns.length, options)
-    image_HWC = _centre_on_black(_resize(kept_HWC, height, width), options.image_size)
+    image_HWC = _resize(kept_HWC, height, width)
+    if options.one_shape_HWC is not None:
+        image_HWC = _centre_on_black(image_HWC, options.image_size)
     return _to_channels(image_HWC, options.num_channels)
 
 

@@ -72,7 +72,7 @@ def _process(source: SourceImage, data: bytes, source_sha256: str, options: Norm
     if all(num_pixels * squares == total**2 for total, squares in zip(sums, square_sums, strict=True)):
         notes.append("constant")
     return ImageSample(
-        image=_bytes_to_keep(format_name, decoded, options) or encode_image(image_HWC, options),
+        image=_bytes_to_keep(format_name, decoded, image_HWC, options) or encode_image(image_HWC, options),
         height=image_HWC.shape[0],
         width=image_HWC.shape[1],
         channels=image_HWC.shape[2],
@@ -83,10 +83,12 @@ def _process(source: SourceImage, data: bytes, source_sha256: str, options: Norm
     )
 
 
-def _bytes_to_keep(format_name: str, decoded: DecodedImage, options: NormalizeOptions) -> bytes | None:
+def _bytes_to_keep(
+    format_name: str, decoded: DecodedImage, image_HWC: np.ndarray, options: NormalizeOptions
+) -> bytes | None:
     """The source's own file without metadata, if it decodes to exactly the normalized pixels."""
     is_other = {ROTATED_NOTE, CONVERTED_NOTE} & set(decoded.notes)
-    if format_name != options.encoding or is_other or decoded.pixels_HWC.shape != options.image_shape_HWC:
+    if format_name != options.encoding or is_other or decoded.pixels_HWC.shape != image_HWC.shape:
         return None
     return decoded.bare_file
 

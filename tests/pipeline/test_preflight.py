@@ -38,6 +38,7 @@ def refused(folder: Path, *overrides: str) -> str:
             ["runs 2 task(s) at a time", "expected at least 4 slots"],
         ),
         (["models.uri=/proc/nowhere"], ["/proc/nowhere"]),
+        (["etl.resize_mode=shorter"], ["etl.resize_mode = 'shorter'", "one shape", "crop, pad or stretch"]),
         (
             ["source.uri=gone", "train.model=absent:build"],
             ["2 things would stop this run: (1) source ", "(2) train.model"],

@@ -25,12 +25,14 @@ def normalize_reference(pixels_HWC: np.ndarray, size: int, mode: str, *, upscale
         side = min(height, width)
         top, left = (height - side) // 2, (width - side) // 2
         pixels_HWC, height, width = pixels_HWC[top : top + side, left : left + side], side, side
-    resized = {"crop": (size, size), "stretch": (size, size)}.get(mode)
+    resized = {"crop": (size, size), "stretch": (size, size), "none": (height, width)}.get(mode)
     if resized is None:
-        scale = size / max(height, width)
+        scale = size / (min(height, width) if mode == "shorter" else max(height, width))
         resized = max(1, int(np.floor(height * scale + 0.5))), max(1, int(np.floor(width * scale + 0.5)))
     if not upscale:
         resized = min(resized[0], height), min(resized[1], width)
+    if mode in ("shorter", "longer", "none"):
+        return resize_reference(pixels_HWC, *resized)
     square_HWC = np.zeros((size, size, 3))
     top, left = (size - resized[0]) // 2, (size - resized[1]) // 2
     square_HWC[top : top + resized[0], left : left + resized[1]] = resize_reference(pixels_HWC, *resized)

@@ -152,7 +152,7 @@ def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest
         NormalizeOptions(max_source_bytes=1),
         NormalizeOptions(max_source_pixels=1),
         NormalizeOptions(max_source_side_pixels=1),
-        NormalizeOptions(upscale=False),
+        NormalizeOptions(upscale="never"),
         NormalizeOptions(min_source_side_pixels=2),
         NormalizeOptions(max_aspect_ratio=1.5),
     ]

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from shardmill.errors import UsageError
 from shardmill.images.normalize import normalize
 from shardmill.options import NormalizeOptions
 from tests.shardmill.images.make import photo
@@ -14,12 +15,13 @@ from tests.shardmill.images.reference import normalize_reference, psnr, resize_r
 
 # Rounding to integers alone costs 58.9 dB; a second pass, where one side shrinks and the other grows, rounds twice.
 LEAST_PSNR_DB, LEAST_SSIM, MOST_LEVELS = 56.0, 0.9985, 1.25
-MODES = ("crop", "pad", "stretch")
+SQUARE_MODES, FREE_MODES = ("crop", "pad", "stretch"), ("shorter", "longer", "none")
 HEIGHTS, WIDTHS, SIZES = (5, 33, 64, 97, 300), (7, 64, 90, 250), (16, 64, 100)
 
 
 def options_of(size: int, mode: str, *, upscale: bool = True) -> NormalizeOptions:
-    return NormalizeOptions.model_validate({"image_size": size, "resize_mode": mode, "upscale": upscale})
+    chosen = "always" if upscale else "never"
+    return NormalizeOptions.model_validate({"image_size": size, "resize_mode": mode, "upscale": chosen})
 
 
 def noise(height: int, width: int) -> np.ndarray:
@@ -27,7 +29,7 @@ def noise(height: int, width: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("upscale", [True, False])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SQUARE_MODES + FREE_MODES)
 def test_every_mode_is_the_reference_within_the_bounds(mode: str, upscale: bool) -> None:
     for height, width, size in itertools.product(HEIGHTS, WIDTHS, SIZES):
         image_HWC = normalize(noise(height, width), options_of(size, mode, upscale=upscale))
@@ -79,8 +81,46 @@ def test_without_upscaling_a_small_source_keeps_its_pixels_on_black(
         assert np.array_equal(image_HWC[np.ix_(rows, columns)], source_HWC)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SQUARE_MODES)
 def test_upscaling_changes_nothing_for_sources_that_are_large_enough(mode: str) -> None:
     source_HWC = photo(60, 90)
     without_HWC = normalize(source_HWC, options_of(20, mode, upscale=False))
     assert np.array_equal(without_HWC, normalize(source_HWC, options_of(20, mode)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "source", "stored"),
+    [
+        ("shorter", (60, 90), (20, 30)),
+        ("shorter", (90, 61), (30, 20)),
+        ("shorter", (10, 15), (10, 15)),
+        ("shorter", (15, 60), (15, 60)),
+        ("longer", (60, 90), (13, 20)),
+        ("longer", (10, 15), (10, 15)),
+        ("longer", (1, 90), (1, 20)),
+        ("none", (60, 90), (60, 90)),
+    ],
+)
+def test_other_modes_keep_the_aspect_ratio_and_enlarge_only_if_asked(
+    mode: str, source: tuple[int, int], stored: tuple[int, int]
+) -> None:
+    options = NormalizeOptions.model_validate({"image_size": 20, "resize_mode": mode})
+    assert normalize(photo(*source), options).shape[:2] == stored
+    assert options.one_shape_HWC is None
+    assert stored[0] * stored[1] <= options.max_stored_pixels
+    with pytest.raises(UsageError, match="etl.resize_mode"):
+        _ = options.image_shape_HWC
+
+
+def test_enlarging_to_a_side_when_asked() -> None:
+    assert normalize(photo(10, 15), options_of(20, "shorter")).shape[:2] == (20, 30)
+    assert normalize(photo(10, 15), options_of(20, "longer")).shape[:2] == (13, 20)
+    assert np.array_equal(
+        normalize(photo(10, 15), options_of(20, "crop")),
+        normalize(photo(10, 15), NormalizeOptions(image_size=20)),
+    )
+
+
+def test_raw_has_no_place_for_sizes() -> None:
+    with pytest.raises(ValueError, match="raw stores no sizes"):
+        NormalizeOptions(resize_mode="shorter", encoding="raw")
