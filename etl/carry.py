@@ -23,7 +23,8 @@ from etl.config import EtlConfig
 from etl.listing import limbs, sum_limbs
 from etl.segments import key_digests
 from shardmill.dataset.copy_rows import read_stored_rows
-from shardmill.dataset.index import ROWS_SCHEMA, count_pixels, rows_file, rows_schema
+from shardmill.dataset.index import rows_file
+from shardmill.dataset.row_segments import ROWS_SCHEMA, count_pixels, rows_schema
 from shardmill.dataset.segment import read_segment
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 
 from etl.listing import Listing
 from etl.sources import LISTED_SCHEMA, ListingBatch
-from shardmill.dataset.index import ROWS_SCHEMA, rows_file
+from shardmill.dataset.index import rows_file
+from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment
 from shardmill.storage import Store
 from shardmill.values import TRANSIENT_REASONS, Rejection, RejectReason, ShardInfo

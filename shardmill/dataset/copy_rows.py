@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardmill.dataset.chunks import ChunkFetcher
-from shardmill.dataset.index import SplitIndex, rows_file, rows_schema
+from shardmill.dataset.index import SplitIndex, rows_file
+from shardmill.dataset.row_segments import rows_schema
 from shardmill.dataset.segment import RESTORE, read_segment
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import RowSchema, StoredRow

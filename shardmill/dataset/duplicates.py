@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardmill.dataset.index import ROWS_SCHEMA, rows_file
+from shardmill.dataset.index import rows_file
+from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment
 from shardmill.dataset.unit_result import UnitResult, decode_prefixes
 from shardmill.storage import Store

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import google_crc32c
 
-from shardmill.dataset.index import ROWS, SHARDS, rows_table
+from shardmill.dataset.index import ROWS, SHARDS
+from shardmill.dataset.row_segments import rows_table
 from shardmill.dataset.segment import table_bytes
 from shardmill.failpoints import failpoint
 from shardmill.formats import SHARD_FORMATS

@@ -14,10 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.config import EtlConfig
-from shardmill.dataset.index import INDEX_SCHEMA, ROWS_SCHEMA, index_table, rows_file
+from shardmill.dataset.index import INDEX_SCHEMA, index_table, rows_file
 from shardmill.dataset.ledger import ledger_table
 from shardmill.dataset.manifest import Manifest, encode_manifest
 from shardmill.dataset.open import open_dataset
+from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import record_commit

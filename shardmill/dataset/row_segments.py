@@ -1,0 +1,66 @@
+"""Row segments: a shard's rows without their pixels, as a table of its own beside the shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from shardmill.formats.rows import RowSchema, StoredRow
+
+ROWS_SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.int64()),
+        ("source", pa.string()),
+        ("source_bytes", pa.int64()),
+        ("source_mtime_ns", pa.int64()),
+        ("source_etag", pa.string()),
+        ("source_sha256", pa.string()),
+        ("label", pa.int64()),
+        ("row_sha256", pa.binary(32)),
+        ("notes", pa.string()),
+        ("channel_sums", pa.list_(pa.int64())),
+        ("channel_square_sums", pa.list_(pa.int64())),
+    ]
+)
+
+# Only where images have different sizes.
+SIZED_ROWS_SCHEMA = ROWS_SCHEMA.append(pa.field("height", pa.int32())).append(pa.field("width", pa.int32()))
+
+
+def rows_schema(schema: RowSchema) -> pa.Schema:
+    """The columns of the row segments of a dataset."""
+    return SIZED_ROWS_SCHEMA if schema.one_shape_HWC is None else ROWS_SCHEMA
+
+
+def count_pixels(rows: pa.Table, schema: RowSchema) -> int:
+    """Of all images of a row segment, or of several."""
+    if schema.one_shape_HWC is not None:
+        return rows.num_rows * schema.one_shape_HWC[0] * schema.one_shape_HWC[1]
+    heights_N, widths_N = (rows.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
+    return int(heights_N @ widths_N)
+
+
+def rows_table(rows: Sequence[StoredRow], schema: RowSchema) -> pa.Table:
+    """A shard's rows without their pixels."""
+    sources = [row.source for row in rows]
+    columns = [
+        [source.sample_id for source in sources],
+        [source.key for source in sources],
+        [source.size_bytes for source in sources],
+        [source.mtime_ns for source in sources],
+        [source.etag for source in sources],
+        [row.sample.source_sha256 for row in rows],
+        [row.label_id for row in rows],
+        [row.digest for row in rows],
+        [",".join(row.sample.notes) for row in rows],
+        [row.sample.channel_sums for row in rows],
+        [row.sample.channel_square_sums for row in rows],
+        [row.sample.height for row in rows],
+        [row.sample.width for row in rows],
+    ]
+    fields = rows_schema(schema)
+    # The two sizes come last: where all images have one size, the schema ends before them.
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=False)]
+    return pa.table(arrays, schema=fields)
