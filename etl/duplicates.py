@@ -14,7 +14,8 @@ from etl.carry import copies_without, result_of
 from etl.changes import ShardRows
 from etl.config import EtlConfig
 from shardmill.dataset.duplicates import repeating_shards
-from shardmill.dataset.index import ROWS_SCHEMA, in_all_formats, rows_file
+from shardmill.dataset.index import in_all_formats, rows_file
+from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.errors import RejectLimitExceeded
