@@ -139,6 +139,13 @@ class Manifest(Section):
         return next((name for name in ("test", "validation") if name in self.splits), None)
 
     @property
+    def origin_version(self) -> int | None:
+        """The version whose rows this one holds by what made it; None for a build, which has rows of its own."""
+        if self.operation == "rollback":
+            return self.restored_version
+        return self.parent_version if self.operation in ("compact", "expire") else None
+
+    @property
     def row_schema(self) -> RowSchema:
         """What is equal for all rows of the version."""
         return RowSchema(self.normalize.encoding, self.normalize.one_shape_HWC, self.class_names)

@@ -16,7 +16,7 @@ from shardmill.dataset.manifest import ChannelSums, content_digest, layout_diges
 from shardmill.dataset.row_segments import ROWS_SCHEMA, count_pixels, rows_schema
 from shardmill.dataset.segment import read_segment, require
 from shardmill.dataset.shard import chunk_digest
-from shardmill.dataset.versions import check_recorded
+from shardmill.dataset.versions import check_recorded, read_manifest
 from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
 from shardmill.values import Rejection, ShardInfo
 
@@ -39,7 +39,11 @@ class RecordRules:
         require(
             parent is None or parent < manifest.version, f"the parent version {parent} is not older than the version"
         )
-        return f"version {manifest.version}, schema {manifest.schema_version}, by run {manifest.run_id}"
+        origin = manifest.origin_version
+        if origin is not None:
+            held = read_manifest(self.dataset.store, origin).content_digest
+            require(held == manifest.content_digest, f"a {manifest.operation} of version {origin} holds other rows")
+        return f"version {manifest.version}, {manifest.operation}, by run {manifest.run_id}"
 
     def recorded(self) -> str:
         return check_recorded(self.dataset.store, self.dataset.pin.version)

@@ -8,10 +8,13 @@ import pytest
 
 from etl.config import EtlConfig
 from etl.job import build_dataset
+from shardmill.dataset.commit import publish
+from shardmill.dataset.maintenance.child import child_of
 from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.maintenance.gc import collect_garbage
 from shardmill.dataset.maintenance.retention import Retention
 from shardmill.dataset.maintenance.rollback import roll_back
+from shardmill.dataset.manifest import Operation
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, UsageError
@@ -81,3 +84,13 @@ def test_gc_keeps_what_a_rollback_names(root: str):
     assert (done.expired, done.retained) == ((2,), (1, 3, 4))
     for version in done.retained:
         verify_dataset(open_dataset(f"{root}@{version}"), deep=True).raise_if_failed()
+
+
+@pytest.mark.parametrize("operation", ["rollback", "compact", "expire"])
+def test_a_version_that_claims_an_origin_must_hold_its_rows(root: str, operation: Operation):
+    store = open_store(root)
+    first, second = (open_dataset(f"{root}@{version}").manifest for version in (1, 2))
+    forged = child_of(second, operation, "forged", content=first, restored_version=2)
+    publish(store, forged)
+    report = verify_dataset(open_dataset(root))
+    assert [check.problem for check in report.problems] == [f"a {operation} of version 2 holds other rows"]
