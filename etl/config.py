@@ -51,6 +51,8 @@ class SourceConfig(Section):
     """Where the class is, if not under its usual name (docs/sources.md)."""
     split_field: str = ""
     """A table's column that names the split; empty for `split`."""
+    group_field: str = ""
+    """A column of groups (patients, videos) that no two splits may share; empty for `group`."""
     key_field: str = ""
     """A table's column that names each image for good; empty for `key`. Without it, the URI does."""
     download: DownloadConfig = DownloadConfig()

@@ -10,6 +10,7 @@ from etl.config import EtlTree
 from etl.list_source import list_source
 from etl.listing import Listing
 from etl.sources import SOURCES
+from etl.splits import WithGroupSplits
 from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.dataset.commit import Build
 from shardmill.dataset.index import in_all_formats, read_shards, rows_file, shard_file, stored_sizes
@@ -79,7 +80,8 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
     fingerprint = normalization_fingerprint(normalize)
     source = SOURCES[tree.source.kind](tree.source)
     observer = observer or SilentObserver()
-    listing = list_source(source, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer)
+    grouped = WithGroupSplits(source, config.split_fractions)
+    listing = list_source(grouped, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer)
     store = open_store(tree.dataset.uri)
     latest = latest_version(store)
     parent = read_manifest(store, latest) if latest else None

@@ -12,10 +12,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
-from etl.config import SPLITS, EtlConfig, SplitFractions
+from etl.config import EtlConfig
 from etl.pending import keep_result
 from etl.read_ahead import read_ahead
 from etl.sources import SOURCES, SourceReader
+from etl.splits import split_of
 from etl.units import UnitTask, WorkUnit, read_unit
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
@@ -29,9 +30,6 @@ from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.storage import AccessDenied, Store
 from shardmill.stores import open_store
 from shardmill.values import UNKNOWN_SIZE, ImageSample, Rejection, RejectReason, ShardInfo, SourceImage
-
-# Splits are cut from the last 64 bits of each image's SHA-256.
-_HASH_RANGE = 1 << 64
 
 
 class Decoder(Protocol):
@@ -167,19 +165,6 @@ def check_source(reader: SourceReader, uri: str, probes: tuple[str, ...]) -> Non
         "expected the files that the driver listed; nothing was published",
         "mount it at the same place on every host (or use s3://), then run the same command again",
     )
-
-
-def split_of(source: SourceImage, source_sha256: str, fractions: SplitFractions) -> str:
-    """The split of one image. Stable when a dataset grows; images with equal bytes are always in the same split."""
-    if source.split is not None:
-        return source.split
-    position = int(source_sha256[-16:], 16)
-    edge = 0.0
-    for split in SPLITS:
-        edge += getattr(fractions, split)
-        if position < round(edge * _HASH_RANGE):
-            return split
-    return next(split for split in reversed(SPLITS) if getattr(fractions, split) > 0)
 
 
 def sandbox_of_process(config: EtlConfig) -> DecodeSandbox:

@@ -42,6 +42,8 @@ class ListingBatch:
     rejections: tuple[Rejection, ...] = ()
     warnings: tuple[str, ...] = ()
     """What looks wrong to the source and ends nothing: one sentence each."""
+    groups: pa.Array | None = None
+    """A string for each image, null for none: images of one group are not to be in different splits."""
 
 
 class SourceReader(Protocol):

@@ -107,8 +107,8 @@ def _is_integral(column: pa.ChunkedArray) -> bool:
 def listed_rows(columns: Mapping[str, pa.Array], problems: pa.Array, table: str) -> ListingBatch:
     """A batch of a table's rows as a part of the listing.
 
-    `columns` has `key`, `place` (the row's number) and what else is known; `problems` says why a row is refused, null
-    if it is not.
+    `columns` has `key`, `place` (the row's number) and what else is known, `group` included; `problems` says why a row
+    is refused, null if it is not.
     """
     num_rows = len(problems)
     arrays = [columns[name] if name in columns else _constant(field, num_rows) for name, field in _FIELDS.items()]
@@ -117,6 +117,7 @@ def listed_rows(columns: Mapping[str, pa.Array], problems: pa.Array, table: str)
     return ListingBatch(
         listed.filter(problems.is_null()).cast(LISTED_SCHEMA),
         tuple(bad_row(table, each["row"], each["problem"]) for each in refused.to_pylist()),
+        groups=columns["group"].filter(problems.is_null()) if "group" in columns else None,
     )
 
 

@@ -114,6 +114,7 @@ def _list_file(stream: BinaryIO, file: StoredFile, config: SourceConfig, split: 
         choose_column(names, config.label_field, ("label", "labels", "class"), "label_field"),
         choose_column(names, config.split_field, ("split",), "split_field"),
         choose_column(names, config.key_field, ("key",), "key_field"),
+        choose_column(names, config.group_field, ("group",), "group_field"),
     )
     first_row = 0
     for group in range(parquet.metadata.num_row_groups):
@@ -130,10 +131,11 @@ class _Columns:
     label: str | None
     split: str | None
     key: str | None
+    group: str | None
 
     @property
     def names(self) -> list[str]:
-        return list(dict.fromkeys(name for name in (self.label, self.split, self.key) if name is not None))
+        return list(dict.fromkeys(name for name in (self.label, self.split, self.key, self.group) if name is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,8 @@ def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place) -
         texts = as_labels(rows.column(chosen.split), class_names_of(rows.schema, chosen.split), file.path)
         splits, is_unknown = as_splits(texts.combine_chunks())
         problems = or_else(problems, is_unknown, "no split's name")
+    if chosen.group is not None:
+        columns["group"] = as_texts(rows.column(chosen.group)).combine_chunks()
     if chosen.label is not None:
         labels = as_labels(rows.column(chosen.label), class_names_of(rows.schema, chosen.label), file.path)
         columns["label"] = labels.combine_chunks()

@@ -69,12 +69,13 @@ class _Columns:
     label: str | None
     split: str | None
     key: str | None
+    group: str | None
     size_bytes: str | None
     mtime_ns: str | None
 
     @property
     def names(self) -> list[str]:
-        found = (self.uri, self.label, self.split, self.key, self.size_bytes, self.mtime_ns)
+        found = (self.uri, self.label, self.split, self.key, self.group, self.size_bytes, self.mtime_ns)
         return list(dict.fromkeys(name for name in found if name is not None))
 
 
@@ -91,6 +92,7 @@ def _choose_columns(config: SourceConfig, names: list[str], table: str) -> _Colu
         label=choose_column(names, config.label_field, ("label", "class"), "label_field"),
         split=choose_column(names, config.split_field, ("split",), "split_field"),
         key=choose_column(names, config.key_field, ("key",), "key_field"),
+        group=choose_column(names, config.group_field, ("group",), "group_field"),
         size_bytes=choose_column(names, "", ("size_bytes",), ""),
         mtime_ns=choose_column(names, "", ("mtime_ns",), ""),
     )
@@ -137,6 +139,8 @@ def _listed(batch: _Rows, store: Store) -> ListingBatch:
     if chosen.split is not None:
         columns["split"], is_unknown = as_splits(batch.labels(chosen.split))
         problems = or_else(problems, is_unknown, f"no split's name; expected one of {', '.join(SPLIT_OF_NAME)}")
+    if chosen.group is not None:
+        columns["group"] = batch.texts(chosen.group)
     if chosen.label is not None:
         columns["label"] = batch.labels(chosen.label)
         problems = or_else(problems, columns["label"].is_null(), "no label")

@@ -6,6 +6,7 @@ import gzip
 import json
 import shutil
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,14 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from etl.config import SourceConfig
+from etl.config import EtlTree, SourceConfig
+from etl.plan import plan_build
 from etl.sources import SOURCES
 from shardmill.errors import IntegrityError, UsageError
+from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
-from shardmill.values import UNKNOWN_SIZE
-from tests.etl.building import build_source, images_of, list_images
+from shardmill.values import UNKNOWN_SIZE, SourceImage
+from tests.etl.building import ETL, build_source, images_of, list_images
 from tests.services.s3 import s3_client
 from tests.support import write_images
 
@@ -141,6 +144,32 @@ def test_a_key_column_names_the_image_and_the_uri_may_change(tmp_path: Path):
     before = build_source(table("old"), tmp_path / "before")
     shutil.move(tmp_path / "old", tmp_path / "new")
     assert build_source(table("new"), tmp_path / "after").content_digest == before.content_digest
+
+
+def test_no_group_crosses_splits_and_none_moves_when_the_table_grows(tmp_path: Path):
+    found = {}
+    for num_rows in (400, 200):
+        groups = [f"patient-{number % 50}" for number in range(num_rows)]
+        source = write_table(
+            tmp_path / "t.parquet", {"uri": [f"{row}.jpg" for row in range(num_rows)], "group": groups}
+        )
+        pairs = {(groups[image.place - 1], image.split) for image in planned_images(source, tmp_path)}
+        found[num_rows] = dict(pairs)
+        assert len(pairs) == 50
+    assert found[200] == found[400]
+    assert Counter(found[400].values()) == {"train": 40, "validation": 7, "test": 3}
+
+
+def test_a_named_split_comes_before_the_group_and_no_group_leaves_it_to_the_content(tmp_path: Path):
+    rows = {"uri": ["a.jpg", "b.jpg", "c.jpg"], "patient": ["x", "x", None], "split": ["test", None, None]}
+    source = write_table(tmp_path / "t.csv", rows).model_copy(update={"group_field": "patient"})
+    found = {image.key: image.split for image in planned_images(source, tmp_path)}
+    assert found["a.jpg"] == "test" and found["b.jpg"] is not None and found["c.jpg"] is None
+
+
+def planned_images(source: SourceConfig, folder: Path) -> list[SourceImage]:
+    tree = EtlTree(source=source, dataset=DatasetConfig(uri=str(folder / "dataset")), etl=ETL)
+    return images_of(plan_build(tree, run_id="r").listing)
 
 
 def test_missing_and_too_large_files_are_rejections_when_they_are_read(tmp_path: Path):

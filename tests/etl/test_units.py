@@ -14,8 +14,8 @@ from etl.config import EtlConfig, SplitFractions
 from etl.list_source import list_source
 from etl.listing import Listing
 from etl.sources import ListingBatch, SourceReader, batches_of
+from etl.splits import split_of
 from etl.units import ListingPlace, WorkUnit, fingerprint_config, plan_units, read_unit
-from etl.write_unit import split_of
 from shardmill.ids import sample_id_of
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import SourceImage
