@@ -11,6 +11,7 @@ import pytest
 
 from etl.config import SourceConfig
 from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.maintenance.compact import compact_dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, UsageError
@@ -70,7 +71,7 @@ def test_samples_are_read_and_batches_are_refused_with_the_fix(dataset: Dataset,
         read_batches(dataset, dataset.plan_epoch(spec, 0))
 
 
-def test_a_later_version_carries_the_sizes_on(tmp_path: Path) -> None:
+def test_later_and_compacted_versions_carry_the_sizes_on(tmp_path: Path) -> None:
     source = write_source(tmp_path / "images", SIZES)
     build_source(source, tmp_path / "dataset", resize_mode="none")
     (tmp_path / "images" / "class_0" / "000.png").unlink()
@@ -82,7 +83,14 @@ def test_a_later_version_carries_the_sizes_on(tmp_path: Path) -> None:
     fresh = build_source(source, tmp_path / "fresh", resize_mode="none")
     assert later.content_digest == fresh.content_digest
     assert later.channel_sums == fresh.channel_sums
-    assert stored_sizes(open_dataset(str(tmp_path / "dataset")))["class_0/new.png"] == (41, 17)
+    sizes = stored_sizes(open_dataset(str(tmp_path / "dataset")))
+    assert sizes["class_0/new.png"] == (41, 17)
+
+    compact_dataset(open_dataset(str(tmp_path / "dataset")), "compacting")
+    compacted = open_dataset(str(tmp_path / "dataset"))
+    assert (compacted.pin.version, compacted.manifest.content_digest) == (3, fresh.content_digest)
+    verify_dataset(compacted, deep=True).raise_if_failed()
+    assert stored_sizes(compacted) == sizes
 
 
 def test_an_image_that_declares_more_than_the_options_allow_is_not_decoded(dataset: Dataset) -> None:
