@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.listing import Listing
-from etl.sources import LISTED_SCHEMA, ListingBatch
 from shardmill.dataset.index import rows_file
 from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment

@@ -18,16 +18,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.listed import ListingBatch
 from etl.listing import NUM_BUCKETS, Listing, limbs, sum_limbs
 from etl.segments import fact_limbs, key_digests, segment_table, write_segment
-from etl.sources import ListingBatch, Lists
+from etl.sources import Lists
 from etl.unique_ids import Correction, RepeatedValues, make_unique
 from shardmill.errors import UsageError
 from shardmill.ids import add_digests, format_digest, key_bytes, key_hash, sample_id_of
 from shardmill.jobs.observer import Observer
 from shardmill.mix import mix64_array
 from shardmill.printable import printable
-from shardmill.storage import as_storage_error
+from shardmill.storage_errors import as_storage_error
 from shardmill.values import Rejection, RejectReason
 
 _BUCKET_SHIFT = np.uint64(48)

@@ -12,7 +12,7 @@ from etl.listing import Listing
 from etl.sources import SOURCES
 from etl.splits import WithGroupSplits
 from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units, read_unit
-from shardmill.dataset.commit import Build
+from shardmill.dataset.build import Build
 from shardmill.dataset.index import in_all_formats, read_shards, rows_file, shard_file, stored_sizes
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from etl.sources import LISTED_SCHEMA
+from etl.listed import LISTED_SCHEMA
 from shardmill.errors import StorageError
 from shardmill.ids import sample_id_of
 from shardmill.mix import mix64_array

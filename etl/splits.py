@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.config import SPLITS, SplitFractions
-from etl.sources import ListingBatch, Lists
+from etl.listed import ListingBatch
+from etl.sources import Lists
 from shardmill.values import SourceImage
 
 # Splits are cut from the last 64 bits of a SHA-256.

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from etl.listed import LISTED_SCHEMA
 from etl.segments import SEGMENT_SCHEMA, fact_limbs, key_digests, write_segment
-from etl.sources import LISTED_SCHEMA
 from shardmill.ids import assign_sample_ids
 from shardmill.values import Rejection, RejectReason
 

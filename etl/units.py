@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from etl.config import EtlConfig, SourceConfig
+from etl.listed import LISTED_SCHEMA
 from etl.listing import NUM_BUCKETS, Listing, sum_limbs
 from etl.segments import fact_limbs, key_digests, read_cells
-from etl.sources import LISTED_SCHEMA
 from shardmill.errors import IntegrityError
 from shardmill.ids import format_digest, key_bytes
 from shardmill.mix import mix64

@@ -20,14 +20,14 @@ from etl.splits import split_of
 from etl.units import UnitTask, WorkUnit, read_unit
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
-from shardmill.errors import IntegrityError, StorageError, UsageError
+from shardmill.errors import AccessDenied, IntegrityError, StorageError, UsageError
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decoder_id import DECODER_ID
 from shardmill.images.sandbox import DecodeSandbox, PendingImage
 from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits, NormalizeOptions
-from shardmill.storage import AccessDenied, Store
+from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import UNKNOWN_SIZE, ImageSample, Rejection, RejectReason, ShardInfo, SourceImage
 

@@ -91,7 +91,7 @@ def etl(
 def check_source(context: typer.Context, source_or_config: Source) -> None:
     """What `etl` would reject, and why: read and decode every image on this machine, write nothing."""
     from pipeline.source_check import check_document, check_rows, check_source_stage
-    from shardmill.jobs.run_job import report_error
+    from shardmill.jobs.ending import report_error
 
     common: Common = context.obj
     found, error = check_source_stage(source_or_config, common)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Annotated
 
 import typer
@@ -120,12 +121,16 @@ def gc(
     delete: Annotated[bool, typer.Option("--delete", help="Do it; without this it is only listed.")] = False,
 ) -> None:
     """Expire old versions and delete files that nothing names: leftovers of killed runs, of expired versions."""
-    from pipeline.garbage import collect, gc_document, gc_rows
+    from pipeline.garbage import gc_document, gc_rows
+    from shardmill.dataset.maintenance.gc import collect_garbage, plan_gc
     from shardmill.dataset.maintenance.retention import Retention
+    from shardmill.stores import open_store
 
     common: Common = context.obj
     uri = _whole_dataset(_dataset_uri(common, dataset))
-    report = collect(uri, Retention(keep, parse_age(older_than)), common.run_id, delete=delete)
+    store, retention = open_store(uri), Retention(keep, parse_age(older_than))
+    # Ages are by this machine's clock.
+    report = collect_garbage(store, retention, common.run_id) if delete else plan_gc(store, retention, time.time())
     print_result(common, gc_document(uri, report, deleted=delete), gc_rows(report, deleted=delete), title="gc")
 
 

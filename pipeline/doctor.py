@@ -148,9 +148,10 @@ def _listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:
     Raises what the ETL and the training would raise for this listing.
     """
     from etl.checks import check_classes, check_limits, inferred_facts, inferred_warnings
+    from etl.config import EtlTree
     from etl.plan import plan_build
 
-    plan = plan_build(tree.etl_tree(), run_id="preflight")
+    plan = plan_build(tree.part(EtlTree), run_id="preflight")
     check_limits(plan, plan.build.list_rejections)
     check_classes(plan)
     facts = inferred_facts(plan)

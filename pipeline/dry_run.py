@@ -6,12 +6,14 @@ import dataclasses
 import resource
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.cli_options import Common
 from pipeline.config import load_pipeline, require
 from pipeline.progress import RunProgress
 from shardmill.jobs.observer import SilentObserver
+
+if TYPE_CHECKING:
+    from pipeline.cli_options import Common
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,14 @@ class DryRun:
 def dry_run(source_or_config: str, common: Common) -> DryRun:
     """Raises what the ETL would raise for this source and config before its first work unit."""
     from etl.checks import inferred_warnings
+    from etl.config import EtlTree
     from etl.plan import plan_build
 
     started = time.monotonic()
     tree = load_pipeline(source_or_config, common.overrides, common.workdir)
     require(tree, "source", "dataset")
     with RunProgress(SilentObserver(), num_epochs=0) as progress:
-        plan = plan_build(tree.etl_tree(), run_id="dry-run", observer=progress)
+        plan = plan_build(tree.part(EtlTree), run_id="dry-run", observer=progress)
         for warning in inferred_warnings(plan):
             progress.say(f"etl: WARNING: {warning}")
     return DryRun(

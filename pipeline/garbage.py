@@ -1,8 +1,7 @@
-"""What `shardmill gc` does, and how it is shown."""
+"""How the result of `shardmill gc` is shown."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +10,6 @@ from pipeline.printing import counted
 if TYPE_CHECKING:
     from pipeline.printing import Rows
     from shardmill.dataset.maintenance.gc import GcReport
-    from shardmill.dataset.maintenance.retention import Retention
-
-
-def collect(uri: str, retention: Retention, run_id: str, *, delete: bool) -> GcReport:
-    """Collect the garbage of a dataset, or (without `delete`) find it, by this machine's clock."""
-    from shardmill.dataset.maintenance.gc import collect_garbage, plan_gc
-    from shardmill.stores import open_store
-
-    store = open_store(uri)
-    return collect_garbage(store, retention, run_id) if delete else plan_gc(store, retention, time.time())
 
 
 def gc_document(uri: str, report: GcReport, *, deleted: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from etl.config import EtlTree
 from etl.job import build_dataset, stage_record
 from pipeline.config import require
 from pipeline.preflight import refuse_what_cannot_work
@@ -23,6 +24,7 @@ from train.published.candidate import promote_export, promotion_record
 from train.published.evaluation import evaluate_on, evaluation_record
 from train.published.export import export_record, export_training
 from train.training import train_in_run, train_record
+from train.tree import TrainTree
 
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
@@ -34,7 +36,7 @@ def run_pipeline(
     """The whole pipeline; returns the summary. Raises the ShardmillError of the stage that could not go on."""
     with open_run(source_or_config, common) as run, report_if_failed(run):
         require(run.tree, "source", "dataset")
-        etl, train, progress = run.tree.etl_tree(), run.tree.train_tree(), run.progress
+        etl, train, progress = run.tree.part(EtlTree), run.tree.part(TrainTree), run.progress
 
         # What cannot work is said before anything costs time, and so is what was inferred.
         refuse_what_cannot_work(run.tree, common.workdir)

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 def check_source_stage(source_or_config: str, common: Common) -> tuple[SourceCheck, ShardmillError | None]:
     """What was found, and the error that `etl` would end with because of it. Raises what `etl` would raise before."""
+    from etl.config import EtlTree
     from etl.source_check import check_source_images
 
     tree = load_pipeline(source_or_config, common.overrides, common.workdir)
     require(tree, "source", "dataset")
     with RunProgress(SilentObserver(), num_epochs=0) as progress:
-        found = check_source_images(tree.etl_tree(), run_id=common.run_id, observer=progress)
+        found = check_source_images(tree.part(EtlTree), run_id=common.run_id, observer=progress)
     limit = found.limit
     if limit is None:
         return found, None

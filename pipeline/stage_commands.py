@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 def etl_stage(source_or_config: str, common: Common, *, replace_source: bool) -> StageRecord:
     """Images to a committed dataset version."""
+    from etl.config import EtlTree
     from etl.job import build_dataset
     from etl.job import stage_record as record_of_build
 
     with open_run(source_or_config, common) as run:
         require(run.tree, "source", "dataset")
         refuse_what_cannot_work(run.tree, common.workdir, ("etl",))
-        tree = run.tree.etl_tree()
+        tree = run.tree.part(EtlTree)
         run.stage(
             "etl",
             lambda: build_dataset(tree, run_id=run.id, observer=run.progress, replace_source=replace_source),
@@ -40,10 +41,11 @@ def train_stage(dataset_or_config: str, common: Common, *, fresh: bool) -> Stage
     """Train on the version that this run's ETL committed, or that the argument names."""
     from shardmill.dataset.open import open_dataset
     from train.training import train_in_run, train_record
+    from train.tree import TrainTree
 
     with _open_dataset_run(dataset_or_config, common) as run:
         refuse_what_cannot_work(run.tree, common.workdir, ("train",))
-        tree, pin = run.tree.train_tree(), open_dataset(_dataset_of_run(run)).pin
+        tree, pin = run.tree.part(TrainTree), open_dataset(_dataset_of_run(run)).pin
         run.stage("train", lambda: train_in_run(tree, run.record, run.progress, pin, fresh=fresh), train_record)
         return run.record.ended[-1]
 
@@ -164,12 +166,13 @@ def _export_of_run(run: Run) -> ExportOutcome:
     from train.published.export import ExportOutcome, export_training
     from train.published.exported import read_export
     from train.training import finished_training
+    from train.tree import TrainTree
 
     earlier = read_stage_record(run.record.workdir, run.id, "export")
     if earlier is not None and earlier.status != "failed":
         models_uri = open_store(run.tree.models.uri).uri
         return ExportOutcome(read_export(models_uri, earlier.sections["export"]["number"]), models_uri, skipped=True)
-    trained = finished_training(run.tree.train_tree(), open_dataset(_dataset_of_run(run)).pin)
+    trained = finished_training(run.tree.part(TrainTree), open_dataset(_dataset_of_run(run)).pin)
     return export_training(trained.models_uri, run.tree.train, trained.result, run.id)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.config import EtlConfig, SourceConfig
 from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, SparkConfig
 from train.config import GateConfig, TrainConfig
-from train.tree import TrainTree
 
 
 class PipelineTree(ConfigTree):
@@ -18,11 +17,3 @@ class PipelineTree(ConfigTree):
     spark: SparkConfig = SparkConfig()
     train: TrainConfig = TrainConfig()
     gate: GateConfig = GateConfig()
-
-    def etl_tree(self) -> EtlTree:
-        """What the ETL may see."""
-        return EtlTree(**{name: getattr(self, name) for name in EtlTree.model_fields})
-
-    def train_tree(self) -> TrainTree:
-        """What training may see."""
-        return TrainTree(**{name: getattr(self, name) for name in TrainTree.model_fields})

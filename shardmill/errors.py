@@ -44,6 +44,14 @@ class StorageError(ShardmillError):
     exit_code = 4
 
 
+class AccessDenied(StorageError):
+    """One file may not be read; others of its store may."""
+
+
+class NoSuchRoot(StorageError):
+    """The bucket itself is not there."""
+
+
 class TrainingError(ShardmillError):
     """A rank failed, died or went silent."""
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shardmill.errors import UsageError
+from shardmill.user_module import FoundModule, find_user_module, import_user_module
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
@@ -80,9 +79,8 @@ class Registry(Mapping[str, Value], Generic[Value]):
             # Readers look an encoding up once per image.
             return self._loaded[entry]
         entry = self.usable(name)
-        if self.is_own(name) and os.getcwd() not in sys.path:
-            # Last, so that a user's `train.py` does not hide our package; kept, so that ranks inherit it (python_path).
-            sys.path.append(os.getcwd())
+        if self.is_own(name):
+            return self._load_own(name)
         self._loaded[entry] = load_object(entry.target)
         return self._loaded[entry]
 
@@ -108,6 +106,36 @@ class Registry(Mapping[str, Value], Generic[Value]):
     def is_own(self, name: str) -> bool:
         """Whether `name` is a user's own `package.module:object`."""
         return self.takes_own and name not in self.entries and ":" in name
+
+    def find_own(self, name: str) -> FoundModule:
+        """Where the module of a user's own object lies, without importing it. Raises UsageError if there is none."""
+        module_name = name.partition(":")[0]
+        try:
+            return find_user_module(module_name)
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"{self.key} = {name!r}: there is no module {module_name!r}",
+                f"looked in {error}",
+                "start shardmill in the folder that holds the module, or set PYTHONPATH (on Spark also --py-files)",
+            ) from None
+
+    def _load_own(self, name: str) -> Value:
+        module_name, _, object_name = name.partition(":")
+        found = self.find_own(name)
+        try:
+            module = import_user_module(module_name, found)
+        except (Exception, SystemExit) as error:
+            # A user's module may raise anything while it is imported; its sys.exit() must not end our command.
+            raise UsageError(
+                f"{self.key} = {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}",
+                f"found it in {found.spec.origin}",
+                "`python -c 'import MODULE'` in that folder shows the whole error",
+            ) from error
+        if not hasattr(module, object_name):
+            raise UsageError(
+                f"{self.key} = {name!r}: {module.__file__} has no {object_name!r}", "expected package.module:object"
+            )
+        return getattr(module, object_name)
 
     def problem_with(self, name: str) -> str:
         """Why `name` cannot be chosen, with the nearest name; empty if it can. Loads nothing."""
@@ -148,13 +176,15 @@ class OneOf:
 
 
 def load_object(target: str) -> Any:
-    """The object that `package.module:object` names. Raises UsageError if there is none, or its module fails."""
+    """The object that an entry's `package.module:object` names. Raises UsageError if its module cannot be imported."""
     module_name, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        reason = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
-        raise UsageError(f"{target!r} cannot be loaded: {reason}", "expected package.module:object") from error
+    except ImportError as error:
+        # A package that the entry does not name, or one that is installed and broken.
+        raise UsageError(
+            f"{target!r} cannot be loaded: {error}", fix="`shardmill doctor` looks for packages"
+        ) from error
 
 
 def install_hint(extra: str) -> str:

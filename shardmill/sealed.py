@@ -7,12 +7,14 @@ and digest. An envelope is a record that nothing else names: one line of JSON th
 from __future__ import annotations
 
 import hashlib
+import re
+import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from shardmill.errors import IntegrityError
-from shardmill.storage import Store, check_relative_path, join_uri
+from shardmill.errors import IntegrityError, SecurityRefusal
+from shardmill.storage import Store, join_uri
 
 # An envelope's bytes are these three parts around a digest of 64 hex digits and a body, itself JSON.
 _BEFORE_DIGEST, _BEFORE_BODY, _AFTER_BODY = b'{"sha256":"', b'","body":', b"}\n"
@@ -27,6 +29,28 @@ class SealedFile:
     path: str
     size_bytes: int
     sha256: str
+
+
+def check_relative_path(path: str) -> str:
+    """`path` itself, if it can only lead below its root. Raises SecurityRefusal otherwise."""
+    parts = path.split("/")
+    decoded = urllib.parse.unquote(path)
+    hostile = (
+        not path
+        or any(part in ("", ".", "..") for part in parts)
+        or ".." in decoded.split("/")
+        or "\\" in decoded
+        or any(ord(character) < 32 for character in decoded)
+        or re.match(r"^[A-Za-z]:|^[A-Za-z][A-Za-z0-9+.-]*://", decoded) is not None
+        or decoded.startswith(("/", "~"))
+    )
+    if hostile:
+        raise SecurityRefusal(
+            f"the path {path!r} does not stay under its root",
+            "expected a relative, normalised path",
+            "do not use this dataset; find out who wrote it",
+        )
+    return path
 
 
 def seal_file(path: str, data: bytes) -> SealedFile:

@@ -6,27 +6,13 @@ writers, exactly one gets True.
 
 from __future__ import annotations
 
-import errno
-import re
-import urllib.parse
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shardmill.errors import SecurityRefusal, StorageError
-
 TEMPORARY_PREFIX = ".tmp-"
 """Names of files that are not published yet; a listing never shows them."""
-
-
-class AccessDenied(StorageError):
-    """One file may not be read; others of its store may."""
-
-
-class NoSuchRoot(StorageError):
-    """The bucket itself is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,56 +89,3 @@ class Store(Protocol):
 def join_uri(uri: str | Path, path: str) -> str:
     """The URI of `path` below the root `uri`."""
     return f"{str(uri).rstrip('/')}/{path}"
-
-
-def check_relative_path(path: str) -> str:
-    """`path` itself, if it can only lead below its root. Raises SecurityRefusal otherwise."""
-    parts = path.split("/")
-    decoded = urllib.parse.unquote(path)
-    hostile = (
-        not path
-        or any(part in ("", ".", "..") for part in parts)
-        or ".." in decoded.split("/")
-        or "\\" in decoded
-        or any(ord(character) < 32 for character in decoded)
-        or re.match(r"^[A-Za-z]:|^[A-Za-z][A-Za-z0-9+.-]*://", decoded) is not None
-        or decoded.startswith(("/", "~"))
-    )
-    if hostile:
-        raise SecurityRefusal(
-            f"the path {path!r} does not stay under its root",
-            "expected a relative, normalised path",
-            "do not use this dataset; find out who wrote it",
-        )
-    return path
-
-
-_ACCESS_FIX = "check the path, its permissions and, for s3://, the AWS_* environment; then run it again"
-
-
-@contextmanager
-def as_storage_error(
-    path: Path | str, num_bytes: int | None = None, *, denied: type[StorageError] = StorageError
-) -> Iterator[None]:
-    """Turn what a file system or S3 client raises into one StorageError line; only absence passes through.
-
-    `denied` is the class raised for a lack of permission.
-    """
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        size = "" if num_bytes is None else f" ({num_bytes} bytes)"
-        reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise StorageError(
-                f"no room to write {path}{size}: {reason}", "nothing was published", "free space, then run it again"
-            ) from error
-        kind = denied if isinstance(error, PermissionError) else StorageError
-        raise kind(f"cannot access {path}{size}: {reason}", fix=_ACCESS_FIX) from error
-    except Exception as error:
-        # botocore and aiohttp raise their own families of exceptions; each means that the request failed.
-        if type(error).__module__.split(".")[0] in ("botocore", "aiobotocore", "aiohttp"):
-            raise StorageError(f"cannot access {path}: {error}", fix=_ACCESS_FIX) from error
-        raise

@@ -126,7 +126,7 @@ def test_a_users_own_objects_need_no_entry(tmp_path: Path):
     done = shardmill("run", "images", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     done = shardmill("run", "images", *options, "--set", "etl.engine=mine:no_such", cwd=tmp_path)
-    assert done.returncode == 2 and "'mine:no_such' cannot be loaded" in done.stderr
+    assert done.returncode == 2 and "mine.py has no 'no_such'" in done.stderr
 
 
 def test_a_dataset_names_no_code(tmp_path: Path):

@@ -65,8 +65,8 @@ def test_etl_and_training_run_beside_modules_of_the_same_names(home: Path):
 
 FIND = """
 import sys
-from train.models.user import load_factory
-factory = load_factory("train:f")
+from train.models import MODELS
+factory = MODELS["train:f"]
 print(factory.__module__, sys.modules["train"].__file__)
 """
 

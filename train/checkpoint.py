@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter, ValidationError
 
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.sealed import SealedFile, read_sealed, seal, seal_file, unseal
-from shardmill.storage import Store, check_relative_path, join_uri
+from shardmill.sealed import SealedFile, check_relative_path, read_sealed, seal, seal_file, unseal
+from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
 from train.progress import Progress
 from train.strategies.strategy import Collective

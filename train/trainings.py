@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from shardmill.errors import IntegrityError
-from shardmill.sealed import unseal
+from shardmill.sealed import check_relative_path, unseal
 from shardmill.section import Section
-from shardmill.storage import Store, check_relative_path, join_uri
+from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin, Nonce
 from train.checkpoint import MARKER
 from train.config import TrainConfig, settings_that_matter

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
-import pyarrow as pa
-
+from etl.listed import ListingBatch
 from shardmill.registry import Entry, Registry
 from shardmill.values import Rejection, SourceImage
 
@@ -15,35 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from etl.config import SourceConfig
-
-# What a source says of an image; the listing adds its sample id and its work unit's cell.
-LISTED_SCHEMA = pa.schema(
-    [
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("size_bytes", pa.int64(), nullable=False),
-        pa.field("mtime_ns", pa.int64(), nullable=False),
-        pa.field("etag", pa.string(), nullable=False),
-        pa.field("label", pa.string()),
-        pa.field("split", pa.string()),
-        pa.field("container", pa.string(), nullable=False),
-        pa.field("place", pa.int64(), nullable=False),
-        pa.field("block", pa.int64(), nullable=False),
-    ]
-)
-_BATCH_ROWS = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class ListingBatch:
-    """A part of a listing, of bounded size."""
-
-    images: pa.Table
-    """Columns of `LISTED_SCHEMA`; the fields of `SourceImage` of the same names."""
-    rejections: tuple[Rejection, ...] = ()
-    warnings: tuple[str, ...] = ()
-    """What looks wrong to the source and ends nothing: one sentence each."""
-    groups: pa.Array | None = None
-    """A string for each image, null for none: images of one group are not to be in different splits."""
 
 
 class SourceReader(Protocol):
@@ -99,25 +68,3 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
     },
     takes_own=True,
 )
-
-
-def batches_of(entries: Iterable[SourceImage | Rejection]) -> Iterator[ListingBatch]:
-    """For a source that lists objects one by one."""
-    images: list[SourceImage] = []
-    rejections: list[Rejection] = []
-    for entry in entries:
-        if isinstance(entry, Rejection):
-            rejections.append(entry)
-        else:
-            images.append(entry)
-        if len(images) + len(rejections) == _BATCH_ROWS:
-            yield ListingBatch(listed_table(images), tuple(rejections))
-            images, rejections = [], []
-    if images or rejections:
-        yield ListingBatch(listed_table(images), tuple(rejections))
-
-
-def listed_table(images: list[SourceImage]) -> pa.Table:
-    """The columns of `LISTED_SCHEMA`."""
-    columns = [pa.array([getattr(image, field.name) for image in images], field.type) for field in LISTED_SCHEMA]
-    return pa.table(columns, schema=LISTED_SCHEMA)

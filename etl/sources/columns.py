@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources import LISTED_SCHEMA, ListingBatch
+from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.containers import SPLIT_OF_NAME
 from shardmill.errors import UsageError
 from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason

@@ -13,9 +13,10 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import BinaryIO, Generic, TypeVar
 
-from shardmill.errors import IntegrityError, UsageError
+from shardmill.errors import IntegrityError, NoSuchRoot, UsageError
 from shardmill.printable import printable
-from shardmill.storage import NoSuchRoot, Store, StoredFile, as_storage_error
+from shardmill.storage import Store, StoredFile
+from shardmill.storage_errors import as_storage_error
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
 

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etl.sources import ListingBatch, batches_of, listed_table
+from etl.listed import ListingBatch, batches_of, listed_table
 from etl.sources.files import FileReader
 from etl.sources.names import is_image_name, is_utf8
 from etl.sources.spool import Spool
-from shardmill.errors import StorageError, UsageError
+from shardmill.errors import NoSuchRoot, StorageError, UsageError
 from shardmill.printable import printable
-from shardmill.storage import NoSuchRoot
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
 

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources import LISTED_SCHEMA, ListingBatch
+from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import listed_rows
 from etl.sources.containers import (
     Containers,
@@ -33,6 +33,7 @@ from etl.sources.containers import (
     splits_of,
     unpacked,
 )
+from etl.sources.names import IDX_SUFFIXES
 from etl.sources.plain_png import plain_png
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
@@ -42,7 +43,6 @@ from shardmill.values import Rejection, RejectReason, SourceImage
 if TYPE_CHECKING:
     from etl.config import SourceConfig
 
-IDX_SUFFIXES = ("ubyte", "ubyte.gz")
 # One after the other; a compressed file is unpacked from its start for each block.
 _BLOCK_IMAGES = 4_096
 _READ_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""What a name says before any byte is read: whether it may be an image's."""
+"""What a name says before any byte is read: whether it may be an image's, a table's or an archive's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ IMAGE_SUFFIXES = frozenset(
         *("avif", "jp2", "j2k", "svg", "ico", "tga", "ppm", "pgm", "pbm", "pnm", "psd", "eps", "ps", "pdf"),
         *("fits", "wmf", "mpo"),
     )
+)
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+IDX_SUFFIXES = ("ubyte", "ubyte.gz")
+PARQUET_SUFFIXES = (".parquet",)
+TFRECORD_SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz")
+TABLE_SUFFIXES = (
+    *(".parquet", ".csv", ".tsv", ".jsonl", ".ndjson"),
+    *(".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz"),
 )
 _SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
 

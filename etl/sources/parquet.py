@@ -17,19 +17,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from etl.sources import LISTED_SCHEMA, ListingBatch
+from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import as_labels, as_splits, as_texts, choose_column, class_names_of, listed_rows, or_else
 from etl.sources.containers import Containers, OpenContainer, image_file, open_file, rejected, splits_of
-from etl.sources.parquet_columns import column_batches, open_columns
-from shardmill.errors import IntegrityError, ShardmillError, UsageError
+from etl.sources.names import PARQUET_SUFFIXES
+from etl.sources.parquet_columns import bytes_leaf, column_batches, open_columns
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
-from shardmill.storage import Store, StoredFile, as_storage_error
+from shardmill.storage import Store, StoredFile
+from shardmill.storage_errors import as_storage_error
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
 
-PARQUET_SUFFIXES = (".parquet",)
 # What the rows that are decoded at once may become in memory; a page may repeat one long value in each of them.
 _MAX_BATCH_BYTES, _MAX_READ_ROWS = 256_000_000, 64
 
@@ -179,7 +180,7 @@ def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place) -
 
 def image_column(schema: pa.Schema, configured: str, where: str) -> str:
     """The leaf that holds the images' bytes. Raises UsageError if there is none, or several could be meant."""
-    leaves = {name: leaf for name in schema.names if (leaf := _bytes_leaf(schema.field(name))) is not None}
+    leaves = {name: leaf for name in schema.names if (leaf := bytes_leaf(schema.field(name))) is not None}
     found = choose_column(list(leaves), configured, ("image", "img"), "image_field")
     if found is None and len(leaves) == 1:
         [found] = leaves
@@ -190,26 +191,6 @@ def image_column(schema: pa.Schema, configured: str, where: str) -> str:
             "name it with source.image_field; for a table of file names use source.kind=table",
         )
     return leaves[found]
-
-
-def holds_images(uri: str) -> bool:
-    """Whether a file (of a pattern, the first one) has a column of bytes, which may be images; a table has none."""
-    files = Containers(uri, PARQUET_SUFFIXES)
-    try:
-        with open_file(files.store, files.find().containers[0]) as stream:
-            schema = pq.read_schema(stream)
-    except (pa.ArrowException, OSError, ShardmillError):
-        return False
-    return any(_bytes_leaf(field) is not None for field in schema)
-
-
-def _bytes_leaf(field: pa.Field) -> str | None:
-    kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return field.name
-    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        return f"{field.name}.bytes" if pa.types.is_binary(kind.field("bytes").type) else None
-    return None
 
 
 class _ImageRows:

@@ -44,6 +44,16 @@ def column_batches(parquet: pq.ParquetFile, group: int, names: Sequence[str]) ->
         yield rows.replace_schema_metadata(parquet.schema_arrow.metadata)
 
 
+def bytes_leaf(field: pa.Field) -> str | None:
+    """The name of a column of bytes, or of the bytes inside a struct, as Hugging Face writes images; else None."""
+    kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return field.name
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        return f"{field.name}.bytes" if pa.types.is_binary(kind.field("bytes").type) else None
+    return None
+
+
 def _check_texts(column: pa.ChunkedArray) -> None:
     for chunk in column.chunks:
         if not pa.types.is_dictionary(chunk.type):

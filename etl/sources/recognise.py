@@ -6,12 +6,13 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from etl.sources.containers import is_named
-from etl.sources.idx import IDX_SUFFIXES
-from etl.sources.parquet import PARQUET_SUFFIXES, holds_images
-from etl.sources.table_rows import TABLE_SUFFIXES
-from etl.sources.tfrecord import TFRECORD_SUFFIXES
-from etl.sources.webdataset import TAR_SUFFIXES
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from etl.sources.containers import Containers, is_named, open_file
+from etl.sources.names import IDX_SUFFIXES, PARQUET_SUFFIXES, TABLE_SUFFIXES, TAR_SUFFIXES, TFRECORD_SUFFIXES
+from etl.sources.parquet_columns import bytes_leaf
+from shardmill.errors import ShardmillError
 
 # Kinds whose files hold the images themselves. (A table beside a folder's images is no reason to read the table.)
 _CONTAINERS = {
@@ -51,3 +52,14 @@ def _suffix_kind(name: str) -> str | None:
 
 def _names_in(folder: Path) -> list[str]:
     return os.listdir(folder) if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else []
+
+
+def holds_images(uri: str) -> bool:
+    """Whether a file (of a pattern, the first one) has a column of bytes, which may be images; a table has none."""
+    files = Containers(uri, PARQUET_SUFFIXES)
+    try:
+        with open_file(files.store, files.find().containers[0]) as stream:
+            schema = pq.read_schema(stream)
+    except (pa.ArrowException, OSError, ShardmillError):
+        return False
+    return any(bytes_leaf(field) is not None for field in schema)

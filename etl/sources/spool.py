@@ -8,7 +8,7 @@ from types import TracebackType
 
 import pyarrow as pa
 
-from etl.sources import LISTED_SCHEMA
+from etl.listed import LISTED_SCHEMA
 
 
 class Spool:

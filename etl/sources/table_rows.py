@@ -20,13 +20,10 @@ from etl.sources.containers import open_file, unpacked
 from etl.sources.parquet_columns import column_batches, open_columns
 from shardmill.errors import IntegrityError
 from shardmill.printable import printable
-from shardmill.storage import Store, StoredFile, as_storage_error
+from shardmill.storage import Store, StoredFile
+from shardmill.storage_errors import as_storage_error
 from shardmill.values import Rejection, RejectReason
 
-TABLE_SUFFIXES = (
-    *(".parquet", ".csv", ".tsv", ".jsonl", ".ndjson"),
-    *(".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz"),
-)
 _BLOCK_BYTES = 4 << 20
 _MAX_LINE_BYTES = 16 << 20
 

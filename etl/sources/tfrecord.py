@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from etl.sources import ListingBatch, batches_of
+from etl.listed import ListingBatch, batches_of
 from etl.sources.columns import choose_column
 from etl.sources.containers import (
     Containers,
@@ -19,6 +19,7 @@ from etl.sources.containers import (
     splits_of,
     unpacked,
 )
+from etl.sources.names import TFRECORD_SUFFIXES
 from etl.sources.records import Record, read_record, read_records
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.tf_example import decode_example
@@ -29,7 +30,6 @@ from shardmill.values import Rejection, RejectReason, SourceImage
 if TYPE_CHECKING:
     from etl.config import SourceConfig
 
-TFRECORD_SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz")
 # In the order of preference.
 _IMAGE_FEATURES = ("image/encoded", "image", "image_raw")
 _LABEL_FEATURES = ("image/class/text", "image/class/label", "label", "class")

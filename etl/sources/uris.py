@@ -13,7 +13,9 @@ import pyarrow.compute as pc
 
 from etl.sources.containers import rejected
 from etl.sources.download import HTTP_SCHEMES, Downloader, NotDownloaded
-from shardmill.storage import AccessDenied, Store, as_storage_error
+from shardmill.errors import AccessDenied
+from shardmill.storage import Store
+from shardmill.storage_errors import as_storage_error
 from shardmill.stores import STORES, open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO
 
-from etl.sources import ListingBatch, batches_of
+from etl.listed import ListingBatch, batches_of
 from etl.sources.containers import (
     Containers,
     OpenContainer,
@@ -23,7 +23,7 @@ from etl.sources.containers import (
     splits_of,
     unpacked,
 )
-from etl.sources.names import is_utf8
+from etl.sources.names import TAR_SUFFIXES, is_utf8
 from etl.sources.tar import TarMember, tar_members
 from etl.sources.tar_samples import TarImage, TarLayout, TarReject, detect_layout, read_samples
 from shardmill.errors import IntegrityError
@@ -33,7 +33,6 @@ from shardmill.values import Rejection, RejectReason, SourceImage
 if TYPE_CHECKING:
     from etl.config import SourceConfig
 
-TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 # Images of a block are read by one task, one after the other: few jumps, and units stay small.
 _BLOCK_IMAGES = 64
 # A packed archive is unpacked from its start for each block, so its blocks are large.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import google_crc32c
 
-from shardmill.dataset.index import SplitIndex
 from shardmill.dataset.segment import RESTORE
 from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, ChunkRows
 from shardmill.storage import Store, join_uri
 from shardmill.values import ShardInfo
+
+if TYPE_CHECKING:
+    from shardmill.dataset.index import SplitIndex
 
 
 class ChunkFetcher:

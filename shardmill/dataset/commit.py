@@ -9,10 +9,9 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
+from shardmill.dataset.build import Build
 from shardmill.dataset.duplicates import count_duplicates_of_units
 from shardmill.dataset.index import check_files, index_table, read_shards
 from shardmill.dataset.ledger import write_ledger
@@ -20,7 +19,6 @@ from shardmill.dataset.manifest import (
     ChannelSums,
     Counts,
     Manifest,
-    Operation,
     SourceRef,
     SplitInfo,
     content_digest,
@@ -36,31 +34,10 @@ from shardmill.dataset.versions import read_manifest, read_manifest_bytes, recor
 from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.failpoints import failpoint
 from shardmill.ids import add_digests, format_digest, key_bytes, key_hash
-from shardmill.options import NormalizeOptions
 from shardmill.storage import Store
 from shardmill.values import Rejection, ShardInfo
 
 INDEXES = "indexes"
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """What the driver knows of a build before its units ran."""
-
-    run_id: str
-    source: SourceRef
-    num_listed: int
-    list_rejections: tuple[Rejection, ...]
-    """Inputs refused by the listing; they are in no unit."""
-    class_names: tuple[str, ...]
-    columns: dict[str, str]
-    formats: tuple[str, ...]
-    normalize: NormalizeOptions
-    normalization_fingerprint: str
-    decoder_id: str
-    config: dict[str, Any]
-    config_fingerprint: str
-    operation: Operation = "full"
 
 
 def check_accounting(build: Build, results: Sequence[UnitResult]) -> None:

@@ -9,16 +9,19 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.segment import RESTORE, read_segment
 from shardmill.errors import IntegrityError
-from shardmill.sealed import SealedFile
-from shardmill.storage import Store, check_relative_path, join_uri
+from shardmill.sealed import SealedFile, check_relative_path
+from shardmill.storage import Store, join_uri
 from shardmill.values import ChunkInfo, ShardInfo
+
+if TYPE_CHECKING:
+    from shardmill.dataset.manifest import Manifest
 
 # Two folders, so that a tool that is given the folder of a split's shards finds images alone.
 SHARDS, ROWS = "shards", "rows"

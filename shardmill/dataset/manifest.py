@@ -14,9 +14,9 @@ from shardmill.errors import IntegrityError
 from shardmill.formats.rows import RowSchema
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.options import NormalizeOptions
-from shardmill.sealed import SealedFile
+from shardmill.sealed import SealedFile, check_relative_path
 from shardmill.section import Section
-from shardmill.storage import check_relative_path, join_uri
+from shardmill.storage import join_uri
 from shardmill.values import Rejection, ShardInfo
 
 SCHEMA_VERSION = 1

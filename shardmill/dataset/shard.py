@@ -15,7 +15,8 @@ from shardmill.failpoints import failpoint
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, RowSchema, StoredRow
 from shardmill.sealed import seal_file
-from shardmill.storage import Store, as_storage_error
+from shardmill.storage import Store
+from shardmill.storage_errors import as_storage_error
 from shardmill.values import ChunkInfo, ShardInfo
 
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardmill.dataset.manifest import MANIFESTS, Manifest, manifest_path, parse_manifest
-from shardmill.errors import IntegrityError, ShardmillError, UsageError
+from shardmill.errors import IntegrityError, NoSuchRoot, ShardmillError, UsageError
 from shardmill.sealed import seal, unseal
-from shardmill.storage import NoSuchRoot, Store, join_uri
+from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
 
 COMMITTED = "committed"

@@ -25,6 +25,10 @@ class ConfigTree(Section):
     other_sections: ClassVar[tuple[str, ...]] = ()
     """Sections of the same file that other applications take."""
 
+    def part(self, kind: type[Tree]) -> Tree:
+        """The tree of one application, whose sections are all among those of this one."""
+        return kind(**{name: getattr(self, name) for name in kind.model_fields})
+
 
 Tree = TypeVar("Tree", bound=ConfigTree)
 

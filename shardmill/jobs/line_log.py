@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from shardmill.storage import Store, as_storage_error, check_relative_path
+from shardmill.sealed import check_relative_path
+from shardmill.storage import Store
+from shardmill.storage_errors import as_storage_error
 
 
 class LineLog:

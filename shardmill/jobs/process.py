@@ -21,7 +21,7 @@ PREFIX = "shardmill-scratch-"
 STALE_SECONDS = 60.0
 # Python's own name for "do not put the working directory, or the script's folder, first on the path": people have an
 # `etl.py` or a `train.py` of their own, which in a task or a rank must neither hide our package nor be hidden by it
-# (train/models/user.py finds a user's module on purpose).
+# (shardmill/user_module.py finds a user's module on purpose).
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 _received: list[BaseException] = []

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from shardmill.errors import ShardmillError, UsageError
-from shardmill.storage import AccessDenied, Store
+from shardmill.errors import AccessDenied, ShardmillError, UsageError
+from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import Nonce
 

@@ -13,20 +13,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from shardmill.dataset.manifest import Manifest
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
 from shardmill.jobs.ending import exit_code_of
 from shardmill.jobs.process import why_ended
 from shardmill.jobs.redact import redacted, redacted_text
-from shardmill.sealed import seal, unseal
+from shardmill.sealed import check_relative_path, seal, unseal
 from shardmill.section import Section
-from shardmill.storage import check_relative_path, join_uri
+from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
+
+if TYPE_CHECKING:
+    from shardmill.dataset.manifest import Manifest
 
 SUMMARY = "summary.json"
 

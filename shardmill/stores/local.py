@@ -11,8 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from shardmill.errors import StorageError
-from shardmill.storage import TEMPORARY_PREFIX, AccessDenied, StoredFile, as_storage_error
+from shardmill.errors import AccessDenied, StorageError
+from shardmill.storage import TEMPORARY_PREFIX, StoredFile
+from shardmill.storage_errors import as_storage_error
 
 _MAX_TRIES = 100
 

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardmill.errors import StorageError
-from shardmill.storage import TEMPORARY_PREFIX, NoSuchRoot, StoredFile, as_storage_error
+from shardmill.errors import NoSuchRoot, StorageError
+from shardmill.storage import TEMPORARY_PREFIX, StoredFile
+from shardmill.storage_errors import as_storage_error
 
 
 class S3Store:

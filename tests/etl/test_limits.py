@@ -17,10 +17,9 @@ from etl.write_unit import write_unit
 from pipeline.inspection import list_rejections
 from shardmill.dataset.ledger import read_ledger
 from shardmill.dataset.versions import latest_version
-from shardmill.errors import IntegrityError, RejectLimitExceeded, ShardmillError, StorageError, UsageError
+from shardmill.errors import AccessDenied, IntegrityError, RejectLimitExceeded, ShardmillError, StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.run_files import failed_stage
-from shardmill.storage import AccessDenied
 from shardmill.stores import open_store
 from shardmill.values import REASONS_OUTSIDE_REJECT_FRACTION, RejectReason
 from tests.services.faulty_store import FaultyStore

@@ -13,8 +13,9 @@ import pytest
 from etl import list_source as listing_module
 from etl.config import EtlConfig
 from etl.list_source import list_source
+from etl.listed import ListingBatch, listed_table
 from etl.listing import Listing
-from etl.sources import ListingBatch, SourceReader, listed_table
+from etl.sources import SourceReader
 from etl.unique_ids import RepeatedValues
 from etl.units import plan_units
 from shardmill import ids

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from etl.config import EtlConfig, SplitFractions
 from etl.list_source import list_source
+from etl.listed import ListingBatch, batches_of
 from etl.listing import Listing
-from etl.sources import ListingBatch, SourceReader, batches_of
+from etl.sources import SourceReader
 from etl.splits import split_of
 from etl.units import ListingPlace, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.ids import sample_id_of

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from etl.config import EtlTree
 from pipeline.config import load_for_dataset, load_pipeline, require, without_secrets
 from pipeline.config_file import commented_toml, to_toml
 from pipeline.tree import PipelineTree
@@ -134,7 +135,7 @@ def test_secrets_are_in_no_record():
     written = to_toml(without_secrets(tree))
     assert "canary" not in written.lower() and '"spark.executor.memory" = "2g"' in written
     # The stages still get them; and a tree without secrets is written as it is.
-    assert tree.etl_tree().spark.etl.conf == {**SECRET_SETTINGS, **PLAIN_SETTINGS}
+    assert tree.part(EtlTree).spark.etl.conf == {**SECRET_SETTINGS, **PLAIN_SETTINGS}
     assert without_secrets(PipelineTree()) == PipelineTree()
 
 

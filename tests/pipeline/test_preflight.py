@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from etl.config import EtlTree
 from etl.job import build_dataset
 from pipeline.config import load_pipeline
 from pipeline.doctor import examine
@@ -89,7 +90,7 @@ def test_a_listing_without_classes_ends_a_run_that_would_train(num_classes: int,
     if num_classes == 0:
         for image in (tmp_path / "images/class_0").iterdir():
             image.rename(tmp_path / "images" / image.name)
-    tree = load_pipeline(str(tmp_path / "images"), (), str(tmp_path / "work")).etl_tree()
+    tree = load_pipeline(str(tmp_path / "images"), (), str(tmp_path / "work")).part(EtlTree)
     with pytest.raises(UsageError, match=f"has {num_classes} classes .{shown}.*at least 2"):
         build_dataset(tree, run_id="r", will_train=True)
     assert not (tmp_path / "work/dataset/manifests").exists()

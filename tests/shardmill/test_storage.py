@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from shardmill.errors import SecurityRefusal, StorageError, UsageError
-from shardmill.storage import Store, check_relative_path
+from shardmill.sealed import check_relative_path
+from shardmill.storage import Store
 from shardmill.stores import STORES, open_store
 
 

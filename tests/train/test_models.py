@@ -23,11 +23,12 @@ from train.backends.keras.inputs import InputScale
 from train.backends.keras.optimizers import build_optimizer
 from train.backends.keras.serving import KerasCheck, ServingModel, write_keras_file
 from train.backends.keras.step import TrainStep
-from train.config import TrainConfig, TrainTree
+from train.config import TrainConfig
 from train.models import MODELS
 from train.models.find import find_model
 from train.models.small_cnn import small_cnn
-from train.models.user import load_factory, source_sha256
+from train.models.user import source_sha256
+from train.tree import TrainTree
 
 SHAPE = (16, 16, 3)
 
@@ -158,7 +159,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
             "tests.no_such_module:f",
             r"there is no module 'tests.no_such_module'; looked in .*PYTHONPATH",
         ),
-        (f"{USER_MODELS}:no_such_function", r"models_under_test.py has no function 'no_such_function'"),
+        (f"{USER_MODELS}:no_such_function", r"models_under_test.py has no 'no_such_function'"),
         (f"{USER_MODELS}:failing", r"the factory failed: RuntimeError: no such backbone; .*num_classes=3"),
         (f"{USER_MODELS}:leaving", r"the factory failed: SystemExit: 0; .*num_classes=3"),
         (f"{USER_MODELS}:leaving_when_called", r"calling the model failed: SystemExit: 0; .*shape \(N, "),
@@ -177,7 +178,7 @@ def test_a_factory_that_does_not_fit_is_refused(factory, message):
 def test_modules_of_the_working_directory_come_last(tmp_path):
     (tmp_path / "train.py").write_text("raise RuntimeError('imported the wrong train')")
     (tmp_path / "mine.py").write_text("def model(image_shape, num_classes): ...\n")
-    code = "import sys; from train.models.user import load_factory; load_factory('mine:model'); print(sys.path[-1])"
+    code = "import sys; from train.models import MODELS; MODELS['mine:model']; print(sys.path[-1])"
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -265,7 +266,7 @@ def test_a_module_of_an_editable_install_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert find_model("editable_models.nets:model") == str(package / "nets.py")
     assert source_sha256("editable_models.nets:model")
-    assert load_factory("editable_models.nets:model").__module__ == "editable_models.nets"
+    assert MODELS["editable_models.nets:model"].__module__ == "editable_models.nets"
 
 
 def test_a_module_in_a_zip_archive_is_found(tmp_path, monkeypatch):

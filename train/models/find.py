@@ -9,7 +9,6 @@ from typing import Any
 
 from shardmill.errors import UsageError
 from train.models import MODELS
-from train.models.user import find_user_module
 
 
 def find_model(name: str) -> str:
@@ -19,7 +18,7 @@ def find_model(name: str) -> str:
             raise UsageError(f"train.model = {name!r}", problem)
         return "built in"
     module_name, _, function = name.partition(":")
-    spec = find_user_module(module_name, name).spec
+    spec = MODELS.find_own(name).spec
     origin = spec.origin
     if origin is None or not origin.endswith(".py"):
         # A compiled module, or a namespace: what it defines is known only after importing it.

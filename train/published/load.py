@@ -6,8 +6,7 @@ import tempfile
 from pathlib import Path
 
 from shardmill.errors import UsageError
-from shardmill.sealed import read_sealed
-from shardmill.storage import check_relative_path
+from shardmill.sealed import check_relative_path, read_sealed
 from shardmill.stores import open_store
 from train.backends.keras.serving import load_saved_model
 from train.published.current import read_history, unknown_current

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.registry import install_hint
-from train.models.user import USER_PACKAGE
+from shardmill.user_module import USER_PACKAGE
 
 
 def import_tensorflow() -> Any:

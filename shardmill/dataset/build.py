@@ -1,0 +1,30 @@
+"""What the driver knows of a build before its units ran; the commit adds what they produced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardmill.dataset.manifest import Operation, SourceRef
+from shardmill.options import NormalizeOptions
+from shardmill.values import Rejection
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What the driver knows of a build before its units ran."""
+
+    run_id: str
+    source: SourceRef
+    num_listed: int
+    list_rejections: tuple[Rejection, ...]
+    """Inputs refused by the listing; they are in no unit."""
+    class_names: tuple[str, ...]
+    columns: dict[str, str]
+    formats: tuple[str, ...]
+    normalize: NormalizeOptions
+    normalization_fingerprint: str
+    decoder_id: str
+    config: dict[str, Any]
+    config_fingerprint: str
+    operation: Operation = "full"

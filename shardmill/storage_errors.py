@@ -1,0 +1,40 @@
+"""What file systems and S3 clients raise, as one line of StorageError."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardmill.errors import StorageError
+
+_ACCESS_FIX = "check the path, its permissions and, for s3://, the AWS_* environment; then run it again"
+
+
+@contextmanager
+def as_storage_error(
+    path: Path | str, num_bytes: int | None = None, *, denied: type[StorageError] = StorageError
+) -> Iterator[None]:
+    """Turn what a file system or S3 client raises into one StorageError line; only absence passes through.
+
+    `denied` is the class raised for a lack of permission.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        size = "" if num_bytes is None else f" ({num_bytes} bytes)"
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StorageError(
+                f"no room to write {path}{size}: {reason}", "nothing was published", "free space, then run it again"
+            ) from error
+        kind = denied if isinstance(error, PermissionError) else StorageError
+        raise kind(f"cannot access {path}{size}: {reason}", fix=_ACCESS_FIX) from error
+    except Exception as error:
+        # botocore and aiohttp raise their own families of exceptions; each means that the request failed.
+        if type(error).__module__.split(".")[0] in ("botocore", "aiobotocore", "aiohttp"):
+            raise StorageError(f"cannot access {path}: {error}", fix=_ACCESS_FIX) from error
+        raise
