@@ -141,7 +141,7 @@ def _draft(
         parent_version=parent_version or None,
         content_digest=content,
         # Chunks are equal in every format, so the first one stands for all.
-        layout_digest=layout_digest(content, one_format),
+        layout_digest=layout_digest(content, one_format, build.class_names),
         columns=build.columns,
         formats=build.formats,
         class_names=build.class_names,

@@ -159,7 +159,7 @@ class RecordRules:
     def layout(self) -> str:
         manifest = self.dataset.manifest
         shards = [shard for shard in self.dataset.shards if shard.format == manifest.formats[0]]
-        actual = layout_digest(manifest.content_digest, shards)
+        actual = layout_digest(manifest.content_digest, shards, manifest.class_names)
         require(actual == manifest.layout_digest, f"layout digest {actual}, manifest says {manifest.layout_digest}")
         return actual[:16]
 

@@ -153,7 +153,7 @@ def _draft(dataset: Dataset, after: dict[str, list[_Copies]], run_id: str) -> Ma
         run_id,
         content=manifest,
         splits=splits,
-        layout_digest=layout_digest(manifest.content_digest, one_format),
+        layout_digest=layout_digest(manifest.content_digest, one_format, manifest.class_names),
         index_segments=(put_segment(dataset.store, INDEXES, index_table(shards)),),
     )
 
