@@ -45,8 +45,8 @@ def folder(before: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_etl(before: Path, folder: Path, failpoint: str = "") -> int:
-    """`spark-submit etl/job.py` without Spark; the exit status, negative for a signal."""
+def run_etl(before: Path, folder: Path, failpoint: str = "") -> subprocess.CompletedProcess[str]:
+    """`spark-submit etl/job.py` without Spark, to its end."""
     config = folder / "config.toml"
     config.write_text(
         f'[source]\nuri = "{before}/images"\n[dataset]\nuri = "{folder}/dataset"\n[etl]\nengine = "local"\n'
@@ -54,7 +54,7 @@ def run_etl(before: Path, folder: Path, failpoint: str = "") -> int:
     )
     command = [sys.executable, ROOT / "etl" / "job.py", "--config", config, "--workdir", folder / "work"]
     environment = {**os.environ, VARIABLE: failpoint}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=120).returncode
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 
 @contextmanager
@@ -96,7 +96,8 @@ def check_finished(before: Path, folder: Path) -> None:
 @pytest.mark.parametrize("point", ["shard_open", "shard_mid", "shard_close"])
 def test_a_worker_that_is_killed_once_costs_the_build_nothing_but_time(before: Path, folder: Path, point: str):
     with polled(folder / "dataset"):
-        assert run_etl(before, folder, f"{point}@{folder}/once") == 0
+        done = run_etl(before, folder, f"{point}@{folder}/once")
+        assert done.returncode == 0, done.stderr
     assert (folder / "once").exists()
     check_finished(before, folder)
 
@@ -107,7 +108,9 @@ def test_a_build_that_is_killed_is_finished_by_the_same_command(before: Path, fo
     assert name in FAILPOINTS
     with polled(folder / "dataset"):
         # A worker that dies twice ends the build with exit 4; the others kill the driver itself.
-        assert run_etl(before, folder, point) == (4 if name.startswith("shard") else -9)
+        killed = run_etl(before, folder, point)
+        assert killed.returncode == (4 if name.startswith("shard") else -9), killed.stderr
         assert open_dataset(str(folder / "dataset")).pin.version == (2 if name == "post_commit" else 1)
-        assert run_etl(before, folder) == 0
+        again = run_etl(before, folder)
+        assert again.returncode == 0, again.stderr
     check_finished(before, folder)
