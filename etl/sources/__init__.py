@@ -64,6 +64,7 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
         "parquet": Entry("etl.sources.parquet:ParquetSource", "Parquet with the images in a column, as Hugging Face's"),
         "idx": Entry("etl.sources.idx:IdxSource", "IDX files, the format of MNIST and its family; .gz too"),
         "tfrecord": Entry("etl.sources.tfrecord:TfrecordSource", "TFRecord files of tf.Example; .gz too"),
+        "zip": Entry("etl.sources.zip:ZipSource", "ZIP archives with one folder for each class"),
         "table": Entry("etl.sources.table:TableSource", "CSV, JSON lines or Parquet with a URI in each row"),
     },
     takes_own=True,

@@ -14,6 +14,7 @@ IMAGE_SUFFIXES = frozenset(
     )
 )
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+ZIP_SUFFIXES = (".zip",)
 IDX_SUFFIXES = ("ubyte", "ubyte.gz")
 PARQUET_SUFFIXES = (".parquet",)
 TFRECORD_SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz")

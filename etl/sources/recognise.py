@@ -10,13 +10,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etl.sources.containers import Containers, is_named, open_file
-from etl.sources.names import IDX_SUFFIXES, PARQUET_SUFFIXES, TABLE_SUFFIXES, TAR_SUFFIXES, TFRECORD_SUFFIXES
+from etl.sources.names import (
+    IDX_SUFFIXES,
+    PARQUET_SUFFIXES,
+    TABLE_SUFFIXES,
+    TAR_SUFFIXES,
+    TFRECORD_SUFFIXES,
+    ZIP_SUFFIXES,
+)
 from etl.sources.parquet_columns import bytes_leaf
 from shardmill.errors import ShardmillError
 
 # Kinds whose files hold the images themselves. (A table beside a folder's images is no reason to read the table.)
 _CONTAINERS = {
     "webdataset": TAR_SUFFIXES,
+    "zip": ZIP_SUFFIXES,
     "parquet": PARQUET_SUFFIXES,
     "idx": IDX_SUFFIXES,
     "tfrecord": TFRECORD_SUFFIXES,

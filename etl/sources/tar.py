@@ -20,7 +20,7 @@ _PAX, _PAX_GLOBAL, _SOLARIS = b"x", b"g", b"X"
 
 
 @dataclass(frozen=True, slots=True)
-class TarMember:
+class ArchiveMember:
     """One entry of an archive; `start` is the first byte of its data."""
 
     name: str
@@ -31,7 +31,7 @@ class TarMember:
     is_folder: bool
 
 
-def tar_members(file: BinaryIO, max_bytes: int) -> Iterator[TarMember]:
+def tar_members(file: BinaryIO, max_bytes: int) -> Iterator[ArchiveMember]:
     """Every member in order. Between two of them the caller may read the latest one's data.
 
     Raises IntegrityError at the first header that is none, if the archive ends without its end marker, because members
@@ -59,7 +59,9 @@ def tar_members(file: BinaryIO, max_bytes: int) -> Iterator[TarMember]:
             is_sparse = any(name.startswith("GNU.sparse") for name in extended)
             name = extended.get("path") or _name(header)
             is_folder = kind == _FOLDER or name.endswith("/")
-            yield TarMember(name, start, size_bytes, kind in _REGULAR and not is_sparse and not is_folder, is_folder)
+            yield ArchiveMember(
+                name, start, size_bytes, kind in _REGULAR and not is_sparse and not is_folder, is_folder
+            )
             extended = {}
 
 

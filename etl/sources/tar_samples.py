@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from etl.sources.containers import SPLIT_OF_NAME
 from etl.sources.names import is_image_name
-from etl.sources.tar import TarMember
+from etl.sources.tar import ArchiveMember
 from shardmill.values import RejectReason
 
 FOLDER_LABELS = "/"
@@ -32,7 +32,7 @@ class TarLayout:
     label_level: int
     """Which folder from the top names the class; 0: the one that the image lies in."""
 
-    def is_image(self, member: TarMember) -> bool:
+    def is_image(self, member: ArchiveMember) -> bool:
         if not member.is_file:
             return False
         return suffix_of(member.name) in self.image_suffixes if self.image_suffixes else is_image_name(member.name)
@@ -42,7 +42,7 @@ class TarLayout:
 class TarImage:
     """An image with what its sample says of it."""
 
-    member: TarMember
+    member: ArchiveMember
     label: str | None
     split: str | None
     """Named by a folder inside the archive."""
@@ -54,7 +54,7 @@ class TarImage:
 class TarReject:
     """A member that is no part of an image's sample."""
 
-    member: TarMember
+    member: ArchiveMember
     reason: RejectReason
     detail: str
 
@@ -64,7 +64,7 @@ def suffix_of(name: str) -> str:
     return name.rpartition("/")[2].partition(".")[2].lower()
 
 
-def detect_layout(members: Iterable[TarMember]) -> str:
+def detect_layout(members: Iterable[ArchiveMember]) -> str:
     """The label field that the first members of a source show."""
     names = [member.name for member in members if member.is_file]
     suffixes = {suffix_of(name) for name in names}
@@ -76,7 +76,7 @@ def detect_layout(members: Iterable[TarMember]) -> str:
     return FOLDER_LABELS if any("/" in _plain(name) and is_image_name(name) for name in names) else ""
 
 
-def read_samples(members: Iterable[TarMember], file: BinaryIO, layout: TarLayout) -> Iterator[TarImage | TarReject]:
+def read_samples(members: Iterable[ArchiveMember], file: BinaryIO, layout: TarLayout) -> Iterator[TarImage | TarReject]:
     """The images and odd members of each sample; labels are read from `file`."""
     for _, group in itertools.groupby(members, lambda member: _stem_of(member.name)):
         # The labels are read while the scan stands at them: a packed archive is not unpacked twice.
@@ -84,7 +84,7 @@ def read_samples(members: Iterable[TarMember], file: BinaryIO, layout: TarLayout
             yield from _judged(some, layout)
 
 
-def _with_label(member: TarMember, file: BinaryIO, layout: TarLayout) -> tuple[TarMember, bytes | None]:
+def _with_label(member: ArchiveMember, file: BinaryIO, layout: TarLayout) -> tuple[ArchiveMember, bytes | None]:
     suffix = layout.label_field.partition(".")[0]
     if not suffix or not member.is_file or suffix_of(member.name) != suffix or member.size_bytes > _MAX_LABEL_BYTES:
         return member, None
@@ -92,14 +92,14 @@ def _with_label(member: TarMember, file: BinaryIO, layout: TarLayout) -> tuple[T
     return member, file.read(member.size_bytes)
 
 
-def _judged(sample: list[tuple[TarMember, bytes | None]], layout: TarLayout) -> Iterator[TarImage | TarReject]:
+def _judged(sample: list[tuple[ArchiveMember, bytes | None]], layout: TarLayout) -> Iterator[TarImage | TarReject]:
     images = [member for member, _ in sample if layout.is_image(member)]
     texts = [text for _, text in sample if text is not None]
     for member, _ in sample:
         if member.is_folder:
             continue
         if not member.is_file:
-            yield TarReject(member, RejectReason.NOT_REGULAR_FILE, "a link, a device or a sparse file")
+            yield TarReject(member, RejectReason.NOT_REGULAR_FILE, "a link, a device, sparse or encrypted")
         elif not images:
             yield TarReject(member, RejectReason.NOT_AN_IMAGE_NAME, "belongs to no image")
     for member in images:
@@ -113,7 +113,7 @@ def _judged(sample: list[tuple[TarMember, bytes | None]], layout: TarLayout) -> 
             yield TarImage(member, None, None)
 
 
-def _in_folder(member: TarMember, label_level: int) -> TarImage:
+def _in_folder(member: ArchiveMember, label_level: int) -> TarImage:
     folders = _plain(member.name).split("/")[:-1]
     split = SPLIT_OF_NAME.get(folders[0].lower()) if len(folders) > 1 else None
     below = folders[1:] if split else folders

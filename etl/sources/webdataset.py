@@ -24,7 +24,7 @@ from etl.sources.containers import (
     unpacked,
 )
 from etl.sources.names import TAR_SUFFIXES, is_utf8
-from etl.sources.tar import TarMember, tar_members
+from etl.sources.tar import ArchiveMember, tar_members
 from etl.sources.tar_samples import TarImage, TarLayout, TarReject, detect_layout, read_samples
 from shardmill.errors import IntegrityError
 from shardmill.storage import Store, StoredFile
@@ -114,7 +114,8 @@ def _list_archive(
             with reading(archive.path):
                 file = unpacked(stream, archive)
                 for found in read_samples(_members(file, archive), file, layout):
-                    yield _entry(found, archive, num_images, split)
+                    block = num_images // (_PACKED_BLOCK_IMAGES if is_packed(archive.path) else _BLOCK_IMAGES)
+                    yield archive_entry(found, archive, block, split)
                     num_images += isinstance(found, TarImage)
                 _check_rest(file)
         except IntegrityError as error:
@@ -122,7 +123,10 @@ def _list_archive(
             yield rejected(image_file(archive), RejectReason.DAMAGED_CONTAINER, detail, "list")
 
 
-def _entry(found: TarImage | TarReject, archive: StoredFile, number: int, split: str | None) -> SourceImage | Rejection:
+def archive_entry(
+    found: TarImage | TarReject, archive: StoredFile, block: int, split: str | None
+) -> SourceImage | Rejection:
+    """A member as a listed image, or why it is refused; `split` is what the archive's name says."""
     member = found.member
     image = SourceImage(
         key=f"{archive.path}\0{member.name}",
@@ -131,7 +135,7 @@ def _entry(found: TarImage | TarReject, archive: StoredFile, number: int, split:
         etag=archive.etag,
         container=archive.path,
         place=member.start,
-        block=number // (_PACKED_BLOCK_IMAGES if is_packed(archive.path) else _BLOCK_IMAGES),
+        block=block,
     )
     if isinstance(found, TarReject):
         return rejected(image, found.reason, found.detail, "list")
@@ -142,15 +146,15 @@ def _entry(found: TarImage | TarReject, archive: StoredFile, number: int, split:
     return replace(image, label=found.label, split=found.split or split)
 
 
-def _first_members(store: Store, archive: StoredFile) -> list[TarMember]:
+def _first_members(store: Store, archive: StoredFile) -> list[ArchiveMember]:
     """Some members, as many as are sound; the listing will tell what is not."""
-    members: list[TarMember] = []
+    members: list[ArchiveMember] = []
     with open_file(store, archive) as stream, suppress(IntegrityError), reading(archive.path):
         members.extend(itertools.islice(_members(unpacked(stream, archive), archive), _PEEKED_MEMBERS))
     return members
 
 
-def _members(file: BinaryIO, archive: StoredFile) -> Iterator[TarMember]:
+def _members(file: BinaryIO, archive: StoredFile) -> Iterator[ArchiveMember]:
     packed_limit = _MAX_EXPANSION * archive.size_bytes + _ALWAYS_ALLOWED_BYTES
     return tar_members(file, packed_limit if is_packed(archive.path) else archive.size_bytes)
 

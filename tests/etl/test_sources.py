@@ -7,6 +7,7 @@ import io
 import json
 import struct
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +68,14 @@ def as_parquet(folder: Path, files: Files) -> str:
     return str(folder / "rows")
 
 
+def as_zip(folder: Path, files: Files) -> str:
+    with zipfile.ZipFile(folder / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for place, (file, label) in enumerate(files):
+            kind = zipfile.ZIP_STORED if place % 2 else zipfile.ZIP_DEFLATED
+            archive.write(file, f"pile/{label}/{file.name}", kind)
+    return str(folder / "a.zip")
+
+
 def as_tfrecords(folder: Path, files: Files) -> str:
     (folder / "records").mkdir()
     for number, some in enumerate((files[::2], files[1::2])):
@@ -101,6 +110,7 @@ WRITERS: dict[str, Callable[[Path, Files], str]] = {
     "parquet": as_parquet,
     "idx": as_idx,
     "tfrecord": as_tfrecords,
+    "zip": as_zip,
 }
 # Pixels without files of their own cannot be the bytes that the other kinds read.
 HOLDS_FILES = [kind for kind in SOURCES if kind != "idx"]
