@@ -25,6 +25,8 @@ MARKER = "MARKER.json"
 WEIGHTS = "weights.npz"
 OPTIMIZER = "optimizer.npz"
 
+_DAMAGED = "restore it from a backup, or train again: a training goes on from its newest whole checkpoint"
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingIdentity:
@@ -77,7 +79,7 @@ class FoundCheckpoint:
         """One verified file. Raises IntegrityError if it is missing or not what the marker says."""
         listed = next((file for file in self.marker.files if file.path == name), None)
         if listed is None:
-            raise IntegrityError(f"checkpoint {self.path} has no {name}", "expected it in its marker")
+            raise IntegrityError(f"checkpoint {self.path} has no {name}", "expected it in its marker", _DAMAGED)
         return read_sealed(store, listed, self.path)
 
 
@@ -179,7 +181,7 @@ def _read_marker(store: Store, path: str) -> CheckpointMarker:
     try:
         body = unseal(store.read(f"{path}/{MARKER}"), where)
     except FileNotFoundError:
-        raise IntegrityError(f"{path} has no {MARKER}", "it was never completed") from None
+        raise IntegrityError(f"{path} has no {MARKER}", "it was never completed", _DAMAGED) from None
     try:
         return from_json(CheckpointMarker, body)
     except ValidationError as error:
@@ -198,7 +200,7 @@ def _checked_by_sizes(found: FoundCheckpoint, sizes: dict[str, int]) -> FoundChe
         size_bytes = sizes.get(file.path)
         if size_bytes != file.size_bytes:
             has = "is missing" if size_bytes is None else f"was altered: it has {size_bytes} bytes"
-            raise IntegrityError(f"{found.path}/{file.path} {has}", f"expected {file.size_bytes} bytes")
+            raise IntegrityError(f"{found.path}/{file.path} {has}", f"expected {file.size_bytes} bytes", _DAMAGED)
     return found
 
 

@@ -154,7 +154,7 @@ def read_result(store: Store, folder: str) -> TrainResult | None:
     for each in (result.checkpoint, result.last_checkpoint):
         check_relative_path(each)
     if result.training_dir != folder:
-        raise IntegrityError(f"{where} is the result of {result.training_dir}", f"expected that of {folder}")
+        raise IntegrityError(f"{where} is the result of {result.training_dir}", f"expected that of {folder}", fix)
     return result
 
 

@@ -42,6 +42,7 @@ def call_factory(name: str, image_shape_HWC: tuple[int, int, int], num_classes: 
         raise UsageError(
             f"train.model = {name!r} is a {type(factory).__name__}",
             "expected a function that takes image_shape and num_classes and returns a Keras model",
+            "name the factory behind the colon",
         )
     try:
         model = factory(image_shape=image_shape_HWC, num_classes=num_classes)
@@ -50,11 +51,13 @@ def call_factory(name: str, image_shape_HWC: tuple[int, int, int], num_classes: 
         raise UsageError(
             f"train.model = {name!r}: the factory failed: {type(error).__name__}: {error}",
             f"it was called with image_shape={image_shape_HWC}, num_classes={num_classes}",
+            "call it with these in a Python shell to see the whole error",
         ) from error
     if not isinstance(model, keras.Model):
         raise UsageError(
             f"train.model = {name!r}: the factory returned {type(model).__module__}.{type(model).__name__}",
             "expected a Keras 3 model (keras.Model, keras.Sequential or a subclass)",
+            "return the model itself from the factory",
         )
     return model
 

@@ -121,5 +121,7 @@ def number_of_artifact(models_uri: str, artifact: str) -> int:
         if read_record(store, EXPORTS, number, ExportRecord).artifact_dir == f"{ARTIFACTS}/{artifact}":
             return number
     raise IntegrityError(
-        f"no export of {models_uri} names {ARTIFACTS}/{artifact}", "files that no record vouches for are never loaded"
+        f"no export of {models_uri} names {ARTIFACTS}/{artifact}",
+        "files that no record vouches for are never loaded",
+        f"name an export by its number: {models_uri}@N",
     )

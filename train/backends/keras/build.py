@@ -49,7 +49,11 @@ def build_model(config: TrainConfig, image_shape_HWC: tuple[int, int, int], num_
     import keras
 
     if num_classes < 2:
-        raise UsageError(f"the dataset has {num_classes} class(es)", "expected at least 2 to train a classifier")
+        raise UsageError(
+            f"the dataset has {num_classes} class(es)",
+            "expected at least 2 to train a classifier",
+            "add images of another",
+        )
     former_policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy(DTYPE_POLICIES[config.mixed_precision])
     try:
@@ -184,7 +188,9 @@ def _check_outputs(
             "use the num_classes that the factory is called with in the last layer",
         )
     if not model.trainable_variables:
-        raise UsageError(f"train.model = {name!r} has no trainable variables", "expected at least one")
+        raise UsageError(
+            f"train.model = {name!r} has no trainable variables", "expected at least one", "unfreeze a layer"
+        )
     loss(tf.zeros(2, tf.int64), tf.cast(outputs, tf.float32))
 
 
