@@ -62,6 +62,17 @@ def test_a_compacted_version_holds_the_same_rows_in_fewer_shards(tmp_path: Path,
         verify_dataset(open_dataset(f"{root}@{version}"), deep=True).raise_if_failed()
 
 
+def test_images_of_different_sizes_are_copied_as_they_are(tmp_path: Path):
+    write_images(tmp_path / "images" / "sub", num_images=30, image_size=40, seed=1)
+    root = many_small_shards(tmp_path, resize_mode="none")
+    before = open_dataset(root)
+    compact_dataset(before, "compacting")
+    after = open_dataset(root)
+    assert len({row.sample.height for row in rows_of(after, "parquet")["train"]}) == 2
+    assert rows_of(after, "tfrecord") == rows_of(before, "parquet")
+    verify_dataset(after, deep=True).raise_if_failed()
+
+
 def test_what_is_compact_already_makes_no_version(tmp_path: Path):
     root = many_small_shards(tmp_path)
     compact_dataset(open_dataset(root), "first")
