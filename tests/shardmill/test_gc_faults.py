@@ -121,3 +121,23 @@ def test_gc_on_s3_also_aborts_uploads_that_were_killed(folder: Path, s3_bucket: 
     verify_dataset(open_dataset(f"{s3_bucket}/dataset"), deep=True).raise_if_failed()
     found = {file.path for file in open_store(f"{s3_bucket}/dataset").list("")}
     assert not found & {each.file.path for each in done.garbage} and not any("leases/" in path for path in found)
+
+
+def test_a_reader_that_came_just_before_the_expiry_keeps_its_files(folder: Path, faulty: dict):
+    for image_size in (8, 9):
+        root = build(folder, image_size)
+    store = open_store(f"faulty://{root}")
+    opened = open_dataset(f"{root}@1")
+    with ExitStack() as reader:
+
+        def begin_to_read_first(at: FaultyStore, path: str, data: bytes) -> bool:
+            reader.enter_context(reading(at.sound, 1, "train"))
+            return at.sound.put_if_absent(path, data)
+
+        faulty["put_if_absent"] = begin_to_read_first
+        done = collect_garbage(store, Retention(1, older_than_seconds=0.0), "gc")
+        assert done.expired == (1,) and not done.garbage
+        verify_dataset(opened, deep=True).raise_if_failed()
+        with pytest.raises(UsageError, match="has expired"):
+            open_dataset(f"{root}@1")
+    assert {each.kind for each in gc_now(root, keep=1).garbage} == {"shards", "rows", "indexes"}
