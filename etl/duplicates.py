@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from etl.carry import copies_without, result_of
-from etl.changes import ShardRows
 from etl.config import EtlConfig
 from shardmill.dataset.duplicates import repeating_shards
 from shardmill.dataset.index import in_all_formats, rows_file
@@ -19,11 +15,13 @@ from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.errors import RejectLimitExceeded
-from shardmill.formats.rows import RowSchema
 from shardmill.ids import add_digests, format_digest, key_bytes, key_hash
 from shardmill.printable import printable
 from shardmill.storage import Store
-from shardmill.values import Rejection, RejectReason, ShardInfo
+from shardmill.values import Rejection, RejectReason
+
+if TYPE_CHECKING:
+    from etl.shard_rows import RowCopier
 
 _NUM_EXAMPLES = 3
 
@@ -40,11 +38,9 @@ class _Copy:
     record: dict[str, Any]
 
 
-def resolve_duplicates(
-    store: Store, results: Sequence[UnitResult], config: EtlConfig, schema: RowSchema
-) -> list[UnitResult]:
+def resolve_duplicates(results: Sequence[UnitResult], config: EtlConfig, copier: RowCopier) -> list[UnitResult]:
     """The results without what `etl.duplicates` does not allow. Raises RejectLimitExceeded if it allows none."""
-    copies = [] if config.duplicates == "report" else _copies(store, results, config.formats[0])
+    copies = [] if config.duplicates == "report" else _copies(copier.store, results, config.formats[0])
     if not copies:
         return list(results)
     if config.duplicates == "error":
@@ -59,8 +55,7 @@ def resolve_duplicates(
     by_shard: dict[str, list[_Copy]] = {}
     for copy in copies:
         by_shard.setdefault(copy.path, []).append(copy)
-    with TemporaryDirectory(prefix="shardmill-duplicates-", dir=config.scratch_dir or None) as scratch:
-        return [part for result in results for part in _without(store, result, by_shard, config, schema, Path(scratch))]
+    return [part for result in results for part in _without(result, by_shard, copier)]
 
 
 def _copies(store: Store, results: Sequence[UnitResult], format_name: str) -> list[_Copy]:
@@ -78,10 +73,7 @@ def _copies(store: Store, results: Sequence[UnitResult], format_name: str) -> li
     return sorted(found, key=lambda copy: key_bytes(copy.record["source"]))
 
 
-def _without(
-    store: Store, result: UnitResult, by_shard: dict[str, list[_Copy]], config: EtlConfig, schema: RowSchema,
-    scratch: Path,
-) -> Iterator[UnitResult]:  # fmt: skip
+def _without(result: UnitResult, by_shard: dict[str, list[_Copy]], copier: RowCopier) -> Iterator[UnitResult]:
     """The result without the copies: a part for each shard, and one for everything that was refused."""
     groups = in_all_formats(result.shards)
     gone = [copy for group in groups for copy in by_shard.get(group[0].path, ())]
@@ -89,9 +81,11 @@ def _without(
         yield result
         return
     for group in groups:
-        shards = _shards_without(store, group, by_shard.get(group[0].path, []), config, schema, scratch)
-        if shards:
-            yield result_of(store, result.unit_index, shards, schema)
+        is_kept_N = np.ones(group[0].num_rows, bool)
+        is_kept_N[[copy.row for copy in by_shard.get(group[0].path, ())]] = False
+        if is_kept_N.any():
+            is_whole = bool(is_kept_N.all())
+            yield copier.result_of(result.unit_index, (group,) if is_whole else copier.copy(group, is_kept_N))
     refused = [_rejection(copy) for copy in gone]
     key_sum = add_digests(int(result.rejected_key_sum, 16), *(key_hash(each.key) for each in refused))
     yield replace(
@@ -103,17 +97,6 @@ def _without(
         rejected_key_sum=format_digest(key_sum),
         note_counts=(),
     )
-
-
-def _shards_without(
-    store: Store, group: tuple[ShardInfo, ...], gone: Sequence[_Copy], config: EtlConfig, schema: RowSchema,
-    scratch: Path,
-) -> tuple[tuple[ShardInfo, ...], ...]:  # fmt: skip
-    is_kept_N = np.ones(group[0].num_rows, bool)
-    is_kept_N[[copy.row for copy in gone]] = False
-    if is_kept_N.all():
-        return (group,)
-    return tuple(copies_without(store, ShardRows(group, is_kept_N), config, schema, scratch)) if is_kept_N.any() else ()
 
 
 def _rejection(copy: _Copy) -> Rejection:

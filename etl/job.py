@@ -24,6 +24,7 @@ from etl.duplicates import resolve_duplicates
 from etl.engines import ENGINES, EngineSettings
 from etl.pending import clear_pending, kept_and_missing
 from etl.plan import BuildPlan, plan_build, plan_changes
+from etl.shard_rows import RowCopier
 from shardmill.dataset.commit import all_rejections, commit_version, has_all_files
 from shardmill.dataset.leases import writing
 from shardmill.dataset.ledger import read_rejections
@@ -165,8 +166,11 @@ def commit_results(plan: BuildPlan, results: Sequence[UnitResult], changes: Chan
         same_ledger = ledger_digest(rejections) == plan.parent.ledger_digest
         if same_ledger and changes_nothing(plan.store, changes, results):
             return plan.parent
-        results = [*carry(plan.store, changes, plan.task.config, plan.row_schema), *results]
-    results = resolve_duplicates(plan.store, results, plan.task.config, plan.row_schema)
+    config = plan.task.config
+    with RowCopier(plan.store, config, plan.row_schema) as copier:
+        if changes is not None:
+            results = [*carry(changes, copier), *results]
+        results = resolve_duplicates(results, config, copier)
     manifest = commit_version(plan.store, plan.build, results, plan.parent_version)
     if manifest.version > plan.parent_version:
         clear_pending(plan.store, plan.units, manifest.version)

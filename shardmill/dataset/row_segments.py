@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from shardmill.formats.rows import RowSchema, StoredRow
+if TYPE_CHECKING:
+    from shardmill.formats.rows import RowSchema, StoredRow
+
 
 ROWS_SCHEMA = pa.schema(
     [

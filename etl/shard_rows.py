@@ -1,0 +1,112 @@
+"""Some rows of a published shard: copied into shards of their own, and added up as a work unit would have."""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.config import EtlConfig
+from etl.listing import limbs, sum_limbs
+from etl.segments import key_digests
+from shardmill.dataset.copy_rows import read_stored_rows
+from shardmill.dataset.index import rows_file
+from shardmill.dataset.row_segments import count_pixels, rows_schema
+from shardmill.dataset.segment import read_segment
+from shardmill.dataset.shard import publish_shard
+from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
+from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
+from shardmill.ids import format_digest
+from shardmill.storage import Store
+from shardmill.values import ShardInfo
+
+Copies = tuple[ShardInfo, ...]
+"""The shards that hold the same rows, one of each format."""
+
+
+class RowCopier:
+    """Copies and adds up rows of one dataset, without decoding an image. A context manager: it spools to scratch."""
+
+    def __init__(self, store: Store, config: EtlConfig, schema: RowSchema) -> None:
+        self.store = store
+        self._config = config
+        self._schema = schema
+
+    def __enter__(self) -> RowCopier:
+        self._scratch = TemporaryDirectory(prefix="shardmill-copies-", dir=self._config.scratch_dir or None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._scratch.cleanup()
+
+    def copy(self, copies: Copies, is_kept_N: np.ndarray) -> tuple[Copies, ...]:
+        """Shards with some rows of a shard that is there in several formats.
+
+        Raises IntegrityError if the shard or its row segment is not what its index vouches for.
+        """
+        attempt = uuid.uuid4().hex[:12]
+        rows = read_stored_rows(self.store, copies[0], self._schema)
+        kept = (row for row, is_kept in zip(rows, is_kept_N.tolist(), strict=True) if is_kept)
+        chunks = cut_chunks(kept, self._config.chunk_bytes)
+        return tuple(
+            self._publish(f"kept-{number:03d}-{attempt}", shard, copies)
+            for number, shard in enumerate(cut_shards(chunks, self._config.shard_max_bytes))
+        )
+
+    def _publish(self, name: str, chunks: list[list[StoredRow]], copies: Copies) -> Copies:
+        scratch = Path(self._scratch.name)
+        return tuple(
+            publish_shard(self.store, copy.split, name, copy.format, chunks, schema=self._schema, scratch=scratch)
+            for copy in copies
+        )
+
+    def result_of(self, unit_index: int, shards: tuple[Copies, ...]) -> UnitResult:
+        """What a unit that had written these shards, of one split, would have returned."""
+        columns = rows_schema(self._schema)
+        tables = [read_segment(self.store, rows_file(copies[0]), columns, copies[0].num_rows) for copies in shards]
+        rows = pa.concat_tables(tables)
+        image_bytes = sum(chunk.image_bytes for copies in shards for chunk in copies[0].chunks)
+        notes = Counter(note for text in rows.column("notes").to_pylist() for note in text.split(",") if note)
+        keys = key_digests(pa.table([rows.column("source")], names=["key"]))
+        return UnitResult(
+            unit_index=unit_index,
+            fingerprint="",
+            shards=tuple(shard for copies in shards for shard in copies),
+            splits=(_split_sums(shards[0][0].split, rows, image_bytes, self._schema),),
+            rejections=(),
+            accepted_key_sum=format_digest(sum_limbs(limbs(keys))),
+            rejected_key_sum=format_digest(0),
+            note_counts=tuple(sorted(notes.items())),
+        )
+
+
+def _split_sums(split: str, rows: pa.Table, image_bytes: int, schema: RowSchema) -> SplitSums:
+    labels_N = rows.column("label").drop_null().to_numpy()
+    digests = np.frombuffer(b"".join(rows.column("row_sha256").to_pylist()), np.uint8).reshape(-1, 32)
+    return SplitSums(
+        split=split,
+        num_rows=rows.num_rows,
+        image_bytes=image_bytes,
+        class_counts=tuple(np.bincount(labels_N, minlength=len(schema.class_names)).tolist()),
+        row_digest_sum=format_digest(sum_limbs(limbs(digests))),
+        num_pixels=count_pixels(rows, schema),
+        channel_sums=_sum_lists(rows.column("channel_sums")),
+        channel_square_sums=_sum_lists(rows.column("channel_square_sums")),
+        source_prefixes=encode_prefixes(rows.column("source_sha256").to_pylist()),
+    )
+
+
+def _sum_lists(column: pa.ChunkedArray) -> tuple[int, ...]:
+    """Exact: a shard's sums of squares stay far below 2^63."""
+    return tuple(pc.list_flatten(column).to_numpy().reshape(len(column), -1).sum(axis=0).tolist())
