@@ -76,6 +76,12 @@ def check_allocation(height: int, width: int, options: NormalizeOptions) -> None
         )
 
 
+# OpenCV 5 has it at another place; 0 is silent in both.
+_set_log_level = (
+    cv2.setLogLevel if hasattr(cv2, "setLogLevel") else cv2.utils.logging.setLogLevel  # pyright: ignore[reportAttributeAccessIssue]  the stubs are OpenCV 4's
+)
+
+
 def prepare_opencv() -> None:
     """Makes OpenCV's kernels the same on every machine; call it before any of them."""
     # IPP picks other kernels on other CPUs. The switch is per thread, so it is set on every call (it costs 0.1 us).
@@ -89,7 +95,7 @@ def decode_with_opencv(data: bytes, *, keep_alpha_and_depth: bool) -> np.ndarray
     """The pixels in RGB(A) order, H x W x C; refuses with `corrupt_scan` if OpenCV makes nothing of the bytes."""
     prepare_opencv()
     flags = cv2.IMREAD_UNCHANGED if keep_alpha_and_depth else cv2.IMREAD_COLOR
-    log_level = cv2.setLogLevel(0)  # what it would print comes back to the caller as a refusal
+    log_level = _set_log_level(0)  # what it would print comes back to the caller as a refusal
     try:
         pixels = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), flags | cv2.IMREAD_IGNORE_ORIENTATION)
     except cv2.error as error:
@@ -97,7 +103,7 @@ def decode_with_opencv(data: bytes, *, keep_alpha_and_depth: bool) -> np.ndarray
             raise MemoryError(str(error)) from error
         raise Refused(RejectReason.CORRUPT_SCAN, f"OpenCV: {error.err}") from error
     finally:
-        cv2.setLogLevel(log_level)
+        _set_log_level(log_level)
     if pixels is None:
         raise Refused(RejectReason.CORRUPT_SCAN, "OpenCV could not decode the pixel data")
     if pixels.ndim == 2:
