@@ -67,11 +67,15 @@ class RunProgress:
 
     def finish(self, line: str) -> None:
         """What the bars counted has ended; one line says how."""
+        self._clear()
+        self.say(line)
+
+    def _clear(self) -> None:
+        """Take the bar away: there is one at a time."""
         if self._bars is not None:
             for task in self._tasks.values():
                 self._bars.remove_task(task)
             self._tasks.clear()
-        self.say(line)
 
     def shard_verified(self, num_done: int, num_shards: int) -> None:
         """One more shard of a version was checked."""
@@ -109,6 +113,7 @@ class RunProgress:
         """Progress towards an end that is not known."""
         if self._bars is not None:
             if label not in self._tasks:
+                self._clear()
                 self._tasks[label] = self._bars.add_task(label, total=None, unit=unit)
             self._bars.update(self._tasks[label], completed=num_done)
         elif time.monotonic() >= self._next_count:
@@ -120,6 +125,7 @@ class RunProgress:
     def _advance(self, label: str, num_done: int, num_total: int, unit: str) -> None:
         if self._bars is not None:
             if label not in self._tasks:
+                self._clear()
                 self._tasks[label] = self._bars.add_task(label, total=num_total, completed=num_done, unit=unit)
             self._bars.update(self._tasks[label], completed=num_done, total=num_total, unit=unit)
             return
