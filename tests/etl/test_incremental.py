@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import tarfile
 import uuid
 from pathlib import Path
 
@@ -148,3 +149,27 @@ def test_another_config_builds_all_of_it(change: dict[str, object], tmp_path: Pa
     paint(tmp_path / "images" / "class_0" / "new.png", random.Random(1))
     outcome = build(tmp_path, **change)
     assert (outcome.num_images_read, outcome.manifest.operation) == (61, "full")
+
+
+def test_a_new_archive_alone_is_read(tmp_path: Path):
+    write_images(tmp_path / "files", num_images=40)
+    files = sorted((tmp_path / "files").rglob("*.png"))
+    (tmp_path / "images").mkdir()
+
+    def pack(name: str, some: list[Path]) -> None:
+        with tarfile.open(tmp_path / "images" / name, "w") as archive:
+            for file in some:
+                archive.add(file, arcname=f"{file.parent.name}/{file.name}")
+
+    def build_archives(dataset: str) -> BuildOutcome:
+        source = SourceConfig(uri=str(tmp_path / "images"), kind="webdataset")
+        tree = tree_for(tmp_path, dataset).model_copy(update={"source": source})
+        return build_dataset(tree, run_id=uuid.uuid4().hex)
+
+    pack("a.tar", files[:20])
+    pack("b.tar", files[20:34])
+    assert build_archives("dataset").num_images_read == 34
+    pack("c.tar", files[34:])
+    grown = build_archives("dataset")
+    assert (grown.num_images_read, grown.manifest.operation) == (6, "incremental")
+    assert grown.manifest.content_digest == build_archives("whole").manifest.content_digest
