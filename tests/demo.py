@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ class Demo:
     """A finished `make demo`."""
 
     folder: Path
-    seconds: float
     stdout: str
     stderr: str
     run: Path
@@ -62,8 +60,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     command = ["make", "demo"] if is_set_up else ["sh", "-c", by_hand.format(sys.executable)]
     # The outer make's own variables would reach the inner one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    started = time.monotonic()
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     [run] = (folder / "demo-work" / "runs").iterdir()
-    return Demo(folder, time.monotonic() - started, done.stdout, done.stderr, run)
+    return Demo(folder, done.stdout, done.stderr, run)

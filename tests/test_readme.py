@@ -31,7 +31,7 @@ def commands() -> list[str]:
     return [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1000)
 def test_every_command_of_the_readme_runs(demo: Demo):
     # `make demo` is what the fixture ran; `make test` is what runs this.
     told = {"make demo", "make test", "source .venv/bin/activate"}

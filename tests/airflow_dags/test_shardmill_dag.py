@@ -50,7 +50,7 @@ def python(code: str, folder: Path, timeout: float = 120) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1000)
 def test_a_dag_run_publishes_a_dataset_and_a_model(tmp_path: Path):
     write_images(tmp_path / "images", num_images=120, num_classes=3)
     write_config(tmp_path, "tiny", tmp_path / "images")
