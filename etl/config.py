@@ -78,6 +78,10 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     """Shard formats to write, one or several."""
     split_fractions: SplitFractions = SplitFractions()
     """Used where the source has no split folders."""
+    label_map: tuple[str, ...] | str = ()
+    """Class names, in the order of their numbers: a list, or a file (docs/etl.md); empty: those found, sorted."""
+    unknown_class: Literal["reject", "error"] = "reject"
+    """An image of a class that `label_map` does not have: reject it, or end with exit 7."""
     max_reject_fraction: float = Field(default=0.05, ge=0, le=1)
     """More rejected images than this share end the run with exit 7 before anything is published."""
     max_unreadable_fraction: float = Field(default=0.0, ge=0, le=1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from etl.changes import Changes, Compared
 from etl.config import EtlTree
+from etl.label_map import WithKnownClasses, grown_label_map, read_label_map
 from etl.list_source import list_source
 from etl.listing import Listing
 from etl.sources import SOURCES
@@ -80,12 +81,14 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
     fingerprint = normalization_fingerprint(normalize)
     source = SOURCES[tree.source.kind](tree.source)
     observer = observer or SilentObserver()
-    grouped = WithGroupSplits(source, config.split_fractions)
-    listing = list_source(grouped, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer)
+    label_map = read_label_map(config.label_map)
+    known = WithKnownClasses(WithGroupSplits(source, config.split_fractions), label_map, config.unknown_class)
+    listing = list_source(known, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer)
     store = open_store(tree.dataset.uri)
     latest = latest_version(store)
     parent = read_manifest(store, latest) if latest else None
-    class_names = _grown_label_map(parent, (tree.source.kind, source.uri), listing)
+    is_same_source = parent is not None and (parent.source.kind, parent.source.uri) == (tree.source.kind, source.uri)
+    class_names = grown_label_map(parent if is_same_source else None, label_map, listing.class_names)
     config_fingerprint = fingerprint_config(config, class_names, fingerprint, tree.source.image_field)
     columns = parquet_schema(RowSchema(config.encoding, config.one_shape_HWC, class_names))
     build = Build(
@@ -168,15 +171,6 @@ def _extends(plan: BuildPlan, parent: Manifest) -> bool:
     )
     made_alike = (parent.formats, parent.normalization_fingerprint) == (build.formats, build.normalization_fingerprint)
     return same_source and made_alike and parent.config_fingerprint == with_its_names
-
-
-def _grown_label_map(parent: Manifest | None, source: tuple[str, str], listing: Listing) -> tuple[str, ...]:
-    """The parent's classes with their numbers, then new ones by name: a class never changes its number."""
-    found = listing.class_names
-    same_source = parent is not None and (parent.source.kind, parent.source.uri) == source
-    if parent is None or not found or not same_source:
-        return found
-    return (*parent.class_names, *(name for name in found if name not in parent.class_names))
 
 
 def _check_places(source_uri: str, dataset_uri: str) -> None:

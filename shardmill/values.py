@@ -25,6 +25,7 @@ class RejectReason(StrEnum):
     SYMLINK_LOOP = "symlink_loop"
     NOT_REGULAR_FILE = "not_regular_file"
     BAD_LABEL = "bad_label"
+    UNKNOWN_CLASS = "unknown_class"
     TOO_LARGE_BYTES = "too_large_bytes"
     DUPLICATE_KEY = "duplicate_key"
     BAD_ROW = "bad_row"
