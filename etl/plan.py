@@ -6,11 +6,11 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from etl.changes import Changes, Compared
-from etl.config import EtlTree
+from etl.config import EtlConfig, EtlTree
 from etl.label_map import WithKnownClasses, grown_label_map, read_label_map
 from etl.list_source import list_source
 from etl.listing import Listing
-from etl.sources import SOURCES
+from etl.sources import SOURCES, Source
 from etl.splits import WithGroupSplits
 from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.dataset.build import Build
@@ -80,10 +80,8 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
     normalize = config.normalize_options()
     fingerprint = normalization_fingerprint(normalize)
     source = SOURCES[tree.source.kind](tree.source)
-    observer = observer or SilentObserver()
     label_map = read_label_map(config.label_map)
-    known = WithKnownClasses(WithGroupSplits(source, config.split_fractions), label_map, config.unknown_class)
-    listing = list_source(known, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer)
+    listing = _list(source, config, label_map, observer or SilentObserver())
     store = open_store(tree.dataset.uri)
     latest = latest_version(store)
     parent = read_manifest(store, latest) if latest else None
@@ -122,6 +120,12 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
     )
     units = tuple(plan_units(listing, config, config_fingerprint))
     return BuildPlan(build, listing, listing, units, task, store, parent)
+
+
+def _list(source: Source, config: EtlConfig, label_map: tuple[str, ...], observer: Observer) -> Listing:
+    """The whole source, without the classes that a given label map does not have."""
+    known = WithKnownClasses(WithGroupSplits(source, config.split_fractions), label_map, config.unknown_class)
+    return list_source(known, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer)
 
 
 def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Changes] | None:
