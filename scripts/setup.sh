@@ -2,7 +2,8 @@
 # Makes .venv from uv.lock with all that it needs from outside: uv, Python 3.11, Java 17 or 21, g++.
 #   scripts/setup.sh demo    what `make demo` runs: no torch, no Airflow, no test tools
 #   scripts/setup.sh all     everything
-# A second call compares one hash and returns. What cannot be installed here ends with the one command to run.
+# A second call compares one hash and returns. What cannot be installed here ends with the one command to run; the
+# optional native kernel alone is left out instead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,7 +14,7 @@ case $profile in
   *) echo "usage: scripts/setup.sh demo|all" >&2; exit 2 ;;
 esac
 
-fingerprint=$(cat uv.lock pyproject.toml .python-version "$0" | sha256sum | cut -c1-64)
+fingerprint=$(cat uv.lock pyproject.toml .python-version native/*.[ch] native/setup.py native/pyproject.toml "$0" | sha256sum | cut -c1-64)
 for done_profile in all "$profile"; do
   if [[ -f .venv/setup-$done_profile && $(cat ".venv/setup-$done_profile") == "$fingerprint" ]]; then
     exit 0
@@ -60,6 +61,21 @@ find_java() {
   done
 }
 
+has_jpeg_headers() { printf '#include <stdio.h>\n#include <jpeglib.h>\n' | cc -E - >/dev/null 2>&1; }
+
+# native/: everything works without it, so nothing here ends the script.
+build_native_kernel() {
+  if ! has_jpeg_headers && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+    say "installing libjpeg-dev"
+    (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libjpeg-dev) >&2 || true
+  fi
+  if ! has_jpeg_headers; then
+    say "no native kernel: jpeglib.h is missing (Debian: libjpeg-dev, Fedora: libjpeg-turbo-devel); all works without it"
+  elif ! "$uv" pip install --quiet --python .venv --no-deps --no-build-isolation ./native; then
+    say "no native kernel: it could not be built, see above; all works without it"
+  fi
+}
+
 uv=$(find_uv)
 
 java_home=$(find_java)
@@ -73,6 +89,7 @@ command -v g++ >/dev/null || install_package g++ "g++, which builds Horovod," gc
 
 say "installing the locked packages into .venv (Horovod is built from source the first time: some minutes)"
 "$uv" sync --frozen --inexact "${extras[@]}"
+build_native_kernel
 
 # Spark takes JAVA_HOME before PATH: recipes of the Makefile source this.
 echo "export JAVA_HOME='$java_home'" > .venv/shardmill.env

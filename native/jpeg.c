@@ -1,0 +1,141 @@
+#include "jpeg.h"
+
+#include <setjmp.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <jpeglib.h>
+/* after jpeglib.h, which it needs */
+#include <jerror.h>
+
+#include "area.h"
+
+#if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 2001000
+#error "libjpeg-turbo 2.1 or later is needed"
+#endif
+
+/* All that one call owns, so that one place gives it back however the call ends. */
+typedef struct {
+    struct jpeg_decompress_struct decoder;
+    struct jpeg_error_mgr errors;
+    jmp_buf on_failure;
+    shrink_outcome outcome;
+    area_columns columns;
+    uint8_t *row;
+    uint16_t *sums;
+} shrink_work;
+
+static void fail(shrink_work *work, shrink_outcome outcome) {
+    work->outcome = outcome;
+    longjmp(work->on_failure, 1);
+}
+
+static void on_error(j_common_ptr decoder) {
+    fail(decoder->client_data, decoder->err->msg_code == JERR_OUT_OF_MEMORY ? NO_MEMORY : DECLINED);
+}
+
+/* Negative levels are warnings: data is damaged and libjpeg would make something up. */
+static void on_message(j_common_ptr decoder, int level) {
+    if (level < 0) fail(decoder->client_data, DECLINED);
+}
+
+static void start(shrink_work *work, const shrink_request *request) {
+    j_decompress_ptr decoder = &work->decoder;
+    jpeg_mem_src(decoder, request->data, request->num_bytes);
+    jpeg_read_header(decoder, TRUE);
+    J_COLOR_SPACE expected = request->num_channels == 1 ? JCS_GRAYSCALE : JCS_YCbCr;
+    if (decoder->image_height != request->height || decoder->image_width != request->width ||
+        decoder->num_components != request->num_channels || decoder->jpeg_color_space != expected)
+        fail(work, DECLINED);
+    decoder->scale_num = 1;
+    decoder->scale_denom = request->scale;
+    decoder->out_color_space = JCS_EXT_RGBA;
+    decoder->dct_method = JDCT_ISLOW;
+    decoder->do_fancy_upsampling = TRUE;
+    jpeg_start_decompress(decoder);
+    if (decoder->output_components != PIXEL_LANES || request->top + request->kept_height > decoder->output_height ||
+        request->left + request->kept_width > decoder->output_width)
+        fail(work, DECLINED);
+}
+
+/* Leaves out what lies left and right of the region, in whole blocks; returns the region's place in what is left. */
+static size_t crop(shrink_work *work, const shrink_request *request) {
+    j_decompress_ptr decoder = &work->decoder;
+    /* The colours of a pixel are interpolated with those beside it: one more block on either side. */
+    size_t margin = (size_t)decoder->max_h_samp_factor * DCTSIZE;
+    size_t end = request->left + request->kept_width + margin;
+    JDIMENSION from = (JDIMENSION)(request->left > margin ? request->left - margin : 0);
+    JDIMENSION width = (JDIMENSION)(end < decoder->output_width ? end : decoder->output_width) - from;
+    if (width < decoder->output_width) jpeg_crop_scanline(decoder, &from, &width);
+    return request->left - from;
+}
+
+static void *allocate(shrink_work *work, size_t count, size_t size) {
+    void *memory = calloc(count, size);
+    if (!memory) fail(work, NO_MEMORY);
+    return memory;
+}
+
+static void read_row(shrink_work *work) {
+    JSAMPROW row = work->row;
+    if (jpeg_read_scanlines(&work->decoder, &row, 1) != 1) fail(work, DECLINED);
+}
+
+static void skip_to(shrink_work *work, size_t row) {
+    JDIMENSION num_rows = (JDIMENSION)row - work->decoder.output_scanline;
+    if (num_rows && jpeg_skip_scanlines(&work->decoder, num_rows) != num_rows) fail(work, DECLINED);
+}
+
+static void shrink(shrink_work *work, const shrink_request *request) {
+    area_side rows = {request->kept_height, request->new_height};
+    area_side columns = {request->kept_width, request->new_width};
+    size_t place = crop(work, request) * PIXEL_LANES, num_lanes = request->kept_width * PIXEL_LANES;
+    if (!area_make_columns(&work->columns, columns)) fail(work, NO_MEMORY);
+    work->row = allocate(work, work->decoder.output_width, PIXEL_LANES);
+    work->sums = allocate(work, num_lanes + area_padding_lanes(&work->columns), sizeof *work->sums);
+
+    skip_to(work, request->top);
+    size_t num_read = 0;
+    for (size_t i = 0; i < rows.new_length; i++) {
+        size_t first = area_first(rows, i), end = area_end(rows, i);
+        for (size_t k = first; k < end; k++) {
+            /* The first row may be the last one of the stored row above, too. */
+            for (; num_read <= k; num_read++) read_row(work);
+            uint16_t weight = area_weight(rows, i, k);
+            if (k == first)
+                area_start_row(work->sums, work->row + place, num_lanes, weight, end - first);
+            else
+                area_add_row(work->sums, work->row + place, num_lanes, weight);
+        }
+        uint8_t *stored = request->pixels + i * request->new_width * request->num_channels;
+        area_shrink_columns(&work->columns, work->sums, stored, request->num_channels);
+    }
+}
+
+/* libjpeg does not look at rows that are skipped up to the end: the last one is read, so all before it are checked. */
+static void check_the_rest(shrink_work *work) {
+    if (work->decoder.output_scanline < work->decoder.output_height) {
+        skip_to(work, work->decoder.output_height - 1);
+        read_row(work);
+    }
+    jpeg_finish_decompress(&work->decoder);
+}
+
+shrink_outcome shrink_jpeg(const shrink_request *request) {
+    shrink_work work = {.outcome = SHRUNK};
+    work.decoder.err = jpeg_std_error(&work.errors);
+    work.errors.error_exit = on_error;
+    work.errors.emit_message = on_message;
+    work.decoder.client_data = &work;
+    if (setjmp(work.on_failure) == 0) {
+        jpeg_create_decompress(&work.decoder);
+        start(&work, request);
+        shrink(&work, request);
+        check_the_rest(&work);
+    }
+    jpeg_destroy_decompress(&work.decoder);
+    area_free_columns(&work.columns);
+    free(work.row);
+    free(work.sums);
+    return work.outcome;
+}

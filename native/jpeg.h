@@ -1,0 +1,29 @@
+/* A JPEG file to the shrunk pixels of one region. */
+#ifndef SHARDMILL_JPEG_H
+#define SHARDMILL_JPEG_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct {
+    const uint8_t *data;
+    size_t num_bytes;
+    /* What the caller read in the header and checked against its limits. */
+    size_t height, width;
+    /* 1, 2, 4 or 8: libjpeg makes one pixel of a block of so many a side. */
+    unsigned scale;
+    /* The region, in pixels of that scale. */
+    size_t top, left, kept_height, kept_width;
+    /* What it becomes: rows of `num_channels` (1 or 3) bytes a pixel, one after the other. */
+    uint8_t *pixels;
+    size_t new_height, new_width;
+    int num_channels;
+} shrink_request;
+
+typedef enum { SHRUNK, DECLINED, NO_MEMORY } shrink_outcome;
+
+/* Reads and checks the whole file. DECLINED for every error and warning of libjpeg, and for other files than gray or
+   YCbCr of the given size with as many components as channels: `pixels` then holds anything. */
+shrink_outcome shrink_jpeg(const shrink_request *request);
+
+#endif

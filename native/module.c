@@ -1,0 +1,101 @@
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdio.h>
+
+#include <jpeglib.h>
+
+#include "area.h"
+#include "jpeg.h"
+
+/* Numbers the arithmetic: another one may give other pixels. */
+#define KERNEL_VERSION "1"
+#define TEXT_OF(name) #name
+#define TEXT(name) TEXT_OF(name)
+
+static int side_is_valid(size_t start, size_t length, size_t new_length, size_t full_length, unsigned scale) {
+    size_t reduced = (full_length + scale - 1) / scale;
+    return new_length >= 1 && new_length <= length && length <= MOST_SHRINK * new_length && length <= reduced &&
+           start <= reduced - length;
+}
+
+static int request_is_valid(const shrink_request *request) {
+    unsigned scale = request->scale;
+    return (scale == 1 || scale == 2 || scale == 4 || scale == 8) &&
+           (request->num_channels == 1 || request->num_channels == 3) && request->height <= JPEG_MAX_DIMENSION &&
+           request->width <= JPEG_MAX_DIMENSION &&
+           side_is_valid(request->top, request->kept_height, request->new_height, request->height, scale) &&
+           side_is_valid(request->left, request->kept_width, request->new_width, request->width, scale);
+}
+
+static PyObject *shrink_into(Py_buffer *pixels, shrink_request *request) {
+    request->pixels = pixels->buf;
+    request->new_height = (size_t)pixels->shape[0];
+    request->new_width = (size_t)pixels->shape[1];
+    request->num_channels = (int)pixels->shape[2];
+    if (!request_is_valid(request)) {
+        PyErr_SetString(PyExc_ValueError, "a region inside of the image, shrunk at most 64 times, 1 or 3 channels");
+        return NULL;
+    }
+    shrink_outcome outcome;
+    Py_BEGIN_ALLOW_THREADS;
+    outcome = shrink_jpeg(request);
+    Py_END_ALLOW_THREADS;
+    if (outcome == NO_MEMORY) return PyErr_NoMemory();
+    return PyBool_FromLong(outcome == SHRUNK);
+}
+
+static PyObject *py_shrink_jpeg(PyObject *module, PyObject *arguments) {
+    (void)module;
+    Py_buffer data, pixels;
+    PyObject *target;
+    Py_ssize_t height, width, top, left, kept_height, kept_width;
+    int scale;
+    if (!PyArg_ParseTuple(arguments, "y*O(nn)i(nnnn):shrink_jpeg", &data, &target, &height, &width, &scale, &top,
+                          &left, &kept_height, &kept_width))
+        return NULL;
+    PyObject *result = NULL;
+    if (PyObject_GetBuffer(target, &pixels, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE | PyBUF_FORMAT) == 0) {
+        int is_image = pixels.ndim == 3 && pixels.itemsize == 1;
+        if (!is_image || height < 1 || width < 1 || top < 0 || left < 0 || kept_height < 1 || kept_width < 1) {
+            PyErr_SetString(PyExc_ValueError, "pixels of uint8 and shape H x W x C, sizes of at least 1");
+        } else {
+            shrink_request request = {
+                .data = data.buf,
+                .num_bytes = (size_t)data.len,
+                .height = (size_t)height,
+                .width = (size_t)width,
+                .scale = (unsigned)scale,
+                .top = (size_t)top,
+                .left = (size_t)left,
+                .kept_height = (size_t)kept_height,
+                .kept_width = (size_t)kept_width,
+            };
+            result = shrink_into(&pixels, &request);
+        }
+        PyBuffer_Release(&pixels);
+    }
+    PyBuffer_Release(&data);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"shrink_jpeg", py_shrink_jpeg, METH_VARARGS,
+     "shrink_jpeg(data, pixels_HWC, (height, width), scale, (top, left, kept_height, kept_width)) -> bool\n\n"
+     "Decodes the JPEG `data` of `height` x `width` pixels at 1 / `scale`, and shrinks the kept region of the result\n"
+     "into `pixels_HWC` (uint8, 1 or 3 channels). False, with any pixels, if libjpeg has an objection to the file or\n"
+     "it is neither gray nor YCbCr. Raises MemoryError, and ValueError for a region outside of the image."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "shardmill_native", "JPEG to a shrunk region in one pass.", 0, methods, NULL, NULL, NULL,
+    NULL,
+};
+
+PyMODINIT_FUNC PyInit_shardmill_native(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (module && PyModule_AddStringConstant(module, "KERNEL_ID",
+                                             "native-" KERNEL_VERSION "+libjpeg-turbo-" TEXT(LIBJPEG_TURBO_VERSION)) < 0)
+        Py_CLEAR(module);
+    return module;
+}

@@ -1,0 +1,16 @@
+"""Builds the optional kernel: `pip install ./native` beside shardmill (scripts/setup.sh does it)."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "shardmill_native",
+            sources=["module.c", "jpeg.c", "area.c"],
+            depends=["jpeg.h", "area.h"],
+            libraries=["jpeg"],
+            # A portable build: the platform's baseline; wider variants are chosen when it is loaded (area.c).
+            extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Wno-clobbered", "-fvisibility=hidden"],
+        )
+    ],
+)

@@ -1,0 +1,211 @@
+"""The optional native kernel alone: to the bit what its integers promise, on the pixels that the wheels decode."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import cv2
+import numpy as np
+import pytest
+import simplejpeg
+
+from shardmill.images.geometry import reduced_length
+from tests.shardmill.images.make import gray_jpeg, gray_photo, jpeg, one_of_each_format, photo
+from tests.shardmill.images.reference import psnr, resize_reference, ssim
+from tests.shardmill.images.test_resize import LEAST_PSNR_DB, LEAST_SSIM, MOST_LEVELS, noise
+
+native = pytest.importorskip("shardmill_native", reason="the native kernel is not built (scripts/setup.sh says why)")
+
+Box = tuple[int, int, int, int]
+ONE = 65535
+
+
+def shrink(data: bytes, shape: tuple[int, int], box: Box, scale: int = 1) -> np.ndarray | None:
+    """The kept `box` (top, left, height, width) of the image at 1 / `scale`, as `shape`; None if declined."""
+    height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+    pixels_HWC = np.empty((*shape, 1 if colorspace == "Gray" else 3), np.uint8)
+    return pixels_HWC if native.shrink_jpeg(data, pixels_HWC, (height, width), scale, box) else None
+
+
+def expected(data: bytes, shape: tuple[int, int], box: Box, scale: int = 1) -> np.ndarray:
+    """The same arithmetic in NumPy, on pixels that simplejpeg decoded."""
+    height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+    decoded_HWC = simplejpeg.decode_jpeg(
+        data,
+        "GRAY" if colorspace == "Gray" else "RGB",
+        min_height=reduced_length(height, scale),
+        min_width=reduced_length(width, scale),
+        min_factor=1,
+        strict=True,
+    )
+    top, left, kept_height, kept_width = box
+    kept_HWC = decoded_HWC[top : top + kept_height, left : left + kept_width].astype(np.uint32) << 8
+    by_rows_HWC = _shrink_rows(kept_HWC, shape[0])
+    sums_HWC = _shrink_rows(by_rows_HWC.transpose(1, 0, 2), shape[1]).transpose(1, 0, 2)
+    return ((sums_HWC + 128) >> 8).astype(np.uint8)
+
+
+def _shrink_rows(sums_HWC: np.ndarray, new_length: int) -> np.ndarray:
+    """In units of 1/256 level: each product is rounded down, and half a unit is given back for it."""
+    length = sums_HWC.shape[0]
+
+    def weight_up_to(covered: int) -> int:
+        return (covered * ONE + length // 2) // length
+
+    rows = []
+    for i in range(new_length):
+        start, covered = i * length, range(i * length // new_length, -(-(i + 1) * length // new_length))
+        edges = [(max(k * new_length, start), min((k + 1) * new_length, start + length)) for k in covered]
+        weights = [weight_up_to(end - start) - weight_up_to(begin - start) for begin, end in edges]
+        assert sum(weights) == ONE
+        row = sum((sums_HWC[k] * np.uint32(weight)) >> 16 for k, weight in zip(covered, weights, strict=True))
+        rows.append(row + len(covered) // 2)
+    return np.stack(rows)
+
+
+def sampled(pixels_HWC: np.ndarray, subsampling: str, *parameters: int) -> bytes:
+    """With OpenCV's flags for progression and restart markers."""
+    if subsampling == "gray":
+        return gray_jpeg(np.ascontiguousarray(pixels_HWC[:, :, 0]))
+    factors = getattr(cv2, f"IMWRITE_JPEG_SAMPLING_FACTOR_{subsampling}")
+    flags = [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, factors, cv2.IMWRITE_JPEG_QUALITY, 90, *parameters]
+    done, encoded = cv2.imencode(".jpg", pixels_HWC, flags)
+    assert done
+    return encoded.tobytes()
+
+
+@pytest.mark.parametrize("subsampling", ["444", "422", "420", "440", "411", "gray"])
+def test_every_subsampling_crop_and_scale_gives_the_promised_bits(subsampling: str) -> None:
+    for height, width in [(97, 250), (64, 64), (133, 71)]:
+        data = sampled(noise(height, width), subsampling)
+        for scale in (1, 2, 4):
+            full = reduced_length(height, scale), reduced_length(width, scale)
+            side = min(full)
+            centre = (full[0] - side) // 2, (full[1] - side) // 2, side, side
+            corner = full[0] // 2, full[1] // 2, full[0] - full[0] // 2, full[1] - full[1] // 2
+            for box in ((0, 0, *full), centre, corner):
+                shape = -(-box[2] * 2 // 3), max(1, box[3] // 3)
+                case = (height, width, scale, box)
+                assert np.array_equal(shrink(data, shape, box, scale), expected(data, shape, box, scale)), case
+
+
+@pytest.mark.parametrize("parameters", [(cv2.IMWRITE_JPEG_PROGRESSIVE, 1), (cv2.IMWRITE_JPEG_RST_INTERVAL, 3)])
+@pytest.mark.parametrize("subsampling", ["444", "420"])
+def test_progressive_files_and_restart_markers(subsampling: str, parameters: tuple[int, int]) -> None:
+    data = sampled(noise(120, 90), subsampling, *parameters)
+    assert (b"\xff\xc2" if parameters[0] == cv2.IMWRITE_JPEG_PROGRESSIVE else b"\xff\xdd") in data
+    for box in ((0, 0, 120, 90), (15, 0, 90, 90), (51, 33, 20, 20)):
+        assert np.array_equal(shrink(data, (16, 13), box), expected(data, (16, 13), box))
+
+
+def test_odd_sizes() -> None:
+    for height, width in [(1, 1), (1, 70), (70, 1), (2, 500), (500, 3), (9, 640), (2048, 40)]:
+        data = jpeg(noise(height, width))
+        for shape in itertools.product({1, height, -(-height // 64), -(-height // 2)}, {1, width, -(-width // 64)}):
+            if 64 * shape[0] >= height and 64 * shape[1] >= width:
+                box = (0, 0, height, width)
+                assert np.array_equal(shrink(data, shape, box), expected(data, shape, box)), (height, width, shape)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (64, 50), (100, 99), (251, 300), (5, 300)])
+def test_the_area_kernel_is_the_reference_within_the_bounds_of_the_wheels(shape: tuple[int, int]) -> None:
+    data = jpeg(noise(251, 300))
+    exact_HWC = resize_reference(simplejpeg.decode_jpeg(data, "RGB"), *shape)
+    image_HWC = shrink(data, shape, (0, 0, 251, 300))
+    assert image_HWC is not None
+    assert np.abs(image_HWC - exact_HWC).max() <= MOST_LEVELS
+    assert psnr(image_HWC, exact_HWC) >= LEAST_PSNR_DB
+    assert ssim(image_HWC, exact_HWC) >= LEAST_SSIM
+
+
+@pytest.mark.parametrize("level", [0, 1, 128, 254, 255])
+def test_a_constant_image_stays_constant(level: int) -> None:
+    data = gray_jpeg(np.full((640, 200), level, np.uint8))
+    decoded = int(simplejpeg.decode_jpeg(data, "GRAY")[0, 0, 0])
+    for shape in ((10, 100), (640, 199), (300, 7), (640, 200)):
+        image_HWC = shrink(data, shape, (0, 0, 640, 200))
+        assert image_HWC is not None
+        assert (image_HWC == decoded).all(), shape
+
+
+def test_every_cut_and_flipped_bit_that_libjpeg_minds_is_declined() -> None:
+    """Wherever the region lies: the rest of the file is checked too."""
+    data = jpeg(noise(80, 64), 90)
+    rng = np.random.RandomState(3)
+    boxes = [(0, 0, 80, 64), (0, 0, 16, 64), (60, 0, 20, 64), (30, 20, 20, 20)]
+    damaged = [data[:length] for length in rng.randint(len(data) // 2, len(data) - 2, 20)]
+    for place in rng.randint(700, len(data) - 2, 200):
+        damaged.append(data[:place] + bytes([data[place] ^ (1 << rng.randint(8))]) + data[place + 1 :])
+    num_declined = 0
+    for number, file in enumerate(damaged):
+        try:
+            simplejpeg.decode_jpeg(file, "RGB", strict=True)
+            is_intact = True
+        except ValueError:
+            is_intact = False
+        for box in boxes:
+            done = native.shrink_jpeg(file, np.empty((10, 9, 3), np.uint8), (80, 64), 1, box)
+            assert done == is_intact, (number, box)
+            num_declined += not done
+    assert 100 < num_declined < 4 * len(damaged)
+
+
+def test_other_colours_and_other_sizes_than_declared_are_declined() -> None:
+    pixels_HWC, box = np.empty((8, 8, 3), np.uint8), (0, 0, 20, 20)
+    assert native.shrink_jpeg(jpeg(photo()), pixels_HWC, (24, 32), 1, box)
+    assert not native.shrink_jpeg(one_of_each_format()["cmyk"], pixels_HWC, (24, 32), 1, box)
+    assert not native.shrink_jpeg(gray_jpeg(gray_photo()), pixels_HWC, (24, 32), 1, box)
+    assert not native.shrink_jpeg(jpeg(photo()), np.empty((8, 8, 1), np.uint8), (24, 32), 1, box)
+    assert not native.shrink_jpeg(jpeg(photo()), pixels_HWC, (32, 24), 1, box)
+    for data in (b"", b"\xff\xd8", b"\xff\xd8\xff\xd9", b"not a JPEG"):
+        assert not native.shrink_jpeg(data, pixels_HWC, (24, 32), 1, box)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "scale", "box"),
+    [
+        ((8, 8, 3), (24, 32), 1, (0, 0, 25, 32)),
+        ((8, 8, 3), (24, 32), 1, (5, 0, 20, 32)),
+        ((8, 8, 3), (24, 32), 2, (0, 0, 13, 16)),
+        ((8, 8, 3), (24, 32), 1, (0, -1, 20, 20)),
+        ((8, 8, 3), (24, 32), 1, (0, 2**62, 20, 20)),
+        ((25, 8, 3), (24, 32), 1, (0, 0, 24, 32)),
+        ((8, 8, 2), (24, 32), 1, (0, 0, 24, 32)),
+        ((8, 8), (24, 32), 1, (0, 0, 24, 32)),
+        ((8, 8, 3), (24, 32), 3, (0, 0, 8, 8)),
+        ((0, 8, 3), (24, 32), 1, (0, 0, 24, 32)),
+        ((1, 8, 3), (650, 32), 1, (0, 0, 650, 32)),
+        ((8, 8, 3), (2**62, 32), 1, (0, 0, 24, 32)),
+    ],
+)
+def test_a_region_that_cannot_be_is_an_error(
+    shape: tuple[int, ...], size: tuple[int, int], scale: int, box: Box
+) -> None:
+    with pytest.raises(ValueError, match="pixels|region"):
+        native.shrink_jpeg(jpeg(photo()), np.empty(shape, np.uint8), size, scale, box)
+
+
+def test_only_whole_writable_bytes_are_written_to() -> None:
+    arguments = (24, 32), 1, (0, 0, 20, 20)
+    with pytest.raises(ValueError, match="uint8"):
+        native.shrink_jpeg(jpeg(photo()), np.empty((8, 8, 3), np.uint16), *arguments)
+    for pixels in (np.empty((8, 16, 3), np.uint8)[:, ::2], np.frombuffer(bytes(192), np.uint8).reshape(8, 8, 3)):
+        with pytest.raises((ValueError, BufferError)):
+            native.shrink_jpeg(jpeg(photo()), pixels, *arguments)
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    data, box = jpeg(noise(150, 200)), (0, 0, 150, 200)
+    wanted_HWC = expected(data, (50, 60), box)
+    found: list[bool] = []
+
+    def work() -> None:
+        found.extend(np.array_equal(shrink(data, (50, 60), box), wanted_HWC) for _ in range(20))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 80
