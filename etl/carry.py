@@ -47,9 +47,9 @@ def carry(changes: Changes, copier: RowCopier) -> Iterator[UnitResult]:
     """
     # Negative, because the ranges of cells count from 0: what is carried comes first in the layout.
     for index, shard in enumerate(changes.shards, start=-len(changes.shards)):
-        if not shard.is_gone:
-            is_whole = shard.is_whole
-            yield copier.result_of(index, (shard.copies,) if is_whole else copier.copy(shard.copies, shard.is_kept_N))
+        result = copier.result_of(index, shard.copies, shard.is_kept_N)
+        if result is not None:
+            yield result
 
 
 def changes_nothing(store: Store, changes: Changes, results: Sequence[UnitResult]) -> bool:

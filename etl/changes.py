@@ -9,7 +9,6 @@ keeps 25 bytes a row in memory: a 128-bit digest of these facts, its place, and 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ import pyarrow.parquet as pq
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.listing import Listing
+from etl.segments import fact_limbs, key_digests
 from shardmill.dataset.index import rows_file
 from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment
@@ -41,10 +41,6 @@ class ShardRows:
     def is_whole(self) -> bool:
         return bool(self.is_kept_N.all())
 
-    @property
-    def is_gone(self) -> bool:
-        return not self.is_kept_N.any()
-
 
 @dataclass(frozen=True, slots=True)
 class Changes:
@@ -60,7 +56,7 @@ class Changes:
 
 
 class Compared:
-    """A listing beside the rows of an older version. `new_images` must be read to its end before `changes` is asked."""
+    """A listing beside the rows of an older version. `list` must be read to its end before `changes` is asked."""
 
     def __init__(
         self,
@@ -140,9 +136,7 @@ def _row_digests(store: Store, shard: ShardInfo, class_names: tuple[str, ...], *
 
 
 def _fact_digests(images: pa.Table, *, names_split: bool) -> np.ndarray:
-    """The first 16 bytes of a SHA-256 over each image's facts, as `S16`."""
-    names = ["key", *_FACTS, *(["split"] if names_split else [])]
-    texts = [images.column(name).cast(pa.string()) for name in names]
-    joined = pc.binary_join_element_wise(*texts, "\x1f", null_handling="replace", null_replacement="\x00")
-    sha256 = hashlib.sha256
-    return np.frombuffer(b"".join([sha256(text.encode()).digest()[:16] for text in joined.to_numpy()]), "S16")
+    """The first 16 bytes of each image's digest of key and facts, as `S16`."""
+    names = (*_FACTS, "split") if names_split else _FACTS
+    limbs_N4 = fact_limbs(key_digests(images), images, names)[:, :4]
+    return np.ascontiguousarray(limbs_N4.astype("<u4")).view("S16").ravel()

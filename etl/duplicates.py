@@ -83,9 +83,9 @@ def _without(result: UnitResult, by_shard: dict[str, list[_Copy]], copier: RowCo
     for group in groups:
         is_kept_N = np.ones(group[0].num_rows, bool)
         is_kept_N[[copy.row for copy in by_shard.get(group[0].path, ())]] = False
-        if is_kept_N.any():
-            is_whole = bool(is_kept_N.all())
-            yield copier.result_of(result.unit_index, (group,) if is_whole else copier.copy(group, is_kept_N))
+        kept = copier.result_of(result.unit_index, group, is_kept_N)
+        if kept is not None:
+            yield kept
     refused = [_rejection(copy) for copy in gone]
     key_sum = add_digests(int(result.rejected_key_sum, 16), *(key_hash(each.key) for each in refused))
     yield replace(

@@ -189,7 +189,7 @@ def _check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
     before, now = plan.parent.source, plan.build.source
     # If the very same files are listed, the source has moved, or is named in another way.
     moved = before.listing_fingerprint == now.listing_fingerprint
-    if (before.kind, before.uri) != (now.kind, now.uri) and not moved:
+    if not before.is_same_place(now) and not moved:
         raise UsageError(
             f"dataset {plan.store.uri}@{plan.parent.version} was made from {before.uri}, not from {now.uri}",
             "expected the same source: the new version would replace the old images, and its models would be compared",

@@ -169,12 +169,11 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
 def _extends(plan: BuildPlan, parent: Manifest) -> bool:
     """Whether rows of the parent may stand in the new version: same source, and config but for the label map."""
     build = plan.build
-    same_source = (parent.source.kind, parent.source.uri) == (build.source.kind, build.source.uri)
     with_its_names = fingerprint_config(
         plan.task.config, parent.class_names, build.normalization_fingerprint, plan.task.source.image_field
     )
     made_alike = (parent.formats, parent.normalization_fingerprint) == (build.formats, build.normalization_fingerprint)
-    return same_source and made_alike and parent.config_fingerprint == with_its_names
+    return parent.source.is_same_place(build.source) and made_alike and parent.config_fingerprint == with_its_names
 
 
 def _check_places(source_uri: str, dataset_uri: str) -> None:

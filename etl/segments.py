@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from etl.listed import LISTED_SCHEMA
+from etl.stored_file import open_file
 from shardmill.errors import StorageError
 from shardmill.ids import sample_id_of
 from shardmill.mix import mix64_array
@@ -49,7 +49,18 @@ def read_cells(store: Store, path: str, first_cell: int, last_cell: int) -> Iter
 
     Raises StorageError if the segment is gone, or its store fails.
     """
-    file = pq.ParquetFile(_StoredFile(store, path), pre_buffer=False)
+    found = store.stat(path)
+    if found is None:
+        raise StorageError(
+            f"the listing's segment {join_uri(store.uri, path)} is gone",
+            "expected it to stay for as long as the units run",
+            "run the same command again; finished units are kept",
+        )
+    with open_file(store, found) as stream:
+        yield from _row_groups(pq.ParquetFile(stream, pre_buffer=False), first_cell, last_cell)
+
+
+def _row_groups(file: pq.ParquetFile, first_cell: int, last_cell: int) -> Iterator[pa.Table]:
     place = SEGMENT_SCHEMA.get_field_index("cell")
     for number in range(file.metadata.num_row_groups):
         cells = file.metadata.row_group(number).column(place).statistics
@@ -60,48 +71,18 @@ def read_cells(store: Store, path: str, first_cell: int, last_cell: int) -> Iter
         yield group.filter(pa.array((cells_N >= np.uint64(first_cell)) & (cells_N <= np.uint64(last_cell))))
 
 
-class _StoredFile(io.RawIOBase):
-    """A stored file that Parquet's reader can seek in: each read is one ranged request."""
-
-    def __init__(self, store: Store, path: str) -> None:
-        found = store.stat(path)
-        if found is None:
-            raise StorageError(
-                f"the listing's segment {join_uri(store.uri, path)} is gone",
-                "expected it to stay for as long as the units run",
-                "run the same command again; finished units are kept",
-            )
-        self._store, self._path, self._size, self._position = store, path, found.size_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = start + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        wanted = self._size - self._position if size is None or size < 0 else size
-        data = self._store.read_range(self._path, self._position, wanted)
-        self._position += len(data)
-        return data
+FACTS = tuple(name for name in LISTED_SCHEMA.names if name != "key")
+"""Everything that a listing says of an image but its key."""
 
 
-def fact_limbs(keys_N32: np.ndarray, images: pa.Table) -> np.ndarray:
-    """256 bits over everything that a listing says of each image, as `limbs`; sums of them tell listings apart.
+def fact_limbs(keys_N32: np.ndarray, images: pa.Table, names: Sequence[str] = FACTS) -> np.ndarray:
+    """256 bits over key and facts of each image, as `limbs`; sums of them tell listings apart.
 
     `keys_N32` holds the SHA-256 of the keys, uint8, shape (N, 32). The other facts are mixed into it, which is quick:
     it need not resist an adversary, who could as well keep a file's size and time.
     """
     lanes_N4 = keys_N32.view("<u8").astype(np.uint64)
-    for name in (name for name in LISTED_SCHEMA.names if name != "key"):
+    for name in names:
         values_N = _as_numbers(images.column(name))
         for lane in range(4):
             lanes_N4[:, lane] = mix64_array(lanes_N4[:, lane] ^ values_N, lane)

@@ -71,8 +71,14 @@ class RowCopier:
             for copy in copies
         )
 
-    def result_of(self, unit_index: int, shards: tuple[Copies, ...]) -> UnitResult:
-        """What a unit that had written these shards, of one split, would have returned."""
+    def result_of(self, unit_index: int, copies: Copies, is_kept_N: np.ndarray) -> UnitResult | None:
+        """What a unit that had written the kept rows of a shard would have returned; None if there are none.
+
+        A shard of which all are kept stays as it is. Raises IntegrityError as `copy` does.
+        """
+        if not is_kept_N.any():
+            return None
+        shards = (copies,) if is_kept_N.all() else self.copy(copies, is_kept_N)
         columns = rows_schema(self._schema)
         tables = [read_segment(self.store, rows_file(copies[0]), columns, copies[0].num_rows) for copies in shards]
         rows = pa.concat_tables(tables)

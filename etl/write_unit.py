@@ -21,7 +21,6 @@ from etl.units import UnitTask, WorkUnit, read_unit
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
 from shardmill.errors import AccessDenied, IntegrityError, StorageError, UsageError
-from shardmill.failpoints import failpoint
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decoder_id import DECODER_ID
@@ -91,7 +90,6 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
     )
     if not task.is_check:
         keep_result(dataset, unit, result)
-    failpoint("task_report")
     return result
 
 
@@ -126,7 +124,6 @@ def _process(
         if isinstance(data, Rejection):
             yield image, data
         else:
-            failpoint("decode")
             pending = decoder.start(image, data, normalize)
     if pending is not None:
         yield pending.source, decoder.finish(pending)
@@ -137,21 +134,17 @@ def read_source(reader: SourceReader, image: SourceImage, task: UnitTask) -> byt
 
     Raises StorageError if the store fails, or has lost every probe as well: an absent root is not an absent file.
     """
-
-    def rejection(reason: RejectReason, detail: str) -> Rejection:
-        return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage="read")
-
     try:
         data = reader.read(image)
     except FileNotFoundError:
         path = image.container or image.key
         check_source(reader, task.source.uri, tuple(probe for probe in task.probes if probe != path))
-        return rejection(RejectReason.MISSING, "listed, but gone when it was read")
+        return image.rejected(RejectReason.MISSING, "listed, but gone when it was read")
     except AccessDenied as error:
         # This concerns one file. Any other fault is the store's: the task fails and is tried again.
-        return rejection(RejectReason.UNREADABLE, error.what)
+        return image.rejected(RejectReason.UNREADABLE, error.what)
     if not isinstance(data, Rejection) and image.size_bytes not in (UNKNOWN_SIZE, len(data)):
-        return rejection(RejectReason.SOURCE_CHANGED, f"listed with {image.size_bytes} bytes, read {len(data)}")
+        return image.rejected(RejectReason.SOURCE_CHANGED, f"listed with {image.size_bytes} bytes, read {len(data)}")
     return data
 
 

@@ -96,6 +96,19 @@ class SourceImage:
     block: int = 0
     """Images of one block of a container are read by one work unit, so that no archive is scanned twice."""
 
+    def rejected(self, reason: RejectReason, detail: str, stage: str = "read", source_sha256: str = "") -> Rejection:
+        """The ledger's row for this input."""
+        return Rejection(
+            self.key,
+            reason,
+            detail,
+            self.size_bytes,
+            self.mtime_ns,
+            self.etag,
+            source_sha256=source_sha256,
+            stage=stage,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ImageSample:

@@ -1,4 +1,4 @@
-"""The engine for those who do not care: no JVM unless there is a cluster, or more images than one machine should do."""
+"""The default engine: no JVM unless a cluster is configured, or there are more images than one machine should do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from etl.units import UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
 
-# About a day of two cores; whoever has more has a cluster, and is told by Spark if its master is not set.
+# About eleven hours of two cores at 250 images a second (docs/benchmarks/etl_engine.md).
 MAX_LOCAL_IMAGES = 10_000_000
 
 

@@ -35,7 +35,6 @@ def run_locally(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSetti
     A unit that ends its worker twice is a StorageError: its images were decoded apart, so it is this machine.
     """
     waiting = deque(units)
-    # Twice as many images may be lost to a crash as are in one unit; a worker for each core and no more than units.
     num_workers = min(settings.num_workers or len(os.sched_getaffinity(0)), len(units))
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         for _ in range(num_workers):

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
-from etl.sources.containers import SPLIT_OF_NAME
+from etl.sources.names import SPLIT_OF_NAME
 from shardmill.errors import UsageError
 from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason
 

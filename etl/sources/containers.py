@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +12,8 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import BinaryIO, Generic, TypeVar
 
+from etl.sources.names import SPLIT_OF_NAME
+from etl.stored_file import open_file
 from shardmill.errors import IntegrityError, NoSuchRoot, UsageError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
@@ -22,20 +23,6 @@ from shardmill.values import Rejection, RejectReason, SourceImage
 
 Opened = TypeVar("Opened")
 
-SPLIT_OF_NAME = {
-    "train": "train",
-    "training": "train",
-    "val": "validation",
-    "valid": "validation",
-    "validation": "validation",
-    "dev": "validation",
-    "test": "test",
-    "testing": "test",
-    "t10k": "test",
-}
-
-# Remote files are fetched in blocks: few requests for a scan, little waste for a jump over a large member.
-_BLOCK_BYTES = 1 << 20
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
@@ -50,7 +37,7 @@ class FoundFiles:
     def rejections(self) -> tuple[Rejection, ...]:
         """The other files, which nobody takes for images."""
         return tuple(
-            rejected(image_file(file), RejectReason.NOT_AN_IMAGE_NAME, "not of this source's kind", "list")
+            image_file(file).rejected(RejectReason.NOT_AN_IMAGE_NAME, "not of this source's kind", "list")
             for file in self.others
         )
 
@@ -119,49 +106,56 @@ def splits_of(paths: Iterable[str]) -> dict[str, str | None]:
     return splits
 
 
-@dataclass(slots=True)
-class OpenContainer(Generic[Opened]):
-    """Keeps the container of the latest image open: the images of a unit come block by block."""
+class ContainerReader(Generic[Opened]):
+    """Reads the images of containers by their places; the latest container stays open, as units come block by block."""
 
-    store: Store
-    open: Callable[[BinaryIO, StoredFile], Opened]
-    """Makes of the file what reads images from it."""
-    _known: tuple[str, int, str] | None = None
-    _file: BinaryIO | None = None
-    _opened: Opened | None = None
+    num_parallel = 1
 
-    def of(self, image: SourceImage) -> Opened | Rejection:
-        """The image's container, or a rejection if it is not the one that was listed. Raises as `Store.read` does."""
+    def __init__(
+        self,
+        store: Store,
+        open: Callable[[BinaryIO, StoredFile], Opened],
+        take: Callable[[Opened, SourceImage], bytes | Rejection],
+    ) -> None:
+        """`open` makes of a file what `take` reads images from; both raise IntegrityError on damage."""
+        self._store, self._open, self._take = store, open, take
+        self._known: tuple[str, int, str] | None = None
+        self._file: BinaryIO | None = None
+        self._opened: Opened | None = None
+
+    def read(self, image: SourceImage) -> bytes | Rejection:
+        """The image's bytes, or a rejection if its container changed or is damaged. Raises as `Store.read` does."""
+        try:
+            opened = self._container_of(image)
+            if isinstance(opened, Rejection):
+                return opened
+            with reading(image.container):
+                return self._take(opened, image)
+        except IntegrityError as error:
+            return image.rejected(RejectReason.DAMAGED_CONTAINER, str(error))
+
+    def is_there(self, path: str) -> bool:
+        """Whether this host sees the container."""
+        return self._store.stat(path) is not None
+
+    def _container_of(self, image: SourceImage) -> Opened | Rejection:
         known = (image.container, image.mtime_ns, image.etag)
         if known != self._known or self._opened is None:
-            file = self.store.stat(image.container)
+            file = self._store.stat(image.container)
             if file is None:
                 raise FileNotFoundError(image.container)
             if (file.mtime_ns, file.etag) != (image.mtime_ns, image.etag):
-                return rejected(image, RejectReason.SOURCE_CHANGED, "its container changed after it was listed")
+                return image.rejected(RejectReason.SOURCE_CHANGED, "its container changed after it was listed")
             if self._file is not None:
                 self._file.close()
-            self._file = open_file(self.store, file)
-            self._opened, self._known = self.open(self._file, file), known
+            self._file = open_file(self._store, file)
+            self._opened, self._known = self._open(self._file, file), known
         return self._opened
 
 
 def image_file(file: StoredFile) -> SourceImage:
     """A file as a listed input of its own."""
     return SourceImage(file.path, file.size_bytes, file.mtime_ns, file.etag)
-
-
-def rejected(image: SourceImage, reason: RejectReason, detail: str, stage: str = "read") -> Rejection:
-    """A rejection of a listed image."""
-    return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage=stage)
-
-
-def open_file(store: Store, file: StoredFile) -> BinaryIO:
-    """A seekable file; a remote one is read by ranges, in blocks. Raises FileNotFoundError, StorageError."""
-    if store.local_root is not None:
-        with as_storage_error(store.local_root / file.path):
-            return open(store.local_root / file.path, "rb")
-    return io.BufferedReader(_RemoteFile(store, file), _BLOCK_BYTES)
 
 
 def is_packed(path: str) -> bool:
@@ -182,33 +176,6 @@ def reading(path: str) -> Iterator[None]:
             yield
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise IntegrityError(f"it does not unpack: {error}") from None
-
-
-class _RemoteFile(io.RawIOBase):
-    def __init__(self, store: Store, file: StoredFile) -> None:
-        super().__init__()
-        self._store, self._file, self._position = store, file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
-        self._position = start + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        num_bytes = min(len(buffer), max(0, self._file.size_bytes - self._position))
-        data = self._store.read_range(self._file.path, self._position, num_bytes) if num_bytes else b""
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
 
 
 def _fixed_part(uri: str, suffixes: tuple[str, ...]) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from etl.listed import ListingBatch, batches_of, listed_table
 from etl.sources.files import FileReader
-from etl.sources.names import is_image_name, is_utf8
+from etl.sources.names import SPLIT_OF_FOLDER, is_image_name, is_utf8
 from etl.sources.spool import Spool
 from shardmill.errors import NoSuchRoot, StorageError, UsageError
 from shardmill.printable import printable
@@ -25,14 +25,6 @@ from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
-
-SPLIT_OF_FOLDER = {
-    "train": "train",
-    "val": "validation",
-    "valid": "validation",
-    "validation": "validation",
-    "test": "test",
-}
 
 
 class FolderSource:
@@ -210,9 +202,9 @@ class _LabelPlace:
             split = SPLIT_OF_FOLDER.get(folders[0]) if self.has_splits and folders else None
             label = folders[self.class_depth - 1] if len(folders) >= self.class_depth else None
             if self.has_splits and split is None:
-                yield _rejection(image, RejectReason.BAD_LABEL, "lies in no split folder, and others do")
+                yield image.rejected(RejectReason.BAD_LABEL, "lies in no split folder, and others do", "list")
             elif self.has_classes and label is None:
-                yield _rejection(image, RejectReason.BAD_LABEL, "lies in no class folder, and others do")
+                yield image.rejected(RejectReason.BAD_LABEL, "lies in no class folder, and others do", "list")
             else:
                 labelled = replace(image, label=label if self.has_classes else None, split=split)
                 self.num_images += 1
@@ -235,11 +227,7 @@ class _LabelPlace:
 
 def _named_like_an_image(image: SourceImage) -> SourceImage | Rejection:
     if not is_utf8(image.key):
-        return _rejection(image, RejectReason.PATH_NOT_UTF8, "the name is not UTF-8")
+        return image.rejected(RejectReason.PATH_NOT_UTF8, "the name is not UTF-8", "list")
     if not is_image_name(image.key):
-        return _rejection(image, RejectReason.NOT_AN_IMAGE_NAME, "the name is not an image's")
+        return image.rejected(RejectReason.NOT_AN_IMAGE_NAME, "the name is not an image's", "list")
     return image
-
-
-def _rejection(image: SourceImage, reason: RejectReason, detail: str) -> Rejection:
-    return Rejection(image.key, reason, detail, image.size_bytes, image.mtime_ns, image.etag, stage="list")

@@ -22,23 +22,22 @@ import pyarrow.compute as pc
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import listed_rows
 from etl.sources.containers import (
+    ContainerReader,
     Containers,
     FoundFiles,
-    OpenContainer,
     image_file,
     is_packed,
-    open_file,
     reading,
-    rejected,
     splits_of,
     unpacked,
 )
 from etl.sources.names import IDX_SUFFIXES
 from etl.sources.plain_png import plain_png
+from etl.stored_file import open_file
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
-from shardmill.values import Rejection, RejectReason, SourceImage
+from shardmill.values import RejectReason
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
@@ -58,9 +57,11 @@ class IdxSource:
         self._files = Containers(config.uri, IDX_SUFFIXES)
         self.uri = self._files.uri
 
-    def open(self, max_source_bytes: int) -> IdxReader:
-        """Reads images by number."""
-        return IdxReader(self._files.store)
+    def open(self, max_source_bytes: int) -> ContainerReader[_IdxFile]:
+        """Reads images by number, as PNG."""
+        return ContainerReader(
+            self._files.store, _open_images, lambda images, image: plain_png(images.read(image.place))
+        )
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no file of images, or only some have labels. Damage is a rejection."""
@@ -81,28 +82,6 @@ class IdxSource:
         plain = re.sub(r"idx\d", "idx1", name.replace("images", "labels")).removesuffix(".gz")
         found = (self._files.store.stat(f"{folder}{slash}{plain}{suffix}") for suffix in ("", ".gz"))
         return next((file for file in found if file is not None), None)
-
-
-class IdxReader:
-    """Reads images by number, as PNG; the latest file stays open."""
-
-    num_parallel = 1
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._file = OpenContainer(store, _open_images)
-
-    def read(self, image: SourceImage) -> bytes | Rejection:
-        """The pixels as PNG bytes, or a rejection if the file changed or is damaged. Raises as `Store.read` does."""
-        try:
-            images = self._file.of(image)
-            return images if isinstance(images, Rejection) else plain_png(images.read(image.place))
-        except IntegrityError as error:
-            return rejected(image, RejectReason.DAMAGED_CONTAINER, str(error))
-
-    def is_there(self, path: str) -> bool:
-        """Whether this host sees the file."""
-        return self._store.stat(path) is not None
 
 
 def _check_pairs(uri: str, labels: dict[str, StoredFile | None]) -> None:
@@ -170,7 +149,7 @@ def _list_pair(
     """The images of one file; those that a cut file lacks are one rejection, and so is a pair that does not fit."""
 
     def damage(problem: str) -> ListingBatch:
-        refused = rejected(image_file(file), RejectReason.DAMAGED_CONTAINER, problem, "list")
+        refused = image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, problem, "list")
         return ListingBatch(LISTED_SCHEMA.empty_table(), (refused,))
 
     try:

@@ -22,6 +22,15 @@ TABLE_SUFFIXES = (
     *(".parquet", ".csv", ".tsv", ".jsonl", ".ndjson"),
     *(".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz"),
 )
+SPLIT_OF_FOLDER = {
+    "train": "train",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "test": "test",
+}
+# What file names and columns say besides.
+SPLIT_OF_NAME = {**SPLIT_OF_FOLDER, "training": "train", "dev": "validation", "testing": "test", "t10k": "test"}
 _SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
 
 

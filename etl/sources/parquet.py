@@ -9,6 +9,7 @@ A listing reads every column but the images; a task reads them row group by row 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -19,12 +20,13 @@ import pyarrow.parquet as pq
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import as_labels, as_splits, as_texts, choose_column, class_names_of, listed_rows, or_else
-from etl.sources.containers import Containers, OpenContainer, image_file, open_file, rejected, splits_of
+from etl.sources.containers import ContainerReader, Containers, image_file, splits_of
 from etl.sources.names import PARQUET_SUFFIXES
 from etl.sources.parquet_columns import bytes_leaf, column_batches, open_columns
+from etl.stored_file import open_file
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
-from shardmill.storage import Store, StoredFile
+from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.values import Rejection, RejectReason, SourceImage
 
@@ -43,9 +45,24 @@ class ParquetSource:
         self._files = Containers(config.uri, PARQUET_SUFFIXES)
         self.uri = self._files.uri
 
-    def open(self, max_source_bytes: int) -> ParquetReader:
+    def open(self, max_source_bytes: int) -> ContainerReader[_ImageRows]:
         """Reads rows, each row group once if they come in order."""
-        return ParquetReader(self._files.store, self._config.image_field, max_source_bytes)
+
+        def open_rows(stream: BinaryIO, file: StoredFile) -> _ImageRows:
+            with _parsing(file.path):
+                return _ImageRows(stream, file.path, self._config.image_field)
+
+        def take(rows: _ImageRows, image: SourceImage) -> bytes | Rejection:
+            with _parsing(image.container):
+                data = rows.read(image.place, image.block)
+            if data is None:
+                return image.rejected(RejectReason.BAD_ROW, "the row holds no image")
+            if len(data) > max_source_bytes:
+                limit = f"{len(data)} bytes; the limit is etl.max_source_bytes"
+                return image.rejected(RejectReason.TOO_LARGE_BYTES, limit)
+            return data
+
+        return ContainerReader(self._files.store, open_rows, take)
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no file, or no column of images. A damaged file is a rejection."""
@@ -53,55 +70,26 @@ class ParquetSource:
         yield ListingBatch(LISTED_SCHEMA.empty_table(), found.rejections)
         splits = splits_of(file.path for file in found.containers)
         for file in found.containers:
-            with open_file(self._files.store, file) as stream, as_storage_error(file.path):
+            with open_file(self._files.store, file) as stream:
                 try:
-                    yield from _list_file(stream, file, self._config, splits[file.path])
-                except (pa.ArrowException, IntegrityError, OSError) as error:
-                    yield ListingBatch(LISTED_SCHEMA.empty_table(), (_damaged(image_file(file), error, "list"),))
+                    with _parsing(file.path):
+                        yield from _list_file(stream, file, self._config, splits[file.path])
+                except IntegrityError as error:
+                    damaged = image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, str(error), "list")
+                    yield ListingBatch(LISTED_SCHEMA.empty_table(), (damaged,))
 
 
-class ParquetReader:
-    """Reads images by row; the latest file stays open, at its place."""
-
-    num_parallel = 1
-
-    def __init__(self, store: Store, image_field: str, max_source_bytes: int) -> None:
-        self._store = store
-        self._max_source_bytes = max_source_bytes
-        self._rows = OpenContainer(store, lambda stream, file: _ImageRows(stream, file.path, image_field))
-
-    def read(self, image: SourceImage) -> bytes | Rejection:
-        """The row's bytes, or a rejection. Raises as `Store.read` does."""
+@contextmanager
+def _parsing(path: str) -> Iterator[None]:
+    """Turn damage into IntegrityError. Raises StorageError if the storage is at fault."""
+    with as_storage_error(path):
         try:
-            rows = self._rows.of(image)
-            if isinstance(rows, Rejection):
-                return rows
-            data = rows.read(image.place, image.block)
-        except FileNotFoundError:
-            raise
+            yield
         except (pa.ArrowException, IntegrityError, OSError) as error:
-            with as_storage_error(image.container):
-                return _damaged(image, error, "read")
-        if data is None:
-            return rejected(image, RejectReason.BAD_ROW, "the row holds no image")
-        if len(data) > self._max_source_bytes:
-            return rejected(
-                image, RejectReason.TOO_LARGE_BYTES, f"{len(data)} bytes; the limit is etl.max_source_bytes"
-            )
-        return data
-
-    def is_there(self, path: str) -> bool:
-        """Whether this host sees the file."""
-        return self._store.stat(path) is not None
-
-
-def _damaged(image: SourceImage, error: Exception, stage: str) -> Rejection:
-    """The rejection that pyarrow's error means. Raises the error itself if the file system's, not the file's fault."""
-    # pyarrow reports damage as OSError too, but without a number.
-    if isinstance(error, OSError) and error.errno is not None:
-        raise error
-    detail = f"does not parse as Parquet: {str(error).splitlines()[0]}"
-    return rejected(image, RejectReason.DAMAGED_CONTAINER, detail, stage)
+            # pyarrow reports damage as OSError too, but without a number.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise IntegrityError(f"does not parse as Parquet: {str(error).splitlines()[0]}") from None
 
 
 def _list_file(stream: BinaryIO, file: StoredFile, config: SourceConfig, split: str | None) -> Iterator[ListingBatch]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl.sources.containers import Containers, is_named, open_file
+from etl.sources.containers import Containers, is_named
 from etl.sources.names import (
     IDX_SUFFIXES,
     PARQUET_SUFFIXES,
@@ -19,6 +19,7 @@ from etl.sources.names import (
     ZIP_SUFFIXES,
 )
 from etl.sources.parquet_columns import bytes_leaf
+from etl.stored_file import open_file
 from shardmill.errors import ShardmillError
 
 # Kinds whose files hold the images themselves. (A table beside a folder's images is no reason to read the table.)

@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import as_labels, as_splits, as_texts, choose_column, class_names_of, listed_rows, or_else
-from etl.sources.containers import SPLIT_OF_NAME, Containers
-from etl.sources.names import TABLE_SUFFIXES
+from etl.sources.containers import Containers
+from etl.sources.names import SPLIT_OF_NAME, TABLE_SUFFIXES
 from etl.sources.table_rows import read_rows
 from etl.sources.uris import UriReader, uri_problems, without_dots
 from shardmill.errors import UsageError

@@ -16,8 +16,9 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 
 from etl.sources.columns import bad_row
-from etl.sources.containers import open_file, unpacked
+from etl.sources.containers import unpacked
 from etl.sources.parquet_columns import column_batches, open_columns
+from etl.stored_file import open_file
 from shardmill.errors import IntegrityError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile

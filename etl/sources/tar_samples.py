@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from etl.sources.containers import SPLIT_OF_NAME
-from etl.sources.names import is_image_name
+from etl.sources.names import SPLIT_OF_NAME, is_image_name
 from etl.sources.tar import ArchiveMember
 from shardmill.values import RejectReason
 

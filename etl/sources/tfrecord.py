@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from etl.listed import ListingBatch, batches_of
 from etl.sources.columns import choose_column
 from etl.sources.containers import (
+    ContainerReader,
     Containers,
-    OpenContainer,
     image_file,
     is_packed,
-    open_file,
     reading,
-    rejected,
     splits_of,
     unpacked,
 )
 from etl.sources.names import TFRECORD_SUFFIXES
 from etl.sources.records import Record, read_record, read_records
+from etl.stored_file import open_file
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.tf_example import decode_example
 from shardmill.printable import printable
@@ -47,9 +46,14 @@ class TfrecordSource:
         self._files = Containers(config.uri, TFRECORD_SUFFIXES)
         self.uri = self._files.uri
 
-    def open(self, max_source_bytes: int) -> TfrecordReader:
+    def open(self, max_source_bytes: int) -> ContainerReader[BinaryIO]:
         """Reads records by their places."""
-        return TfrecordReader(self._files.store, self._config.image_field)
+
+        def take(file: BinaryIO, image: SourceImage) -> bytes | Rejection:
+            data = image_of(_features_of(read_record(file, image.place)), self._config.image_field)
+            return image.rejected(RejectReason.BAD_ROW, "its record holds no image") if data is None else data
+
+        return ContainerReader(self._files.store, unpacked, take)
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no file, or no such feature in the first record. Damage is a rejection."""
@@ -67,34 +71,6 @@ class TfrecordSource:
                     continue
                 names = names or _choose_names(self._config, features, file.path)
                 yield names.entry(image, features, splits[file.path])
-
-
-class TfrecordReader:
-    """Reads the images of records; the latest file stays open."""
-
-    num_parallel = 1
-
-    def __init__(self, store: Store, image_field: str) -> None:
-        self._store = store
-        self._image_field = image_field
-        self._file = OpenContainer(store, unpacked)
-
-    def read(self, image: SourceImage) -> bytes | Rejection:
-        """The record's image, or a rejection if the file changed or is damaged. Raises as `Store.read` does."""
-        file = self._file.of(image)
-        if isinstance(file, Rejection):
-            return file
-        try:
-            with reading(image.container):
-                record = read_record(file, image.place)
-            data = image_of(_features_of(record), self._image_field)
-        except IntegrityError as error:
-            return rejected(image, RejectReason.DAMAGED_CONTAINER, str(error))
-        return rejected(image, RejectReason.BAD_ROW, "its record holds no image") if data is None else data
-
-    def is_there(self, path: str) -> bool:
-        """Whether this host sees the file."""
-        return self._store.stat(path) is not None
 
 
 def image_of(features: Features, image_field: str) -> bytes | None:
@@ -116,18 +92,18 @@ class _FeatureNames:
         """The record as a listed image, or why it is refused."""
         data = image_of(features, self.image)
         if data is None:
-            return rejected(image, RejectReason.BAD_ROW, f"no feature {self.image} of bytes", "list")
+            return image.rejected(RejectReason.BAD_ROW, f"no feature {self.image} of bytes", "list")
         image = replace(image, size_bytes=len(data), split=split)
         if self.key is not None:
             key = _text_of(features.get(self.key))
             if key is None:
-                return rejected(image, RejectReason.BAD_ROW, f"no feature {self.key}", "list")
+                return image.rejected(RejectReason.BAD_ROW, f"no feature {self.key}", "list")
             image = replace(image, key=f"{image.container}\0{key}")
         if self.label is None:
             return image
         label = _text_of(features.get(self.label))
         if label is None:
-            return rejected(image, RejectReason.BAD_LABEL, f"no feature {self.label}", "list")
+            return image.rejected(RejectReason.BAD_LABEL, f"no feature {self.label}", "list")
         return replace(image, label=label)
 
 
@@ -155,10 +131,10 @@ def _list_file(store: Store, file: StoredFile) -> Iterator[tuple[SourceImage | R
                     try:
                         yield image, _features_of(record)
                     except IntegrityError as error:
-                        yield rejected(image, RejectReason.DAMAGED_CONTAINER, str(error), "list"), {}
+                        yield image.rejected(RejectReason.DAMAGED_CONTAINER, str(error), "list"), {}
         except IntegrityError as error:
             detail = f"{error}; the records before that, about {number + 1}, are listed"
-            yield rejected(image_file(file), RejectReason.DAMAGED_CONTAINER, detail, "list"), {}
+            yield image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, detail, "list"), {}
 
 
 def _image_at(file: StoredFile, start: int, number: int) -> SourceImage:

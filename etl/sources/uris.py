@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources.containers import rejected
 from etl.sources.download import HTTP_SCHEMES, Downloader, NotDownloaded
 from shardmill.errors import AccessDenied
 from shardmill.storage import Store
@@ -40,10 +39,10 @@ class UriReader:
         uri = image.container or image.key
         data = self._downloader.fetch(uri) if _is_on_the_web(uri) else self._read(uri)
         if isinstance(data, NotDownloaded):
-            return rejected(image, data.reason, data.detail)
+            return image.rejected(data.reason, data.detail)
         if len(data) > self._max_source_bytes:
             detail = f"more than {self._max_source_bytes} bytes, which is etl.max_source_bytes"
-            return rejected(image, RejectReason.TOO_LARGE_BYTES, detail)
+            return image.rejected(RejectReason.TOO_LARGE_BYTES, detail)
         return data
 
     def is_there(self, path: str) -> bool:

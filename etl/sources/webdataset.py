@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from etl.listed import ListingBatch, batches_of
 from etl.sources.containers import (
+    ContainerReader,
     Containers,
-    OpenContainer,
     image_file,
     is_packed,
-    open_file,
     reading,
-    rejected,
     splits_of,
     unpacked,
 )
 from etl.sources.names import TAR_SUFFIXES, is_utf8
 from etl.sources.tar import ArchiveMember, tar_members
 from etl.sources.tar_samples import TarImage, TarLayout, TarReject, detect_layout, read_samples
+from etl.stored_file import open_file
 from shardmill.errors import IntegrityError
 from shardmill.storage import Store, StoredFile
 from shardmill.values import Rejection, RejectReason, SourceImage
@@ -51,9 +50,9 @@ class WebDatasetSource:
         self._archives = Containers(config.uri, TAR_SUFFIXES)
         self.uri = self._archives.uri
 
-    def open(self, max_source_bytes: int) -> TarReader:
+    def open(self, max_source_bytes: int) -> ContainerReader[BinaryIO]:
         """Reads members by their places."""
-        return TarReader(self._archives.store)
+        return ContainerReader(self._archives.store, unpacked, _take)
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no archive or only some name a split. Damage ends an archive as a rejection."""
@@ -75,33 +74,12 @@ class WebDatasetSource:
         return TarLayout(suffixes, label_field, config.label_level)
 
 
-class TarReader:
-    """Reads images at their places in archives; the latest archive stays open."""
-
-    num_parallel = 1
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._archive = OpenContainer(store, unpacked)
-
-    def read(self, image: SourceImage) -> bytes | Rejection:
-        """The member's bytes, or a rejection if the archive changed or is damaged. Raises as `Store.read` does."""
-        archive = self._archive.of(image)
-        if isinstance(archive, Rejection):
-            return archive
-        try:
-            with reading(image.container):
-                archive.seek(image.place)
-                data = archive.read(image.size_bytes)
-        except IntegrityError as error:
-            return rejected(image, RejectReason.DAMAGED_CONTAINER, str(error))
-        if len(data) < image.size_bytes:
-            return rejected(image, RejectReason.DAMAGED_CONTAINER, "its archive ends inside it")
-        return data
-
-    def is_there(self, path: str) -> bool:
-        """Whether this host sees the archive."""
-        return self._store.stat(path) is not None
+def _take(archive: BinaryIO, image: SourceImage) -> bytes:
+    archive.seek(image.place)
+    data = archive.read(image.size_bytes)
+    if len(data) < image.size_bytes:
+        raise IntegrityError("its archive ends inside it")
+    return data
 
 
 def _list_archive(
@@ -120,7 +98,7 @@ def _list_archive(
                 _check_rest(file)
         except IntegrityError as error:
             detail = f"{error}; the {num_images} images before that are listed"
-            yield rejected(image_file(archive), RejectReason.DAMAGED_CONTAINER, detail, "list")
+            yield image_file(archive).rejected(RejectReason.DAMAGED_CONTAINER, detail, "list")
 
 
 def archive_entry(
@@ -138,11 +116,11 @@ def archive_entry(
         block=block,
     )
     if isinstance(found, TarReject):
-        return rejected(image, found.reason, found.detail, "list")
+        return image.rejected(found.reason, found.detail, "list")
     if not is_utf8(image.key):
-        return rejected(image, RejectReason.PATH_NOT_UTF8, "the name is not UTF-8", "list")
+        return image.rejected(RejectReason.PATH_NOT_UTF8, "the name is not UTF-8", "list")
     if found.problem:
-        return rejected(image, RejectReason.BAD_LABEL, found.problem, "list")
+        return image.rejected(RejectReason.BAD_LABEL, found.problem, "list")
     return replace(image, label=found.label, split=found.split or split)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from etl.listed import ListingBatch, batches_of
-from etl.sources.containers import Containers, OpenContainer, image_file, open_file, reading, rejected, splits_of
+from etl.sources.containers import ContainerReader, Containers, image_file, reading, splits_of
 from etl.sources.names import ZIP_SUFFIXES
 from etl.sources.tar_samples import TarImage, TarLayout, detect_layout, read_samples
 from etl.sources.webdataset import archive_entry
 from etl.sources.zip_members import read_zip_member, zip_members
+from etl.stored_file import open_file
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, StoredFile
 from shardmill.values import Rejection, RejectReason, SourceImage
@@ -32,9 +33,13 @@ class ZipSource:
         self._archives = Containers(config.uri, ZIP_SUFFIXES)
         self.uri = self._archives.uri
 
-    def open(self, max_source_bytes: int) -> ZipReader:
+    def open(self, max_source_bytes: int) -> ContainerReader[BinaryIO]:
         """Reads members by their places."""
-        return ZipReader(self._archives.store)
+        return ContainerReader(
+            self._archives.store,
+            lambda stream, file: stream,
+            lambda archive, image: read_zip_member(archive, image.place, image.size_bytes),
+        )
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no archive, or only some name a split. A damaged one is a rejection."""
@@ -60,31 +65,6 @@ class ZipSource:
         return TarLayout((), detect_layout(members), self._config.label_level)
 
 
-class ZipReader:
-    """Reads images at their places in archives; the latest archive stays open."""
-
-    num_parallel = 1
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._archive = OpenContainer(store, lambda stream, file: stream)
-
-    def read(self, image: SourceImage) -> bytes | Rejection:
-        """The member's bytes, or a rejection if the archive changed or is damaged. Raises as `Store.read` does."""
-        archive = self._archive.of(image)
-        if isinstance(archive, Rejection):
-            return archive
-        try:
-            with reading(image.container):
-                return read_zip_member(archive, image.place, image.size_bytes)
-        except IntegrityError as error:
-            return rejected(image, RejectReason.DAMAGED_CONTAINER, str(error))
-
-    def is_there(self, path: str) -> bool:
-        """Whether this host sees the archive."""
-        return self._store.stat(path) is not None
-
-
 def _list_archive(
     store: Store, archive: StoredFile, layout: TarLayout, split: str | None
 ) -> Iterator[SourceImage | Rejection]:
@@ -97,4 +77,4 @@ def _list_archive(
                     num_images += isinstance(found, TarImage)
         except IntegrityError as error:
             detail = f"{error}; the {num_images} images before that are listed"
-            yield rejected(image_file(archive), RejectReason.DAMAGED_CONTAINER, detail, "list")
+            yield image_file(archive).rejected(RejectReason.DAMAGED_CONTAINER, detail, "list")

@@ -19,7 +19,6 @@ from shardmill.dataset.manifest import (
     ChannelSums,
     Counts,
     Manifest,
-    SourceRef,
     SplitInfo,
     content_digest,
     encode_manifest,
@@ -84,7 +83,11 @@ def commit_version(store: Store, build: Build, results: Sequence[UnitResult], pa
     if parent_version:
         parent = read_manifest(store, parent_version)
         draft = draft.model_copy(update={"expired_versions": parent.expired_versions})
-        if draft.is_equivalent_to(parent) and _is_of_source(parent, build.source) and has_all_files(store, parent):
+        if (
+            draft.is_equivalent_to(parent)
+            and parent.source.is_same_place(build.source)
+            and has_all_files(store, parent)
+        ):
             record_if_missing(store, parent_version)
             return parent
     return publish(store, draft)
@@ -108,11 +111,6 @@ def publish(store: Store, draft: Manifest) -> Manifest:
         "expected no other writer; nothing of this run was published",
         f"look at the winner with `shardmill inspect {store.uri}@{draft.version}`, then run again",
     )
-
-
-def _is_of_source(manifest: Manifest, source: SourceRef) -> bool:
-    """Whether the version names this source: the next build is held to the one that it names."""
-    return (manifest.source.kind, manifest.source.uri) == (source.kind, source.uri)
 
 
 def has_all_files(store: Store, manifest: Manifest) -> bool:

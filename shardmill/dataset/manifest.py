@@ -88,6 +88,10 @@ class SourceRef(Section):
     key_sum: str = Field(pattern="^[0-9a-f]{64}$")
     """Additive hash of all listed keys."""
 
+    def is_same_place(self, other: SourceRef) -> bool:
+        """Whether both name one source, whatever it holds by now."""
+        return (self.kind, self.uri) == (other.kind, other.uri)
+
 
 class VersionRange(Section):
     """Versions `first` to `last`, both included."""

@@ -24,14 +24,6 @@ def pack_outcome(outcome: ImageSample | Rejection | None) -> tuple[bytes, bytes]
 def unpack_outcome(source: SourceImage, header: dict[str, Any], body: bytes) -> ImageSample | Rejection:
     """What `pack_outcome` packed. What the parent knows of the source is not taken from the child."""
     if "reason" in header:
-        return Rejection(
-            key=source.key,
-            reason=RejectReason(header["reason"]),
-            detail=header["detail"],
-            size_bytes=source.size_bytes,
-            mtime_ns=source.mtime_ns,
-            etag=source.etag,
-            source_sha256=header["source_sha256"],
-        )
+        return source.rejected(RejectReason(header["reason"]), header["detail"], "decode", header["source_sha256"])
     lists = ("channel_sums", "channel_square_sums", "notes")
     return ImageSample(image=body, **{**header, **{name: tuple(header[name]) for name in lists}})

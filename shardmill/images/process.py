@@ -43,15 +43,8 @@ def process_image(source: SourceImage, data: bytes, options: NormalizeOptions) -
         if isinstance(error, cv2.error) and error.code == cv2.Error.StsNoMem:
             raise MemoryError(str(error)) from error
         reason, detail = RejectReason.DECODER_ERROR, f"{type(error).__name__}: {error}"
-    return Rejection(
-        key=source.key,
-        reason=reason,
-        detail=printable(detail)[:MAX_DETAIL_CHARACTERS],  # parts of it come from the file
-        size_bytes=source.size_bytes,
-        mtime_ns=source.mtime_ns,
-        etag=source.etag,
-        source_sha256=source_sha256,
-    )
+    # Parts of the detail come from the file.
+    return source.rejected(reason, printable(detail)[:MAX_DETAIL_CHARACTERS], "decode", source_sha256)
 
 
 def _process(source: SourceImage, data: bytes, source_sha256: str, options: NormalizeOptions) -> ImageSample:

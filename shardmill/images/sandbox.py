@@ -118,15 +118,9 @@ class DecodeSandbox:
         except _Failed as failed:
             self.close()
             named = f"; {self._config_section}.{failed.limit_key} is the limit"
-            return Rejection(
-                key=pending.source.key,
-                reason=failed.reason,
-                detail=failed.detail + (named if self._config_section and failed.limit_key else ""),
-                size_bytes=pending.source.size_bytes,
-                mtime_ns=pending.source.mtime_ns,
-                etag=pending.source.etag,
-                source_sha256=hashlib.sha256(pending.data).hexdigest(),
-            )
+            detail = failed.detail + (named if self._config_section and failed.limit_key else "")
+            source_sha256 = hashlib.sha256(pending.data).hexdigest()
+            return pending.source.rejected(failed.reason, detail, "decode", source_sha256)
 
     def _receive(self, pending: PendingImage) -> ImageSample | Rejection:
         if self._child is None or pending is not self._pending:

@@ -15,7 +15,6 @@ from etl.config import EtlConfig
 from etl.list_source import list_source
 from etl.listed import ListingBatch, listed_table
 from etl.listing import Listing
-from etl.sources import SourceReader
 from etl.unique_ids import RepeatedValues
 from etl.units import plan_units
 from shardmill import ids
@@ -37,9 +36,6 @@ class Batches:
 
     def list(self) -> Iterator[ListingBatch]:
         return (ListingBatch(listed_table(batch)) for batch in self._batches)
-
-    def open(self) -> SourceReader:
-        raise NotImplementedError
 
 
 def listed(*batches: list[SourceImage]) -> Listing:

@@ -14,7 +14,6 @@ from etl.config import EtlConfig, SplitFractions
 from etl.list_source import list_source
 from etl.listed import ListingBatch, batches_of
 from etl.listing import Listing
-from etl.sources import SourceReader
 from etl.splits import split_of
 from etl.units import ListingPlace, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.ids import sample_id_of
@@ -32,9 +31,6 @@ class ListedKeys:
 
     def list(self) -> Iterator[ListingBatch]:
         return batches_of(self._images)
-
-    def open(self) -> SourceReader:
-        raise NotImplementedError
 
 
 def listing_of(num_images: int, seed: int = 0) -> Listing:

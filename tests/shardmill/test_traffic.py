@@ -13,17 +13,15 @@ from shardmill.dataset.rules import verify_present
 from shardmill.dataset.verify import verify_dataset
 from shardmill.jobs.config import DatasetConfig
 from shardmill.reader import read_samples
-from shardmill.registry import Entry
 from shardmill.stores import STORES
-from tests.shardmill.counting_store import CALLS, SCHEME
+from tests.counting_store import CALLS, ENTRY, SCHEME
 from tests.support import build_here, write_images
 
 
 @pytest.fixture
 def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A dataset of many small shards behind a counting store."""
-    entry = Entry("tests.shardmill.counting_store:CountingStore", "counts its calls")
-    monkeypatch.setitem(STORES.entries, SCHEME, entry)
+    monkeypatch.setitem(STORES.entries, SCHEME, ENTRY)
     write_images(tmp_path / "images", num_images=58)
     config = EtlConfig(image_size=8, unit_min_images=1, formats=("parquet",))
     return build_here(str(tmp_path / "images"), f"{SCHEME}://{tmp_path}/dataset", config)

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from shardmill.errors import SecurityRefusal, StorageError
-from shardmill.registry import Entry
 from shardmill.sealed import seal
 from shardmill.stores import STORES, open_store
+from tests.counting_store import BYTES_READ, ENTRY, SCHEME
 from tests.train.checkpoints import CONFIG, KILLED_AT, newest
-from tests.train.counting_store import BYTES_READ
 from tests.train.training import Killed, Recorder, train_here
 from train.checkpoint import (
     MARKER,
@@ -66,7 +65,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_end_is_the_same(tiny_uri, m
 
 
 def test_a_resume_reads_every_file_once(tiny_uri, models, monkeypatch):
-    monkeypatch.setitem(STORES.entries, "counted", Entry("tests.train.counting_store:CountingStore", "counts reads"))
+    monkeypatch.setitem(STORES.entries, SCHEME, ENTRY)
     files = {f"t/checkpoints/{file.parent.name}/{file.name}": file.stat().st_size for file in newest(models).iterdir()}
     BYTES_READ.clear()
     with pytest.raises(Killed):
