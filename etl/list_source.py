@@ -24,6 +24,7 @@ from etl.segments import fact_limbs, key_digests, segment_table, write_segment
 from etl.sources import Lists
 from etl.unique_ids import Correction, RepeatedValues, make_unique
 from shardmill.errors import UsageError
+from shardmill.failpoints import failpoint
 from shardmill.ids import add_digests, format_digest, key_bytes, key_hash, sample_id_of
 from shardmill.jobs.observer import Observer
 from shardmill.mix import mix64_array
@@ -49,6 +50,7 @@ def list_source(
             for batch in source.list():
                 listing.add(_judged(batch, max_source_bytes))
                 observer.event("list.progress", {"num_listed": listing.num_listed})
+                failpoint("list")
             found = listing.finish()
         if not found.num_images and not may_be_empty:
             raise UsageError(

@@ -21,6 +21,7 @@ from etl.units import UnitTask, WorkUnit, read_unit
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
 from shardmill.errors import AccessDenied, IntegrityError, StorageError, UsageError
+from shardmill.failpoints import failpoint
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decoder_id import DECODER_ID
@@ -90,6 +91,7 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
     )
     if not task.is_check:
         keep_result(dataset, unit, result)
+    failpoint("task_report")
     return result
 
 
@@ -124,6 +126,7 @@ def _process(
         if isinstance(data, Rejection):
             yield image, data
         else:
+            failpoint("decode")
             pending = decoder.start(image, data, normalize)
     if pending is not None:
         yield pending.source, decoder.finish(pending)

@@ -23,6 +23,8 @@ from tests.support import build_here, write_images
 ROOT = Path(__file__).parents[2]
 _SETTINGS = EtlConfig(engine="local", num_workers=2, image_size=16, encoding="png", unit_min_images=8)
 _POLLS_PER_SECOND = 20
+_DRIVER_POINTS = ("list", "manifest_put", "post_commit")
+_WORKER_POINTS = ("decode", "shard_open", "shard_mid", "shard_close", "task_report")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def check_finished(before: Path, folder: Path) -> None:
     verify_dataset(done, deep=True).raise_if_failed()
 
 
-@pytest.mark.parametrize("point", ["shard_open", "shard_mid", "shard_close"])
+@pytest.mark.parametrize("point", _WORKER_POINTS)
 def test_a_worker_that_is_killed_once_costs_the_build_nothing_but_time(before: Path, folder: Path, point: str):
     with polled(folder / "dataset"):
         done = run_etl(before, folder, f"{point}@{folder}/once")
@@ -102,14 +104,14 @@ def test_a_worker_that_is_killed_once_costs_the_build_nothing_but_time(before: P
     check_finished(before, folder)
 
 
-@pytest.mark.parametrize("point", ["shard_open:2", "shard_mid", "shard_close", "manifest_put", "post_commit"])
+@pytest.mark.parametrize("point", [*_DRIVER_POINTS, "decode:5", "shard_open:2", *_WORKER_POINTS[2:]])
 def test_a_build_that_is_killed_is_finished_by_the_same_command(before: Path, folder: Path, point: str):
     name = point.partition(":")[0]
     assert name in FAILPOINTS
     with polled(folder / "dataset"):
         # A worker that dies twice ends the build with exit 4; the others kill the driver itself.
         killed = run_etl(before, folder, point)
-        assert killed.returncode == (4 if name.startswith("shard") else -9), killed.stderr
+        assert killed.returncode == (4 if name in _WORKER_POINTS else -9), killed.stderr
         assert open_dataset(str(folder / "dataset")).pin.version == (2 if name == "post_commit" else 1)
         again = run_etl(before, folder)
         assert again.returncode == 0, again.stderr
