@@ -88,6 +88,8 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     """More images than this share that access is denied to (`unreadable`) end the run with exit 4."""
     max_changed_fraction: float = Field(default=0.01, ge=0, le=1)
     """More images than this share that vanish or change (`missing`, `source_changed`) end the run with exit 4."""
+    write_mode: Literal["overwrite", "append"] = "overwrite"
+    """The next version holds the source's images alone, or these beside all that the latest one holds."""
     duplicates: Literal["report", "drop", "error"] = "report"
     """Inputs with equal bytes: count them, keep only the one with the smallest key, or end with exit 7."""
     seed: int = 0

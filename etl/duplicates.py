@@ -80,23 +80,14 @@ def _without(result: UnitResult, by_shard: dict[str, list[_Copy]], copier: RowCo
     if not gone:
         yield result
         return
-    for group in groups:
-        is_kept_N = np.ones(group[0].num_rows, bool)
-        is_kept_N[[copy.row for copy in by_shard.get(group[0].path, ())]] = False
-        kept = copier.result_of(result.unit_index, group, is_kept_N)
-        if kept is not None:
-            yield kept
+    is_kept = {group[0].path: np.ones(group[0].num_rows, bool) for group in groups}
+    for copy in gone:
+        is_kept[copy.path][copy.row] = False
+    *kept, rest = copier.only_kept(result, is_kept)
+    yield from kept
     refused = [_rejection(copy) for copy in gone]
-    key_sum = add_digests(int(result.rejected_key_sum, 16), *(key_hash(each.key) for each in refused))
-    yield replace(
-        result,
-        shards=(),
-        splits=(),
-        rejections=(*result.rejections, *refused),
-        accepted_key_sum=format_digest(0),
-        rejected_key_sum=format_digest(key_sum),
-        note_counts=(),
-    )
+    key_sum = add_digests(int(rest.rejected_key_sum, 16), *(key_hash(each.key) for each in refused))
+    yield replace(rest, rejections=(*rest.rejections, *refused), rejected_key_sum=format_digest(key_sum))
 
 
 def _rejection(copy: _Copy) -> Rejection:

@@ -12,10 +12,12 @@ if __name__ == "__main__":
     # spark-submit puts this file's folder first, where `config` or `split` would hide other people's modules.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from etl.append import append
 from etl.carry import carry, changes_nothing, refused_before
 from etl.changes import Changes
 from etl.checks import check_classes, check_limits, inferred_facts, inferred_warnings, version_warnings
@@ -23,15 +25,16 @@ from etl.config import EtlTree
 from etl.duplicates import resolve_duplicates
 from etl.engines import ENGINES, EngineSettings
 from etl.pending import clear_pending, kept_and_missing
-from etl.plan import BuildPlan, plan_build, plan_changes
+from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
 from etl.shard_rows import RowCopier
+from shardmill.dataset.build import Build
 from shardmill.dataset.commit import all_rejections, commit_version, has_all_files
 from shardmill.dataset.leases import writing
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest, ledger_digest
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import pin_of, read_manifest_bytes, record_if_missing
-from shardmill.errors import UsageError
+from shardmill.errors import CommitConflict, UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import WARNING, Observer, SilentObserver
 from shardmill.jobs.run_files import StageRecord, dataset_section
@@ -39,6 +42,8 @@ from shardmill.jobs.run_job import job_parser, run_job
 from shardmill.jobs.run_record import RunRecord
 from shardmill.values import TRANSIENT_REASONS, DatasetPin
 
+# Each is a version that another writer made, so that all of them together always get on.
+_MAX_LOST_COMMITS = 100
 SUMMARY_SECTIONS = ("dataset", "etl")
 """What the ETL adds to a run's summary."""
 
@@ -103,16 +108,25 @@ def build_dataset(
 
     # The lease keeps `gc` away from what no manifest names yet, and from the parent's shards.
     with writing(plan.store, f"etl, run {run_id},") as lease:
-        # Leave out what the latest version holds already.
-        changed = plan_changes(plan, observer)
-        plan, changes = changed or (plan, None)
+        for num_lost in itertools.count(1):
+            # Leave out what the latest version holds already.
+            changed = plan_changes(plan, observer)
+            plan, changes = changed or (plan, None)
 
-        # Keep what an interrupted run has finished, and run the rest.
-        kept, new = run_units(plan, tree, observer)
+            # Keep what an interrupted run has finished, and run the rest.
+            kept, new = run_units(plan, tree, observer)
 
-        # Commit: the limits, the accounting, then one manifest.
-        lease.check()
-        manifest = commit_results(plan, [*kept, *new], changes)
+            # Commit: the limits, the accounting, then one manifest.
+            lease.check()
+            try:
+                manifest = commit_results(plan, [*kept, *new], changes)
+                break
+            except CommitConflict:
+                if not plan.is_append or num_lost == _MAX_LOST_COMMITS:
+                    raise
+            # An append goes behind the winner; its finished units are kept.
+            plan = plan_again(plan, tree)
+            observer.event("etl.rebased", {"version": plan.parent_version, "num_lost": num_lost})
     _warn(observer, version_warnings(plan.store, manifest))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
     return _outcome(plan, manifest, time.monotonic() - started, kept)
@@ -160,21 +174,34 @@ def commit_results(plan: BuildPlan, results: Sequence[UnitResult], changes: Chan
     """
     if changes is not None:
         results = [refused_before(changes), *results]
-    rejections = all_rejections(plan.build, results)
-    check_limits(plan, rejections)
-    if changes is not None and plan.parent is not None:
-        same_ledger = ledger_digest(rejections) == plan.parent.ledger_digest
-        if same_ledger and changes_nothing(plan.store, changes, results):
-            return plan.parent
-    config = plan.task.config
-    with RowCopier(plan.store, config, plan.row_schema) as copier:
-        if changes is not None:
-            results = [*carry(changes, copier), *results]
-        results = resolve_duplicates(results, config, copier)
-    manifest = commit_version(plan.store, plan.build, results, plan.parent_version)
+    check_limits(plan, all_rejections(plan.build, results))
+    build = plan.build
+    with RowCopier(plan.store, plan.task.config, plan.row_schema) as copier:
+        if changes is not None and plan.parent is not None:
+            beside = _beside_parent(plan, plan.parent, changes, results, copier)
+            if beside is None:
+                return plan.parent
+            build, results = beside
+        results = resolve_duplicates(results, plan.task.config, copier)
+    manifest = commit_version(plan.store, build, results, plan.parent_version)
     if manifest.version > plan.parent_version:
         clear_pending(plan.store, plan.units, manifest.version)
     return manifest
+
+
+def _beside_parent(
+    plan: BuildPlan, parent: Manifest, changes: Changes, results: Sequence[UnitResult], copier: RowCopier
+) -> tuple[Build, list[UnitResult]] | None:
+    """What to commit: what stays of the parent, and what is new; None if that is the parent again."""
+    if plan.is_append:
+        added = append(plan.store, parent, plan.build, changes, results, copier)
+        if added.adds_nothing(parent):
+            return None
+        return added.build, [*carry(added.changes, copier), refused_before(added.changes), *added.results]
+    same_ledger = ledger_digest(all_rejections(plan.build, results)) == parent.ledger_digest
+    if same_ledger and changes_nothing(plan.store, changes, results):
+        return None
+    return plan.build, [*carry(changes, copier), *results]
 
 
 def _warn(observer: Observer, messages: Iterable[str]) -> None:
@@ -183,10 +210,17 @@ def _warn(observer: Observer, messages: Iterable[str]) -> None:
 
 
 def _check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
-    """Raise UsageError if the dataset holds the images of another source: one dataset follows one source."""
-    if replace_source or plan.parent is None:
+    """Raise UsageError if the build would drop another source's images: to overwrite follows one source."""
+    if replace_source or plan.parent is None or plan.is_append:
         return
     before, now = plan.parent.source, plan.build.source
+    other = next((each for each in plan.parent.other_sources if not each.is_same_place(now)), None)
+    if other is not None:
+        raise UsageError(
+            f"dataset {plan.store.uri}@{plan.parent.version} holds images of {other.uri} beside those of {now.uri}",
+            'expected etl.write_mode = "append": the new version would hold those of one source alone',
+            "give each source its own dataset.uri (or --workdir), or give --replace-source",
+        )
     # If the very same files are listed, the source has moved, or is named in another way.
     moved = before.listing_fingerprint == now.listing_fingerprint
     if not before.is_same_place(now) and not moved:

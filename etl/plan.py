@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
+from etl.append import check_appendable
 from etl.changes import Changes, Compared
 from etl.config import EtlConfig, EtlTree
 from etl.label_map import WithKnownClasses, grown_label_map, read_label_map
@@ -14,7 +15,7 @@ from etl.sources import SOURCES, Source
 from etl.splits import WithGroupSplits
 from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.dataset.build import Build
-from shardmill.dataset.index import in_all_formats, read_shards, rows_file, shard_file, stored_sizes
+from shardmill.dataset.index import check_files, in_all_formats, read_shards, rows_file, shard_file, stored_sizes
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
@@ -27,7 +28,7 @@ from shardmill.jobs.observer import Observer, SilentObserver
 from shardmill.jobs.redact import redacted
 from shardmill.storage import Store
 from shardmill.stores import open_store
-from shardmill.values import SourceImage
+from shardmill.values import ShardInfo, SourceImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,11 @@ class BuildPlan:
         return RowSchema(self.task.config.encoding, self.task.config.one_shape_HWC, self.task.class_names)
 
     @property
+    def is_append(self) -> bool:
+        """Whether the next version holds what the parent holds, whatever its source."""
+        return self.task.config.write_mode == "append"
+
+    @property
     def num_images(self) -> int:
         """Sources that units will read; what the listing refused is not among them."""
         return self.work.num_images
@@ -76,27 +82,37 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
     require_uri("source.uri", tree.source.uri)
     require_uri("dataset.uri", tree.dataset.uri)
     _check_places(tree.source.uri, tree.dataset.uri)
-    config = tree.etl
+    source = SOURCES[tree.source.kind](tree.source)
+    # Absolute from here on: an executor has a working directory of its own.
+    section = tree.source.model_copy(update={"uri": source.uri})
+    label_map = read_label_map(tree.etl.label_map)
+    listing = _list(source, tree.etl, label_map, observer or SilentObserver())
+    return _plan_on_latest(tree.model_copy(update={"source": section}), run_id, listing, label_map)
+
+
+def plan_again(plan: BuildPlan, tree: EtlTree) -> BuildPlan:
+    """The same listing, on what is the latest version by now."""
+    absolute = tree.model_copy(update={"source": plan.task.source})
+    return _plan_on_latest(absolute, plan.build.run_id, plan.listing, read_label_map(tree.etl.label_map))
+
+
+def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tuple[str, ...]) -> BuildPlan:
+    config, source = tree.etl, tree.source
     normalize = config.normalize_options()
     fingerprint = normalization_fingerprint(normalize)
-    source = SOURCES[tree.source.kind](tree.source)
-    label_map = read_label_map(config.label_map)
-    listing = _list(source, config, label_map, observer or SilentObserver())
     store = open_store(tree.dataset.uri)
     latest = latest_version(store)
     parent = read_manifest(store, latest) if latest else None
-    is_same_source = parent is not None and (parent.source.kind, parent.source.uri) == (tree.source.kind, source.uri)
-    class_names = grown_label_map(parent if is_same_source else None, label_map, listing.class_names)
-    config_fingerprint = fingerprint_config(config, class_names, fingerprint, tree.source.image_field)
+    found = SourceRef(
+        uri=source.uri, kind=source.kind, listing_fingerprint=listing.fingerprint, key_sum=listing.key_sum
+    )
+    keeps_classes = parent is not None and (config.write_mode == "append" or parent.source.is_same_place(found))
+    class_names = grown_label_map(parent if keeps_classes else None, label_map, listing.class_names)
+    config_fingerprint = fingerprint_config(config, class_names, fingerprint, source.image_field)
     columns = parquet_schema(RowSchema(config.encoding, config.one_shape_HWC, class_names))
     build = Build(
         run_id=run_id,
-        source=SourceRef(
-            uri=source.uri,
-            kind=tree.source.kind,
-            listing_fingerprint=listing.fingerprint,
-            key_sum=listing.key_sum,
-        ),
+        source=found,
         num_listed=listing.num_listed,
         list_rejections=listing.rejections,
         class_names=class_names,
@@ -109,8 +125,7 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
         config_fingerprint=config_fingerprint,
     )
     task = UnitTask(
-        # Absolute from here on: an executor has a working directory of its own.
-        source=tree.source.model_copy(update={"uri": source.uri}),
+        source=source,
         dataset_uri=store.uri,
         config=config,
         class_names=class_names,
@@ -129,22 +144,23 @@ def _list(source: Source, config: EtlConfig, label_map: tuple[str, ...], observe
 
 
 def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Changes] | None:
-    """The plan of only what has changed since the parent; None if all must be done.
+    """The plan of only what has changed since the parent, or is to be appended to it; None if all must be done.
 
     It must be if the parent is of another source or config, or nothing is left of it. Rows of lost shards count as
-    changed.
+    changed. Raises UsageError, or IntegrityError for a lost shard, if the parent is none to append to.
     """
     parent, build = plan.parent, plan.build
-    if parent is None or not _extends(plan, parent):
+    if parent is None:
         return None
-    sizes = stored_sizes(plan.store)
-    groups = [
-        group
-        for group in in_all_formats(read_shards(plan.store, parent))
-        if all(
-            sizes.get(file.path) == file.size_bytes for each in group for file in (shard_file(each), rows_file(each))
-        )
-    ]
+    if plan.is_append:
+        check_appendable(parent, build)
+        shards = read_shards(plan.store, parent)
+        check_files(plan.store, shards)
+        groups = in_all_formats(shards)
+    elif _extends(plan, parent):
+        groups = _intact_shards(plan.store, parent)
+    else:
+        return None
     refused = read_rejections(plan.store, parent)
     compared = Compared(plan.store, groups, parent.class_names, refused, plan.listing)
     config = plan.task.config
@@ -153,17 +169,33 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
         may_be_empty=True,
     )  # fmt: skip
     changes = compared.changes()
-    if not changes.num_unchanged:
+    if not changes.num_unchanged and not plan.is_append:
         return None
     observer.event(
         "etl.changes",
-        {"unchanged": changes.num_unchanged, "to_process": work.num_images, "removed": changes.num_removed},
+        {
+            "unchanged": changes.num_unchanged,
+            "to_process": work.num_images,
+            "removed": 0 if plan.is_append else changes.num_removed,
+        },
     )
     task = replace(
         plan.task, listing=ListingPlace(str(work.folder), work.segments), probes=work.probes or plan.task.probes
     )
     units = tuple(plan_units(work, config, build.config_fingerprint)) if work.num_images else ()
     return replace(plan, build=replace(build, operation="incremental"), work=work, units=units, task=task), changes
+
+
+def _intact_shards(store: Store, manifest: Manifest) -> list[tuple[ShardInfo, ...]]:
+    """Those of which no file is lost or cut, in all formats."""
+    sizes = stored_sizes(store)
+    return [
+        group
+        for group in in_all_formats(read_shards(store, manifest))
+        if all(
+            sizes.get(file.path) == file.size_bytes for each in group for file in (shard_file(each), rows_file(each))
+        )
+    ]
 
 
 def _extends(plan: BuildPlan, parent: Manifest) -> bool:

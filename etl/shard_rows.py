@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -19,7 +21,7 @@ from etl.config import EtlConfig
 from etl.listing import limbs, sum_limbs
 from etl.segments import key_digests
 from shardmill.dataset.copy_rows import read_stored_rows
-from shardmill.dataset.index import rows_file
+from shardmill.dataset.index import in_all_formats, rows_file
 from shardmill.dataset.row_segments import count_pixels, rows_schema
 from shardmill.dataset.segment import read_segment
 from shardmill.dataset.shard import publish_shard
@@ -95,6 +97,21 @@ class RowCopier:
             rejected_key_sum=format_digest(0),
             note_counts=tuple(sorted(notes.items())),
         )
+
+    def only_kept(self, result: UnitResult, is_kept: Mapping[str, np.ndarray]) -> Iterator[UnitResult]:
+        """The result with only some of its rows: a part for each shard, and last one for what it refused.
+
+        `is_kept`: for each row of a shard, by the path of the shard in the first format. Raises as `copy` does.
+        """
+        if all(each.all() for each in is_kept.values()):
+            yield result
+            return
+        for group in in_all_formats(result.shards):
+            part = self.result_of(result.unit_index, group, is_kept[group[0].path])
+            if part is not None:
+                yield part
+        nothing = format_digest(0)
+        yield replace(result, shards=(), splits=(), accepted_key_sum=nothing, note_counts=())
 
 
 def _split_sums(split: str, rows: pa.Table, image_bytes: int, schema: RowSchema) -> SplitSums:

@@ -28,3 +28,5 @@ class Build:
     config: dict[str, Any]
     config_fingerprint: str
     operation: Operation = "full"
+    other_sources: tuple[SourceRef, ...] = ()
+    """For an append: whose images are there already."""

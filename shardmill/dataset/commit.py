@@ -152,6 +152,7 @@ def _draft(
         config=build.config,
         config_fingerprint=build.config_fingerprint,
         source=build.source,
+        other_sources=build.other_sources,
         index_segments=(put_segment(store, INDEXES, index_table(shards)),),
         ledger_segments=write_ledger(store, rejections),
         ledger_digest=ledger_digest(rejections),

@@ -22,9 +22,9 @@ from shardmill.values import Rejection, ShardInfo
 SCHEMA_VERSION = 1
 MANIFESTS = "manifests"
 
-Operation = Literal["full", "incremental", "compact", "expire", "rollback"]
-"""What made a version: a `full` build of its source, an `incremental` one of what had changed, or a rearrangement of
-an older version's rows."""
+Operation = Literal["full", "incremental", "append", "compact", "expire", "rollback"]
+"""What made a version: a `full` build of its source, an `incremental` one of what had changed, an `append` of a source
+to all that was there, or a rearrangement of an older version's rows."""
 
 
 class SplitInfo(Section):
@@ -132,6 +132,9 @@ class Manifest(Section):
     config: dict[str, Any]
     config_fingerprint: str
     source: SourceRef
+    """The newest source; its `key_sum` is that of all inputs of the version."""
+    other_sources: tuple[SourceRef, ...] = ()
+    """Those whose images were there when `source` was appended."""
     index_segments: tuple[SealedFile, ...]
     ledger_segments: tuple[SealedFile, ...]
     ledger_digest: str

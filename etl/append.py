@@ -1,0 +1,205 @@
+"""An append: a version with all rows of the latest one, and what another listing adds to them.
+
+An image is known by its key. One that the dataset holds already is not stored again; a key that would stand for other
+bytes or another class than before is refused, because an append replaces nothing.
+"""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from etl.listing import limbs, sum_limbs
+from etl.segments import key_digests
+from shardmill.dataset.commit import all_rejections
+from shardmill.dataset.index import in_all_formats, rows_file
+from shardmill.dataset.ledger import read_rejections
+from shardmill.dataset.manifest import Manifest, SourceRef, ledger_digest
+from shardmill.dataset.row_segments import ROWS_SCHEMA
+from shardmill.dataset.segment import read_segment
+from shardmill.dataset.unit_result import UnitResult
+from shardmill.errors import UsageError
+from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
+from shardmill.printable import printable
+from shardmill.storage import Store
+from shardmill.values import Rejection, ShardInfo
+
+if TYPE_CHECKING:
+    from etl.changes import Changes
+    from etl.shard_rows import RowCopier
+    from shardmill.dataset.build import Build
+
+_COLUMNS = ["source", "sample_id", "row_sha256"]
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """What a commit needs of an append."""
+
+    build: Build
+    """Of all that the new version holds."""
+    changes: Changes
+    """All rows and rejections of the older version that stay: all rows, and what was not listed again."""
+    results: tuple[UnitResult, ...]
+    """What is new."""
+
+    def adds_nothing(self, parent: Manifest) -> bool:
+        """Whether the new version would hold what its parent does."""
+        refused = [*self.changes.rejections, *all_rejections(self.build, self.results)]
+        return not any(result.splits for result in self.results) and ledger_digest(refused) == parent.ledger_digest
+
+
+def check_appendable(parent: Manifest, build: Build) -> None:
+    """Raise UsageError unless rows of `build` may stand beside those of `parent`."""
+    splits = "split_fractions"
+    facts = (
+        ("formats", sorted(parent.formats), sorted(build.formats)),
+        ("pixels", parent.normalization_fingerprint, build.normalization_fingerprint),
+        ("columns", parent.columns, build.columns),
+        ("split fractions", parent.config.get(splits), build.config.get(splits)),
+        ("labels", bool(parent.class_names), bool(build.class_names)),
+    )
+    other = [name for name, before, now in facts if before != now]
+    if other:
+        raise UsageError(
+            f"the images to append would have other {', '.join(other)} than those of version {parent.version}",
+            'expected the same ones: etl.write_mode = "append" adds rows beside the old ones',
+            f"use the config of version {parent.version} (`shardmill inspect DATASET@{parent.version} --json`), or "
+            "another dataset.uri",
+        )
+
+
+def append(
+    store: Store, parent: Manifest, build: Build, changes: Changes, results: Sequence[UnitResult], copier: RowCopier
+) -> Appended:
+    """`results`: of all inputs that were not found unchanged in `parent`, those refused before included.
+
+    Raises UsageError if an input has the key, or the sample id, of a row that differs from it.
+    """
+    refused_now = [*build.list_rejections, *(each for result in results for each in result.rejections)]
+    known = _Known.of(store, changes, _new_ids(store, results, refused_now))
+    known.check_refused(refused_now)
+    new = tuple(part for result in results for part in _without_known(store, result, known, copier))
+
+    # What was refused before and is listed again counts once, as what it is now.
+    refused_before = {each.key: each for each in read_rejections(store, parent)}
+    listed_again = refused_before.keys() & {each.key for each in refused_now}
+    listed_again |= {key for key in _new_keys(store, new) if key in refused_before}
+    common = add_digests(known.key_sum, *map(key_hash, listed_again))
+    key_sum = add_digests(int(parent.source.key_sum, 16), int(build.source.key_sum, 16), -common)
+    return Appended(
+        build=replace(
+            build,
+            operation="append",
+            source=_joined(parent.source, build.source, format_digest(key_sum)),
+            other_sources=_others(parent, build.source),
+            num_listed=parent.counts.listed + build.num_listed - known.num_rows - len(listed_again),
+        ),
+        changes=replace(
+            changes,
+            shards=tuple(replace(each, is_kept_N=np.ones_like(each.is_kept_N)) for each in changes.shards),
+            rejections=tuple(each for key, each in refused_before.items() if key not in listed_again),
+        ),
+        results=new,
+    )
+
+
+@dataclass(slots=True)
+class _Known:
+    """The inputs that the older version holds as rows: found unchanged in the listing, or read and found equal."""
+
+    num_rows: int
+    key_sum: int
+    candidates: dict[int, tuple[str, bytes]]
+    """Sample id of a new input -> key and digest of the row that has it already."""
+
+    @classmethod
+    def of(cls, store: Store, changes: Changes, new_ids_N: np.ndarray) -> _Known:
+        """One row segment is in memory at a time."""
+        known = cls(0, 0, {})
+        for shard in changes.shards:
+            rows = _rows(store, shard.copies[0])
+            found = rows.filter(pa.array(shard.is_kept_N))
+            known.num_rows += found.num_rows
+            known.key_sum += _key_sum(found)
+            is_candidate_N = np.isin(rows.column("sample_id").to_numpy(), new_ids_N)
+            for row in rows.filter(pa.array(is_candidate_N)).to_pylist():
+                known.candidates[row["sample_id"]] = row["source"], row["row_sha256"]
+        return known
+
+    def holds(self, row: dict) -> bool:
+        """Whether this new row is there already; counts it. Raises UsageError if another one is in its place."""
+        key, digest = self.candidates.get(row["sample_id"], (None, b""))
+        if key is None:
+            return False
+        if key != row["source"]:
+            raise _taken(row["source"], f"has the sample id of {printable(key)}, which is in the dataset")
+        if digest != row["row_sha256"]:
+            raise _taken(key, "is in the dataset with other bytes or another class")
+        self.num_rows += 1
+        self.key_sum += key_hash(key)
+        return True
+
+    def check_refused(self, rejections: Sequence[Rejection]) -> None:
+        """Raise UsageError if one of these inputs is there as a row."""
+        for each in rejections:
+            if self.candidates.get(sample_id_of(each.key), ("", b""))[0] == each.key:
+                raise _taken(each.key, f"is in the dataset, and is refused now ({each.reason})")
+
+
+def _taken(key: str, what: str) -> UsageError:
+    return UsageError(
+        f"{printable(key)} {what}",
+        'expected only new keys: etl.write_mode = "append" replaces nothing; nothing was published',
+        "put the images into a folder of another name, or overwrite: build one source that holds all of them",
+    )
+
+
+def _without_known(store: Store, result: UnitResult, known: _Known, copier: RowCopier) -> Iterator[UnitResult]:
+    is_kept = {
+        group[0].path: ~np.array([known.holds(row) for row in _rows(store, group[0]).to_pylist()], bool)
+        for group in in_all_formats(result.shards)
+    }
+    yield from copier.only_kept(result, is_kept)
+
+
+def _new_ids(store: Store, results: Sequence[UnitResult], rejections: Sequence[Rejection]) -> np.ndarray:
+    ids = [_rows(store, shard).column("sample_id").to_numpy() for shard in _first_format(results)]
+    return np.concatenate([np.array([sample_id_of(each.key) for each in rejections], np.int64), *ids])
+
+
+def _new_keys(store: Store, results: Sequence[UnitResult]) -> Iterator[str]:
+    for shard in _first_format(results):
+        yield from _rows(store, shard).column("source").to_pylist()
+
+
+def _first_format(results: Sequence[UnitResult]) -> Iterator[ShardInfo]:
+    return (group[0] for result in results for group in in_all_formats(result.shards))
+
+
+def _rows(store: Store, shard: ShardInfo) -> pa.Table:
+    return read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows).select(_COLUMNS)
+
+
+def _key_sum(rows: pa.Table) -> int:
+    return sum_limbs(limbs(key_digests(rows.select(["source"]).rename_columns(["key"])))) if rows.num_rows else 0
+
+
+def _joined(before: SourceRef, now: SourceRef, key_sum: str) -> SourceRef:
+    """`now` with all keys of the version. No listing has this fingerprint: a later build compares row by row."""
+    both = f"{before.listing_fingerprint}+{now.listing_fingerprint}"
+    fingerprint = hashlib.sha256(both.encode()).hexdigest()
+    return now.model_copy(update={"key_sum": key_sum, "listing_fingerprint": fingerprint})
+
+
+def _others(parent: Manifest, now: SourceRef) -> tuple[SourceRef, ...]:
+    earlier = (*parent.other_sources, parent.source)
+    return tuple(each for each in earlier if not each.is_same_place(now))

@@ -1,0 +1,225 @@
+"""Appending: images of several sources in one dataset, one after the other and at once; none is lost or doubled."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+
+from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.job import BuildOutcome, build_dataset
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset
+from shardmill.errors import CommitConflict, RejectLimitExceeded, UsageError
+from shardmill.jobs.config import DatasetConfig
+from shardmill.jobs.observer import FieldValue
+from tests.support import write_images
+
+_ETL = EtlConfig(
+    engine="tests.extending_entries:new_engine", image_size=16, encoding="png", unit_min_images=64, chunk_bytes=4_000,
+    max_reject_fraction=0.5,
+)  # fmt: skip
+# More by these two: the drill of docs/etl.md is 5 and 10.
+NUM_WRITERS = int(os.environ.get("SHARDMILL_APPENDERS", "3"))
+NUM_ROUNDS = int(os.environ.get("SHARDMILL_APPENDS", "1"))
+
+
+class At:
+    """An observer that calls `then` the first time that the event `name` comes."""
+
+    def __init__(self, name: str, then: Callable[[], object]) -> None:
+        self.name, self.then, self.events = name, then, []
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        self.events.append(name)
+        if name == self.name and self.events.count(name) == 1:
+            self.then()
+
+
+def build(
+    folder: Path,
+    source: str,
+    dataset: str = "dataset",
+    *,
+    run_id: str = "run",
+    observer: At | None = None,
+    replace_source: bool = False,
+    **etl: object,
+) -> BuildOutcome:
+    tree = EtlTree(
+        source=SourceConfig(uri=str(folder / source)),
+        dataset=DatasetConfig(uri=str(folder / dataset)),
+        etl=_ETL.model_copy(update={"write_mode": "append", **etl}),
+    )
+    return build_dataset(tree, run_id=run_id, observer=observer, replace_source=replace_source)
+
+
+def write_source(folder: Path, source: str, *, num_images: int = 15) -> None:
+    """Images with keys of their own; `union` has those of every source."""
+    number = int.from_bytes(source.encode(), "big") % 1_000
+    write_images(folder / "new", num_images=num_images, seed=number)
+    for path in sorted((folder / "new").rglob("*.png")):
+        for place in (source, "union"):
+            target = folder / place / path.parent.name / f"{source}-{path.name}"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+    shutil.rmtree(folder / "new")
+
+
+def opened(folder: Path, dataset: str = "dataset") -> Dataset:
+    return open_dataset(str(folder / dataset))
+
+
+def check_equals_one_build_of_all(folder: Path, **etl: object) -> None:
+    appended = opened(folder)
+    whole = build(folder, "union", "whole", write_mode="overwrite", **etl).manifest
+    assert appended.manifest.content_digest == whole.content_digest
+    assert appended.manifest.counts == whole.counts
+    assert appended.manifest.ledger_digest == whole.ledger_digest
+    assert appended.manifest.channel_sums == whole.channel_sums
+    verify_dataset(appended, deep=True).raise_if_failed()
+
+
+def test_what_is_appended_equals_one_build_of_all_sources(tmp_path: Path):
+    for source in ("monday", "tuesday", "wednesday"):
+        write_source(tmp_path, source)
+    for place in ("tuesday", "union"):
+        (tmp_path / place / "class_0" / "broken.png").write_bytes(b"<html>not found</html>")
+        shutil.copy2(tmp_path / "monday" / "class_0" / "monday-00000.png", tmp_path / place / "class_0" / "again.png")
+    first = build(tmp_path, "monday").manifest
+    before = {shard.path for shard in opened(tmp_path).shards}
+    assert (first.operation, first.other_sources) == ("full", ())
+    second = build(tmp_path, "tuesday")
+    assert (second.num_images_read, second.manifest.operation, second.manifest.parent_version) == (17, "append", 1)
+    third = build(tmp_path, "wednesday").manifest
+    assert [Path(each.uri).name for each in (*third.other_sources, third.source)] == ["monday", "tuesday", "wednesday"]
+    assert before < {shard.path for shard in opened(tmp_path).shards}
+    check_equals_one_build_of_all(tmp_path)
+
+    # Nothing of what is there is added again, though its files were touched.
+    for path in (tmp_path / "monday").rglob("*.png"):
+        os.utime(path, ns=(1, 1))
+    for source in ("monday", "tuesday", "wednesday"):
+        assert build(tmp_path, source).manifest.version == 3
+
+
+@pytest.mark.parametrize("duplicates", ["report", "drop"])
+def test_the_order_of_appends_does_not_matter(tmp_path: Path, duplicates: str):
+    for source in ("b", "a"):
+        write_source(tmp_path, source)
+    for place in ("a", "union"):
+        shutil.copy2(tmp_path / "b" / "class_0" / "b-00000.png", tmp_path / place / "class_0" / "a-again.png")
+    for source in ("b", "a"):
+        build(tmp_path, source, duplicates=duplicates)
+    check_equals_one_build_of_all(tmp_path, duplicates=duplicates)
+
+
+def test_duplicates_over_all_sources_are_refused_if_none_are_allowed(tmp_path: Path):
+    write_source(tmp_path, "a")
+    write_source(tmp_path, "b")
+    shutil.copy2(tmp_path / "b" / "class_0" / "b-00000.png", tmp_path / "a" / "class_0" / "again.png")
+    build(tmp_path, "b", duplicates="error")
+    with pytest.raises(RejectLimitExceeded, match="again.png"):
+        build(tmp_path, "a", duplicates="error")
+    assert opened(tmp_path).pin.version == 1
+
+
+def test_an_append_replaces_nothing(tmp_path: Path):
+    write_source(tmp_path, "a")
+    write_source(tmp_path, "b")
+    build(tmp_path, "a")
+    same_key = tmp_path / "b" / "class_0" / "a-00000.png"
+    shutil.copy2(tmp_path / "b" / "class_0" / "b-00000.png", same_key)
+    with pytest.raises(UsageError, match=r"class_0/a-00000.png is in the dataset with other bytes"):
+        build(tmp_path, "b")
+    same_key.write_bytes(b"no image")
+    with pytest.raises(UsageError, match=r"class_0/a-00000.png is in the dataset, and is refused now"):
+        build(tmp_path, "b")
+    with pytest.raises(UsageError, match="other pixels than those of version 1"):
+        build(tmp_path, "b", image_size=8)
+    assert opened(tmp_path).pin.version == 1
+
+
+def test_to_overwrite_would_drop_the_other_sources_and_must_be_asked_for(tmp_path: Path):
+    for source in ("a", "b"):
+        write_source(tmp_path, source)
+        build(tmp_path, source)
+    for source, other in (("a", "b"), ("b", "a")):
+        with pytest.raises(UsageError, match=rf"holds images of .*/{other} beside|was made from .*/{other}, not"):
+            build(tmp_path, source, write_mode="overwrite")
+    only = build(tmp_path, "a", write_mode="overwrite", replace_source=True).manifest
+    alone = build(tmp_path, "a", "alone", write_mode="overwrite").manifest
+    assert (only.content_digest, only.other_sources) == (alone.content_digest, ())
+    # A dataset to which one source alone was appended is overwritten like any other.
+    write_source(tmp_path, "a", num_images=18)
+    (tmp_path / "a" / "class_1" / "a-00001.png").unlink()
+    grown = build(tmp_path, "a", "alone", write_mode="overwrite")
+    assert (grown.num_images_read, grown.manifest.counts.accepted) == (17, 17)
+
+
+@pytest.mark.parametrize("has_new_classes", [False, True])
+def test_an_append_that_loses_the_race_goes_behind_the_winner(tmp_path: Path, has_new_classes: bool):
+    for source in ("a", "b", "c"):
+        write_source(tmp_path, source)
+        for place in (source, "union") if has_new_classes else ():
+            (tmp_path / place / "class_2").rename(tmp_path / place / f"only_{source}")
+    build(tmp_path, "a")
+    rival = At("etl.changes", lambda: build(tmp_path, "b", run_id="rival"))
+    outcome = build(tmp_path, "c", run_id="loser", observer=rival)
+    assert (outcome.manifest.version, outcome.published, rival.events.count("etl.rebased")) == (3, True, 1)
+    # A unit that was finished is written again only if a class of the winner has taken its class's number.
+    assert ("etl.units_kept" in rival.events) is not has_new_classes
+    check_equals_one_build_of_all(tmp_path)
+
+
+def test_two_appends_of_one_source_at_once_add_it_once(tmp_path: Path):
+    write_source(tmp_path, "a")
+    write_source(tmp_path, "b")
+    build(tmp_path, "a")
+    rival = At("etl.changes", lambda: build(tmp_path, "b", run_id="rival"))
+    outcome = build(tmp_path, "b", run_id="loser", observer=rival)
+    assert (outcome.manifest.version, outcome.published) == (2, False)
+    check_equals_one_build_of_all(tmp_path)
+
+
+def test_one_that_overwrites_loses_to_an_append(tmp_path: Path):
+    write_source(tmp_path, "a")
+    write_source(tmp_path, "b")
+    build(tmp_path, "a")
+    write_source(tmp_path, "a", num_images=18)
+    rival = At("etl.progress", lambda: build(tmp_path, "b", run_id="rival"))
+    with pytest.raises(CommitConflict, match="by run rival"):
+        build(tmp_path, "a", write_mode="overwrite", observer=rival)
+
+
+def _append(folder: Path, writer: int, start: Barrier) -> None:
+    for number in range(NUM_ROUNDS):
+        start.wait()
+        outcome = build(folder, f"source-{writer}-{number}", run_id=f"run-{writer}-{number}")
+        assert outcome.published, "every append makes a version of its own"
+
+
+def test_all_of_several_processes_that_append_at_once_succeed(tmp_path: Path):
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(NUM_WRITERS)
+    for writer in range(NUM_WRITERS):
+        for number in range(NUM_ROUNDS):
+            write_source(tmp_path, f"source-{writer}-{number}", num_images=9)
+    writers = [context.Process(target=_append, args=(tmp_path, n, start)) for n in range(NUM_WRITERS)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(300)
+    assert [writer.exitcode for writer in writers] == [0] * NUM_WRITERS
+    dataset = opened(tmp_path)
+    versions = [open_dataset(f"{dataset.pin.uri}@{number + 1}").manifest for number in range(dataset.pin.version)]
+    runs = {f"run-{writer}-{number}" for writer in range(NUM_WRITERS) for number in range(NUM_ROUNDS)}
+    assert sorted(version.run_id for version in versions) == sorted(runs)
+    assert [version.counts.accepted for version in versions] == [9 * number for number in range(1, len(runs) + 1)]
+    check_equals_one_build_of_all(tmp_path)
