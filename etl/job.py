@@ -106,8 +106,17 @@ def build_dataset(
         observer.event("etl.unchanged", {"version": parent.version})
         return _outcome(plan, parent, time.monotonic() - started)
 
+    # Build what the latest version lacks, and commit it.
+    return _build_on_latest(plan, tree, observer, started)
+
+
+def _build_on_latest(plan: BuildPlan, tree: EtlTree, observer: Observer, started: float) -> BuildOutcome:
+    """From the units to the commit; an append that loses the race begins again with the winner's version.
+
+    `started`: by the monotonic clock.
+    """
     # The lease keeps `gc` away from what no manifest names yet, and from the parent's shards.
-    with writing(plan.store, f"etl, run {run_id},") as lease:
+    with writing(plan.store, f"etl, run {plan.build.run_id},") as lease:
         for num_lost in itertools.count(1):
             # Leave out what the latest version holds already.
             changed = plan_changes(plan, observer)
