@@ -12,6 +12,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import simplejpeg
+from workloads import BIG_HEIGHT, BIG_WIDTH, enlarged
 
 from shardmill.images.geometry import choose_reduction, reduced_length
 from shardmill.images.normalize import normalize
@@ -21,7 +22,7 @@ from shardmill.values import ImageSample, SourceImage
 from tests.shardmill.images.reference import psnr, ssim
 
 SIZES, MODES = (24, 32, 48, 64, 96, 100, 112, 128, 160, 192), ("crop", "pad", "stretch")
-BIG_HEIGHT, BIG_WIDTH, BIG_SIZE = 3000, 4000, 256
+BIG_SIZE = 256
 
 
 def main() -> None:
@@ -33,7 +34,7 @@ def main() -> None:
     files = [path.read_bytes() for path in sorted(arguments.images.rglob("*")) if path.is_file()]
     jpegs = [data for data in files if data[:2] == b"\xff\xd8"]
     _print_fidelity(jpegs)
-    _print_speed([_enlarged(data) for data in jpegs[: arguments.num_big]], arguments.rounds)
+    _print_speed([enlarged(data) for data in jpegs[: arguments.num_big]], arguments.rounds)
 
 
 def _print_fidelity(jpegs: Sequence[bytes]) -> None:
@@ -90,14 +91,6 @@ def _print_speed(photos: Sequence[bytes], rounds: int) -> None:
     print(
         f"faster by                  {statistics.median(ratios):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})"
     )
-
-
-def _enlarged(data: bytes) -> bytes:
-    """Twelve megapixels with a sensor's grain: an enlargement alone would leave hardly any data to decode."""
-    small_HWC = simplejpeg.decode_jpeg(data, "RGB")
-    big_HWC = cv2.resize(small_HWC, (BIG_WIDTH, BIG_HEIGHT), interpolation=cv2.INTER_CUBIC).astype(np.int16)
-    grainy_HWC = big_HWC + np.random.RandomState(0).randint(-6, 7, big_HWC.shape, dtype=np.int16)
-    return simplejpeg.encode_jpeg(np.clip(grainy_HWC, 0, 255).astype(np.uint8), 90, colorsubsampling="420")
 
 
 def _cpu_seconds(work: Callable[[], None]) -> float:

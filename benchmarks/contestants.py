@@ -1,0 +1,157 @@
+"""Who takes part in `etl_peers.py`: shardmill on each engine, its limits, and peers in environments of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+HERE = Path(__file__).parent
+NUM_WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a contestant is to do."""
+
+    images: Path
+    out: Path
+    image_size: int
+    quality: int
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A command that does a job, and how many images it has written afterwards."""
+
+    name: str
+    title: str
+    command: Callable[[Job], list[str]]
+    count: Callable[[Job], int] | None
+    """None: it writes nothing."""
+    environment: Mapping[str, str]
+
+    @property
+    def process_environment(self) -> dict[str, str]:
+        """Of its process; bytecode is cached for all or the start of each would be measured with its compilation."""
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        return {**inherited, "DO_NOT_TRACK": "true", **self.environment}
+
+
+@cache
+def find_uv() -> str:
+    """The uv that scripts/setup.sh finds or installs. Ends the process if there is none."""
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    own = str(cache_home / "shardmill" / "uv" / "bin" / "uv")
+    for candidate in ("uv", own, str(Path.home() / ".local" / "bin" / "uv")):
+        found = shutil.which(candidate)
+        # A shim of pyenv may be there and lead nowhere, so each candidate must answer.
+        if found and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0:
+            return found
+    raise SystemExit("uv is missing: `make setup` installs it, or `pip install uv`")
+
+
+def prepare(contestant: Contestant) -> None:
+    """Install what a peer's script declares; nothing to do for the others. Raises CalledProcessError."""
+    if contestant.name in _SCRIPTS:
+        script = _SCRIPTS[contestant.name][0]
+        subprocess.run(
+            [find_uv(), "sync", "--quiet", "--script", str(HERE / "peers" / script)], check=True, stdout=sys.stderr
+        )
+
+
+def _ours(engine: str) -> Callable[[Job], list[str]]:
+    def command(job: Job) -> list[str]:
+        settings = {"engine": engine, "image_size": job.image_size, "jpeg_quality": job.quality}
+        overrides = [part for name, value in settings.items() for part in ("--set", f"etl.{name}={value}")]
+        shardmill = str(Path(sys.executable).parent / "shardmill")
+        return [shardmill, "etl", str(job.images), "--workdir", str(job.out), "--json", *overrides]
+
+    return command
+
+
+def _count_ours(job: Job) -> int:
+    from shardmill import open_dataset
+
+    return open_dataset(str(job.out / "dataset")).manifest.counts.accepted
+
+
+def _limit(kernel: str) -> Callable[[Job], list[str]]:
+    return lambda job: [
+        *(sys.executable, str(HERE / "limit.py"), "--kernel", kernel, "--num-workers", str(NUM_WORKERS)),
+        *("--images", str(job.images), "--image-size", str(job.image_size), "--quality", str(job.quality)),
+    ]
+
+
+def _peer(script: str) -> Callable[[Job], list[str]]:
+    # Its Python directly: `uv run --script` starts the same one, after 0.2 s of looking for it.
+    @cache
+    def python() -> str:
+        found = subprocess.run(
+            [find_uv(), "python", "find", "--script", str(HERE / "peers" / script)],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        return found.stdout.strip()
+
+    return lambda job: [
+        *(python(), str(HERE / "peers" / script), "--num-workers", str(NUM_WORKERS), "--out", str(job.out)),
+        *("--images", str(job.images), "--image-size", str(job.image_size), "--quality", str(job.quality)),
+    ]
+
+
+def _count_tar(job: Job) -> int:
+    count = 0
+    for path in job.out.glob("*.tar"):
+        with tarfile.open(path) as archive:
+            count += sum(member.name.endswith(".jpg") and member.size > 0 for member in archive)
+    return count
+
+
+def _count_parquet(job: Job) -> int:
+    tables = (pq.read_table(path, columns=["image"]) for path in job.out.glob("*.parquet"))
+    return sum(table.num_rows - table.column("image").null_count for table in tables)
+
+
+def _count_index(field: str, size: str) -> Callable[[Job], int]:
+    return lambda job: sum(each[size] for each in json.loads((job.out / "index.json").read_text())[field])
+
+
+_SCRIPTS: dict[str, tuple[str, str, Callable[[Job], int]]] = {
+    "webdataset": ("webdataset_writer.py", "webdataset ShardWriter", _count_tar),
+    "mds": ("mds_writer.py", "MosaicML MDSWriter", _count_index("shards", "samples")),
+    "litdata": ("litdata_optimize.py", "litdata.optimize", _count_index("chunks", "chunk_size")),
+    "img2dataset": ("img2dataset_files.py", "img2dataset", _count_tar),
+    "daft": ("daft_frame.py", "Daft", _count_parquet),
+    "ray": ("ray_data.py", "Ray Data", _count_parquet),
+    "plain_spark": ("plain_spark.py", "plain Spark", _count_parquet),
+}
+
+
+def peer_version(name: str) -> str:
+    """The release of a peer that its script asks for; empty for our own contestants."""
+    if name not in _SCRIPTS:
+        return ""
+    pinned = re.search(r'"[^"]*==([\d.]+)"', (HERE / "peers" / _SCRIPTS[name][0]).read_text())
+    return pinned[1] if pinned else ""
+
+
+CONTESTANTS = {
+    contestant.name: contestant
+    for contestant in (
+        Contestant("limit", "limit: our kernels in a loop", _limit("ours"), None, {}),
+        Contestant("wheels", "the peers' kernels in a loop", _limit("wheels"), None, {}),
+        Contestant("local", "shardmill, engine local", _ours("local"), _count_ours, {}),
+        Contestant("spark", "shardmill, engine spark", _ours("spark"), _count_ours, {}),
+        *(Contestant(name, title, _peer(script), count, {}) for name, (script, title, count) in _SCRIPTS.items()),
+    )
+}

@@ -1,0 +1,117 @@
+"""What runs of `etl_peers.py` measured: kept in a JSON file, medians and ratios taken from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run of one contestant; nothing was measured if it failed."""
+
+    version: str = ""
+    fault: str = ""
+    """Why it failed, or how many images are missing."""
+    wall_seconds: float | None = None
+    loop_seconds: float | None = None
+    """Of a limit: without the start of its processes."""
+    cpu_seconds: float = 0.0
+    worker_peak_mb: float = 0.0
+    total_peak_mb: float = 0.0
+
+    @property
+    def seconds(self) -> float | None:
+        """What counts: a limit's loop, everybody else's whole process."""
+        return self.wall_seconds if self.loop_seconds is None else self.loop_seconds
+
+    def in_words(self, num_images: int) -> str:
+        if self.seconds is None:
+            return f"failed: {self.fault}"
+        rate = f"{self.seconds:7.1f} s, {num_images / self.seconds:6,.0f} images/s, cpu {self.cpu_seconds:6.1f} s"
+        return f"{rate}, {self.total_peak_mb:,.0f} MB" + (f", {self.fault}" if self.fault else "")
+
+
+@dataclass
+class Results:
+    """(workload, size) -> contestant -> one result for each round."""
+
+    runs: dict[tuple[str, int], dict[str, list[Result]]] = field(default_factory=dict)
+    hardware: str = ""
+    measured_on: str = ""
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """What is in the file; nothing if there is none yet."""
+        if not path.exists():
+            return cls()
+        document = json.loads(path.read_text())
+        runs = {
+            (entry["workload"], entry["num_images"]): {
+                name: [Result(**each) for each in rounds] for name, rounds in entry["contestants"].items()
+            }
+            for entry in document["runs"]
+        }
+        return cls(runs, document["hardware"], document["measured_on"])
+
+    def save(self, path: Path) -> None:
+        entries = [
+            {
+                "workload": workload,
+                "num_images": size,
+                "contestants": {name: [asdict(each) for each in rounds] for name, rounds in contestants.items()},
+            }
+            for (workload, size), contestants in sorted(self.runs.items())
+        ]
+        document = {"hardware": hardware(), "measured_on": date.today().isoformat(), "runs": entries}
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    def add(self, workload: str, size: int, contestant: str, number: int, result: Result) -> None:
+        """Of round `number`; the first one replaces what an earlier call measured of this contestant."""
+        rounds = self.runs.setdefault((workload, size), {}).setdefault(contestant, [])
+        if number == 0:
+            rounds.clear()
+        rounds.append(result)
+
+    def sizes(self, workload: str) -> list[int]:
+        return sorted(size for name, size in self.runs if name == workload)
+
+    def seconds(self, workload: str, size: int, contestant: str) -> list[float]:
+        """Of each round that ended well."""
+        rounds = self.runs.get((workload, size), {}).get(contestant, [])
+        return [each.seconds for each in rounds if each.seconds is not None and not each.fault]
+
+    def ratio(self, workload: str, size: int, ours: str, other: str) -> float | None:
+        """How many times as fast as the other ours is: the median of the rounds' ratios. None if one has no figure."""
+        pairs = zip(self.seconds(workload, size, ours), self.seconds(workload, size, other), strict=False)
+        ratios = [theirs / own for own, theirs in pairs]
+        return statistics.median(ratios) if ratios else None
+
+    def slope(self, workload: str, contestant: str) -> float | None:
+        """Images a second between the smallest and the largest size: what is left without the start."""
+        sizes = [size for size in self.sizes(workload) if self.seconds(workload, size, contestant)]
+        if len(sizes) < 2:
+            return None
+        first, last = (statistics.median(self.seconds(workload, size, contestant)) for size in (sizes[0], sizes[-1]))
+        return (sizes[-1] - sizes[0]) / (last - first) if last > first else None
+
+    def fastest(self, workload: str, size: int, contestants: tuple[str, ...]) -> str | None:
+        """The one with the least median time."""
+        medians = {
+            name: statistics.median(seconds) for name in contestants if (seconds := self.seconds(workload, size, name))
+        }
+        return min(medians, key=lambda name: medians[name]) if medians else None
+
+
+def hardware() -> str:
+    """Processors, memory, kernel and Python in one line."""
+    cpus = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in cpus if line.startswith("model name")), platform.machine())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} x {model}, {memory:.0f} GiB, Linux {platform.release()}, Python {platform.python_version()}"
