@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from etl.engines import ENGINES
 from etl.sources import SOURCES
@@ -57,6 +59,37 @@ class SourceConfig(Section):
     """A table's column that names each image for good; empty for `key`. Without it, the URI does."""
     download: DownloadConfig = DownloadConfig()
     """URLs in a table."""
+    parts: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], SourceConfig] = Field(default_factory=dict)
+    """The sources of kind `several`: name -> this section's keys; a part's name precedes the keys of its images."""
+
+    @model_validator(mode="after")
+    def _parts_belong_to_several(self) -> SourceConfig:
+        if self.parts and (self.kind != "several" or self.uri):
+            raise ValueError("parts only with kind = 'several' and without a uri of their own")
+        nested = next((name for name, part in self.parts.items() if part.kind == "several"), None)
+        if nested is not None:
+            raise ValueError(f"parts of other kinds, and the part {nested} has parts itself")
+        return self
+
+    def uris(self) -> dict[str, str]:
+        """Every URI that must be set, by its config key."""
+        if self.kind != "several":
+            return {"source.uri": self.uri}
+        return {f"source.parts.{name}.uri": part.uri for name, part in self.parts.items()}
+
+    def at(self, uris: Mapping[str, str]) -> SourceConfig:
+        """The same source with its URIs, by their config keys, in another form."""
+        if self.kind != "several":
+            return self.model_copy(update={"uri": uris["source.uri"]})
+        parts = {
+            name: part.model_copy(update={"uri": uris[f"source.parts.{name}.uri"]}) for name, part in self.parts.items()
+        }
+        return self.model_copy(update={"parts": parts})
+
+    def image_fields(self) -> str:
+        """What decides which of a row's images is read: the only setting of a source that no listing shows."""
+        named = {name: part.image_field for name, part in self.parts.items() if part.image_field}
+        return json.dumps(named, sort_keys=True) if named else self.image_field
 
 
 class SplitFractions(Section):

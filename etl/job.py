@@ -234,7 +234,8 @@ def _check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
     moved = before.listing_fingerprint == now.listing_fingerprint
     if not before.is_same_place(now) and not moved:
         raise UsageError(
-            f"dataset {plan.store.uri}@{plan.parent.version} was made from {before.uri}, not from {now.uri}",
+            f"dataset {plan.store.uri}@{plan.parent.version} was made from {before.described}, "
+            f"not from {now.described}",
             "expected the same source: the new version would replace the old images, and its models would be compared",
             "give each source its own dataset.uri (or --workdir), or give --replace-source",
         )

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from etl.append import check_appendable
 from etl.changes import Changes, Compared
-from etl.config import EtlConfig, EtlTree
+from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.label_map import WithKnownClasses, grown_label_map, read_label_map
 from etl.list_source import list_source
 from etl.listing import Listing
-from etl.sources import SOURCES, Source
+from etl.sources import SOURCES, HasParts, Source
 from etl.splits import WithGroupSplits
 from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.dataset.build import Build
@@ -79,12 +79,12 @@ class BuildPlan:
 
 def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) -> BuildPlan:
     """List the source and do all planning; reads no image. The observer gets the number of inputs listed so far."""
-    require_uri("source.uri", tree.source.uri)
     require_uri("dataset.uri", tree.dataset.uri)
-    _check_places(tree.source.uri, tree.dataset.uri)
+    for name, uri in tree.source.uris().items():
+        _check_places(name, require_uri(name, uri), tree.dataset.uri)
     source = SOURCES[tree.source.kind](tree.source)
-    # Absolute from here on: an executor has a working directory of its own.
-    section = tree.source.model_copy(update={"uri": source.uri})
+    # From here on: an executor has a working directory of its own.
+    section = _with_absolute_uris(tree.source, source)
     label_map = read_label_map(tree.etl.label_map)
     listing = _list(source, tree.etl, label_map, observer or SilentObserver())
     return _plan_on_latest(tree.model_copy(update={"source": section}), run_id, listing, label_map)
@@ -104,11 +104,15 @@ def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tup
     latest = latest_version(store)
     parent = read_manifest(store, latest) if latest else None
     found = SourceRef(
-        uri=source.uri, kind=source.kind, listing_fingerprint=listing.fingerprint, key_sum=listing.key_sum
+        uri=source.uri or ", ".join(source.parts),
+        kind=source.kind,
+        parts={name: part.uri for name, part in source.parts.items()},
+        listing_fingerprint=listing.fingerprint,
+        key_sum=listing.key_sum,
     )
     keeps_classes = parent is not None and (config.write_mode == "append" or parent.source.is_same_place(found))
     class_names = grown_label_map(parent if keeps_classes else None, label_map, listing.class_names)
-    config_fingerprint = fingerprint_config(config, class_names, fingerprint, source.image_field)
+    config_fingerprint = fingerprint_config(config, class_names, fingerprint, source.image_fields())
     columns = parquet_schema(RowSchema(config.encoding, config.one_shape_HWC, class_names))
     build = Build(
         run_id=run_id,
@@ -202,13 +206,19 @@ def _extends(plan: BuildPlan, parent: Manifest) -> bool:
     """Whether rows of the parent may stand in the new version: same source, and config but for the label map."""
     build = plan.build
     with_its_names = fingerprint_config(
-        plan.task.config, parent.class_names, build.normalization_fingerprint, plan.task.source.image_field
+        plan.task.config, parent.class_names, build.normalization_fingerprint, plan.task.source.image_fields()
     )
     made_alike = (parent.formats, parent.normalization_fingerprint) == (build.formats, build.normalization_fingerprint)
     return parent.source.is_same_place(build.source) and made_alike and parent.config_fingerprint == with_its_names
 
 
-def _check_places(source_uri: str, dataset_uri: str) -> None:
+def _with_absolute_uris(section: SourceConfig, source: Source) -> SourceConfig:
+    if isinstance(source, HasParts):
+        return section.at({f"source.parts.{name}.uri": uri for name, uri in source.part_uris.items()})
+    return section.at({"source.uri": source.uri})
+
+
+def _check_places(source_key: str, source_uri: str, dataset_uri: str) -> None:
     """A dataset inside its own source would be listed by the next run."""
     if split_version(dataset_uri)[1] is not None:
         raise UsageError(
@@ -218,7 +228,7 @@ def _check_places(source_uri: str, dataset_uri: str) -> None:
     source, dataset = open_store(source_uri).uri, open_store(dataset_uri).uri
     if f"{dataset}/".startswith(f"{source}/"):
         raise UsageError(
-            f"dataset.uri {dataset} lies inside source.uri {source}",
+            f"dataset.uri {dataset} lies inside {source_key} {source}",
             "expected them apart, or the next run would list the shards as inputs",
             "set dataset.uri, or --workdir, to a place outside the source",
         )

@@ -110,7 +110,7 @@ def _check_host(task: UnitTask, reader: SourceReader) -> None:
         )
     if task.reach is not None:
         check_nonce(task.reach)
-    check_source(reader, task.source.uri, task.probes)
+    check_source(reader, _places(task), task.probes)
 
 
 def _process(
@@ -141,7 +141,7 @@ def read_source(reader: SourceReader, image: SourceImage, task: UnitTask) -> byt
         data = reader.read(image)
     except FileNotFoundError:
         path = image.container or image.key
-        check_source(reader, task.source.uri, tuple(probe for probe in task.probes if probe != path))
+        check_source(reader, _places(task), tuple(probe for probe in task.probes if probe != path))
         return image.rejected(RejectReason.MISSING, "listed, but gone when it was read")
     except AccessDenied as error:
         # This concerns one file. Any other fault is the store's: the task fails and is tried again.
@@ -149,6 +149,10 @@ def read_source(reader: SourceReader, image: SourceImage, task: UnitTask) -> byt
     if not isinstance(data, Rejection) and image.size_bytes not in (UNKNOWN_SIZE, len(data)):
         return image.rejected(RejectReason.SOURCE_CHANGED, f"listed with {image.size_bytes} bytes, read {len(data)}")
     return data
+
+
+def _places(task: UnitTask) -> str:
+    return ", ".join(task.source.uris().values())
 
 
 def check_source(reader: SourceReader, uri: str, probes: tuple[str, ...]) -> None:

@@ -75,7 +75,10 @@ def chosen_entries(tree: PipelineTree) -> Iterator[Chosen]:
         for name in value if isinstance(value, tuple) else (value,):
             if name not in one_of.also:
                 yield Chosen(key, name, one_of.registry)
-    uris = (tree.source.uri, tree.dataset.uri, tree.models.uri)
+    sources = next(one_of.registry for key, one_of in registry_keys(type(tree)) if key == "source.kind")
+    for name, part in tree.source.parts.items():
+        yield Chosen(f"source.parts.{name}.kind", part.kind, sources)
+    uris = (*tree.source.uris().values(), tree.dataset.uri, tree.models.uri)
     for scheme in dict.fromkeys(scheme_of(uri) for uri in uris if uri):
         # An unknown scheme is what the preflight refuses, with the key that names it.
         if scheme in STORES:

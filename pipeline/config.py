@@ -65,9 +65,10 @@ def load_for_models(models_or_config: str, overrides: tuple[str, ...], workdir: 
 
 
 def _with_absolute_uris(tree: PipelineTree, workdir: str) -> PipelineTree:
-    uris = {"source": tree.source.uri, "dataset": tree.dataset.uri, "models": tree.models.uri or f"{workdir}/models"}
+    uris = {"dataset": tree.dataset.uri, "models": tree.models.uri or f"{workdir}/models"}
     sections = {name: getattr(tree, name).model_copy(update={"uri": absolute_uri(uri)}) for name, uri in uris.items()}
-    return tree.model_copy(update=sections)
+    source = tree.source.at({key: absolute_uri(uri) for key, uri in tree.source.uris().items()})
+    return tree.model_copy(update={"source": source, **sections})
 
 
 def existing_path(uri: str, expected: str = "a dataset's folder or URI, or a .toml file") -> str:
@@ -92,12 +93,14 @@ def absolute_uri(uri: str) -> str:
 def require(tree: PipelineTree, *sections: str) -> None:
     """Raise UsageError if one of the named sections has no `uri`."""
     for section in sections:
-        if not getattr(tree, section).uri:
-            raise UsageError(
-                f"config key {section}.uri is not set",
-                "expected a local path or s3://bucket/prefix",
-                f"add it under [{section}], or give --set {section}.uri=...",
-            )
+        keys = tree.source.uris() if section == "source" else {f"{section}.uri": getattr(tree, section).uri}
+        for key, uri in keys.items():
+            if not uri:
+                raise UsageError(
+                    f"config key {key} is not set",
+                    "expected a local path or s3://bucket/prefix",
+                    f"add it under [{key.removesuffix('.uri')}], or give --set {key}=...",
+                )
 
 
 def without_secrets(tree: PipelineTree) -> PipelineTree:

@@ -80,10 +80,12 @@ def _fill(target: Container | Table, section: BaseModel, path: str, comments: Co
 def _item(value: Any) -> Item:
     import tomlkit
 
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", exclude_defaults=True)
     if isinstance(value, dict):
         # A table of its own would end the section in whose middle it stands.
         table = tomlkit.inline_table()
-        table.update(value)
+        table.update({name: _item(each) for name, each in value.items()})
         return table
     return tomlkit.item(list(value) if isinstance(value, tuple) else value)
 

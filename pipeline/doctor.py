@@ -124,7 +124,7 @@ def _compiler() -> Finding:
 
 def _preflight(tree: PipelineTree, workdir: str, *, has_config: bool) -> Iterator[Finding]:
     """What a run would be refused for; then, if nothing is, what the listing of the source says."""
-    uris = {"source.uri": tree.source.uri, "dataset.uri": tree.dataset.uri, "models.uri": tree.models.uri}
+    uris = {**tree.source.uris(), "dataset.uri": tree.dataset.uri, "models.uri": tree.models.uri}
     unset = [subject for subject, uri in uris.items() if not uri]
     if has_config:
         yield from (Finding("warn", subject, "not set", f"set {subject} in the config") for subject in unset)

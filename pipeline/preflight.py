@@ -36,7 +36,7 @@ def checks(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLI
     found = [Check("--workdir", partial(check_place, workdir))]
     if "etl" in applications:
         found += [
-            Check("source.uri", partial(look_at_source, tree.source)),
+            *(Check(key, partial(_look_at_source, key, kind, uri)) for key, kind, uri in _sources(tree.source)),
             Check("dataset.uri", partial(check_place, tree.dataset.uri)),
             Check("etl", partial(_look_at_etl, tree)),
         ]
@@ -67,13 +67,16 @@ def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequ
         raise kind(f"{len(errors)} things would stop this run: {numbered}")
 
 
-def look_at_source(source: SourceConfig) -> str:
+def _sources(source: SourceConfig) -> list[tuple[str, str, str]]:
+    """Config key, kind and URI of each."""
+    kinds = [part.kind for part in source.parts.values()] or [source.kind]
+    return [(key, kind, uri) for (key, uri), kind in zip(source.uris().items(), kinds, strict=True)]
+
+
+def _look_at_source(key: str, kind: str, uri: str) -> str:
     """A folder that can be listed; what lies in a bucket, or in files of other kinds, is seen by the ETL alone."""
-    uri = source.uri
-    if source.kind == "folders" and "://" not in uri and not os.path.isdir(uri):
-        raise UsageError(
-            f"source {uri} is not a folder", "expected one folder per class below it", "correct source.uri"
-        )
+    if kind == "folders" and "://" not in uri and not os.path.isdir(uri):
+        raise UsageError(f"source {uri} is not a folder", "expected one folder per class below it", f"correct {key}")
     return uri
 
 

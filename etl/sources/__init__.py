@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from etl.listed import ListingBatch
 from shardmill.registry import Entry, Registry
@@ -52,6 +52,14 @@ class Source(Lists, Protocol):
         ...
 
 
+@runtime_checkable
+class HasParts(Protocol):
+    """A source made of several."""
+
+    part_uris: dict[str, str]
+    """Name -> absolute URI."""
+
+
 SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
     "source.kind",
     {
@@ -66,6 +74,7 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
         "tfrecord": Entry("etl.sources.tfrecord:TfrecordSource", "TFRecord files of tf.Example; .gz too"),
         "zip": Entry("etl.sources.zip:ZipSource", "ZIP archives with one folder for each class"),
         "table": Entry("etl.sources.table:TableSource", "CSV, JSON lines or Parquet with a URI in each row"),
+        "several": Entry("etl.sources.several:SeveralSources", "several of these, each in a table source.parts.NAME"),
     },
     takes_own=True,
 )

@@ -82,14 +82,25 @@ class SourceRef(Section):
     """What was listed."""
 
     uri: str
+    """Of several sources, their names."""
     kind: str
+    parts: dict[str, str] = Field(default_factory=dict)
+    """Name -> URI of each source, if there are several."""
     listing_fingerprint: str
     """Over every key, size, time or etag, label and split."""
     key_sum: str = Field(pattern="^[0-9a-f]{64}$")
     """Additive hash of all listed keys."""
 
+    @property
+    def described(self) -> str:
+        """For messages: the URI, or of several sources each name with its own."""
+        return ", ".join(f"{name} ({uri})" for name, uri in self.parts.items()) or self.uri
+
     def is_same_place(self, other: SourceRef) -> bool:
-        """Whether both name one source, whatever it holds by now."""
+        """Whether both name one source, whatever it holds by now. Of several, each that both have is at its place."""
+        if self.kind == other.kind and self.parts and other.parts:
+            both = self.parts.keys() & other.parts.keys()
+            return bool(both) and all(self.parts[name] == other.parts[name] for name in both)
         return (self.kind, self.uri) == (other.kind, other.uri)
 
 

@@ -185,10 +185,13 @@ def _first_few(names: list[str], most: int = 5) -> str:
 
 def _model_at(tree: type[BaseModel], keys: list[str]) -> type[BaseModel] | None:
     model: type[BaseModel] | None = tree
-    for key in keys:
+    waiting = iter(keys)
+    for key in waiting:
         if model is None or key not in model.model_fields:
             return None
         annotation = model.model_fields[key].annotation
+        if get_origin(annotation) is dict:
+            next(waiting, None)  # the name that the user gave the section
         candidates = [annotation, *get_args(annotation)]
         model = next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
     return model

@@ -29,6 +29,7 @@ from tests.services.faulty_store import FaultyStore
 from tests.support import build_here, write_images
 
 
+@pytest.mark.drill
 def test_a_task_whose_python_worker_is_killed_is_retried_and_changes_nothing(images: Path):
     # local[2,4]: two slots, and up to four tries for each task, as on a cluster.
     tree = tree_for(images, "retried", SparkConfig(master="local[2,4]"))
@@ -93,6 +94,7 @@ def test_a_killed_run_keeps_its_finished_units(images: Path):
     assert list(open_store(images / "resumed").list(PENDING)) == []
 
 
+@pytest.mark.drill
 def test_sigkill_of_the_whole_run_leaves_nothing_visible_and_a_rerun_completes(images: Path):
     root = images / "killed"
     config = images / "killed.toml"

@@ -68,7 +68,6 @@ def command_lines_of_session(session: int) -> dict[int, bytes]:
     return found
 
 
-@pytest.mark.timeout(200)
 def test_a_live_spark_session_shows_no_secret_and_no_line_of_its_own(tmp_path: Path):
     write_images(tmp_path / "images", num_images=60, num_classes=3)
     (tmp_path / "spark-events").mkdir()

@@ -90,6 +90,7 @@ def test_a_killed_process_resumes_exactly(tiny_uri, tmp_path, monkeypatch, strat
     assert killed.losses | resumed.losses == recorder.losses
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("strategy", "world_size"), EXACT_WORLDS)
 def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkeypatch, strategy, world_size):
     config = {**STATEFUL, "strategy": strategy}

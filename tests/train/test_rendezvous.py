@@ -116,6 +116,7 @@ def listeners(driver: Driver) -> set[Listener]:
     return found
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("launcher", ["local", "horovod_spark"])
 def test_training_under_attack_ends_well_and_listens_to_this_machine_only(start, dataset, launcher):
     train = {"global_batch_size": 24, "num_streams": 6, "epochs": 40 if launcher == "local" else 10}
