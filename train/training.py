@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from shardmill.dataset.leases import reading
-from shardmill.dataset.open import open_dataset, open_pinned
+from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.dataset.rules import verify_present
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import require_uri
@@ -143,4 +143,6 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
 def _choose(tree: TrainTree, version: DatasetPin | None = None, fresh_for: str = "") -> TrainingChoice:
     # A run passes the version that it has resolved: one committed meanwhile must not split it between two datasets.
     version = version or open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin
-    return choose_training(open_store(require_uri("models.uri", tree.models.uri)), tree.train, version, fresh_for)
+    # An expiry or a rollback makes a version and changes no row: what was trained on those rows is not trained again.
+    same_rows = first_alike(version)
+    return choose_training(open_store(require_uri("models.uri", tree.models.uri)), tree.train, same_rows, fresh_for)

@@ -11,7 +11,7 @@ from shardmill.dataset.versions import (
     read_manifest_bytes,
     split_version,
 )
-from shardmill.errors import IntegrityError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 
@@ -29,6 +29,25 @@ def open_dataset(uri: str) -> Dataset:
     if named is not None:
         check_not_expired(store, version)
     return Dataset(store, pin_of(store, version, data), parse_manifest(data, version, store.uri))
+
+
+def first_alike(pin: DatasetPin) -> DatasetPin:
+    """The first version that names the very files of this one, in their order: an expiry or a rollback copies nothing.
+
+    It can be read as long as this one can: versions with the same files expire together.
+    """
+    store = open_store(pin.uri)
+    manifest = open_pinned(pin).manifest
+    while manifest.operation in ("expire", "rollback") and manifest.origin_version is not None:
+        try:
+            data = read_manifest_bytes(store, manifest.origin_version)
+            origin = parse_manifest(data, manifest.origin_version, store.uri)
+        except (IntegrityError, UsageError):
+            break  # `verify` says so; this version can be read without it
+        if origin.index_segments != manifest.index_segments:
+            break
+        pin, manifest = pin_of(store, origin.version, data), origin
+    return pin
 
 
 def open_pinned(pin: DatasetPin) -> Dataset:
