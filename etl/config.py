@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from etl.engines import ENGINES
 from etl.sources import SOURCES
 from shardmill.formats import SHARD_FORMATS
+from shardmill.images.kernel import resolve_kernel
 from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.registry import OneOf
@@ -103,6 +104,8 @@ class SplitFractions(Section):
 class EtlConfig(DecodeLimits, NormalizeOptions):
     """How images become shards."""
 
+    kernel: Literal["auto", "wheels", "native"] = "auto"
+    """What shrinks JPEGs: `native` (docs/images.md) if it is installed on every machine, or `wheels`; pixels differ."""
     engine: Annotated[str, OneOf(ENGINES)] = "auto"
     """What runs the work units."""
     num_workers: int = Field(default=0, ge=0)
@@ -156,8 +159,12 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
         return DecodeLimits(**{name: getattr(self, name) for name in DecodeLimits.model_fields})
 
     def normalize_options(self) -> NormalizeOptions:
-        """The part that decides pixels, and so is written into the dataset's manifest."""
-        return NormalizeOptions(**{name: getattr(self, name) for name in NormalizeOptions.model_fields})
+        """The part that decides pixels, and so is written into the dataset's manifest.
+
+        Raises UsageError if the kernel that it names is not installed here.
+        """
+        deciding = {name: getattr(self, name) for name in NormalizeOptions.model_fields}
+        return NormalizeOptions(**{**deciding, "kernel": resolve_kernel(self.kernel)})
 
 
 class EtlTree(ConfigTree):

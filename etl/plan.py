@@ -22,7 +22,8 @@ from shardmill.dataset.versions import latest_version, read_manifest, split_vers
 from shardmill.errors import UsageError
 from shardmill.formats.parquet import parquet_schema
 from shardmill.formats.rows import RowSchema
-from shardmill.images.decoder_id import DECODER_ID, normalization_fingerprint
+from shardmill.images.decoder_id import decoder_id, normalization_fingerprint
+from shardmill.images.kernel import resolve_kernel
 from shardmill.jobs.config import require_uri
 from shardmill.jobs.observer import Observer, SilentObserver
 from shardmill.jobs.redact import redacted
@@ -80,6 +81,8 @@ class BuildPlan:
 def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) -> BuildPlan:
     """List the source and do all planning; reads no image. The observer gets the number of inputs listed so far."""
     require_uri("dataset.uri", tree.dataset.uri)
+    # `auto` is decided here: executors must not choose anew.
+    etl = tree.etl.model_copy(update={"kernel": resolve_kernel(tree.etl.kernel)})
     for name, uri in tree.source.uris().items():
         _check_places(name, require_uri(name, uri), tree.dataset.uri)
     source = SOURCES[tree.source.kind](tree.source)
@@ -87,13 +90,13 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
     section = _with_absolute_uris(tree.source, source)
     label_map = read_label_map(tree.etl.label_map)
     listing = _list(source, tree.etl, label_map, observer or SilentObserver())
-    return _plan_on_latest(tree.model_copy(update={"source": section}), run_id, listing, label_map)
+    return _plan_on_latest(tree.model_copy(update={"source": section, "etl": etl}), run_id, listing, label_map)
 
 
 def plan_again(plan: BuildPlan, tree: EtlTree) -> BuildPlan:
     """The same listing, on what is the latest version by now."""
-    absolute = tree.model_copy(update={"source": plan.task.source})
-    return _plan_on_latest(absolute, plan.build.run_id, plan.listing, read_label_map(tree.etl.label_map))
+    decided = tree.model_copy(update={"source": plan.task.source, "etl": plan.task.config})
+    return _plan_on_latest(decided, plan.build.run_id, plan.listing, read_label_map(tree.etl.label_map))
 
 
 def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tuple[str, ...]) -> BuildPlan:
@@ -124,7 +127,7 @@ def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tup
         formats=config.formats,
         normalize=normalize,
         normalization_fingerprint=fingerprint,
-        decoder_id=DECODER_ID,
+        decoder_id=decoder_id(normalize),
         config=redacted(config.model_dump(mode="json")),
         config_fingerprint=config_fingerprint,
     )
@@ -133,7 +136,7 @@ def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tup
         dataset_uri=store.uri,
         config=config,
         class_names=class_names,
-        decoder_id=DECODER_ID,
+        decoder_id=decoder_id(normalize),
         listing=ListingPlace(str(listing.folder), listing.segments),
         probes=listing.probes,
     )

@@ -24,7 +24,7 @@ from shardmill.errors import AccessDenied, IntegrityError, StorageError, UsageEr
 from shardmill.failpoints import failpoint
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
-from shardmill.images.decoder_id import DECODER_ID
+from shardmill.images.decoder_id import decoder_id
 from shardmill.images.sandbox import DecodeSandbox, PendingImage
 from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits, NormalizeOptions
@@ -102,11 +102,13 @@ def in_reading_order(sources: Sequence[SourceImage]) -> list[SourceImage]:
 
 def _check_host(task: UnitTask, reader: SourceReader) -> None:
     """This executor makes the driver's pixels, and sees the driver's source and dataset."""
-    if task.decoder_id != DECODER_ID:
+    here = decoder_id(task.config.normalize_options())
+    if task.decoder_id != here:
         raise UsageError(
-            f"an executor decodes with {DECODER_ID}",
+            f"an executor decodes with {here}",
             f"the driver with {task.decoder_id}",
-            "install the same simplejpeg, opencv-python-headless and pillow; other versions make other pixels",
+            "install the same simplejpeg, opencv-python-headless, pillow and shardmill-native (without the last: "
+            "etl.kernel = wheels); other versions make other pixels",
         )
     if task.reach is not None:
         check_nonce(task.reach)

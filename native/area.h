@@ -28,19 +28,25 @@ size_t area_end(area_side side, size_t i);
 /* What stored pixel `i` takes of pixel `k`. */
 uint16_t area_weight(area_side side, size_t i, size_t k);
 
-/* sums[j] += bytes[j] * weight, or = with `is_first`, which also makes up for `num_rows` products rounded down. */
-void area_start_row(uint16_t *sums, const uint8_t *bytes, size_t num_lanes, uint16_t weight, size_t num_rows);
+/* The most pixels that a stored pixel covers, and half a unit for each of them: products are rounded down. */
+size_t area_most(area_side side);
+static inline uint16_t area_bias(size_t most) { return (uint16_t)(most / 2); }
+
+/* A row of sums: it starts with the first row times its weight, and every other one is added. */
+void area_start_row(uint16_t *sums, const uint8_t *bytes, size_t num_lanes, uint16_t weight, uint16_t bias);
 void area_add_row(uint16_t *sums, const uint8_t *bytes, size_t num_lanes, uint16_t weight);
 
-/* How each stored column is made of the sums of one row; NULL when memory ran out. For `free`. */
+/* How the stored columns are made of a row of sums. They come in twos: after an odd number there is one too many. */
 typedef struct {
     size_t num_columns, num_pairs;
+    uint16_t bias;
     uint32_t *first_lanes;
-    uint16_t *biases;
     /* For each column `num_pairs` times the weights of two neighbouring pixels, once for every lane. */
     uint16_t *weights;
+    uint8_t *row;
 } area_columns;
 
+/* 0 if memory ran out; to be freed in any case. */
 int area_make_columns(area_columns *columns, area_side side);
 void area_free_columns(area_columns *columns);
 
@@ -48,6 +54,6 @@ void area_free_columns(area_columns *columns);
 size_t area_padding_lanes(const area_columns *columns);
 
 /* One row of stored pixels, `num_channels` bytes each (1: the first lane, 3: all but the last). */
-void area_shrink_columns(const area_columns *columns, const uint16_t *sums, uint8_t *row, int num_channels);
+void area_shrink_columns(const area_columns *columns, const uint16_t *sums, uint8_t *row, size_t num_channels);
 
 #endif

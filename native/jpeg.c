@@ -95,6 +95,7 @@ static void shrink(shrink_work *work, const shrink_request *request) {
     work->sums = allocate(work, num_lanes + area_padding_lanes(&work->columns), sizeof *work->sums);
 
     skip_to(work, request->top);
+    uint16_t bias = area_bias(area_most(rows));
     size_t num_read = 0;
     for (size_t i = 0; i < rows.new_length; i++) {
         size_t first = area_first(rows, i), end = area_end(rows, i);
@@ -103,12 +104,12 @@ static void shrink(shrink_work *work, const shrink_request *request) {
             for (; num_read <= k; num_read++) read_row(work);
             uint16_t weight = area_weight(rows, i, k);
             if (k == first)
-                area_start_row(work->sums, work->row + place, num_lanes, weight, end - first);
+                area_start_row(work->sums, work->row + place, num_lanes, weight, bias);
             else
                 area_add_row(work->sums, work->row + place, num_lanes, weight);
         }
-        uint8_t *stored = request->pixels + i * request->new_width * request->num_channels;
-        area_shrink_columns(&work->columns, work->sums, stored, request->num_channels);
+        uint8_t *stored = request->pixels + i * request->new_width * (size_t)request->num_channels;
+        area_shrink_columns(&work->columns, work->sums, stored, (size_t)request->num_channels);
     }
 }
 
@@ -121,18 +122,22 @@ static void check_the_rest(shrink_work *work) {
     jpeg_finish_decompress(&work->decoder);
 }
 
+/* By itself, so that no variable of the function that calls setjmp changes after it. */
+static void run(shrink_work *work, const shrink_request *request) {
+    if (setjmp(work->on_failure)) return;
+    jpeg_create_decompress(&work->decoder);
+    start(work, request);
+    shrink(work, request);
+    check_the_rest(work);
+}
+
 shrink_outcome shrink_jpeg(const shrink_request *request) {
     shrink_work work = {.outcome = SHRUNK};
     work.decoder.err = jpeg_std_error(&work.errors);
     work.errors.error_exit = on_error;
     work.errors.emit_message = on_message;
     work.decoder.client_data = &work;
-    if (setjmp(work.on_failure) == 0) {
-        jpeg_create_decompress(&work.decoder);
-        start(&work, request);
-        shrink(&work, request);
-        check_the_rest(&work);
-    }
+    run(&work, request);
     jpeg_destroy_decompress(&work.decoder);
     area_free_columns(&work.columns);
     free(work.row);

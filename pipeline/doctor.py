@@ -18,6 +18,7 @@ from pipeline.config import load_pipeline
 from pipeline.preflight import Check, checks
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
+from shardmill.images.kernel import HOW_TO_INSTALL, NATIVE_ID, resolve_kernel
 from shardmill.registry import Entry, install_hint
 
 Status = Literal["ok", "warn", "fail"]
@@ -56,6 +57,7 @@ def examine(tree: PipelineTree, workdir: str, *, has_config: bool = True) -> lis
         *_packages(chosen),
         _java(is_needed=any(map(_needs_spark, chosen))),
         _compiler(),
+        _kernel(tree),
         *_preflight(tree, workdir, has_config=has_config),
         *_slots(tree),
         *_window_memory(tree),
@@ -120,6 +122,18 @@ def _compiler() -> Finding:
     if compiler is None:
         return Finding("warn", "g++", "not found; only building Horovod needs it", "apt-get install -y g++")
     return Finding("ok", "g++", compiler)
+
+
+def _kernel(tree: PipelineTree) -> Finding:
+    """Which kernel would shrink JPEGs, and how to get the faster one."""
+    subject = "etl.kernel"
+    try:
+        kernel = resolve_kernel(tree.etl.kernel)
+    except ShardmillError as error:
+        return _failed(subject, error)
+    if NATIVE_ID:
+        return Finding("ok", subject, f"{kernel}; {NATIVE_ID} is installed")
+    return Finding("warn", subject, "wheels; the faster native kernel is not installed", HOW_TO_INSTALL)
 
 
 def _preflight(tree: PipelineTree, workdir: str, *, has_config: bool) -> Iterator[Finding]:

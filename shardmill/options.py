@@ -45,6 +45,8 @@ class NormalizeOptions(Section):
     """Quality of the stored JPEG (4:4:4); no effect on other encodings."""
     webp_quality: int = Field(default=90, ge=1, le=100)
     """Quality of the stored WebP (lossy, 4:2:0); no effect on other encodings."""
+    kernel: Literal["wheels", "native"] = "wheels"
+    """What shrinks JPEGs: the wheels' libraries, or the faster native kernel, whose pixels differ by rounding."""
     keep_bytes: bool = False
     """Store a source that already has the stored encoding, size and colour as it is, without encoding it again."""
     max_source_bytes: int = Field(default=50_000_000, ge=1)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 
 from shardmill.images.decode_messages import pack_outcome
-from shardmill.images.decoder_id import DECODER_ID
+from shardmill.images.decoder_id import INSTALLED_DECODERS
 from shardmill.messages import pack_message, read_message
 from shardmill.options import NormalizeOptions
 from shardmill.parent_death import die_with_parent
@@ -32,7 +32,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a C library prints must not get into an answer
     module, _, function = entry.partition(":")
     process: Process = getattr(importlib.import_module(module), function)
-    answers.writelines(pack_message({"decoder_id": DECODER_ID}, b""))
+    answers.writelines(pack_message({"decoders": INSTALLED_DECODERS}, b""))
     answers.flush()
     _silence_stderr()  # libtiff complains there about every damaged file; failures to start were still shown
     limited, unlimited = _memory_limits(memory_bytes)

@@ -1,4 +1,4 @@
-"""What pixels depend on, as one string: the rules of this package and the versions of the libraries under them.
+"""What pixels depend on, as one string: the rules of this package, the versions of the libraries, the kernel.
 
 It is part of the normalization fingerprint, and executors refuse to work beside a driver with another one. It has a
 module of its own so that a driver can name the decoders without loading them.
@@ -14,6 +14,7 @@ import PIL
 import simplejpeg
 from PIL import features
 
+from shardmill.images.kernel import NATIVE_ID, resolve_kernel
 from shardmill.options import NormalizeOptions
 
 # Increase it with every change to this package that can change a pixel or a rejection.
@@ -22,9 +23,17 @@ DECODER_ID = (
     f"rules-{RULES_VERSION}+simplejpeg-{simplejpeg.__version__}+opencv-{cv2.__version__}"
     f"+pillow-{PIL.__version__}+littlecms-{features.version('littlecms2')}+shrink-area+enlarge-linear-exact+ipp-off"
 )
+# All that this interpreter can decode with: its child processes must be able to do the same.
+INSTALLED_DECODERS = f"{DECODER_ID}+{NATIVE_ID}" if NATIVE_ID else DECODER_ID
+
+
+def decoder_id(options: NormalizeOptions) -> str:
+    """`DECODER_ID`, with the native kernel's if the options ask for it. Raises UsageError if it is not installed."""
+    return f"{DECODER_ID}+{NATIVE_ID}" if resolve_kernel(options.kernel) == "native" else DECODER_ID
 
 
 def normalization_fingerprint(options: NormalizeOptions) -> str:
-    """SHA-256 over the options and `DECODER_ID`: equal fingerprints promise equal stored bytes for equal sources."""
-    content = {"options": options.model_dump(mode="json"), "decoder_id": DECODER_ID}
+    """SHA-256 over the options and `decoder_id`: equal fingerprints promise equal stored bytes for equal sources."""
+    # The kernel is in the id: what the wheels made before there was a choice keeps its fingerprint.
+    content = {"options": options.model_dump(mode="json", exclude={"kernel"}), "decoder_id": decoder_id(options)}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -117,13 +117,17 @@ def _read_entries(data: bytes, order: str, start: int, num_entries: int) -> Iter
 
 def orient_by_exif(pixels_HWC: np.ndarray, exif: bytes | None, notes: list[str]) -> np.ndarray:
     """Turns the pixels upright once; EXIF that is damaged or names no orientation of 1 to 8 changes nothing."""
+    return orient(pixels_HWC, read_orientation(exif), notes) if exif else pixels_HWC
+
+
+def read_orientation(exif: bytes | None) -> int:
+    """What EXIF says, 1 (upright) without it; any other than 1 to 8 counts as upright, and has its note."""
     if not exif:
-        return pixels_HWC
+        return 1
     try:
-        orientation = read_directory(exif.removeprefix(b"Exif\0\0")).integer(ORIENTATION_TAG, default=1)
+        return read_directory(exif.removeprefix(b"Exif\0\0")).integer(ORIENTATION_TAG, default=1)
     except BadDirectory:
-        orientation = 0
-    return orient(pixels_HWC, orientation, notes)
+        return 0
 
 
 def orient(pixels_HWC: np.ndarray, orientation: int, notes: list[str]) -> np.ndarray:

@@ -30,6 +30,10 @@ class Span:
     def end(self) -> int:
         return self.start + self.length
 
+    def mirrored(self, side: int) -> Span:
+        """The same pixels of a side that is turned around."""
+        return Span(side - self.end, self.length)
+
 
 def kept_spans(height: int, width: int, options: NormalizeOptions) -> tuple[Span, Span]:
     """Rows and columns that are kept: the centre square in mode `crop`, everything otherwise."""

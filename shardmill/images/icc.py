@@ -51,6 +51,12 @@ class _Conversion:
         return _transformed(self.transform, ramp, self.mode)[0, :, 1]  # neutral: its three channels are equal
 
 
+def changes_pixels(profile: bytes | None, num_channels: int) -> bool:
+    """Whether `to_srgb` converts samples with this profile."""
+    conversion = _read_profile(profile) if profile else None
+    return conversion is not None and not conversion.is_srgb and _NUM_CHANNELS[conversion.mode] == num_channels
+
+
 def to_srgb(samples_HWC: np.ndarray, profile: bytes | None, notes: list[str]) -> np.ndarray:
     """Gray or RGB samples, converted if their profile is not sRGB; unchanged if it is damaged or of another colour."""
     if profile is None:

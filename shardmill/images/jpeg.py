@@ -8,10 +8,11 @@ from __future__ import annotations
 import numpy as np
 import simplejpeg
 
-from shardmill.images.exif import count_mpo_images, orient_by_exif
+from shardmill.images.exif import count_mpo_images, orient_by_exif, read_orientation
 from shardmill.images.geometry import choose_reduction, reduced_length
-from shardmill.images.icc import cmyk_to_srgb, to_srgb
+from shardmill.images.icc import changes_pixels, cmyk_to_srgb, to_srgb
 from shardmill.images.jpeg_markers import JpegHeader, find_end, has_later_metadata, read_header, strip_metadata
+from shardmill.images.jpeg_native import decode_shrunk
 from shardmill.images.pixels import TRAILING_NOTE, DecodedImage, Refused, expect_size
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
@@ -34,19 +35,24 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
     if profile == b"" or options.keep_bytes:
         # libjpeg warns of a profile whose parts do not make a whole. That is no damage to the image.
         data = strip_metadata(data, header, end)
-    pixels_HWC = _decode_reduced(data, header, choose_reduction(header.height, header.width, options))
+    shrunk_HWC = None
+    if options.kernel == "native" and not changes_pixels(profile, header.num_components):
+        shrunk_HWC = decode_shrunk(data, header, read_orientation(header.exif), options)
+    pixels_HWC = _decode_reduced(data, header, options) if shrunk_HWC is None else shrunk_HWC
     if header.num_components == 4:
         # Adobe's writers, and others that copy their marker, store 255 for "no ink"; without the marker 0 is.
         pixels_HWC = cmyk_to_srgb(pixels_HWC, profile, notes, stored_inverted=header.has_adobe)
     else:
         pixels_HWC = to_srgb(pixels_HWC, profile, notes)
     pixels_HWC = orient_by_exif(pixels_HWC, header.exif, notes)
-    is_bare = options.keep_bytes and header.num_components < 4 and not has_later_metadata(data, header)
+    is_whole = shrunk_HWC is None and header.num_components < 4
+    is_bare = options.keep_bytes and is_whole and not has_later_metadata(data, header)
     return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes), bare_file=data if is_bare else None)
 
 
-def _decode_reduced(data: bytes, header: JpegHeader, scale: int) -> np.ndarray:
-    """Each pixel the mean of `scale` x `scale` of the file's. All of the entropy-coded data is checked nevertheless."""
+def _decode_reduced(data: bytes, header: JpegHeader, options: NormalizeOptions) -> np.ndarray:
+    """At the scale that suffices for `options`. All of the entropy-coded data is checked nevertheless."""
+    scale = choose_reduction(header.height, header.width, options)
     colorspace = {1: "GRAY", 3: "RGB", 4: "CMYK"}[header.num_components]
     height, width = reduced_length(header.height, scale), reduced_length(header.width, scale)
     pixels_HWC = _decode_strictly(data, colorspace, height, width)

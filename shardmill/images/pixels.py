@@ -24,6 +24,11 @@ SCALED_NOTE = "scaled_16_bit"
 CMYK_NOTE = "cmyk_converted"
 TRAILING_NOTE = "trailing_bytes"
 
+# EXIF's orientations: how stored pixels are turned upright, the exchange of rows and columns first.
+SWAPS_SIDES = frozenset({5, 6, 7, 8})
+FLIPS_ROWS = frozenset({3, 4, 7, 8})
+FLIPS_COLUMNS = frozenset({2, 3, 6, 7})
+
 
 class Refused(Exception):
     """Ends the decoding of one image; `process_image` turns it into a `Rejection`."""
@@ -36,7 +41,10 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DecodedImage:
-    """Upright uint8 pixels of one source image, before any resize. The array may be a view with any strides."""
+    """Upright uint8 pixels of one source image: whole, at a reduced scale, or shrunk to what `normalize` would keep.
+
+    The array may be a view with any strides.
+    """
 
     pixels_HWC: np.ndarray
     """One channel (gray) or three (RGB)."""
@@ -159,11 +167,9 @@ def cmyk_to_rgb(cmyk_HWC: np.ndarray, *, stored_inverted: bool) -> np.ndarray:
 
 def apply_orientation(pixels_HWC: np.ndarray, orientation: int) -> np.ndarray:
     """Turns stored pixels upright, as a view. `orientation` is EXIF's 1 to 8."""
-    if orientation >= 5:  # 5 to 8 are stored with rows and columns exchanged
+    if orientation in SWAPS_SIDES:
         pixels_HWC = pixels_HWC.transpose(1, 0, 2)
-    flips_rows = orientation in (3, 4, 7, 8)
-    flips_columns = orientation in (2, 3, 6, 7)
-    return pixels_HWC[:: -1 if flips_rows else 1, :: -1 if flips_columns else 1]
+    return pixels_HWC[:: -1 if orientation in FLIPS_ROWS else 1, :: -1 if orientation in FLIPS_COLUMNS else 1]
 
 
 def strips(pixels_HWC: np.ndarray) -> list[slice]:

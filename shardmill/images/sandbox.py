@@ -26,7 +26,7 @@ from typing import Any
 import shardmill
 from shardmill.errors import StorageError, UsageError
 from shardmill.images.decode_messages import unpack_outcome
-from shardmill.images.decoder_id import DECODER_ID
+from shardmill.images.decoder_id import INSTALLED_DECODERS
 from shardmill.messages import LENGTHS, pack_message
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
@@ -250,24 +250,24 @@ class _Child:
 
     def _expect_hello(self) -> None:
         """Its imports take a moment; a process that cannot import is no image's fault."""
-        decoder_id = ""
+        decoders = ""
         if self._readable.poll(1000 * _START_SECONDS):
             try:
-                decoder_id = self.receive()[0]["decoder_id"]
+                decoders = self.receive()[0]["decoders"]
             except _Failed:
                 pass  # what it printed on stderr is there to be read
-        if not decoder_id:
+        if not decoders:
             self.kill()
             raise StorageError(
                 "the decoding process does not start",
                 f"expected an answer within {_START_SECONDS:g} s",
                 f"see that {sys.executable} alone can import this shardmill and its packages, then run it again",
             )
-        if decoder_id != DECODER_ID:
+        if decoders != INSTALLED_DECODERS:
             self.kill()
             raise UsageError(
-                f"the decoding process decodes with {decoder_id!r}",
-                f"expected {DECODER_ID!r}, as here",
+                f"the decoding process decodes with {decoders!r}",
+                f"expected {INSTALLED_DECODERS!r}, as here",
                 f"see that {sys.executable} alone can import this shardmill and its packages",
             )
 

@@ -9,7 +9,7 @@ import pytest
 from etl.checks import inferred_facts, inferred_warnings
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
-from etl.plan import plan_build
+from etl.plan import BuildPlan, plan_build
 from etl.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.versions import latest_version
@@ -154,3 +154,30 @@ def test_images_without_labels_conflict_with_nothing(tmp_path: Path):
     (folder / "copy.png").write_bytes((folder / "00000.png").read_bytes())
     counts = open_dataset(build_here(str(folder), str(tmp_path / "dataset"), ETL)).manifest.counts
     assert (counts.duplicate_content, counts.conflicting_label) == (1, 0)
+
+
+def test_the_driver_decides_the_kernel_for_its_executors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_images(tmp_path / "cats", num_images=4)
+
+    def plan_with(installed: str, kernel: str) -> BuildPlan:
+        for module in ("kernel", "decoder_id"):
+            monkeypatch.setattr(f"shardmill.images.{module}.NATIVE_ID", installed)
+        return plan_build(tree_for(tmp_path / "cats", tmp_path / "dataset", kernel=kernel), run_id="a")
+
+    native, wheels = plan_with("native-7", "auto"), plan_with("", "auto")
+    for plan, kernel in ((native, "native"), (wheels, "wheels")):
+        assert plan.task.config.kernel == plan.build.normalize.kernel == plan.build.config["kernel"] == kernel
+        assert ("native-7" in plan.build.decoder_id) == (kernel == "native")
+    assert native.build.normalization_fingerprint != wheels.build.normalization_fingerprint
+    assert plan_with("native-7", "wheels").digest == wheels.digest != native.digest
+    # An executor (or, later, `predict`) without it, or with another one, is refused with the option to set.
+    plan_with("", "wheels")
+    with pytest.raises(UsageError, match=r"shardmill-native is not installed.*etl.kernel = wheels"):
+        write_unit(native.units[0], native.task)
+    plan_with("native-8", "wheels")
+    with pytest.raises(
+        UsageError, match=r"an executor decodes with .*native-8; the driver with .*native-7; .*etl.kernel"
+    ):
+        write_unit(native.units[0], native.task)
+    with pytest.raises(UsageError, match="etl.kernel is native"):
+        plan_with("", "native")

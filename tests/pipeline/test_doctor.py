@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load_for_dataset
-from pipeline.doctor import diagnose, examine
+from pipeline.doctor import Finding, diagnose, examine
 from pipeline.printing import stage_rows, stage_title
 from pipeline.tree import PipelineTree
 from shardmill.jobs.config import load_tree
@@ -39,6 +39,22 @@ def test_java_is_needed_only_by_what_needs_spark(
     tree = load_tree(PipelineTree, None, (f"etl.engine={engine}",))
     rows = {each.subject: each for each in examine(tree, str(tmp_path / "work"))}
     assert rows["java"].status == status and rows["java"].fix
+
+
+def test_the_kernel_has_a_row_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def row(kernel: str) -> Finding:
+        tree = load_tree(PipelineTree, None, (f"etl.kernel={kernel}",))
+        [found] = [each for each in examine(tree, str(tmp_path / "work")) if each.subject == "etl.kernel"]
+        return found
+
+    for name in ("shardmill.images.kernel.NATIVE_ID", "pipeline.doctor.NATIVE_ID"):
+        monkeypatch.setattr(name, "native-7")
+    assert (row("auto").status, row("wheels").status) == ("ok", "ok")
+    assert row("auto").found == "native; native-7 is installed" and row("wheels").found.startswith("wheels; ")
+    for name in ("shardmill.images.kernel.NATIVE_ID", "pipeline.doctor.NATIVE_ID"):
+        monkeypatch.setattr(name, "")
+    assert [row(kernel).status for kernel in ("auto", "wheels", "native")] == ["warn", "warn", "fail"]
+    assert "pip install ./native" in row("auto").fix and "etl.kernel = wheels" in row("native").fix
 
 
 def test_a_users_own_model_needs_what_ours_need():

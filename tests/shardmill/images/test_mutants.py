@@ -14,12 +14,13 @@ import time
 from collections import Counter
 
 import numpy as np
+import pytest
 from sklearn.datasets import load_sample_images
 
 from shardmill.formats.encodings import decode_stored
 from shardmill.images.process import process_image
 from shardmill.images.sandbox import DecodeSandbox
-from shardmill.values import Rejection, RejectReason, SourceImage
+from shardmill.values import ImageSample, Rejection, RejectReason, SourceImage
 from tests.shardmill.images.make import (
     OPTIONS,
     gray_profile,
@@ -102,3 +103,28 @@ def test_no_mutant_crashes_or_hangs_and_each_ends_the_same_twice() -> None:
     assert dispositions.total() == NUM_MUTANTS
     # The mutations must not all be of one kind: each of these is met hundreds of times in 2,000.
     assert {"accepted", "truncated", "corrupt_scan", "checksum", "bad_header", "not_an_image"} <= set(dispositions)
+
+
+def test_no_mutant_ends_otherwise_with_the_native_kernel() -> None:
+    pytest.importorskip("shardmill_native", reason="the native kernel is not built (scripts/setup.sh says why)")
+    # Smaller than every one of the pictures, so that there is something to shrink.
+    wheels = OPTIONS_OF_MUTANTS.model_copy(update={"image_size": 18, "encoding": "raw"})
+    native = wheels.model_copy(update={"kernel": "native"})
+    num_accepted = num_rejected = num_different = 0
+    for number in range(NUM_MUTANTS):
+        data = mutant(number)
+        if data[:2] != b"\xff\xd8":
+            continue
+        source = SourceImage(f"mutant {number}.jpg", len(data))
+        expected, found = (process_image(source, data, options) for options in (wheels, native))
+        if isinstance(expected, Rejection):
+            assert found == expected, number
+            num_rejected += 1
+            continue
+        assert isinstance(found, ImageSample), number
+        assert (found.notes, found.source_sha256) == (expected.notes, expected.source_sha256), number
+        pixels, expected_pixels = (np.frombuffer(each.image, np.uint8).astype(int) for each in (found, expected))
+        assert np.abs(pixels - expected_pixels).max() <= 1, number
+        num_accepted += 1
+        num_different += found.image != expected.image
+    assert num_accepted > 50 and num_rejected > 50 and num_different > 10

@@ -47,20 +47,22 @@ def expected(data: bytes, shape: tuple[int, int], box: Box, scale: int = 1) -> n
 
 
 def _shrink_rows(sums_HWC: np.ndarray, new_length: int) -> np.ndarray:
-    """In units of 1/256 level: each product is rounded down, and half a unit is given back for it."""
+    """In units of 1/256 level: products are rounded down, and half a unit is given back for each."""
     length = sums_HWC.shape[0]
 
     def weight_up_to(covered: int) -> int:
         return (covered * ONE + length // 2) // length
 
+    spans = [range(i * length // new_length, -(-(i + 1) * length // new_length)) for i in range(new_length)]
+    bias = max(map(len, spans)) // 2
     rows = []
-    for i in range(new_length):
-        start, covered = i * length, range(i * length // new_length, -(-(i + 1) * length // new_length))
+    for i, covered in enumerate(spans):
+        start = i * length
         edges = [(max(k * new_length, start), min((k + 1) * new_length, start + length)) for k in covered]
         weights = [weight_up_to(end - start) - weight_up_to(begin - start) for begin, end in edges]
         assert sum(weights) == ONE
         row = sum((sums_HWC[k] * np.uint32(weight)) >> 16 for k, weight in zip(covered, weights, strict=True))
-        rows.append(row + len(covered) // 2)
+        rows.append(row + bias)
     return np.stack(rows)
 
 

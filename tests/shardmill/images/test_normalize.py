@@ -140,6 +140,8 @@ def test_stored_webp_is_one_plain_image_and_nothing_else() -> None:
 
 
 def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardmill.images.kernel.NATIVE_ID", "native-0")  # as if it were installed
+    monkeypatch.setattr("shardmill.images.decoder_id.NATIVE_ID", "native-0")
     base = NormalizeOptions()
     changed = [
         NormalizeOptions(image_size=225),
@@ -148,6 +150,7 @@ def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest
         NormalizeOptions(encoding="png"),
         NormalizeOptions(jpeg_quality=91),
         NormalizeOptions(webp_quality=91),
+        NormalizeOptions(kernel="native"),
         NormalizeOptions(keep_bytes=True),
         NormalizeOptions(max_source_bytes=1),
         NormalizeOptions(max_source_pixels=1),

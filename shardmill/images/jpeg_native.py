@@ -1,0 +1,70 @@
+"""A JPEG straight to the shrunk pixels of its kept part, by the native kernel: one pass, and no pixel more than needed.
+
+It declines whatever it cannot do as the wheels would, every file that libjpeg objects to among it; the wheels decide
+then. So rejections and notes never depend on it. Shape legend: H height, W width, C channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmill.images.geometry import (
+    LEAST_REDUCED_SIDE,
+    Span,
+    choose_reduction,
+    kept_spans,
+    reduced_length,
+    resized_shape,
+)
+from shardmill.images.jpeg_markers import JpegHeader
+from shardmill.images.kernel import shardmill_native
+from shardmill.images.pixels import FLIPS_COLUMNS, FLIPS_ROWS, SWAPS_SIDES
+from shardmill.options import NormalizeOptions
+
+# What the kernel's 16-bit weights are good for (native/area.h).
+MOST_SHRINK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """The kept part of the pixels as they are stored, upright or not, and the size that it shrinks to."""
+
+    rows: Span
+    columns: Span
+    height: int
+    width: int
+
+
+def decode_shrunk(data: bytes, header: JpegHeader, orientation: int, options: NormalizeOptions) -> np.ndarray | None:
+    """What `normalize` would make of the decoded pixels, gray or RGB, not yet upright; None if the kernel declines."""
+    assert shardmill_native is not None, "who asked for the kernel native has found it"
+    scale = choose_reduction(header.height, header.width, options)
+    shrink = plan_shrink(
+        reduced_length(header.height, scale), reduced_length(header.width, scale), orientation, options
+    )
+    if shrink is None or header.num_components not in (1, 3):
+        return None
+    pixels_HWC = np.empty((shrink.height, shrink.width, header.num_components), dtype=np.uint8)
+    box = shrink.rows.start, shrink.columns.start, shrink.rows.length, shrink.columns.length
+    is_done = shardmill_native.shrink_jpeg(data, pixels_HWC, (header.height, header.width), scale, box)
+    return pixels_HWC if is_done else None
+
+
+def plan_shrink(height: int, width: int, orientation: int, options: NormalizeOptions) -> Shrink | None:
+    """For decoded pixels; None if no side shrinks, one grows or shrinks too far, or the result would look tiny."""
+    is_turned = orientation in SWAPS_SIDES
+    upright = (width, height) if is_turned else (height, width)
+    rows, columns = kept_spans(*upright, options)
+    shape = resized_shape(rows.length, columns.length, options)
+    if shape == (rows.length, columns.length) or min(shape) < LEAST_REDUCED_SIDE:
+        return None
+    for length, stored in zip((rows.length, columns.length), shape, strict=True):
+        if not stored <= length <= MOST_SHRINK * stored:
+            return None
+    if orientation in FLIPS_ROWS:
+        rows = rows.mirrored(upright[0])
+    if orientation in FLIPS_COLUMNS:
+        columns = columns.mirrored(upright[1])
+    return Shrink(columns, rows, shape[1], shape[0]) if is_turned else Shrink(rows, columns, *shape)

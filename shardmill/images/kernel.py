@@ -1,0 +1,31 @@
+"""Which kernel shrinks JPEGs: the wheels', or the optional native one (the folder `native/`) if it is installed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shardmill.errors import UsageError
+
+try:
+    import shardmill_native
+except ImportError:
+    shardmill_native = None
+
+Kernel = Literal["wheels", "native"]
+
+# Its version, and that of the libjpeg-turbo it was built with; empty without it.
+NATIVE_ID: str = shardmill_native.KERNEL_ID if shardmill_native is not None else ""
+HOW_TO_INSTALL = "`pip install ./native` in a clone of shardmill; it needs a C compiler and libjpeg-turbo's headers"
+
+
+def resolve_kernel(wish: Literal["auto", "wheels", "native"]) -> Kernel:
+    """What `auto` means on this machine. Raises UsageError for `native` if it is not installed."""
+    if wish == "native" and not NATIVE_ID:
+        raise UsageError(
+            "etl.kernel is native, and the package shardmill-native is not installed here",
+            "expected the same kernel wherever pixels are made: on the driver, on every executor, and for predict",
+            f"install it ({HOW_TO_INSTALL}), or build with etl.kernel = wheels",
+        )
+    if wish == "auto":
+        return "native" if NATIVE_ID else "wheels"
+    return wish
