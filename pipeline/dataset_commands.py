@@ -28,6 +28,10 @@ def inspect(
     diff: Annotated[
         int | None, typer.Option(metavar="M", min=1, help="The rows that differ from those of version M.")
     ] = None,
+    near_duplicates: Annotated[
+        int | None,
+        typer.Option(metavar="BITS", help="Images that look alike: at most 0-7 of 64 bits differ."),
+    ] = None,
 ) -> None:
     """What a dataset version holds, or (with --rejects and its path) the ledger of a build that failed."""
     from pipeline import inspection
@@ -35,8 +39,9 @@ def inspect(
     from shardmill.dataset.versions import split_version
 
     common: Common = context.obj
-    if sum((files, rejects, versions, diff is not None)) > 1:
-        raise UsageError("--files, --rejects, --versions and --diff exclude each other", "expected one of them")
+    if sum((files, rejects, versions, diff is not None, near_duplicates is not None)) > 1:
+        options = "--files, --rejects, --versions, --diff and --near-duplicates"
+        raise UsageError(f"{options} exclude each other", "expected one of them")
     uri = _dataset_uri(common, dataset)
     if rejects:
         found = inspection.list_rejections(uri)
@@ -49,6 +54,9 @@ def inspect(
     if diff is not None:
         found = inspection.describe_difference(opened, diff)
         return print_result(common, found, inspection.difference_rows(found), title=f"{title} against @{diff}")
+    if near_duplicates is not None:
+        found = inspection.list_near_duplicates(opened, near_duplicates)
+        return print_result(common, found, inspection.near_duplicate_rows(found), title=title)
     if files:
         found = inspection.list_files(opened)
         return print_result(common, found, [(each["uri"],) for each in found], title="")

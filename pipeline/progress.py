@@ -82,6 +82,10 @@ class RunProgress:
         """One more shard of a version was checked."""
         self.event("verify.progress", {"num_done": num_done, "num_shards": num_shards})
 
+    def images_compared(self, num_done: int, num_images: int) -> None:
+        """So many stored images were read for a comparison."""
+        self._advance("inspect", num_done, num_images, "images")
+
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         """What a stage reports; frequent progress moves the bars, the rest is recorded."""
         numbers = {key: value for key, value in fields.items() if isinstance(value, int | float)}

@@ -157,10 +157,11 @@ class StoredSample:
 
 def read_samples(dataset: Dataset, split: str, limit: int) -> list[StoredSample]:
     """The first `limit` rows of a split in layout order, verified and decoded. Raises as iterating a reader does."""
-    return list(itertools.islice(_iterate_samples(dataset, split), limit))
+    return list(itertools.islice(iterate_samples(dataset, split), limit))
 
 
-def _iterate_samples(dataset: Dataset, split: str) -> Iterator[StoredSample]:
+def iterate_samples(dataset: Dataset, split: str) -> Iterator[StoredSample]:
+    """Every row of a split in layout order, verified and decoded, one chunk in memory."""
     index, options = dataset.index(split), dataset.manifest.normalize
     fetcher = ChunkFetcher(dataset.store, index)
     for chunk in range(len(index.chunks)):
