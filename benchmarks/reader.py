@@ -71,7 +71,7 @@ def main() -> None:
 
 def _stored_images(folder: str) -> list[bytes]:
     dataset = open_dataset(folder)
-    fetcher = ChunkFetcher(dataset.store, dataset.index("train"))
+    fetcher = ChunkFetcher(dataset.store, dataset.index("train"), dataset.manifest.row_schema)
     chunks = [fetcher.read_chunk(chunk) for chunk in range(len(fetcher.index.chunks))]
     return [bytes(image) for chunk in chunks for image in chunk.images]
 

@@ -1,7 +1,7 @@
 """What a source has in common with the version that was made of it last: only the rest has to be processed.
 
-A row is unchanged if its source is listed with equal facts (key, size, times, class, named split). The comparison
-keeps 25 bytes a row in memory: a 128-bit digest of these facts, its place, and whether it was found.
+A row is unchanged if its source is listed with equal facts (key, size, times, class, extra columns, named split). The
+comparison keeps 25 bytes a row in memory: a 128-bit digest of these facts, its place, and whether it was found.
 """
 
 # pyarrow.compute makes its functions when it is imported.
@@ -21,12 +21,13 @@ from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.listing import Listing
 from etl.segments import fact_limbs, key_digests
 from shardmill.dataset.index import rows_file
-from shardmill.dataset.row_segments import ROWS_SCHEMA
+from shardmill.dataset.row_segments import rows_schema
 from shardmill.dataset.segment import read_segment
+from shardmill.formats.rows import RowSchema
 from shardmill.storage import Store
 from shardmill.values import TRANSIENT_REASONS, Rejection, RejectReason, ShardInfo
 
-_FACTS = ("size_bytes", "mtime_ns", "etag", "label")
+_FACTS = ("size_bytes", "mtime_ns", "etag", "label", "extra")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Compared:
         self,
         store: Store,
         shards: Sequence[tuple[ShardInfo, ...]],
-        class_names: tuple[str, ...],
+        schema: RowSchema,
         refused: Sequence[Rejection],
         listing: Listing,
     ) -> None:
@@ -73,7 +74,7 @@ class Compared:
         asked_again = TRANSIENT_REASONS | {RejectReason.DUPLICATE_CONTENT}
         self._refused = {each.key: each for each in refused if each.stage != "list" and each.reason not in asked_again}
         self._carried: list[Rejection] = []
-        digests = [_row_digests(store, copies[0], class_names, names_split=listing.has_splits) for copies in shards]
+        digests = [_row_digests(store, copies[0], schema, names_split=listing.has_splits) for copies in shards]
         self._sizes = [len(each) for each in digests]
         digests_N = np.concatenate([np.empty(0, "S16"), *digests])
         self._order_N = np.argsort(digests_N, kind="stable")
@@ -124,14 +125,15 @@ class Compared:
         return images.filter(pa.array(is_new, pa.bool_()))
 
 
-def _row_digests(store: Store, shard: ShardInfo, class_names: tuple[str, ...], *, names_split: bool) -> np.ndarray:
+def _row_digests(store: Store, shard: ShardInfo, schema: RowSchema, *, names_split: bool) -> np.ndarray:
     """Of the sources of a shard's rows, as `_fact_digests` gives them for a listing."""
-    rows = read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows)
-    names = pa.array([*class_names, None], pa.string())
-    labels = names.take(pc.fill_null(rows.column("label"), len(class_names)).combine_chunks())
-    split = pa.array([shard.split] * rows.num_rows, pa.string())
+    rows = read_segment(store, rows_file(shard), rows_schema(schema), shard.num_rows)
+    names = pa.array([*schema.class_names, None], pa.string())
+    labels = names.take(pc.fill_null(rows.column("label"), len(schema.class_names)).combine_chunks())
+    split, no_extra = (pa.array([text] * rows.num_rows, pa.string()) for text in (shard.split, ""))
+    extra = rows.column("extra") if schema.extra else no_extra
     columns = ("source", "source_bytes", "source_mtime_ns", "source_etag")
-    table = pa.table([*(rows.column(name) for name in columns), labels, split], names=["key", *_FACTS, "split"])
+    table = pa.table([*(rows.column(name) for name in columns), labels, extra, split], names=["key", *_FACTS, "split"])
     return _fact_digests(table, names_split=names_split)
 
 

@@ -110,8 +110,8 @@ def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
     shape = " x ".join(map(str, config.one_shape_HWC)) if config.one_shape_HWC else f"different sizes, {config.color}"
     return {
         "images": plan.num_images,
-        "num_classes": len(plan.task.class_names),
-        "classes": _named(plan.task.class_names) or _NO_CLASSES,
+        "num_classes": len(plan.build.class_names),
+        "classes": _named(plan.build.class_names) or _NO_CLASSES,
         "splits": f"{where} " + ", ".join(f"{split} {by_split[split]:,}" for split in SPLITS if by_split[split]),
         "image": f"{shape}, {config.encoding}, resized by {config.resize_mode}",
         "formats": ", ".join(config.formats),
@@ -153,12 +153,12 @@ def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
                     f"the split {split} will have fewer than {_FEW_IN_CLASS} images of {len(thin)} of {len(by_class)} "
                     f"classes ({named})"
                 )
-    few = tuple(f"{name}: {by_class[name]}" for name in plan.task.class_names if by_class[name] < _FEW_IN_CLASS)
+    few = tuple(f"{name}: {by_class[name]}" for name in plan.build.class_names if by_class[name] < _FEW_IN_CLASS)
     if few:
         yield f"{len(few)} of {len(by_class)} classes have fewer than {_FEW_IN_CLASS} images ({_named(few)})"
     if plan.listing.has_splits:
         trained = _images_by_class(plan, "train")
-        untrained = tuple(name for name in plan.task.class_names if not trained[name])
+        untrained = tuple(name for name in plan.build.class_names if not trained[name])
         if untrained:
             yield f"{len(untrained)} of {len(by_class)} classes have no image in train/ ({_named(untrained)})"
     yield from plan.listing.warnings

@@ -10,7 +10,9 @@ from pydantic import Field, field_validator, model_validator
 
 from etl.engines import ENGINES
 from etl.sources import SOURCES
+from etl.sources.extra import parse_extra
 from shardmill.formats import SHARD_FORMATS
+from shardmill.formats.rows import OWN_COLUMNS, OWN_FEATURES
 from shardmill.images.kernel import resolve_kernel
 from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
 from shardmill.options import DecodeLimits, NormalizeOptions
@@ -58,6 +60,8 @@ class SourceConfig(Section):
     """A column of groups (patients, videos) that no two splits may share; empty for `group`."""
     key_field: str = ""
     """A table's column that names each image for good; empty for `key`. Without it, the URI does."""
+    extra_columns: tuple[str, ...] = ()
+    """Columns, fields or features to keep beside each image: `NAME`, or `NAME:TYPE` (docs/sources.md)."""
     download: DownloadConfig = DownloadConfig()
     """URLs in a table."""
     parts: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], SourceConfig] = Field(default_factory=dict)
@@ -91,6 +95,20 @@ class SourceConfig(Section):
         """What decides which of a row's images is read: the only setting of a source that no listing shows."""
         named = {name: part.image_field for name, part in self.parts.items() if part.image_field}
         return json.dumps(named, sort_keys=True) if named else self.image_field
+
+    def extra_entries(self) -> tuple[str, ...]:
+        """The entries of `extra_columns`, those of all parts included."""
+        return (*self.extra_columns, *(entry for part in self.parts.values() for entry in part.extra_columns))
+
+    @field_validator("extra_columns")
+    @classmethod
+    def _extra_columns_have_names(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        names = [parse_extra(entry)[0] for entry in entries]
+        ours = [name for name in names if name in (*OWN_COLUMNS, *OWN_FEATURES)]
+        if ours or len(set(names)) < len(names):
+            clash = f"; every dataset has its own {ours[0]!r}" if ours else ""
+            raise ValueError(f"each name once{clash}")
+        return entries
 
 
 class SplitFractions(Section):

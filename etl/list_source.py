@@ -10,8 +10,8 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +73,7 @@ class _Segments:
     seed: int
     rejections: list[Rejection] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    extra_types: dict[str, str] = field(default_factory=dict)
     images_by_label: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
     images_by_bucket: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BUCKETS, np.int64))
     facts_by_bucket: np.ndarray = field(default_factory=lambda: np.zeros((NUM_BUCKETS, 8), np.uint64))
@@ -90,6 +91,7 @@ class _Segments:
 
     def add(self, batch: ListingBatch) -> None:
         self.warnings += batch.warnings
+        self._add_types(batch.extra_types)
         self.rejections += batch.rejections
         images = batch.images.combine_chunks()
         self.num_listed += images.num_rows + len(batch.rejections)
@@ -109,6 +111,16 @@ class _Segments:
         if self._num_waiting >= SEGMENT_ROWS:
             self._flush()
 
+    def _add_types(self, types: Mapping[str, str]) -> None:
+        for name, kind in types.items():
+            before = self.extra_types.setdefault(name, kind)
+            if before != kind:
+                raise UsageError(
+                    f"the extra column {name!r} is {before} in one part of the source and {kind} in another",
+                    "expected one type in all parts",
+                    f'give its type in each part: extra_columns = ["{name}:{kind}"]',
+                )
+
     def finish(self) -> Listing:
         if self._num_waiting:
             self._flush()
@@ -127,6 +139,7 @@ class _Segments:
             probes=tuple(path for _, path in sorted(self.probes)),
             key_sum=format_digest(key_sum),
             warnings=tuple(self.warnings),
+            extra_types=self.extra_types,
         )
 
     def _correct(self, correction: Correction) -> None:
@@ -191,7 +204,7 @@ def _judged(batch: ListingBatch, max_source_bytes: int) -> ListingBatch:
         for row, bad_label in _marked(images, is_bad_label, pc.or_(is_bad_label, is_too_large))
     ]
     kept = images.filter(pc.invert(pc.or_(is_bad_label, is_too_large)))
-    return ListingBatch(kept, (*batch.rejections, *refused), batch.warnings)
+    return replace(batch, images=kept, rejections=(*batch.rejections, *refused), groups=None)
 
 
 def _marked(images: pa.Table, mark: pa.ChunkedArray, chosen: pa.ChunkedArray) -> Iterator[tuple[dict, bool]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
@@ -21,6 +21,7 @@ LISTED_SCHEMA = pa.schema(
         pa.field("container", pa.string(), nullable=False),
         pa.field("place", pa.int64(), nullable=False),
         pa.field("block", pa.int64(), nullable=False),
+        pa.field("extra", pa.string(), nullable=False),
     ]
 )
 _BATCH_ROWS = 65_536
@@ -37,10 +38,14 @@ class ListingBatch:
     """What looks wrong to the source and ends nothing: one sentence each."""
     groups: pa.Array | None = None
     """A string for each image, null for none: images of one group are not to be in different splits."""
+    extra_types: Mapping[str, str] = field(default_factory=dict)
+    """The type of each extra column of the source, as far as its values have told; see `ARROW_TYPES`."""
 
 
-def batches_of(entries: Iterable[SourceImage | Rejection]) -> Iterator[ListingBatch]:
-    """For a source that lists objects one by one."""
+def batches_of(
+    entries: Iterable[SourceImage | Rejection], extra_types: Callable[[], Mapping[str, str]] = dict
+) -> Iterator[ListingBatch]:
+    """For a source that lists objects one by one; it is asked for the types of its extra columns with each batch."""
     images: list[SourceImage] = []
     rejections: list[Rejection] = []
     for entry in entries:
@@ -49,10 +54,10 @@ def batches_of(entries: Iterable[SourceImage | Rejection]) -> Iterator[ListingBa
         else:
             images.append(entry)
         if len(images) + len(rejections) == _BATCH_ROWS:
-            yield ListingBatch(listed_table(images), tuple(rejections))
+            yield ListingBatch(listed_table(images), tuple(rejections), extra_types=extra_types())
             images, rejections = [], []
     if images or rejections:
-        yield ListingBatch(listed_table(images), tuple(rejections))
+        yield ListingBatch(listed_table(images), tuple(rejections), extra_types=extra_types())
 
 
 def listed_table(images: list[SourceImage]) -> pa.Table:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,8 @@ class Listing:
     key_sum: str
     """Additive hash of all listed keys, rejected ones included."""
     warnings: tuple[str, ...]
+    extra_types: Mapping[str, str] = field(default_factory=dict)
+    """The source's extra columns: name -> type."""
 
     @property
     def num_images(self) -> int:

@@ -12,6 +12,7 @@ from etl.label_map import WithKnownClasses, grown_label_map, read_label_map
 from etl.list_source import list_source
 from etl.listing import Listing
 from etl.sources import SOURCES, HasParts, Source
+from etl.sources.extra import extra_columns
 from etl.splits import WithGroupSplits
 from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.dataset.build import Build
@@ -20,7 +21,7 @@ from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import UsageError
-from shardmill.formats.parquet import parquet_schema
+from shardmill.formats.parquet import column_types
 from shardmill.formats.rows import RowSchema
 from shardmill.images.decoder_id import decoder_id, normalization_fingerprint
 from shardmill.images.kernel import resolve_kernel
@@ -55,7 +56,7 @@ class BuildPlan:
     @property
     def row_schema(self) -> RowSchema:
         """What is equal for all rows of the version."""
-        return RowSchema(self.task.config.encoding, self.task.config.one_shape_HWC, self.task.class_names)
+        return self.task.row_schema
 
     @property
     def is_append(self) -> bool:
@@ -115,15 +116,16 @@ def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tup
     )
     keeps_classes = parent is not None and (config.write_mode == "append" or parent.source.is_same_place(found))
     class_names = grown_label_map(parent if keeps_classes else None, label_map, listing.class_names)
-    config_fingerprint = fingerprint_config(config, class_names, fingerprint, source.image_fields())
-    columns = parquet_schema(RowSchema(config.encoding, config.one_shape_HWC, class_names))
+    extra = extra_columns(source.extra_entries(), listing.extra_types, found.uri)
+    schema = RowSchema(config.encoding, config.one_shape_HWC, class_names, extra=extra)
+    config_fingerprint = fingerprint_config(config, schema, fingerprint, source.image_fields())
     build = Build(
         run_id=run_id,
         source=found,
         num_listed=listing.num_listed,
         list_rejections=listing.rejections,
         class_names=class_names,
-        columns={field.name: str(field.type) for field in columns},
+        columns=column_types(schema),
         formats=config.formats,
         normalize=normalize,
         normalization_fingerprint=fingerprint,
@@ -135,7 +137,7 @@ def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tup
         source=source,
         dataset_uri=store.uri,
         config=config,
-        class_names=class_names,
+        row_schema=schema,
         decoder_id=decoder_id(normalize),
         listing=ListingPlace(str(listing.folder), listing.segments),
         probes=listing.probes,
@@ -169,7 +171,7 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
     else:
         return None
     refused = read_rejections(plan.store, parent)
-    compared = Compared(plan.store, groups, parent.class_names, refused, plan.listing)
+    compared = Compared(plan.store, groups, parent.row_schema, refused, plan.listing)
     config = plan.task.config
     work = list_source(
         compared, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=SilentObserver(),
@@ -209,7 +211,10 @@ def _extends(plan: BuildPlan, parent: Manifest) -> bool:
     """Whether rows of the parent may stand in the new version: same source, and config but for the label map."""
     build = plan.build
     with_its_names = fingerprint_config(
-        plan.task.config, parent.class_names, build.normalization_fingerprint, plan.task.source.image_fields()
+        plan.task.config,
+        replace(plan.row_schema, class_names=parent.class_names),
+        build.normalization_fingerprint,
+        plan.task.source.image_fields(),
     )
     made_alike = (parent.formats, parent.normalization_fingerprint) == (build.formats, build.normalization_fingerprint)
     return parent.source.is_same_place(build.source) and made_alike and parent.config_fingerprint == with_its_names

@@ -28,7 +28,8 @@ _ROW_GROUP_ROWS = 8_192
 def write_segment(file: Path, table: pa.Table) -> None:
     """One segment; the statistics of its row groups say which cells they hold."""
     # Keys differ in every row: a dictionary of them would only cost time.
-    texts = [name for name in table.column_names if pa.types.is_string(table.schema.field(name).type) and name != "key"]
+    strings = [field.name for field in table.schema if pa.types.is_string(field.type)]
+    texts = [name for name in strings if name != "key"]
     pq.write_table(
         table,
         file,
@@ -83,10 +84,20 @@ def fact_limbs(keys_N32: np.ndarray, images: pa.Table, names: Sequence[str] = FA
     """
     lanes_N4 = keys_N32.view("<u8").astype(np.uint64)
     for name in names:
-        values_N = _as_numbers(images.column(name))
-        for lane in range(4):
-            lanes_N4[:, lane] = mix64_array(lanes_N4[:, lane] ^ values_N, lane)
+        # Only where there are any: without extra columns an image has the facts that it had before there were some.
+        has_any_N = None if name != "extra" else pc.not_equal(images.column(name), "").to_numpy(zero_copy_only=False)
+        if has_any_N is None:
+            _mix(lanes_N4, _as_numbers(images.column(name)))
+        elif has_any_N.any():
+            mixed_N4 = lanes_N4[has_any_N]
+            _mix(mixed_N4, _as_numbers(images.column(name).filter(pa.array(has_any_N))))
+            lanes_N4[has_any_N] = mixed_N4
     return np.ascontiguousarray(lanes_N4).view("<u4").astype(np.uint64)
+
+
+def _mix(lanes_N4: np.ndarray, values_N: np.ndarray) -> None:
+    for lane in range(4):
+        lanes_N4[:, lane] = mix64_array(lanes_N4[:, lane] ^ values_N, lane)
 
 
 def _as_numbers(column: pa.ChunkedArray) -> np.ndarray:

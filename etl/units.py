@@ -14,6 +14,7 @@ from etl.config import EtlConfig, SourceConfig
 from etl.listing import NUM_BUCKETS, Listing, sum_limbs
 from etl.segments import fact_limbs, key_digests, read_cells
 from shardmill.errors import IntegrityError
+from shardmill.formats.rows import RowSchema
 from shardmill.ids import add_digests, format_digest, key_bytes
 from shardmill.mix import mix64
 from shardmill.options import ENCODINGS, NormalizeOptions
@@ -64,7 +65,7 @@ class UnitTask:
     source: SourceConfig
     dataset_uri: str
     config: EtlConfig
-    class_names: tuple[str, ...]
+    row_schema: RowSchema
     decoder_id: str
     listing: ListingPlace
     probes: tuple[str, ...] = ()
@@ -116,7 +117,7 @@ def read_unit(listing: ListingPlace, unit: WorkUnit, seed: int) -> tuple[SourceI
 
 
 def fingerprint_config(
-    config: EtlConfig, class_names: tuple[str, ...], normalization_fingerprint: str, image_field: str = ""
+    config: EtlConfig, schema: RowSchema, normalization_fingerprint: str, image_field: str = ""
 ) -> str:
     """A digest of what decides a unit's output beside its sources. Spark, paths and thresholds are not in it.
 
@@ -125,7 +126,9 @@ def fingerprint_config(
     lower one refused.
     """
     deciding = config.model_dump(mode="json", exclude=_NOT_DECIDING | set(NormalizeOptions.model_fields))
-    parts = [deciding, list(class_names), normalization_fingerprint, *([image_field] if image_field else [])]
+    parts = [deciding, list(schema.class_names), normalization_fingerprint, *([image_field] if image_field else [])]
+    # Their values are facts of the listing, and the same values may be of another type.
+    parts += [[column.name, column.type] for column in schema.extra]
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

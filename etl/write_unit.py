@@ -22,7 +22,7 @@ from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
 from shardmill.errors import AccessDenied, IntegrityError, StorageError, UsageError
 from shardmill.failpoints import failpoint
-from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
+from shardmill.formats.rows import StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decoder_id import decoder_id
 from shardmill.images.sandbox import DecodeSandbox, PendingImage
@@ -59,7 +59,7 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
     sources = read_unit(task.listing, unit, task.config.seed)
     rejections: list[Rejection] = []
     rows_by_split: dict[str, list[StoredRow]] = defaultdict(list)
-    label_ids = {name: number for number, name in enumerate(task.class_names)}
+    label_ids = {name: number for number, name in enumerate(task.row_schema.class_names)}
 
     # Read and normalize: each source ends as one row or one rejection.
     decoder = decoder or sandbox_of_process(task.config)
@@ -83,7 +83,9 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
         unit_index=unit.index,
         fingerprint=unit.fingerprint,
         shards=tuple(shards),
-        splits=tuple(_split_sums(split, rows, len(task.class_names)) for split, rows in sorted(rows_by_split.items())),
+        splits=tuple(
+            _split_sums(split, rows, len(task.row_schema.class_names)) for split, rows in sorted(rows_by_split.items())
+        ),
         rejections=tuple(rejections),
         accepted_key_sum=_key_sum(row.source.key for rows in rows_by_split.values() for row in rows),
         rejected_key_sum=_key_sum(rejection.key for rejection in rejections),
@@ -197,12 +199,11 @@ def _publish(
     store: Store, unit: WorkUnit, split: str, rows: Sequence[StoredRow], task: UnitTask, scratch: Path
 ) -> Iterator[ShardInfo]:
     config = task.config
-    schema = RowSchema(config.encoding, config.one_shape_HWC, task.class_names)
     attempt = uuid.uuid4().hex[:12]
     for number, chunks in enumerate(cut_shards(cut_chunks(rows, config.chunk_bytes), config.shard_max_bytes)):
         for format_name in config.formats:
             name = f"{unit.index:06d}-{number:03d}-{attempt}"
-            yield publish_shard(store, split, name, format_name, chunks, schema=schema, scratch=scratch)
+            yield publish_shard(store, split, name, format_name, chunks, schema=task.row_schema, scratch=scratch)
 
 
 def _check_multiset(

@@ -68,7 +68,7 @@ def dry_run(source_or_config: str, common: Common) -> DryRun:
         num_images=plan.num_images,
         num_rejected=len(plan.listing.rejections),
         by_reason=plan.listing.num_rejected_by_reason,
-        class_names=plan.task.class_names,
+        class_names=plan.build.class_names,
         num_units=len(plan.units),
         plan_digest=plan.digest,
         driver_peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -43,6 +43,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
             "channel_std": list(manifest.channel_std),
         },
         "class_names": list(manifest.class_names),
+        "extra_columns": {column.name: column.type for column in manifest.row_schema.extra},
         "counts": manifest.counts.model_dump(mode="json"),
         "splits": {
             name: {"num_rows": split.num_rows, "num_shards": split.num_shards, "class_counts": list(split.class_counts)}

@@ -40,9 +40,15 @@ def format_sample_id(sample_id: int) -> str:
     return struct.pack(">q", sample_id).hex()
 
 
-def row_digest(sample_id: int, label: str | None, image: bytes) -> bytes:
-    """SHA-256 over (sample id, class name, stored image bytes): what a dataset's `content_digest` sums."""
+def row_digest(sample_id: int, label: str | None, image: bytes, extra: str = "") -> bytes:
+    """SHA-256 over (sample id, label, extra columns, stored image bytes): what a dataset's `content_digest` sums.
+
+    `label` is a class name, or the text of any other kind of label; `extra` is the text of the extra columns' values.
+    """
     name = b"" if label is None else b"=" + label.encode()
+    if extra:
+        # No label holds a NUL, so no label equals another one with extra columns.
+        name += b"\0" + extra.encode()
     return hashlib.sha256(struct.pack(">qI", sample_id, len(name)) + name + image).digest()
 
 

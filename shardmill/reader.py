@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
 from shardmill.formats.encodings import decode_row, decode_stored
 from shardmill.formats.rows import ChunkRows
 from shardmill.options import AugmentOptions
+from shardmill.typed_columns import Value
 from shardmill.values import Batch
 
 
@@ -46,7 +47,8 @@ class BatchReader:
         self._first_step = first_step
         self._augment = augment
         self._normalize = dataset.manifest.normalize
-        self._fetcher = ChunkFetcher(dataset.store, dataset.index(plan.spec.split, options.format))
+        self._schema = dataset.manifest.row_schema
+        self._fetcher = ChunkFetcher(dataset.store, dataset.index(plan.spec.split, options.format), self._schema)
         self._planner = StepPlanner(plan, streams)
         self._local_batch_size = len(streams) * plan.spec.rows_per_stream
         height, width, channels = self._normalize.image_shape_HWC
@@ -102,6 +104,7 @@ class BatchReader:
         images_NHWC = np.zeros((self._local_batch_size, *shape_HWC), dtype=np.uint8)
         labels_N = np.zeros(self._local_batch_size, dtype=np.int64)
         sample_ids_N = np.zeros(self._local_batch_size, dtype=np.int64)
+        extra: dict[str, list[Value]] = {column.name: [None] * self._local_batch_size for column in self._schema.extra}
         for place, is_real in enumerate((rows.weights_N > 0).tolist()):
             chunk, row = chunks[int(rows.chunks_N[place])].result(), int(rows.rows_N[place])
             sample_id = int(chunk.sample_ids_N[row])
@@ -113,7 +116,9 @@ class BatchReader:
             if is_real:
                 labels_N[place] = chunk.labels_N[row]
                 sample_ids_N[place] = sample_id
-        return Batch(images_NHWC, labels_N, rows.weights_N, sample_ids_N, self._plan.epoch, step)
+                for name, values in extra.items():
+                    values[place] = chunk.extra[name][row]
+        return Batch(images_NHWC, labels_N, rows.weights_N, sample_ids_N, self._plan.epoch, step, extra)
 
 
 def read_batches(
@@ -153,6 +158,7 @@ class StoredSample:
     label: int | None
     sample_id: int
     source: str
+    extra: Mapping[str, Value] = field(default_factory=dict)
 
 
 def read_samples(dataset: Dataset, split: str, limit: int) -> list[StoredSample]:
@@ -163,7 +169,7 @@ def read_samples(dataset: Dataset, split: str, limit: int) -> list[StoredSample]
 def iterate_samples(dataset: Dataset, split: str) -> Iterator[StoredSample]:
     """Every row of a split in layout order, verified and decoded, one chunk in memory."""
     index, options = dataset.index(split), dataset.manifest.normalize
-    fetcher = ChunkFetcher(dataset.store, index)
+    fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
     for chunk in range(len(index.chunks)):
         rows = fetcher.read_chunk(chunk)
         for place, image in enumerate(rows.images):
@@ -173,4 +179,5 @@ def iterate_samples(dataset: Dataset, split: str) -> Iterator[StoredSample]:
                 None if label < 0 else label,
                 int(rows.sample_ids_N[place]),
                 rows.sources[place],
+                {name: values[place] for name, values in rows.extra.items()},
             )

@@ -5,12 +5,15 @@ Shape legend: N batch, H height, W width, C channels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from shardmill.typed_columns import Value
 
 
 class RejectReason(StrEnum):
@@ -95,6 +98,8 @@ class SourceImage:
     """Row number or byte offset in the container; the row of the table that lists a file."""
     block: int = 0
     """Images of one block of a container are read by one work unit, so that no archive is scanned twice."""
+    extra: str = ""
+    """The values of the extra columns, as `encode_values` writes them; empty in a dataset without any."""
 
     def rejected(self, reason: RejectReason, detail: str, stage: str = "read", source_sha256: str = "") -> Rejection:
         """The ledger's row for this input."""
@@ -189,6 +194,8 @@ class Batch:
     sample_ids_N: np.ndarray
     epoch: int
     step: int
+    extra: Mapping[str, Sequence[Value]] = field(default_factory=dict)
+    """For each extra column of the dataset one value per row: a number, text or list; None for null and padding."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

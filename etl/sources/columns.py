@@ -17,7 +17,7 @@ from etl.sources.names import SPLIT_OF_NAME
 from shardmill.errors import UsageError
 from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason
 
-_DEFAULTS = {"size_bytes": UNKNOWN_SIZE, "mtime_ns": 0, "etag": "", "container": "", "block": 0}
+_DEFAULTS = {"size_bytes": UNKNOWN_SIZE, "mtime_ns": 0, "etag": "", "container": "", "block": 0, "extra": ""}
 
 
 def choose_column(names: Sequence[str], configured: str, usual: Sequence[str], key: str) -> str | None:

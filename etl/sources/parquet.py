@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import as_labels, as_splits, as_texts, choose_column, class_names_of, listed_rows, or_else
 from etl.sources.containers import ContainerReader, Containers, image_file, splits_of
+from etl.sources.extra import ExtraColumns
 from etl.sources.names import PARQUET_SUFFIXES
 from etl.sources.parquet_columns import bytes_leaf, column_batches, open_columns
 from etl.stored_file import open_file
@@ -43,6 +44,7 @@ class ParquetSource:
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._files = Containers(config.uri, PARQUET_SUFFIXES)
+        self._extra = ExtraColumns(config.extra_columns)
         self.uri = self._files.uri
 
     def open(self, max_source_bytes: int) -> ContainerReader[_ImageRows]:
@@ -73,7 +75,7 @@ class ParquetSource:
             with open_file(self._files.store, file) as stream:
                 try:
                     with _parsing(file.path):
-                        yield from _list_file(stream, file, self._config, splits[file.path])
+                        yield from _list_file(stream, file, self._config, splits[file.path], self._extra)
                 except IntegrityError as error:
                     damaged = image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, str(error), "list")
                     yield ListingBatch(LISTED_SCHEMA.empty_table(), (damaged,))
@@ -92,7 +94,9 @@ def _parsing(path: str) -> Iterator[None]:
             raise IntegrityError(f"does not parse as Parquet: {str(error).splitlines()[0]}") from None
 
 
-def _list_file(stream: BinaryIO, file: StoredFile, config: SourceConfig, split: str | None) -> Iterator[ListingBatch]:
+def _list_file(
+    stream: BinaryIO, file: StoredFile, config: SourceConfig, split: str | None, extra: ExtraColumns
+) -> Iterator[ListingBatch]:
     parquet = open_columns(stream)
     schema = parquet.schema_arrow
     if parquet.metadata.num_rows > file.size_bytes:
@@ -105,11 +109,13 @@ def _list_file(stream: BinaryIO, file: StoredFile, config: SourceConfig, split: 
         choose_column(names, config.key_field, ("key",), "key_field"),
         choose_column(names, config.group_field, ("group",), "group_field"),
     )
+    wanted = dict.fromkeys([*chosen.names, *(name for name in extra.given if name in schema.names)])
     first_row = 0
     for group in range(parquet.metadata.num_row_groups):
-        for rows in column_batches(parquet, group, chosen.names):
+        for rows in column_batches(parquet, group, list(wanted)):
             places = pa.array(np.arange(first_row, first_row + rows.num_rows, dtype=np.int64))
-            yield _listed(rows, chosen, file, _Place(places, group, split))
+            batch = _listed(rows, chosen, file, _Place(places, group, split), extra)
+            yield replace(batch, extra_types=extra.types)
             first_row += rows.num_rows
 
 
@@ -136,7 +142,7 @@ class _Place:
     split: str | None
 
 
-def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place) -> ListingBatch:
+def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, extra: ExtraColumns) -> ListingBatch:
     num_rows = rows.num_rows
     names = place.rows.cast(pa.string())
     problems, splits = pa.nulls(num_rows, pa.string()), pa.repeat(pa.scalar(place.split, pa.string()), num_rows)
@@ -154,6 +160,9 @@ def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place) -
         labels = as_labels(rows.column(chosen.label), class_names_of(rows.schema, chosen.label), file.path)
         columns["label"] = labels.combine_chunks()
         problems = or_else(problems, columns["label"].is_null(), "no label")
+    if extra.given:
+        columns["extra"], odd = extra.of_rows(rows, file.path)
+        problems = pc.coalesce(problems, odd)
     columns |= {
         "key": pc.binary_join_element_wise(file.path, names, "\0"),
         "mtime_ns": pa.repeat(file.mtime_ns, num_rows),

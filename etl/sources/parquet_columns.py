@@ -21,8 +21,9 @@ _MAX_BATCH_BYTES = 1 << 30
 
 def open_columns(stream: BinaryIO) -> pq.ParquetFile:
     """A file whose texts are read as dictionaries: one that repeats is small until it is written out for each row."""
-    schema = pq.read_schema(stream)
-    texts = [field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)]
+    schema = pq.read_metadata(stream).schema
+    leaves = (schema.column(place) for place in range(len(schema)))
+    texts = [leaf.path for leaf in leaves if leaf.logical_type.type == "STRING"]
     stream.seek(0)
     return pq.ParquetFile(stream, read_dictionary=texts, pre_buffer=False)
 
@@ -56,6 +57,7 @@ def bytes_leaf(field: pa.Field) -> str | None:
 
 def _check_texts(column: pa.ChunkedArray) -> None:
     for chunk in column.chunks:
+        chunk = pc.list_flatten(chunk) if pa.types.is_list(chunk.type) else chunk
         if not pa.types.is_dictionary(chunk.type):
             continue
         lengths = pc.binary_length(chunk.dictionary).to_numpy(zero_copy_only=False)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import as_labels, as_splits, as_texts, choose_column, class_names_of, listed_rows, or_else
 from etl.sources.containers import Containers
+from etl.sources.extra import ExtraColumns
 from etl.sources.names import SPLIT_OF_NAME, TABLE_SUFFIXES
 from etl.sources.table_rows import read_rows
 from etl.sources.uris import UriReader, uri_problems, without_dots
@@ -38,6 +39,7 @@ class TableSource:
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._tables = Containers(config.uri, TABLE_SUFFIXES)
+        self._extra = ExtraColumns(config.extra_columns)
         self.uri = self._tables.uri
 
     def open(self, max_source_bytes: int) -> UriReader:
@@ -53,12 +55,13 @@ class TableSource:
     def _list_table(self, file: StoredFile) -> Iterator[ListingBatch]:
         columns: _Columns | None = None
         first_row = 1
-        for rows in read_rows(self._tables.store, file):
+        for rows in read_rows(self._tables.store, file, self._extra.given):
             if isinstance(rows, Rejection):
                 yield ListingBatch(LISTED_SCHEMA.empty_table(), (rows,))
                 continue
             columns = columns or _choose_columns(self._config, rows.column_names, file.path)
-            yield _listed(_Rows(_with_columns(rows, columns), columns, file.path, first_row), self._tables.store)
+            batch = _listed(_Rows(rows, columns, file.path, first_row), self._tables.store, self._extra)
+            yield replace(batch, extra_types=self._extra.types)
             first_row += rows.num_rows
 
 
@@ -73,11 +76,6 @@ class _Columns:
     group: str | None
     size_bytes: str | None
     mtime_ns: str | None
-
-    @property
-    def names(self) -> list[str]:
-        found = (self.uri, self.label, self.split, self.key, self.group, self.size_bytes, self.mtime_ns)
-        return list(dict.fromkeys(name for name in found if name is not None))
 
 
 def _choose_columns(config: SourceConfig, names: list[str], table: str) -> _Columns:
@@ -99,14 +97,6 @@ def _choose_columns(config: SourceConfig, names: list[str], table: str) -> _Colu
     )
 
 
-def _with_columns(rows: pa.Table, columns: _Columns) -> pa.Table:
-    """`rows` with every chosen column: a block of JSON lines may lack one."""
-    for name in columns.names:
-        if name not in rows.column_names:
-            rows = rows.append_column(name, pa.nulls(rows.num_rows, pa.string()))
-    return rows.select(columns.names)
-
-
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """One batch of a table."""
@@ -116,17 +106,22 @@ class _Rows:
     table: str
     first_row: int
 
+    def _column(self, name: str) -> pa.ChunkedArray:
+        """A block of JSON lines may lack a column that the first one has."""
+        rows = self.rows
+        return rows.column(name) if name in rows.column_names else pa.chunked_array([pa.nulls(len(rows), pa.string())])
+
     def texts(self, name: str) -> pa.Array:
-        return as_texts(self.rows.column(name)).combine_chunks()
+        return as_texts(self._column(name)).combine_chunks()
 
     def labels(self, name: str) -> pa.Array:
-        return as_labels(self.rows.column(name), class_names_of(self.rows.schema, name), self.table).combine_chunks()
+        return as_labels(self._column(name), class_names_of(self.rows.schema, name), self.table).combine_chunks()
 
     def numbers(self, name: str, default: int) -> pa.Array:
-        return pc.fill_null(self.rows.column(name).combine_chunks().cast(pa.int64()), default)
+        return pc.fill_null(self._column(name).combine_chunks().cast(pa.int64()), default)
 
 
-def _listed(batch: _Rows, store: Store) -> ListingBatch:
+def _listed(batch: _Rows, store: Store, extra: ExtraColumns) -> ListingBatch:
     """One batch of rows as a part of the listing."""
     chosen, num_rows = batch.columns, batch.rows.num_rows
     uris = without_dots(batch.texts(chosen.uri))
@@ -149,4 +144,7 @@ def _listed(batch: _Rows, store: Store) -> ListingBatch:
         columns["size_bytes"] = batch.numbers(chosen.size_bytes, UNKNOWN_SIZE)
     if chosen.mtime_ns is not None:
         columns["mtime_ns"] = batch.numbers(chosen.mtime_ns, 0)
+    if extra.given:
+        columns["extra"], odd = extra.of_rows(batch.rows, batch.table)
+        problems = pc.coalesce(problems, odd)
     return listed_rows(columns, problems, batch.table)

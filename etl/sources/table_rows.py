@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -23,22 +23,28 @@ from shardmill.errors import IntegrityError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
 from shardmill.storage_errors import as_storage_error
+from shardmill.typed_columns import ARROW_TYPES
 from shardmill.values import Rejection, RejectReason
 
 _BLOCK_BYTES = 4 << 20
 _MAX_LINE_BYTES = 16 << 20
 
 
-def read_rows(store: Store, file: StoredFile) -> Iterator[pa.Table | Rejection]:
-    """All columns of a table in its order, and a rejection for each line that is no row.
+def read_rows(
+    store: Store, file: StoredFile, wanted: Mapping[str, str] | None = None
+) -> Iterator[pa.Table | Rejection]:
+    """The columns of a table in its order, and a rejection for each line that is no row.
 
+    Lists are read only of columns that are `wanted`; their types, if they are given, help to parse them.
     Raises IntegrityError if the file is damaged: rows of a table cannot be told apart behind the damage.
     """
     name = file.path.lower()
     with open_file(store, file) as stream:
         try:
             with as_storage_error(file.path):
-                yield from _READERS[name.removesuffix(".gz").rpartition(".")[2]](unpacked(stream, file), file.path)
+                yield from _READERS[name.removesuffix(".gz").rpartition(".")[2]](
+                    unpacked(stream, file), file.path, wanted or {}
+                )
         except (pa.ArrowException, EOFError, gzip.BadGzipFile) as error:
             raise IntegrityError(
                 f"the table {printable(file.path)} does not parse: {str(error).splitlines()[0]}",
@@ -47,15 +53,19 @@ def read_rows(store: Store, file: StoredFile) -> Iterator[pa.Table | Rejection]:
             ) from None
 
 
-def _read_parquet(stream: BinaryIO, table: str) -> Iterator[pa.Table | Rejection]:
+def _read_parquet(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
     parquet = open_columns(stream)
     schema = parquet.schema_arrow
-    flat = [field.name for field in schema if not pa.types.is_nested(field.type) and not pa.types.is_binary(field.type)]
+    names = [
+        field.name
+        for field in schema
+        if field.name in wanted or not (pa.types.is_nested(field.type) or pa.types.is_binary(field.type))
+    ]
     for group in range(parquet.num_row_groups):
-        yield from column_batches(parquet, group, flat)
+        yield from column_batches(parquet, group, names)
 
 
-def _read_csv(stream: BinaryIO, table: str) -> Iterator[pa.Table | Rejection]:
+def _read_csv(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
     delimiter = "\t" if table.lower().removesuffix(".gz").endswith(".tsv") else ","
     refused: list[Rejection] = []
 
@@ -88,12 +98,15 @@ def _header(head: bytes, delimiter: str) -> list[str]:
     return first.column_names
 
 
-def _read_json_lines(stream: BinaryIO, table: str) -> Iterator[pa.Table | Rejection]:
+def _read_json_lines(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
     row = 0
+    options = pa_json.ParseOptions(
+        explicit_schema=pa.schema([(name, ARROW_TYPES[kind]) for name, kind in wanted.items() if kind])
+    )
     for block in _blocks_of_lines(stream, table):
         lines = [line for line in block.split(b"\n") if line.strip()]
         try:
-            rows, refused = pa_json.read_json(io.BytesIO(block)), []
+            rows, refused = pa_json.read_json(io.BytesIO(block), parse_options=options), []
         except pa.ArrowInvalid:
             # One line that is none, or a column of several types: line by line.
             rows, refused = _parse_lines(lines, table, row)
@@ -103,7 +116,7 @@ def _read_json_lines(stream: BinaryIO, table: str) -> Iterator[pa.Table | Reject
 
 
 def _parse_lines(lines: list[bytes], table: str, first_row: int) -> tuple[pa.Table, list[Rejection]]:
-    values: list[dict[str, str | None]] = []
+    values: list[dict[str, Any]] = []
     refused: list[Rejection] = []
     for row, line in enumerate(lines, start=first_row + 1):
         try:
@@ -113,14 +126,19 @@ def _parse_lines(lines: list[bytes], table: str, first_row: int) -> tuple[pa.Tab
         except (ValueError, RecursionError) as error:
             refused.append(bad_row(table, row, f"no JSON object: {error}"))
             continue
-        values.append({name: _text_of(value) for name, value in parsed.items()})
+        values.append(parsed)
     names = sorted({name for each in values for name in each})
-    columns = [pa.array([each.get(name) for each in values], pa.string()) for name in names]
+    columns = [_column([each.get(name) for each in values]) for name in names]
     return pa.table(columns, names=names), refused
 
 
-def _text_of(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value)
+def _column(values: list[Any]) -> pa.Array:
+    """Of the type that all values have, as in a block without an odd line; texts if they have none in common."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError):
+        texts = (value if value is None or isinstance(value, str) else json.dumps(value) for value in values)
+        return pa.array(texts, pa.string())
 
 
 def _blocks_of_lines(stream: BinaryIO, table: str) -> Iterator[bytes]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 from etl.sources.names import SPLIT_OF_NAME, is_image_name
@@ -15,7 +15,7 @@ from shardmill.values import RejectReason
 FOLDER_LABELS = "/"
 """In place of a member: the class is the folder that an image lies in."""
 
-_MAX_LABEL_BYTES = 1 << 20
+_MAX_TEXT_BYTES = 1 << 20
 # Consecutive members with one name; more of them are cut into several samples, so that memory is bounded.
 _MAX_SAMPLE_MEMBERS = 1_000
 
@@ -30,6 +30,13 @@ class TarLayout:
     """A member's suffix (`cls`), a field of a JSON member (`json.class.name`), FOLDER_LABELS, or empty for none."""
     label_level: int
     """Which folder from the top names the class; 0: the one that the image lies in."""
+    extra_fields: tuple[str, ...] = ()
+    """What else is wanted of a sample, named as a label field is."""
+
+    @property
+    def read_suffixes(self) -> frozenset[str]:
+        """Suffixes of the members whose text is read."""
+        return frozenset(name.partition(".")[0] for name in (self.label_field, *self.extra_fields)) - {""}
 
     def is_image(self, member: ArchiveMember) -> bool:
         if not member.is_file:
@@ -47,6 +54,8 @@ class TarImage:
     """Named by a folder inside the archive."""
     problem: str = ""
     """Why it has no label, if it should have one."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the extra fields that its sample has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +86,16 @@ def detect_layout(members: Iterable[ArchiveMember]) -> str:
 
 def read_samples(members: Iterable[ArchiveMember], file: BinaryIO, layout: TarLayout) -> Iterator[TarImage | TarReject]:
     """The images and odd members of each sample; labels are read from `file`."""
+    suffixes = layout.read_suffixes
     for _, group in itertools.groupby(members, lambda member: _stem_of(member.name)):
-        # The labels are read while the scan stands at them: a packed archive is not unpacked twice.
-        while some := [_with_label(member, file, layout) for member in itertools.islice(group, _MAX_SAMPLE_MEMBERS)]:
+        # Texts are read while the scan stands at them: a packed archive is not unpacked twice.
+        while some := [_with_text(member, file, suffixes) for member in itertools.islice(group, _MAX_SAMPLE_MEMBERS)]:
             yield from _judged(some, layout)
 
 
-def _with_label(member: ArchiveMember, file: BinaryIO, layout: TarLayout) -> tuple[ArchiveMember, bytes | None]:
-    suffix = layout.label_field.partition(".")[0]
-    if not suffix or not member.is_file or suffix_of(member.name) != suffix or member.size_bytes > _MAX_LABEL_BYTES:
+def _with_text(member: ArchiveMember, file: BinaryIO, suffixes: frozenset[str]) -> tuple[ArchiveMember, bytes | None]:
+    is_read = bool(suffixes) and member.is_file and suffix_of(member.name) in suffixes
+    if not is_read or member.size_bytes > _MAX_TEXT_BYTES:
         return member, None
     file.seek(member.start)
     return member, file.read(member.size_bytes)
@@ -93,7 +103,8 @@ def _with_label(member: ArchiveMember, file: BinaryIO, layout: TarLayout) -> tup
 
 def _judged(sample: list[tuple[ArchiveMember, bytes | None]], layout: TarLayout) -> Iterator[TarImage | TarReject]:
     images = [member for member, _ in sample if layout.is_image(member)]
-    texts = [text for _, text in sample if text is not None]
+    texts = {suffix_of(member.name): text for member, text in reversed(sample) if text is not None}
+    extra = {name: value for name in layout.extra_fields if (value := _field_of(texts, name)) is not None}
     for member, _ in sample:
         if member.is_folder:
             continue
@@ -103,13 +114,13 @@ def _judged(sample: list[tuple[ArchiveMember, bytes | None]], layout: TarLayout)
             yield TarReject(member, RejectReason.NOT_AN_IMAGE_NAME, "belongs to no image")
     for member in images:
         if layout.label_field == FOLDER_LABELS:
-            yield _in_folder(member, layout.label_level)
+            yield replace(_in_folder(member, layout.label_level), extra=extra)
         elif layout.label_field:
-            label = _label_of(texts[0], layout.label_field) if texts else None
-            problem = "" if label else f"no {layout.label_field} beside it"
-            yield TarImage(member, label, None, problem)
+            value = _field_of(texts, layout.label_field)
+            label = str(value).strip() if isinstance(value, str | int) else ""
+            yield TarImage(member, label or None, None, "" if label else f"no {layout.label_field} beside it", extra)
         else:
-            yield TarImage(member, None, None)
+            yield TarImage(member, None, None, extra=extra)
 
 
 def _in_folder(member: ArchiveMember, label_level: int) -> TarImage:
@@ -122,18 +133,20 @@ def _in_folder(member: ArchiveMember, label_level: int) -> TarImage:
     return TarImage(member, below[place], split)
 
 
-def _label_of(text: bytes, label_field: str) -> str | None:
-    """The class in a member: its text, or a field of its JSON."""
-    _, dot, path = label_field.partition(".")
+def _field_of(texts: Mapping[str, bytes], name: str) -> Any:
+    """What a sample's members say of a field: a member's text, or a part of its JSON; None if they do not have it."""
+    suffix, dot, path = name.partition(".")
+    if suffix not in texts:
+        return None
     if not dot:
-        return text.decode("utf-8", "replace").strip() or None
+        return texts[suffix].decode("utf-8", "replace").strip()
     try:
-        value: Any = json.loads(text)
-        for name in path.split("."):
-            value = value[name]
+        value: Any = json.loads(texts[suffix])
+        for part in path.split("."):
+            value = value[part]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return str(value) if isinstance(value, str | int) and str(value).strip() else None
+    return value
 
 
 def _plain(name: str) -> str:

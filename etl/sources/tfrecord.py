@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from etl.listed import ListingBatch, batches_of
 from etl.sources.columns import choose_column
@@ -17,11 +17,19 @@ from etl.sources.containers import (
     splits_of,
     unpacked,
 )
+from etl.sources.extra import ExtraColumns
 from etl.sources.names import TFRECORD_SUFFIXES
 from etl.sources.records import Record, read_record, read_records
 from etl.stored_file import open_file
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.formats.tf_example import decode_example
+from shardmill.formats.tf_example import (
+    BYTES_LIST,
+    FLOAT_LIST,
+    INT64_LIST,
+    FeatureList,
+    decode_example,
+    decode_lists,
+)
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
 from shardmill.values import Rejection, RejectReason, SourceImage
@@ -44,6 +52,7 @@ class TfrecordSource:
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._files = Containers(config.uri, TFRECORD_SUFFIXES)
+        self._extra = ExtraColumns(config.extra_columns)
         self.uri = self._files.uri
 
     def open(self, max_source_bytes: int) -> ContainerReader[BinaryIO]:
@@ -57,7 +66,7 @@ class TfrecordSource:
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no file, or no such feature in the first record. Damage is a rejection."""
-        return batches_of(self._entries())
+        return batches_of(self._entries(), lambda: self._extra.types)
 
     def _entries(self) -> Iterator[SourceImage | Rejection]:
         found = self._files.find()
@@ -65,12 +74,41 @@ class TfrecordSource:
         splits = splits_of(file.path for file in found.containers)
         names: _FeatureNames | None = None
         for file in found.containers:
-            for image, features in _list_file(self._files.store, file):
+            for image, features, data in _list_file(self._files.store, file):
                 if isinstance(image, Rejection):
                     yield image
                     continue
                 names = names or _choose_names(self._config, features, file.path)
-                yield names.entry(image, features, splits[file.path])
+                entry = names.entry(image, features, splits[file.path])
+                yield self._with_extra(entry, data) if self._extra.given else entry
+
+    def _with_extra(self, entry: SourceImage | Rejection, data: bytes) -> SourceImage | Rejection:
+        if isinstance(entry, Rejection):
+            return entry
+        features, types = decode_lists(memoryview(data)), self._extra.types
+        found = {name: _typed(features[name], types.get(name, "")) for name in self._extra.given if name in features}
+        text, problem = self._extra.of_record(
+            {name: value for name, (value, _) in found.items()},
+            entry.container,
+            {name: kind for name, (_, kind) in found.items()},
+        )
+        return entry.rejected(RejectReason.BAD_ROW, problem, "list") if problem else replace(entry, extra=text)
+
+
+def _typed(feature: FeatureList, known: str) -> tuple[Any, str]:
+    """The value of a feature and its type: a list if it has not exactly one value, or had not in a record before."""
+    scalar = {BYTES_LIST: "string", FLOAT_LIST: "float32", INT64_LIST: "int64"}[feature.kind]
+    values = [_utf8_text(each) if scalar == "string" else each for each in feature.values]
+    if known.startswith("list<") or len(values) > 1:
+        return values, f"list<{scalar}>"
+    return (values[0], scalar) if values else (None, "")
+
+
+def _utf8_text(value: memoryview) -> str | bytes:
+    try:
+        return bytes(value).decode()
+    except UnicodeDecodeError:
+        return bytes(value)  # it will be a problem of its record
 
 
 def image_of(features: Features, image_field: str) -> bytes | None:
@@ -120,8 +158,8 @@ def _choose_names(config: SourceConfig, features: Features, file: str) -> _Featu
     return _FeatureNames(image, label, choose_column(names, config.key_field, (), "key_field"))
 
 
-def _list_file(store: Store, file: StoredFile) -> Iterator[tuple[SourceImage | Rejection, Features]]:
-    """Each record with its features; a damaged one is a rejection, and so is all behind a place where none begins."""
+def _list_file(store: Store, file: StoredFile) -> Iterator[tuple[SourceImage | Rejection, Features, bytes]]:
+    """Each record with its features and bytes; a damaged one is a rejection, and so is all where the next is lost."""
     number = 0
     with open_file(store, file) as stream:
         try:
@@ -129,12 +167,12 @@ def _list_file(store: Store, file: StoredFile) -> Iterator[tuple[SourceImage | R
                 for number, record in enumerate(read_records(unpacked(stream, file))):
                     image = _image_at(file, record.start, number)
                     try:
-                        yield image, _features_of(record)
+                        yield image, _features_of(record), record.data
                     except IntegrityError as error:
-                        yield image.rejected(RejectReason.DAMAGED_CONTAINER, str(error), "list"), {}
+                        yield image.rejected(RejectReason.DAMAGED_CONTAINER, str(error), "list"), {}, b""
         except IntegrityError as error:
             detail = f"{error}; the records before that, about {number + 1}, are listed"
-            yield image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, detail, "list"), {}
+            yield image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, detail, "list"), {}, b""
 
 
 def _image_at(file: StoredFile, start: int, number: int) -> SourceImage:

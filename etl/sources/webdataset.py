@@ -21,6 +21,7 @@ from etl.sources.containers import (
     splits_of,
     unpacked,
 )
+from etl.sources.extra import ExtraColumns
 from etl.sources.names import TAR_SUFFIXES, is_utf8
 from etl.sources.tar import ArchiveMember, tar_members
 from etl.sources.tar_samples import TarImage, TarLayout, TarReject, detect_layout, read_samples
@@ -48,6 +49,7 @@ class WebDatasetSource:
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._archives = Containers(config.uri, TAR_SUFFIXES)
+        self._extra = ExtraColumns(config.extra_columns)
         self.uri = self._archives.uri
 
     def open(self, max_source_bytes: int) -> ContainerReader[BinaryIO]:
@@ -56,7 +58,7 @@ class WebDatasetSource:
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no archive or only some name a split. Damage ends an archive as a rejection."""
-        return batches_of(self._entries())
+        return batches_of(self._entries(), lambda: self._extra.types)
 
     def _entries(self) -> Iterator[SourceImage | Rejection]:
         found = self._archives.find()
@@ -65,13 +67,13 @@ class WebDatasetSource:
         splits = splits_of(archive.path for archive in archives)
         layout = self._layout(archives[0])
         for archive in archives:
-            yield from _list_archive(self._archives.store, archive, layout, splits[archive.path])
+            yield from _list_archive(self._archives.store, archive, layout, splits[archive.path], self._extra)
 
     def _layout(self, archive: StoredFile) -> TarLayout:
         config = self._config
         label_field = config.label_field or detect_layout(_first_members(self._archives.store, archive))
         suffixes = tuple(each.strip() for each in config.image_field.lower().split(";") if each.strip())
-        return TarLayout(suffixes, label_field, config.label_level)
+        return TarLayout(suffixes, label_field, config.label_level, tuple(self._extra.given))
 
 
 def _take(archive: BinaryIO, image: SourceImage) -> bytes:
@@ -83,7 +85,7 @@ def _take(archive: BinaryIO, image: SourceImage) -> bytes:
 
 
 def _list_archive(
-    store: Store, archive: StoredFile, layout: TarLayout, split: str | None
+    store: Store, archive: StoredFile, layout: TarLayout, split: str | None, extra: ExtraColumns
 ) -> Iterator[SourceImage | Rejection]:
     """The archive's images; if it is damaged, those before the damage and one rejection for the rest."""
     num_images = 0
@@ -93,12 +95,22 @@ def _list_archive(
                 file = unpacked(stream, archive)
                 for found in read_samples(_members(file, archive), file, layout):
                     block = num_images // (_PACKED_BLOCK_IMAGES if is_packed(archive.path) else _BLOCK_IMAGES)
-                    yield archive_entry(found, archive, block, split)
+                    entry = archive_entry(found, archive, block, split)
+                    yield _with_extra(entry, found, extra) if extra.given else entry
                     num_images += isinstance(found, TarImage)
                 _check_rest(file)
         except IntegrityError as error:
             detail = f"{error}; the {num_images} images before that are listed"
             yield image_file(archive).rejected(RejectReason.DAMAGED_CONTAINER, detail, "list")
+
+
+def _with_extra(
+    entry: SourceImage | Rejection, found: TarImage | TarReject, extra: ExtraColumns
+) -> SourceImage | Rejection:
+    if isinstance(entry, Rejection) or isinstance(found, TarReject):
+        return entry
+    text, problem = extra.of_record(found.extra, entry.container)
+    return entry.rejected(RejectReason.BAD_ROW, problem, "list") if problem else replace(entry, extra=text)
 
 
 def archive_entry(

@@ -10,7 +10,7 @@ import google_crc32c
 from shardmill.dataset.segment import RESTORE
 from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS
-from shardmill.formats.rows import ByteRange, ChunkRows
+from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema
 from shardmill.storage import Store, join_uri
 from shardmill.values import ShardInfo
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class ChunkFetcher:
     """Reads chunks of one split in one format. Safe to use from several threads."""
 
-    def __init__(self, store: Store, index: SplitIndex) -> None:
+    def __init__(self, store: Store, index: SplitIndex, schema: RowSchema) -> None:
         self.index = index
+        self._schema = schema
         self._store = store
         self._format = SHARD_FORMATS[index.format]
         self._footers: dict[str, object] = {}
@@ -37,7 +38,7 @@ class ChunkFetcher:
         footer = self._footer(shard)
         place = ByteRange(info.start, info.num_bytes)
         data = self._verified(shard, place, self._read(shard, place), info.crc32c, f"chunk {chunk_in_shard}")
-        rows = self._format.read_chunk(footer, chunk_in_shard, place, data)
+        rows = self._format.read_chunk(footer, chunk_in_shard, place, data, self._schema)
         if len(rows.images) != info.num_rows:
             raise IntegrityError(
                 f"chunk {chunk_in_shard} of {join_uri(self._store.uri, shard.path)} has {len(rows.images)} rows",

@@ -25,7 +25,7 @@ def read_stored_rows(store: Store, shard: ShardInfo, schema: RowSchema) -> Itera
     records = read_segment(store, rows_file(shard), rows_schema(schema), shard.num_rows).to_pylist()
     if len(records) != shard.num_rows:
         raise IntegrityError(f"{shard.rows_path} has {len(records)} rows", f"expected {shard.num_rows}", RESTORE)
-    fetcher = ChunkFetcher(store, SplitIndex(shard.split, shard.format, (shard,)))
+    fetcher = ChunkFetcher(store, SplitIndex(shard.split, shard.format, (shard,)), schema)
     position = 0
     for chunk in range(len(shard.chunks)):
         for image in fetcher.read_chunk(chunk).images:
@@ -45,6 +45,7 @@ def _stored_row(record: dict[str, Any], image: bytes, schema: RowSchema, where: 
         etag=record["source_etag"],
         label=None if label_id is None else schema.class_names[label_id],
         sample_id=record["sample_id"],
+        extra=record.get("extra", ""),
     )
     sample = ImageSample(
         image=image,

@@ -18,6 +18,7 @@ from shardmill.ids import row_digest
 from shardmill.options import ENCODINGS
 from shardmill.sealed import check_sealed
 from shardmill.storage import join_uri
+from shardmill.typed_columns import Value, decode_values
 from shardmill.values import ShardInfo
 
 
@@ -33,12 +34,13 @@ def read_everything(
         # First chunk by chunk, so that an error names the damaged chunk; then the whole file, for what no chunk covers.
         for chunk, info in enumerate(shard.chunks):
             rows = fetcher.read_chunk(first_chunk + chunk)
-            digests = _row_digests(dataset, rows, where)
+            recorded = known[place : place + info.num_rows]
+            digests = _row_digests(dataset, rows, recorded, where)
             same = chunk_digest(digests) == info.content_sha256
             require(same, f"chunk {chunk} of shard {where} holds other rows than were committed")
             image_bytes = sum(len(image) for image in rows.images)
             require(image_bytes == info.image_bytes, f"chunk {chunk} of shard {where} holds {image_bytes} image bytes")
-            _check_rows(dataset, rows, known[place : place + info.num_rows], f"chunk {chunk} of shard {where}")
+            _check_rows(dataset, rows, recorded, f"chunk {chunk} of shard {where}")
             place += info.num_rows
         check_sealed(dataset.store, shard_file(shard), fix=RESTORE)
         num_bytes, num_rows = num_bytes + shard.size_bytes, num_rows + place
@@ -47,13 +49,16 @@ def read_everything(
     return f"{num_bytes} bytes, {num_rows} rows"
 
 
-def _row_digests(dataset: Dataset, rows: ChunkRows, where: str) -> list[bytes]:
+def _row_digests(dataset: Dataset, rows: ChunkRows, known: list[dict], where: str) -> list[bytes]:
+    """Of the rows as stored, but for their extra columns: their text is the row segment's, which `_check_rows` holds
+    against the values.
+    """
     names = dataset.manifest.class_names
     labels = rows.labels_N.tolist()
     require(all(-1 <= label < len(names) for label in labels), f"shard {where} has a label that names no class")
     return [
-        row_digest(sample_id, names[label] if label >= 0 else None, bytes(image))
-        for sample_id, label, image in zip(rows.sample_ids_N.tolist(), labels, rows.images, strict=True)
+        row_digest(sample_id, names[label] if label >= 0 else None, bytes(image), row.get("extra", ""))
+        for sample_id, label, image, row in zip(rows.sample_ids_N.tolist(), labels, rows.images, known, strict=True)
     ]
 
 
@@ -65,6 +70,10 @@ def _check_rows(dataset: Dataset, rows: ChunkRows, known: list[dict], where: str
         stored = (int(rows.sample_ids_N[place]), None if label < 0 else label, rows.sources[place])
         expected = (row["sample_id"], row["label"], row["source"])
         require(stored == expected, f"{where} holds the row {stored}, its row segment {expected}")
+        values = decode_values(row.get("extra", ""))
+        for name, column in rows.extra.items():
+            same = _is_same(column[place], values.get(name))
+            require(same, f"{where}: {row['source']!r} has {name} = {column[place]!r}, its row segment another value")
         image_HWC = decode_row(rows.images[place], options)
         if options.one_shape_HWC is None:
             size = {"height": image_HWC.shape[0], "width": image_HWC.shape[1]}
@@ -77,10 +86,19 @@ def _check_rows(dataset: Dataset, rows: ChunkRows, known: list[dict], where: str
             require(same, f"{where}: the pixels of {row['source']!r} are not the ones that were summed")
 
 
+def _is_same(stored: Value, expected: Value) -> bool:
+    """Whether a format holds a value as well as it can: floats of TFRecord have 32 bits."""
+    if isinstance(expected, list) and isinstance(stored, list):
+        return len(stored) == len(expected) and all(map(_is_same, stored, expected))
+    if isinstance(expected, float) and isinstance(stored, float):
+        return bool(np.isclose(stored, expected, rtol=1e-6, equal_nan=True)) or stored == np.float32(expected)
+    return stored == expected
+
+
 def _with_fetchers(dataset: Dataset) -> Iterator[tuple[ShardInfo, ChunkFetcher, int]]:
     for split in dataset.manifest.splits:
         for format_name in dataset.manifest.formats:
             index = dataset.index(split, format_name)
-            fetcher = ChunkFetcher(dataset.store, index)
+            fetcher = ChunkFetcher(dataset.store, index, dataset.manifest.row_schema)
             for shard, first_chunk in zip(index.shards, np.asarray(index.first_chunk_of_shard).tolist(), strict=True):
                 yield shard, fetcher, first_chunk

@@ -11,12 +11,13 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from shardmill.errors import IntegrityError
-from shardmill.formats.rows import RowSchema
+from shardmill.formats.rows import OWN_COLUMNS, RowSchema
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.options import NormalizeOptions
 from shardmill.sealed import SealedFile, check_relative_path
 from shardmill.section import Section
 from shardmill.storage import join_uri
+from shardmill.typed_columns import ExtraColumn
 from shardmill.values import Rejection, ShardInfo
 
 SCHEMA_VERSION = 1
@@ -130,7 +131,7 @@ class Manifest(Section):
     content_digest: str = Field(pattern="^[0-9a-f]{64}$")
     layout_digest: str = Field(pattern="^[0-9a-f]{64}$")
     columns: dict[str, str]
-    """Parquet columns and their types."""
+    """Parquet columns and their types, the user's own included."""
     formats: tuple[str, ...]
     class_names: tuple[str, ...]
     """The label map: class number = position. Empty in a dataset without labels."""
@@ -166,7 +167,10 @@ class Manifest(Section):
     @property
     def row_schema(self) -> RowSchema:
         """What is equal for all rows of the version."""
-        return RowSchema(self.normalize.encoding, self.normalize.one_shape_HWC, self.class_names)
+        extra = (ExtraColumn(name, kind) for name, kind in self.columns.items() if name not in OWN_COLUMNS)
+        return RowSchema(
+            self.normalize.encoding, self.normalize.one_shape_HWC, self.class_names, extra=tuple(sorted(extra))
+        )
 
     @property
     def channel_mean(self) -> tuple[float, ...]:

@@ -28,13 +28,12 @@ ROWS_SCHEMA = pa.schema(
     ]
 )
 
-# Only where images have different sizes.
-SIZED_ROWS_SCHEMA = ROWS_SCHEMA.append(pa.field("height", pa.int32())).append(pa.field("width", pa.int32()))
-
 
 def rows_schema(schema: RowSchema) -> pa.Schema:
-    """The columns of the row segments of a dataset."""
-    return SIZED_ROWS_SCHEMA if schema.one_shape_HWC is None else ROWS_SCHEMA
+    """The columns of the row segments of a dataset: sizes only if they differ, extra columns only if there are any."""
+    sizes = [("height", pa.int32()), ("width", pa.int32())] if schema.one_shape_HWC is None else []
+    extra = [("extra", pa.string())] if schema.extra else []
+    return pa.schema([*ROWS_SCHEMA, *(pa.field(*each) for each in (*sizes, *extra))])
 
 
 def count_pixels(rows: pa.Table, schema: RowSchema) -> int:
@@ -48,22 +47,21 @@ def count_pixels(rows: pa.Table, schema: RowSchema) -> int:
 def rows_table(rows: Sequence[StoredRow], schema: RowSchema) -> pa.Table:
     """A shard's rows without their pixels."""
     sources = [row.source for row in rows]
-    columns = [
-        [source.sample_id for source in sources],
-        [source.key for source in sources],
-        [source.size_bytes for source in sources],
-        [source.mtime_ns for source in sources],
-        [source.etag for source in sources],
-        [row.sample.source_sha256 for row in rows],
-        [row.label_id for row in rows],
-        [row.digest for row in rows],
-        [",".join(row.sample.notes) for row in rows],
-        [row.sample.channel_sums for row in rows],
-        [row.sample.channel_square_sums for row in rows],
-        [row.sample.height for row in rows],
-        [row.sample.width for row in rows],
-    ]
+    columns = {
+        "sample_id": [source.sample_id for source in sources],
+        "source": [source.key for source in sources],
+        "source_bytes": [source.size_bytes for source in sources],
+        "source_mtime_ns": [source.mtime_ns for source in sources],
+        "source_etag": [source.etag for source in sources],
+        "source_sha256": [row.sample.source_sha256 for row in rows],
+        "label": [row.label_id for row in rows],
+        "row_sha256": [row.digest for row in rows],
+        "notes": [",".join(row.sample.notes) for row in rows],
+        "channel_sums": [row.sample.channel_sums for row in rows],
+        "channel_square_sums": [row.sample.channel_square_sums for row in rows],
+        "height": [row.sample.height for row in rows],
+        "width": [row.sample.width for row in rows],
+        "extra": [source.extra for source in sources],
+    }
     fields = rows_schema(schema)
-    # The two sizes come last: where all images have one size, the schema ends before them.
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=False)]
-    return pa.table(arrays, schema=fields)
+    return pa.table([pa.array(columns[field.name], field.type) for field in fields], schema=fields)

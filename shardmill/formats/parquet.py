@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema, ShardFormat, StoredRow, WrittenShard
 from shardmill.options import ENCODINGS
+from shardmill.typed_columns import ARROW_TYPES, decode_values
 
 CLASS_NAMES_KEY = "shardmill.class_names"
 """In the file's key-value metadata: a JSON list, class number = position."""
@@ -43,9 +45,16 @@ def parquet_schema(schema: RowSchema) -> pa.Schema:
         pa.field("source", pa.string(), nullable=False),
         pa.field("source_sha256", pa.string(), nullable=False),
         pa.field("notes", pa.string(), nullable=False),
+        *(pa.field(column.name, ARROW_TYPES[column.type]) for column in schema.extra),
     ]
     # So that a file alone explains the numbers in `label`.
     return pa.schema(fields, metadata={CLASS_NAMES_KEY: json.dumps(schema.class_names, ensure_ascii=False)})
+
+
+def column_types(schema: RowSchema) -> dict[str, str]:
+    """The columns of a dataset and the names of their types, as its manifest has them."""
+    ours = {field.name: str(field.type) for field in parquet_schema(replace(schema, extra=()))}
+    return ours | {column.name: column.type for column in schema.extra}
 
 
 def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
@@ -74,13 +83,14 @@ def open_footer(footer: ByteRange, data: bytes) -> object:
         raise IntegrityError(f"Parquet footer does not parse: {error}") from None
 
 
-def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: bytes) -> ChunkRows:
+def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: bytes, schema: RowSchema) -> ChunkRows:
     """Decode one row group from its bytes."""
     assert isinstance(footer, pq.FileMetaData)
     try:
         source = _SparseFile(place.start + place.num_bytes, {place.start: data})
         file = pq.ParquetFile(source, metadata=footer, pre_buffer=False)
-        table = file.read_row_group(chunk_in_shard, columns=list(_READ_COLUMNS), use_threads=False)
+        extra = [column.name for column in schema.extra]
+        table = file.read_row_group(chunk_in_shard, columns=[*_READ_COLUMNS, *extra], use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise IntegrityError(f"Parquet row group {chunk_in_shard} does not parse: {error}") from None
     labels = table.column("label").fill_null(-1).to_numpy()
@@ -89,6 +99,7 @@ def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: byte
         labels_N=labels.astype(np.int64),
         sample_ids_N=table.column("sample_id").to_numpy(),
         sources=table.column("source").to_pylist(),
+        extra={name: table.column(name).to_pylist() for name in extra},
     )
 
 
@@ -107,6 +118,9 @@ def _table(chunk: Sequence[StoredRow], schema: pa.Schema) -> pa.Table:
         "source_sha256": [sample.source_sha256 for sample in samples],
         "notes": [",".join(sample.notes) for sample in samples],
     }
+    if len(schema) > len(columns):
+        values = [decode_values(row.source.extra) for row in chunk]
+        columns |= {name: [each.get(name) for each in values] for name in schema.names if name not in columns}
     return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
 
 

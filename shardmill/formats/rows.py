@@ -5,16 +5,27 @@ Where rows are cut follows from the stored image bytes alone, so all formats of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmill.ids import row_digest
+from shardmill.typed_columns import ExtraColumn, Value
 from shardmill.values import ImageSample, SourceImage
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+OWN_COLUMNS = ("image", "sample_id", "label", "height", "width", "source", "source_sha256", "notes")
+"""The columns that every dataset has; all others are the user's."""
+
+OWN_FEATURES = (
+    "image/encoded", "image/format", "image/height", "image/width", "image/channels", "image/filename",
+    "image/key/sha256", "image/notes", "image/sample_id", "image/class/label", "image/class/text",
+)  # fmt: skip
+"""The features of tf.Example that stand for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +41,8 @@ class StoredRow:
     @classmethod
     def of(cls, source: SourceImage, label_id: int | None, sample: ImageSample) -> StoredRow:
         """The row of one accepted image."""
-        return cls(source, label_id, sample, row_digest(source.sample_id, source.label, sample.image))
+        digest = row_digest(source.sample_id, source.label, sample.image, source.extra)
+        return cls(source, label_id, sample, digest)
 
     @property
     def image_bytes(self) -> int:
@@ -46,6 +58,8 @@ class RowSchema:
     """None if the sizes of the images differ."""
     class_names: tuple[str, ...]
     """The label map: class number = position. Empty in a dataset without labels."""
+    extra: tuple[ExtraColumn, ...] = ()
+    """The user's own columns, sorted by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +87,8 @@ class ChunkRows:
     """Class numbers, int64; -1 in a dataset without labels."""
     sample_ids_N: np.ndarray
     sources: Sequence[str]
+    extra: Mapping[str, Sequence[Value]] = field(default_factory=dict)
+    """The values of each extra column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +99,8 @@ class ShardFormat:
     write_shard: Callable[[Path, Sequence[Sequence[StoredRow]], RowSchema], WrittenShard]
     open_footer: Callable[[ByteRange, bytes], object]
     """Parse a shard's footer once; what it returns is passed to every `read_chunk` of that shard."""
-    read_chunk: Callable[[object, int, ByteRange, bytes], ChunkRows]
-    """(footer, number of the chunk in its shard, its range, its bytes) -> rows. Raises IntegrityError on nonsense."""
+    read_chunk: Callable[[object, int, ByteRange, bytes, RowSchema], ChunkRows]
+    """(footer, number of the chunk in its shard, its range, its bytes, schema) -> rows, or IntegrityError."""
 
 
 def cut_chunks(rows: Iterable[StoredRow], chunk_bytes: int) -> Iterable[list[StoredRow]]:

@@ -6,19 +6,30 @@ Wire format: https://protobuf.dev/programming-guides/encoding/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from shardmill.errors import IntegrityError
 
-_VARINT, _LENGTH_DELIMITED = 0, 2
-# Feature is a oneof: bytes_list = 1, float_list = 2, int64_list = 3.
-_BYTES_LIST, _INT64_LIST = 1, 3
+_VARINT, _LENGTH_DELIMITED, _FOUR_BYTES = 0, 2, 5
+# Feature is a oneof of these.
+BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3
 
-FeatureValue = bytes | int
+
+@dataclass(frozen=True, slots=True)
+class FeatureList:
+    """All values of one feature: bytes, floats (of 32 bits) or integers, as its kind says."""
+
+    kind: int
+    values: Sequence
+
+
+FeatureValue = bytes | int | FeatureList
 
 
 def encode_example(features: Mapping[str, FeatureValue]) -> bytes:
-    """A serialized tf.Example with one value in each feature, in the order given (so equal input, equal bytes)."""
+    """A serialized tf.Example with the features in the order given (so equal input, equal bytes)."""
     entries = b"".join(
         _field(1, _field(1, name.encode()) + _field(2, _encode_feature(value))) for name, value in features.items()
     )
@@ -33,13 +44,59 @@ def decode_example(data: memoryview) -> dict[str, bytes | memoryview | int]:
             for _, entry in _fields(features):
                 name, feature = (value for _, value in _fields(entry))
                 for kind, values in _fields(feature):
-                    if len(values) and kind == _BYTES_LIST:
+                    if len(values) and kind == BYTES_LIST:
                         found[bytes(name).decode()] = next(value for _, value in _fields(values))
-                    elif len(values) and kind == _INT64_LIST:
+                    elif len(values) and kind == INT64_LIST:
                         found[bytes(name).decode()] = _first_integer(values)
     except (IndexError, ValueError, StopIteration, TypeError) as error:
         raise IntegrityError(f"a record is not a tf.Example: {error}") from None
     return found
+
+
+def decode_lists(data: memoryview) -> dict[str, FeatureList]:
+    """All values of every feature, empty ones included. Raises IntegrityError if `data` is no tf.Example."""
+    found: dict[str, FeatureList] = {}
+    try:
+        for _, features in _fields(data):
+            for _, entry in _fields(features):
+                name, feature = (value for _, value in _fields(entry))
+                for kind, values in _fields(feature):
+                    found[bytes(name).decode()] = FeatureList(kind, _READERS[kind](values))
+    except (IndexError, ValueError, KeyError, struct.error) as error:
+        raise IntegrityError(f"a record is not a tf.Example: {error}") from None
+    return found
+
+
+def _integers(values: memoryview) -> Iterator[int]:
+    """Of an int64_list: packed, or each with a tag of its own."""
+    position = 0
+    while position < len(values):
+        tag, position = _read_varint(values, position)
+        if tag & 7 == _LENGTH_DELIMITED:
+            length, position = _read_varint(values, position)
+            end = position + length
+        else:
+            end = position + 1
+        while position < end:
+            value, position = _read_varint(values, position)
+            yield value - (1 << 64) if value >> 63 else value
+
+
+def _floats(values: memoryview) -> Iterator[float]:
+    """Of a float_list: packed, or each with a tag of its own."""
+    position = 0
+    while position < len(values):
+        tag, position = _read_varint(values, position)
+        length, position = (4, position) if tag & 7 == _FOUR_BYTES else _read_varint(values, position)
+        yield from (value for (value,) in struct.iter_unpack("<f", values[position : position + length]))
+        position += length
+
+
+_READERS = {
+    BYTES_LIST: lambda values: [value for _, value in _fields(values)],
+    FLOAT_LIST: lambda values: list(_floats(values)),
+    INT64_LIST: lambda values: list(_integers(values)),
+}
 
 
 def _first_integer(values: memoryview) -> int:
@@ -52,10 +109,20 @@ def _first_integer(values: memoryview) -> int:
 
 
 def _encode_feature(value: FeatureValue) -> bytes:
+    if isinstance(value, FeatureList):
+        return _field(value.kind, _encode_list(value))
     if isinstance(value, bytes):
-        return _field(_BYTES_LIST, _field(1, value))
+        return _field(BYTES_LIST, _field(1, value))
+    return _field(INT64_LIST, _encode_list(FeatureList(INT64_LIST, [value])))
+
+
+def _encode_list(feature: FeatureList) -> bytes:
+    if feature.kind == BYTES_LIST:
+        return b"".join(_field(1, value) for value in feature.values)
+    if feature.kind == FLOAT_LIST:
+        return _field(1, struct.pack(f"<{len(feature.values)}f", *feature.values))
     # int64_list is packed; negative numbers are their 64-bit two's complement.
-    return _field(_INT64_LIST, _field(1, _varint(value & 0xFFFFFFFFFFFFFFFF)))
+    return _field(1, b"".join(_varint(value & 0xFFFFFFFFFFFFFFFF) for value in feature.values))
 
 
 def _field(number: int, payload: bytes) -> bytes:

@@ -16,10 +16,30 @@ import numpy as np
 
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema, ShardFormat, StoredRow, WrittenShard
-from shardmill.formats.tf_example import FeatureValue, decode_example, encode_example
+from shardmill.formats.tf_example import (
+    BYTES_LIST,
+    FLOAT_LIST,
+    INT64_LIST,
+    FeatureList,
+    FeatureValue,
+    decode_example,
+    decode_lists,
+    encode_example,
+)
+from shardmill.typed_columns import Value, decode_values, scalar_of
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
+_KINDS = {
+    "int64": INT64_LIST, "bool": INT64_LIST, "float32": FLOAT_LIST, "float64": FLOAT_LIST, "string": BYTES_LIST
+}  # fmt: skip
+_FROM_FEATURE = {
+    "int64": int,
+    "bool": bool,
+    "float32": float,
+    "float64": float,
+    "string": lambda value: bytes(value).decode("utf-8", "replace"),
+}
 
 
 def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
@@ -42,15 +62,21 @@ def open_footer(footer: ByteRange, data: bytes) -> object:
     return None
 
 
-def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: bytes) -> ChunkRows:
+def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: bytes, schema: RowSchema) -> ChunkRows:
     """Decode one run of records; their own CRCs are covered by the chunk's."""
-    examples = [decode_example(record) for record in _records(memoryview(data))]
+    records = list(_records(memoryview(data)))
+    examples = [decode_example(record) for record in records]
+    lists = [decode_lists(record) for record in records] if schema.extra else []
     try:
         return ChunkRows(
             images=[example["image/encoded"] for example in examples],  # pyright: ignore[reportArgumentType]
             labels_N=np.array([example.get("image/class/label", -1) for example in examples], dtype=np.int64),
             sample_ids_N=np.array([example["image/sample_id"] for example in examples], dtype=np.int64),
             sources=[bytes(example["image/filename"]).decode() for example in examples],  # pyright: ignore
+            extra={
+                column.name: [_value_of(features.get(column.name), column.type) for features in lists]
+                for column in schema.extra
+            },
         )
     except KeyError as error:
         raise IntegrityError(f"TFRecord chunk {chunk_in_shard} lacks the feature {error}") from None
@@ -75,7 +101,28 @@ def _features(row: StoredRow, schema: RowSchema) -> dict[str, FeatureValue]:
     if row.label_id is not None:
         features["image/class/label"] = row.label_id
         features["image/class/text"] = (row.source.label or "").encode()
-    return features
+    values = decode_values(row.source.extra)
+    # A null is a feature that is not there.
+    present = (column for column in schema.extra if values.get(column.name) is not None)
+    return features | {column.name: _feature_of(values[column.name], column.type) for column in present}
+
+
+def _feature_of(value: Value, type_name: str) -> FeatureList:
+    """A typed value; tf.Example has neither bool nor float64, so these become int64 and float32."""
+    values: list = value if isinstance(value, list) else [value]
+    kind = _KINDS[scalar_of(type_name)]
+    return FeatureList(kind, [each.encode() for each in values] if kind == BYTES_LIST else values)
+
+
+def _value_of(feature: FeatureList | None, type_name: str) -> Value:
+    """What `_feature_of` was given. Raises IntegrityError for a feature of another kind or number of values."""
+    if feature is None:
+        return None
+    is_list, scalar = type_name.startswith("list<"), scalar_of(type_name)
+    if feature.kind != _KINDS[scalar] or not (is_list or len(feature.values) == 1):
+        raise IntegrityError(f"a feature is no {type_name}")
+    values: list = [_FROM_FEATURE[scalar](each) for each in feature.values]
+    return values if is_list else values[0]
 
 
 def frame(data: bytes) -> bytes:

@@ -16,6 +16,7 @@ from etl.listed import ListingBatch, batches_of
 from etl.listing import Listing
 from etl.splits import split_of
 from etl.units import ListingPlace, WorkUnit, fingerprint_config, plan_units, read_unit
+from shardmill.formats.rows import RowSchema
 from shardmill.ids import sample_id_of
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import SourceImage
@@ -96,7 +97,10 @@ def test_a_listing_that_grows_changes_only_the_units_that_get_new_images():
     ],
 )
 def test_the_config_fingerprint_covers_what_decides_a_units_output(change: dict, same: bool):
-    before, after = (fingerprint_config(config, ("a",), "n") for config in (EtlConfig(), EtlConfig(**change)))
+    before, after = (
+        fingerprint_config(config, RowSchema("jpeg", None, ("a",)), "n")
+        for config in (EtlConfig(), EtlConfig(**change))
+    )
     assert (before == after) is same
 
 

@@ -37,7 +37,7 @@ def open_footer(footer: ByteRange, data: bytes) -> object:
     return None
 
 
-def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: bytes) -> ChunkRows:
+def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: bytes, schema: RowSchema) -> ChunkRows:
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
             files = [tar.extractfile(member) for member in tar]

@@ -37,14 +37,15 @@ def make_rows(num_rows: int, encoding: str, *, labels: bool = True, seed: int = 
 def test_rows_survive_a_round_trip(name: str, encoding: str, labels: bool, tmp_path: Path):
     shard_format = SHARD_FORMATS[name]
     chunks = list(cut_chunks(make_rows(500, encoding, labels=labels), 9_000))
-    written = shard_format.write_shard(
-        tmp_path / "shard", chunks, RowSchema(encoding, SHAPE_HWC, CLASS_NAMES if labels else ())
-    )
+    schema = RowSchema(encoding, SHAPE_HWC, CLASS_NAMES if labels else ())
+    written = shard_format.write_shard(tmp_path / "shard", chunks, schema)
     data = (tmp_path / "shard").read_bytes()
     footer = shard_format.open_footer(written.footer, data[written.footer.start :])
     assert len(written.chunks) == len(chunks) > 2
     for number, (place, chunk) in enumerate(zip(written.chunks, chunks, strict=True)):
-        found = shard_format.read_chunk(footer, number, place, data[place.start : place.start + place.num_bytes])
+        found = shard_format.read_chunk(
+            footer, number, place, data[place.start : place.start + place.num_bytes], schema
+        )
         assert [bytes(image) for image in found.images] == [row.sample.image for row in chunk]
         assert found.labels_N.tolist() == [-1 if row.label_id is None else row.label_id for row in chunk]
         assert found.sample_ids_N.tolist() == [row.source.sample_id for row in chunk]

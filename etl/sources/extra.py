@@ -1,0 +1,212 @@
+"""Extra columns: what `source.extra_columns` asks a source for, with the one type that each has in all of its files."""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from shardmill.errors import UsageError
+from shardmill.printable import printable
+from shardmill.typed_columns import ARROW_TYPES, ExtraColumn, Value, encode_values, scalar_of
+
+_INT64 = 1 << 63
+_INTEGERS = "int64"
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A type, and what had it first."""
+
+    type: str
+    where: str
+
+
+class ExtraColumns:
+    """The values of a source's extra columns as texts. It knows each column's type: given, or of the first value."""
+
+    def __init__(self, configured: Sequence[str]) -> None:
+        self.given = dict(map(parse_extra, configured))
+        """Name -> type, empty if the values tell it."""
+        self._seen = {name: _Seen(kind, "source.extra_columns") for name, kind in self.given.items() if kind}
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Of the columns that had a value so far."""
+        return {name: seen.type for name, seen in self._seen.items()}
+
+    def of_rows(self, rows: pa.Table, where: str) -> tuple[pa.Array, pa.Array]:
+        """The text of each row of a table, and its problem, null if it has none; a column that it lacks is null.
+
+        Raises UsageError for a column of another type than in the files before, or of one that no dataset has.
+        """
+        problems: list[str | None] = [None] * rows.num_rows
+        columns = {}
+        for name in self.given:
+            found = plain(rows.column(name)) if name in rows.column_names else pa.nulls(rows.num_rows)
+            columns[name] = self._column(name, found, where, problems)
+        texts = [
+            encode_values(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)
+        ]
+        return pa.array(texts, pa.string()), pa.array(problems, pa.string())
+
+    def of_record(
+        self, values: Mapping[str, Any], where: str, types: Mapping[str, str] | None = None
+    ) -> tuple[str, str | None]:
+        """The text of one record, and its problem if it has one. `types` says what the values themselves do not.
+
+        Raises UsageError as `of_rows` does.
+        """
+        problems: list[str | None] = [None]
+        found = {}
+        for name in self.given:
+            value = values.get(name)
+            kind = (types or {}).get(name) or _type_of(value)
+            found[name] = self._values(name, [value], self._type(name, kind, where), problems)[0]
+        return encode_values(found), problems[0]
+
+    def _column(self, name: str, column: pa.Array, where: str, problems: list[str | None]) -> list[Value]:
+        kind = _name_of(column.type)
+        if kind is None and not self.given[name]:
+            raise UsageError(
+                f"the column {name!r} of {printable(where)} is {column.type}",
+                f"expected one of {', '.join(ARROW_TYPES)}",
+                f'leave it out of source.extra_columns, or give its type: "{name}:string"',
+            )
+        wanted = self._type(name, kind or "", where)
+        try:
+            values = column.cast(ARROW_TYPES[wanted]).to_pylist() if wanted else column.to_pylist()
+        except pa.ArrowException:
+            values = column.to_pylist()
+        return self._values(name, values, wanted, problems)
+
+    def _type(self, name: str, kind: str, where: str) -> str:
+        """The column's type, now that a value of type `kind` (empty: of any) was found; empty if none was yet."""
+        seen = self._seen.get(name)
+        if seen is None and kind:
+            seen = self._seen[name] = _Seen(kind, where)
+        if seen is None or not kind or self.given[name] or kind == seen.type:
+            return seen.type if seen is not None else ""
+        raise UsageError(
+            f"the column {name!r} is {kind} in {printable(where)} and {seen.type} in {printable(seen.where)}",
+            "expected one type in all files",
+            f'give its type in source.extra_columns: "{name}:{_common(kind, seen.type)}"',
+        )
+
+    def _values(self, name: str, values: list[Any], kind: str, problems: list[str | None]) -> list[Value]:
+        """The values as `kind`; what is none is null, and a problem of its row."""
+        converted: list[Value] = []
+        for place, value in enumerate(values):
+            try:
+                converted.append(_converted(value, kind))
+            except (ValueError, TypeError, OverflowError, RecursionError):
+                converted.append(None)
+                problems[place] = problems[place] or f"{name} = {printable(repr(value)[:60])} is no {kind}"
+        return converted
+
+
+def parse_extra(text: str) -> tuple[str, str]:
+    """Name and type of an entry of `source.extra_columns`: `NAME` or `NAME:TYPE`. Raises ValueError for others."""
+    name, colon, kind = text.rpartition(":")
+    if not colon:
+        name, kind = kind, ""
+    if not name.strip() or (colon and kind not in ARROW_TYPES):
+        raise ValueError(f"NAME or NAME:TYPE with a type among {', '.join(ARROW_TYPES)}")
+    return name, kind
+
+
+def extra_columns(configured: Iterable[str], types: Mapping[str, str], source: str) -> tuple[ExtraColumn, ...]:
+    """The columns of the dataset. Raises UsageError if one that the config names has no value, and so no type."""
+    for name, _ in map(parse_extra, configured):
+        if name not in types:
+            raise UsageError(
+                f"source.extra_columns names {name!r}, and no input of {source} has a value for it",
+                "expected a column, a field or a feature of the source (docs/sources.md)",
+                f'correct source.extra_columns, or give its type: "{name}:string"',
+            )
+    return tuple(sorted(ExtraColumn(name, kind) for name, kind in types.items()))
+
+
+def plain(column: pa.ChunkedArray) -> pa.Array:
+    """A column without dictionaries, in one piece."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column = column.cast(kind.value_type)
+    elif pa.types.is_list(kind) and pa.types.is_dictionary(kind.value_type):
+        column = column.cast(pa.list_(kind.value_type.value_type))
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+
+
+def _name_of(kind: pa.DataType) -> str | None:
+    """The name of the type that holds every value of `kind`: empty if there are none but null, None if no type does."""
+    if pa.types.is_null(kind):
+        return ""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        inner = _name_of(kind.value_type)
+        return f"list<{inner}>" if inner and not inner.startswith("list<") else inner and None
+    if pa.types.is_integer(kind):
+        return _INTEGERS
+    if pa.types.is_float16(kind) or pa.types.is_float32(kind):
+        return "float32"
+    if pa.types.is_float64(kind):
+        return "float64"
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return "string"
+    return "bool" if pa.types.is_boolean(kind) else None
+
+
+def _type_of(value: Any) -> str:
+    """The type of a value of Python; empty if it says none."""
+    if isinstance(value, list):
+        inner = {_type_of(each) for each in value}
+        return f"list<{inner.pop()}>" if len(inner) == 1 and "" not in inner else "list<float64>" if inner else ""
+    names = {bool: "bool", int: _INTEGERS, float: "float64", str: "string"}
+    return names.get(type(value), "")
+
+
+def _common(first: str, second: str) -> str:
+    """A type that may hold the values of both, for a message."""
+    scalars = {scalar_of(first), scalar_of(second)}
+    scalar = "float64" if scalars <= {_INTEGERS, "float32", "float64"} else "string"
+    return f"list<{scalar}>" if "list<" in first + second else scalar
+
+
+def _converted(value: Any, kind: str) -> Value:
+    """`value` as a type. Raises ValueError or TypeError if it is none of its values."""
+    if value is None or not kind:
+        return value
+    if isinstance(value, str) and kind != "string":
+        if not value.strip():
+            return None
+        value = json.loads(value)  # a table without types, such as CSV
+    if kind.startswith("list<"):
+        if not isinstance(value, list) or any(each is None for each in value):
+            raise ValueError
+        return [_scalar(each, scalar_of(kind)) for each in value]
+    return _scalar(value, kind)
+
+
+def _scalar(value: Any, kind: str) -> int | float | str | bool:
+    if kind == "string":
+        if isinstance(value, list | dict | bytes):
+            raise TypeError
+        return value if isinstance(value, str) else json.dumps(value) if isinstance(value, bool) else str(value)
+    if kind == "bool" and value in (0, 1):
+        return bool(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or kind == "bool":
+        raise TypeError
+    if kind == _INTEGERS:
+        if value != int(value) or not -_INT64 <= value < _INT64:
+            raise ValueError
+        return int(value)
+    if kind == "float32" and math.isfinite(value):
+        value = np.float32(value).item()
+    return float(value)
