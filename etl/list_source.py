@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import heapq
-import shutil
-import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,6 +25,7 @@ from shardmill.errors import UsageError
 from shardmill.failpoints import failpoint
 from shardmill.ids import add_digests, format_digest, key_bytes, key_hash, sample_id_of
 from shardmill.jobs.observer import Observer
+from shardmill.jobs.process import Scratch
 from shardmill.mix import mix64_array
 from shardmill.printable import printable
 from shardmill.storage_errors import as_storage_error
@@ -43,7 +42,8 @@ def list_source(
     source: Lists, *, seed: int, max_source_bytes: int, observer: Observer, may_be_empty: bool = False
 ) -> Listing:
     """Stream the whole listing into segments. Raises UsageError if it has no image, unless it may be empty."""
-    folder = Path(tempfile.mkdtemp(prefix="shardmill-listing-"))
+    scratch = Scratch()
+    folder = scratch.path
     try:
         with as_storage_error(folder):
             listing = _Segments(folder, seed)
@@ -59,9 +59,9 @@ def list_source(
                 "check source.uri",
             )
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        scratch.remove()
         raise
-    weakref.finalize(found, shutil.rmtree, folder, True)
+    weakref.finalize(found, scratch.remove)
     return found
 
 

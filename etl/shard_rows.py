@@ -9,8 +9,6 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import TracebackType
 
 import numpy as np
@@ -28,6 +26,7 @@ from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import format_digest
+from shardmill.jobs.process import Scratch
 from shardmill.storage import Store
 from shardmill.values import ShardInfo
 
@@ -44,13 +43,13 @@ class RowCopier:
         self._schema = schema
 
     def __enter__(self) -> RowCopier:
-        self._scratch = TemporaryDirectory(prefix="shardmill-copies-", dir=self._config.scratch_dir or None)
+        self._scratch = Scratch(self._config.scratch_dir)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._scratch.cleanup()
+        self._scratch.remove()
 
     def copy(self, copies: Copies, is_kept_N: np.ndarray) -> tuple[Copies, ...]:
         """Shards with some rows of a shard that is there in several formats.
@@ -67,7 +66,7 @@ class RowCopier:
         )
 
     def _publish(self, name: str, chunks: list[list[StoredRow]], copies: Copies) -> Copies:
-        scratch = Path(self._scratch.name)
+        scratch = self._scratch.path
         return tuple(
             publish_shard(self.store, copy.split, name, copy.format, chunks, schema=self._schema, scratch=scratch)
             for copy in copies

@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from etl.config import EtlConfig
@@ -26,6 +25,7 @@ from shardmill.formats.rows import StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decoder_id import decoder_id
 from shardmill.images.sandbox import DecodeSandbox, PendingImage
+from shardmill.jobs.process import scratch_folder
 from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.storage import Store
@@ -187,11 +187,11 @@ def _warm_sandbox(process_id: int, timeout_seconds: float, memory_bytes: int) ->
 
 
 def _store(store: Store, unit: WorkUnit, rows_by_split: dict[str, list[StoredRow]], task: UnitTask) -> list[ShardInfo]:
-    with TemporaryDirectory(prefix="shardmill-unit-", dir=task.config.scratch_dir or None) as scratch:
+    with scratch_folder(task.config.scratch_dir) as scratch:
         return [
             shard
             for split, rows in sorted(rows_by_split.items())
-            for shard in _publish(store, unit, split, rows, task, Path(scratch))
+            for shard in _publish(store, unit, split, rows, task, scratch)
         ]
 
 

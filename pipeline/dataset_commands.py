@@ -119,24 +119,32 @@ def rollback(context: typer.Context, dataset: DatasetArgument) -> None:
 @dataset_app.command(cls=Command)
 def gc(
     context: typer.Context,
-    dataset: WholeDataset,
+    dataset: Annotated[
+        str, typer.Argument(metavar="DATASET|MODELS", help="A folder or URI, or a TOML file's dataset.")
+    ],
     keep: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Versions beyond the newest N expire; without it none does.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Versions, trainings and exports beyond the newest N may go."),
     ] = None,
     older_than: Annotated[
         str, typer.Option(metavar="AGE", help="Nothing younger expires or is deleted: 90s, 30m, 12h, 7d.")
     ] = "7d",
     delete: Annotated[bool, typer.Option("--delete", help="Do it; without this it is only listed.")] = False,
 ) -> None:
-    """Expire old versions and delete files that nothing names: leftovers of killed runs, of expired versions."""
-    from pipeline.garbage import gc_document, gc_rows
+    """Expire old versions, or trainings and exports, and delete files that nothing names, as killed runs leave them."""
+    from pipeline.garbage import gc_document, gc_rows, models_document, models_rows
     from shardmill.dataset.maintenance.gc import collect_garbage, plan_gc
     from shardmill.dataset.maintenance.retention import Retention
     from shardmill.stores import open_store
+    from train.garbage import collect_models, is_models_root, plan_models
 
     common: Common = context.obj
     uri = _whole_dataset(_dataset_uri(common, dataset))
     store, retention = open_store(uri), Retention(keep, parse_age(older_than))
+    if is_models_root(store):
+        found = collect_models(store, retention) if delete else plan_models(store, retention, time.time())
+        rows = models_rows(found, deleted=delete)
+        return print_result(common, models_document(uri, found, deleted=delete), rows, title="gc")
     # Ages are by this machine's clock.
     report = collect_garbage(store, retention, common.run_id) if delete else plan_gc(store, retention, time.time())
     print_result(common, gc_document(uri, report, deleted=delete), gc_rows(report, deleted=delete), title="gc")

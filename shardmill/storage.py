@@ -67,7 +67,8 @@ class Store(Protocol):
         ...
 
     def list_unpublished(self, prefix: str) -> Iterator[StoredFile]:
-        """What writers have begun below the folder `prefix` and not published: temporary files, unfinished uploads.
+        """What writers have begun below the folder `prefix` and not published: temporary files, unfinished uploads,
+        empty folders.
 
         A live writer publishes its own; what is old was left by a killed one.
         """

@@ -48,7 +48,7 @@ class Demo:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     folder = tmp_path_factory.mktemp("demo")
     # A checkout that shares everything but ./demo-work with the real one.
-    for name in ("Makefile", "scripts", "examples", ".venv", "uv.lock", "pyproject.toml", ".python-version"):
+    for name in ("Makefile", "scripts", "examples", "native", ".venv", "uv.lock", "pyproject.toml", ".python-version"):
         (folder / name).symlink_to(REPOSITORY / name)
     # What an earlier demo left must go; what somebody else put there must stay.
     (folder / "demo-work" / "images" / "7").mkdir(parents=True)

@@ -71,16 +71,18 @@ def python_path() -> str:
 
 
 class Scratch:
-    """A private folder below the temporary one. Its owner holds a lock on it, which the kernel frees with the process.
+    """A private folder, below the temporary one unless another is given. Its owner holds a lock on it, which the kernel
+    frees with the process.
 
     TensorFlow, Spark and others leave files in the temporary folder if a process is killed, and ranks always are; the
     next owner of such a folder removes theirs. A lock and not a process id: containers that share a temporary folder
     do not share their ids.
     """
 
-    def __init__(self) -> None:
-        remove_stale()
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+    def __init__(self, parent: str = "") -> None:
+        """`parent`: where it lies; empty for the temporary folder."""
+        remove_stale(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent or None))
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._removing = threading.Lock()
@@ -121,9 +123,19 @@ def private_temporary_folder() -> Iterator[Path]:
         scratch.remove()
 
 
-def remove_stale() -> None:
-    """Folders of ours whose owner was killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+@contextmanager
+def scratch_folder(parent: str) -> Iterator[Path]:
+    """A `Scratch` for as long as the work inside lasts."""
+    scratch = Scratch(parent)
+    try:
+        yield scratch.path
+    finally:
+        scratch.remove()
+
+
+def remove_stale(parent: str = "") -> None:
+    """Folders of ours below `parent`, or below the temporary folder, whose owner was killed."""
+    for folder in Path(parent or tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             status = folder.lstat()
             is_mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

@@ -71,10 +71,19 @@ class LocalStore:
         return self._walk(prefix, lambda name: not name.startswith(TEMPORARY_PREFIX))
 
     def list_unpublished(self, prefix: str) -> Iterator[StoredFile]:
-        return self._walk(prefix, lambda name: name.startswith(TEMPORARY_PREFIX))
+        yield from self._walk(prefix, lambda name: name.startswith(TEMPORARY_PREFIX))
+        # A folder is made just before its first file: one that stays empty is of a writer that was killed between.
+        for directory, folders, names in os.walk(self._root / prefix):
+            if not folders and not names:
+                with suppress(FileNotFoundError):
+                    status = os.stat(directory)
+                    yield StoredFile(str(Path(directory).relative_to(self._root)), 0, status.st_mtime_ns)
 
     def delete_unpublished(self, file: StoredFile) -> None:
-        self.delete(file.path)
+        if (self._root / file.path).is_dir():
+            self._remove_empty(self._root / file.path)
+        else:
+            self.delete(file.path)
 
     def _walk(self, prefix: str, is_wanted: Callable[[str], bool]) -> Iterator[StoredFile]:
         top = self._root / prefix
@@ -105,9 +114,12 @@ class LocalStore:
         with as_storage_error(target):
             target.unlink(missing_ok=True)
         # Folders go with their last file: checkpoints come and go by the thousand.
-        for folder in target.parents:
-            if folder == self._root or not _is_removed(folder):
-                return
+        self._remove_empty(target.parent)
+
+    def _remove_empty(self, folder: Path) -> None:
+        """This folder and those above it, up to the first that is not empty."""
+        while folder != self._root and _is_removed(folder):
+            folder = folder.parent
 
 
 @contextmanager

@@ -99,3 +99,19 @@ def test_inspect_tells_two_versions_apart(dataset: str, tmp_path: Path):
     assert "removed\tclass_0/00003.png" in shardmill("inspect", dataset, "--diff", "1", cwd=tmp_path).stdout
     refused = shardmill("inspect", dataset, "--diff", "1", "--files", cwd=tmp_path)
     assert refused.returncode == 2 and "exclude each other" in last_line(refused)
+
+
+def test_gc_of_a_models_folder_lists_its_exports_and_trainings(tmp_path: Path):
+    left = tmp_path / "models" / "trainings" / ".tmp-1"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half")
+    (tmp_path / "models" / "exports").mkdir()
+    whole = tmp_path / "models" / "trainings" / "0" / "note"
+    whole.parent.mkdir()
+    whole.write_bytes(b"1")
+    listed = machine("gc", "models", "--older-than", "0", cwd=tmp_path)
+    assert (listed["deleted"], listed["expired_exports"], listed["expired_trainings"]) == (False, [], [])
+    assert {each["kind"] for each in listed["files"]} == {"unpublished"} and left.exists()
+    done = shardmill("gc", "models", "--older-than", "0", "--delete", cwd=tmp_path)
+    assert done.returncode == 0 and "exports that went" in done.stdout, done.stderr
+    assert not left.exists() and whole.exists()

@@ -1,0 +1,165 @@
+"""Garbage collection of a models folder: what is promoted, newest or named by what stays is never touched."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from shardmill.dataset.maintenance.retention import Retention
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.options import NormalizeOptions
+from shardmill.sealed import seal, seal_file
+from shardmill.stores import open_store
+from shardmill.values import DatasetPin
+from train.checkpoint import CheckpointFolder, TrainingIdentity, save_checkpoint
+from train.garbage import ModelsReport, collect_models, plan_models
+from train.progress import BestEpoch, Progress
+from train.published.current import CURRENT, Pointer
+from train.published.exported import EXPORTS, ExportRecord
+from train.records import put_record, record_numbers
+from train.strategies.strategy import SingleCollective
+from train.trainings import TRAININGS
+from train.values import RESULT, ModelIdentity, TimeShares, TrainResult, to_json
+
+_PIN, _MODEL = DatasetPin("dataset", 1, "0" * 64), ModelIdentity("", "")
+_HOUR = 3600.0
+
+
+def training(models: Path, number: int, *, result: bool = True, uses: str = "") -> str:
+    """A training as `train` leaves it; `uses`: a checkpoint of another one that it names. Older numbers are older."""
+    store, folder = open_store(models), f"{TRAININGS}/{number:016x}/v00000001-00000000/epochs-00010-best"
+    best = BestEpoch(0, 1.0, uses) if uses else None
+    identity = TrainingIdentity(_PIN, "plan", _MODEL, {})
+    keeps = CheckpointFolder(store, folder, "attempt", 1)
+    checkpoint = save_checkpoint(keeps, SingleCollective(), {"weights.npz": b"w"}, identity, Progress(best=best), 7)
+    if result:
+        done = TrainResult(
+            dataset=_PIN, training_dir=folder, exported="best", weights_epoch=0, checkpoint=uses or checkpoint,
+            last_checkpoint=checkpoint, continued_from="", model=_MODEL, strategy="single", world_size=1, num_epochs=1,
+            num_steps=1, seconds=1.0, images_per_second=1.0, time_shares=TimeShares(), final_loss_hex="0x0p+0",
+            weights_sha256="", stopped_early=False, resumed_from=None, history=(), evaluation=None,
+        )  # fmt: skip
+        store.put(f"{folder}/{RESULT}", seal(to_json(done)))
+    age(models / folder, (100 - number) * _HOUR)
+    return folder
+
+
+def export(models: Path, number: int, training_dir: str = "") -> str:
+    """An export with one file; returns the folder of its files."""
+    store, artifact = open_store(models), f"artifacts/{number:04d}"
+    store.put(f"{artifact}/model.keras", b"model")
+    record = ExportRecord(
+        created_at="", run_id="run", artifact_dir=artifact, files=(seal_file(f"{artifact}/model.keras", b"model"),),
+        keras_note="", model="m", class_names=("a",), normalize=NormalizeOptions(), normalization_fingerprint="",
+        decoder_id="", channel_mean=(), channel_std=(), dataset=_PIN, content_digest="", layout_digest="",
+        training_dir=training_dir, checkpoint="", weights_sha256="", training_evaluation=None, evaluation=None,
+        parity_max_abs_diff=0.0, parity_num_images=0,
+    )  # fmt: skip
+    assert put_record(store, EXPORTS, number, record)
+    age(models / artifact, (100 - number) * _HOUR)
+    return artifact
+
+
+def point(models: Path, number: int, export_number: int, previous: int | None, decision: str = "promoted") -> None:
+    pointer = Pointer(
+        export=export_number, previous=previous, replaced=None, decision=decision, reason="", accuracy=None,
+        run_id="run", created_at="",
+    )  # fmt: skip
+    assert put_record(open_store(models), CURRENT, number, pointer)
+
+
+def age(folder: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (then, then))
+
+
+def collect(models: Path, keep: int | None, older_than_seconds: float = 2 * _HOUR) -> ModelsReport:
+    return collect_models(open_store(models), Retention(keep, older_than_seconds))
+
+
+def files(models: Path) -> set[str]:
+    return {str(path.relative_to(models)) for path in models.rglob("*") if path.is_file()}
+
+
+def test_exports_that_no_rollback_needs_go_and_the_newest_stay(tmp_path: Path):
+    artifacts = {number: export(tmp_path, number) for number in range(1, 8)}
+    point(tmp_path, 1, 2, None)
+    point(tmp_path, 2, 4, 2)
+    before = files(tmp_path)
+    planned = plan_models(open_store(tmp_path), Retention(2, 2 * _HOUR), time.time())
+    assert (planned.expired_exports, planned.retained_exports) == ((1, 3, 5), (2, 4, 6, 7))
+    assert files(tmp_path) == before
+    assert collect(tmp_path, 2).garbage == planned.garbage
+    assert record_numbers(open_store(tmp_path), EXPORTS) == [2, 4, 6, 7]
+    gone = {f"{artifacts[number]}/model.keras" for number in (1, 3, 5)}
+    assert before - files(tmp_path) == gone | {f"{EXPORTS}/{number:08d}.json" for number in (1, 3, 5)}
+    # The next export has a new number, and an export that was rolled back is needed no more.
+    point(tmp_path, 3, 2, None, "rolled_back")
+    assert collect(tmp_path, 1).retained_exports == (2, 7)
+    assert not collect(tmp_path, 1).garbage
+
+
+def test_nothing_expires_without_a_number_or_before_its_age(tmp_path: Path):
+    for number in range(1, 4):
+        export(tmp_path, number)
+        training(tmp_path, number)
+    assert collect(tmp_path, None) == collect(tmp_path, 1, 1_000 * _HOUR)
+    assert collect(tmp_path, None).expired_trainings == ()
+
+
+def test_old_trainings_go_but_for_what_others_and_exports_name(tmp_path: Path):
+    exported, shorter, old, unfinished_old = (training(tmp_path, n, result=n != 4) for n in (1, 2, 3, 4))
+    checkpoint = f"{shorter}/checkpoints/step-00000007-attempt"
+    continued = training(tmp_path, 5, result=False, uses=checkpoint)
+    newest = training(tmp_path, 6, uses=f"{continued}/checkpoints/step-00000007-attempt")
+    export(tmp_path, 9, exported)
+    report = collect(tmp_path, 1)
+    assert report.expired_trainings == (old, unfinished_old)
+    assert report.retained_trainings == (exported, shorter, continued, newest)
+    assert {path.split("/epochs")[0] for path in files(tmp_path) if path.startswith(TRAININGS)} == {
+        folder.split("/epochs")[0] for folder in (exported, shorter, continued, newest)
+    }
+    assert not list((tmp_path / TRAININGS / f"{3:016x}").rglob("*"))
+
+
+def test_what_killed_processes_left_goes_by_age_alone(tmp_path: Path):
+    kept = training(tmp_path, 1)
+    half = tmp_path / kept / "checkpoints" / "step-00000009-killed"
+    empty = tmp_path / kept / "checkpoints" / "step-00000011-killed"
+    for folder in (half, empty, tmp_path / "artifacts" / "unnamed", tmp_path / "reach"):
+        folder.mkdir(parents=True)
+    for file in (
+        half / "weights.npz",
+        half / ".tmp-1",
+        tmp_path / "artifacts" / "unnamed" / "x",
+        tmp_path / "reach" / "1",
+    ):
+        file.write_bytes(b"1")
+    before = files(tmp_path)
+    assert not collect(tmp_path, None).garbage
+    for folder in (half, empty, tmp_path / "artifacts" / "unnamed", tmp_path / "reach"):
+        age(folder, 3 * _HOUR)
+    kinds = {each.kind for each in collect(tmp_path, None).garbage}
+    assert kinds == {"checkpoints", "artifacts", "reach", "unpublished"}
+    gone = {str((half / name).relative_to(tmp_path)) for name in ("weights.npz", ".tmp-1")}
+    assert before - files(tmp_path) == gone | {"artifacts/unnamed/x", "reach/1"}
+    assert not half.exists() and not empty.exists()
+
+
+def test_if_a_record_cannot_be_read_nothing_that_it_may_name_goes(tmp_path: Path):
+    with pytest.raises(UsageError, match="holds no models"):
+        collect(tmp_path, 1)
+    for number in range(1, 4):
+        export(tmp_path, number)
+    point(tmp_path, 1, 1, None)
+    point(tmp_path, 2, 2, 1)
+    (tmp_path / CURRENT / "00000001.json").write_bytes(b"{}")
+    before = files(tmp_path)
+    with pytest.raises(IntegrityError, match="which exports rollbacks need"):
+        collect(tmp_path, 1)
+    assert files(tmp_path) == before
+    assert not collect(tmp_path, None).garbage
