@@ -106,7 +106,8 @@ def _by_reason(rejections: Sequence[Rejection]) -> str:
 def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
     """The fields of the event `etl.inferred`."""
     config, by_split = plan.task.config, _images_by_split(plan)
-    where = "by folder" if plan.listing.has_splits else "by content hash, about"
+    named = "stratified" if config.stratified_splits else "by folder"
+    where = named if plan.listing.has_splits else "by content hash, about"
     shape = " x ".join(map(str, config.one_shape_HWC)) if config.one_shape_HWC else f"different sizes, {config.color}"
     return {
         "images": plan.num_images,

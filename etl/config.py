@@ -132,6 +132,8 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     """Shard formats to write, one or several."""
     split_fractions: SplitFractions = SplitFractions()
     """Used where the source has no split folders."""
+    stratified_splits: bool = False
+    """Give every class the shares of `split_fractions`, to two images, instead of splitting by content hash alone."""
     label_map: tuple[str, ...] | str = ()
     """Class names, in the order of their numbers: a list, or a file (docs/etl.md); empty: those found, sorted."""
     unknown_class: Literal["reject", "error"] = "reject"

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 from etl.append import check_appendable
 from etl.changes import Changes, Compared
-from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.config import EtlTree, SourceConfig
 from etl.label_map import WithKnownClasses, grown_label_map, read_label_map
 from etl.list_source import list_source
 from etl.listing import Listing
 from etl.sources import SOURCES, HasParts, Source
 from etl.sources.extra import extra_columns
 from etl.splits import WithGroupSplits
+from etl.stratify import KnownSplits, WithStratifiedSplits
 from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.dataset.build import Build
 from shardmill.dataset.index import check_files, in_all_formats, read_shards, rows_file, shard_file, stored_sizes
@@ -90,7 +91,7 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
     # From here on: an executor has a working directory of its own.
     section = _with_absolute_uris(tree.source, source)
     label_map = read_label_map(tree.etl.label_map)
-    listing = _list(source, tree.etl, label_map, observer or SilentObserver())
+    listing = _list(source, tree, label_map, observer or SilentObserver())
     return _plan_on_latest(tree.model_copy(update={"source": section, "etl": etl}), run_id, listing, label_map)
 
 
@@ -146,10 +147,20 @@ def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tup
     return BuildPlan(build, listing, listing, units, task, store, parent)
 
 
-def _list(source: Source, config: EtlConfig, label_map: tuple[str, ...], observer: Observer) -> Listing:
+def _list(source: Source, tree: EtlTree, label_map: tuple[str, ...], observer: Observer) -> Listing:
     """The whole source, without the classes that a given label map does not have."""
-    known = WithKnownClasses(WithGroupSplits(source, config.split_fractions), label_map, config.unknown_class)
-    return list_source(known, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer)
+    config = tree.etl
+    listed = WithKnownClasses(WithGroupSplits(source, config.split_fractions), label_map, config.unknown_class)
+    if config.stratified_splits:
+        known = _known_splits(open_store(tree.dataset.uri))
+        listed = WithStratifiedSplits(listed, config.split_fractions, known, observer)
+    return list_source(listed, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer)
+
+
+def _known_splits(store: Store) -> KnownSplits:
+    latest = latest_version(store)
+    shards = _intact_shards(store, read_manifest(store, latest)) if latest else []
+    return KnownSplits.of(store, (copies[0] for copies in shards))
 
 
 def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Changes] | None:

@@ -28,6 +28,8 @@ _CELLS_PER_BUCKET = (1 << 64) // NUM_BUCKETS
 # What may change without making other units.
 _NOT_DECIDING = {
     *("engine", "num_workers", "scratch_dir", "write_mode"),
+    # Its splits are facts of the listing.
+    "stratified_splits",
     *("max_reject_fraction", "max_unreadable_fraction", "max_changed_fraction"),
     # The class names that follow from it decide, and are added; so a map that only grew rebuilds nothing.
     *("label_map", "unknown_class"),
