@@ -11,6 +11,7 @@ Images that the latest version holds keep their split, whatever it was, and coun
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -117,30 +118,33 @@ class WithStratifiedSplits:
         order = np.lexsort((all_positions, all_classes))
         starts = np.searchsorted(all_classes[order], np.arange(len(numbers) + 1))
         edges_CS = np.full((len(names) + 1, len(SPLITS) - 1), np.iinfo(np.uint64).max, np.uint64)
-        num_before = 0
+        carried = [0.0] * len(SPLITS)
         for row, name in enumerate(names):
             number = numbers[name]
             own = all_positions[order[starts[number] : starts[number + 1]]]
             held_here = [held[name, split] for split in range(len(SPLITS))]
             num_all = len(own) + sum(held_here)
-            wanted = _quotas(self._shares, num_before, num_all)
+            ideals = [share * num_all + carry for share, carry in zip(self._shares, carried, strict=True)]
+            wanted = _quotas(ideals, num_all)
+            carried = [ideal - want for ideal, want in zip(ideals, wanted, strict=True)]
             ends = np.cumsum(_remaining(wanted, held_here, len(own)))[:-1]
             edges_CS[row, ends < len(own)] = own[ends[ends < len(own)]]
-            num_before += num_all
         return names, edges_CS
 
 
-def _quotas(shares: Sequence[float], num_before: int, num_images: int) -> list[int]:
-    """How many images of a class each split should hold.
+def _quotas(ideals: Sequence[float], num_images: int) -> list[int]:
+    """How many images of a class each split should hold: `ideals`, which add up to `num_images`, in whole images.
 
-    Rounded over the classes together: each class is within two images of its shares, and the whole dataset within
-    one, even if all classes are small.
+    By largest remainders. The caller adds what rounding took away to the next class's ideals; so each class is within
+    two images of its shares, and the whole dataset within two, even if all classes are small.
     """
-    ends = [0.0, *np.cumsum(shares).tolist()]
-    ends[-1] = 1.0
-    upto = [[round(end * number) for end in ends] for number in (num_before, num_before + num_images)]
-    until = [after - before for before, after in zip(*upto, strict=True)]
-    return [max(0, high - low) for low, high in itertools.pairwise(until)]
+    quotas = [max(0, math.floor(ideal)) for ideal in ideals]
+    by_remainder = sorted(range(len(ideals)), key=lambda split: quotas[split] - ideals[split])
+    for split in itertools.islice(itertools.cycle(by_remainder), max(0, num_images - sum(quotas))):
+        quotas[split] += 1
+    # An ideal below zero was raised to it: what that took comes from the largest.
+    quotas[quotas.index(max(quotas))] -= sum(quotas) - num_images
+    return quotas
 
 
 def _remaining(wanted: Sequence[int], held: Sequence[int], num_new: int) -> list[int]:

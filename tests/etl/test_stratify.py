@@ -92,10 +92,17 @@ def test_quotas_add_up_and_no_new_image_is_lost():
     for _ in range(300):
         shares = [generator.random() for _ in range(3)]
         shares = [share / sum(shares) for share in shares]
-        before, num_new, held = generator.randrange(1000), generator.randrange(50), [generator.randrange(20)] * 3
-        num_all = num_new + sum(held)
-        wanted = _quotas(shares, before, num_all)
-        assert sum(wanted) == num_all
-        assert all(abs(want - share * num_all) <= 2 for want, share in zip(wanted, shares, strict=True))
-        remaining = _remaining(wanted, held, num_new)
-        assert sum(remaining) == num_new and min(remaining) >= 0
+        carried, all_images, all_wanted = [0.0] * 3, 0, [0] * 3
+        for _ in range(20):
+            num_new, held = generator.randrange(9), [generator.randrange(4) for _ in range(3)]
+            num_all = num_new + sum(held)
+            ideals = [share * num_all + carry for share, carry in zip(shares, carried, strict=True)]
+            wanted = _quotas(ideals, num_all)
+            carried = [ideal - want for ideal, want in zip(ideals, wanted, strict=True)]
+            assert sum(wanted) == num_all and min(wanted) >= 0
+            assert all(abs(want - share * num_all) <= 2 for want, share in zip(wanted, shares, strict=True))
+            remaining = _remaining(wanted, held, num_new)
+            assert sum(remaining) == num_new and min(remaining) >= 0
+            all_images += num_all
+            all_wanted = [total + want for total, want in zip(all_wanted, wanted, strict=True)]
+        assert all(abs(total - share * all_images) <= 2 for total, share in zip(all_wanted, shares, strict=True))
