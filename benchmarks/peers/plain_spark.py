@@ -11,17 +11,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pandas as pd
-from common import list_images, parse_job
+from common import parse_job
 from pyspark.sql import SparkSession
-from pyspark.sql.functions import col, create_map, element_at, lit, pandas_udf, split
+from pyspark.sql.functions import col, element_at, pandas_udf, split
 
 
 def main() -> None:
     job = parse_job()
-    labels = {Path(path).parent.name: label for path, label in list_images(job.images)}
     os.environ["PYSPARK_PYTHON"] = sys.executable
     spark = (
         SparkSession.builder.master(f"local[{job.num_workers}]")
@@ -44,10 +42,9 @@ def main() -> None:
         for content in contents:
             yield content.map(lambda data: transform(data, job.image_size, job.quality))
 
-    label_of = create_map(*(lit(part) for pair in labels.items() for part in pair))
     frame = spark.read.format("binaryFile").option("recursiveFileLookup", "true").load(str(job.images))
-    folder = element_at(split(col("path"), "/"), -2)
-    frame.select(resized("content").alias("image"), label_of[folder].alias("label")).write.parquet(str(job.out))
+    label = element_at(split(col("path"), "/"), -2).alias("label")
+    frame.select(resized("content").alias("image"), label).write.parquet(str(job.out))
     spark.stop()
 
 
