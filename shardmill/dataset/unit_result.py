@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -48,15 +49,21 @@ class UnitResult:
 
 def encode_unit_result(result: UnitResult) -> bytes:
     """A unit result as JSON. (A key that is not UTF-8 is refused while listing and never gets here.)"""
-    return TypeAdapter(UnitResult).dump_json(result)
+    return _adapter().dump_json(result)
 
 
 def decode_unit_result(data: bytes | str) -> UnitResult:
     """The unit result that `encode_unit_result` wrote. Raises IntegrityError for anything else."""
     try:
-        return TypeAdapter(UnitResult).validate_json(data)
+        return _adapter().validate_json(data)
     except ValidationError as error:
         raise IntegrityError(f"a unit result does not parse: {error.errors(include_url=False)[0]['msg']}") from None
+
+
+@cache
+def _adapter() -> TypeAdapter[UnitResult]:
+    """Made once: making one takes as long as encoding the results of ten units."""
+    return TypeAdapter(UnitResult)
 
 
 def encode_prefixes(source_sha256s: Iterable[str]) -> str:

@@ -61,12 +61,24 @@ def resized_shape(height: int, width: int, options: NormalizeOptions) -> tuple[i
 
 def choose_reduction(height: int, width: int, options: NormalizeOptions) -> int:
     """8, 4 or 2 if decoding every block of so many pixels a side to one gives what the whole image would; else 1."""
+    if not _is_large(height, width, options):
+        return 1
     return next((scale for scale in REDUCTIONS if _is_faithful(height, width, scale, options)), 1)
 
 
 def reduced_length(length: int, scale: int) -> int:
     """The pixels that libjpeg makes of a side: a block that hangs over the edge counts."""
     return -(-length // scale)
+
+
+def _is_large(height: int, width: int, options: NormalizeOptions) -> bool:
+    """Whether any reduction leaves enough blocks for each stored pixel; most images are told apart by this alone."""
+    kept = [span.length for span in kept_spans(height, width, options)]
+    least = min(REDUCTIONS)
+    return all(
+        reduced_length(length, least) >= LEAST_BLOCKS_PER_STORED_PIXEL * stored
+        for length, stored in zip(kept, resized_shape(*kept, options), strict=True)
+    )
 
 
 def _is_faithful(height: int, width: int, scale: int, options: NormalizeOptions) -> bool:

@@ -6,6 +6,7 @@ a `DecodeSandbox`, which finds out which image it was. One that runs out of memo
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -16,12 +17,15 @@ from shardmill.images.sandbox import CLOCK_PER_CPU_SECOND, DecodeSandbox, Pendin
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.values import ImageSample, Rejection, SourceImage
 
+_PAGE_BYTES = resource.getpagesize()
+
 
 class OwnProcessDecoder:
     """What `DecodeSandbox` does, without a child as long as no image needs one. For the main thread."""
 
     def __init__(self, limits: DecodeLimits) -> None:
         self._limits = limits
+        self._statm = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115  as long as this process
 
     def start(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> PendingImage:
         """The image for `finish`, which does all the work."""
@@ -30,17 +34,20 @@ class OwnProcessDecoder:
     def finish(self, pending: PendingImage) -> ImageSample | Rejection:
         """The outcome of `process_image`; beyond the limits of time this process ends by SIGPROF or SIGALRM."""
         try:
-            with _limited(self._limits):
+            with _limited(self._limits, self._mapped_bytes()):
                 return process_image(pending.source, pending.data, pending.options)
         except MemoryError:
             with DecodeSandbox(self._limits, config_section="etl") as sandbox:
                 return sandbox.process(pending.source, pending.data, pending.options)
 
+    def _mapped_bytes(self) -> int:
+        return int(os.pread(self._statm.fileno(), 100, 0).split(maxsplit=1)[0]) * _PAGE_BYTES
+
 
 @contextmanager
-def _limited(limits: DecodeLimits) -> Iterator[None]:
+def _limited(limits: DecodeLimits, mapped_bytes: int) -> Iterator[None]:
     before, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = _mapped_bytes() + limits.decode_memory_bytes
+    soft = mapped_bytes + limits.decode_memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
     # Their default action ends the process, also inside a C library that never comes back to Python.
     signal.setitimer(signal.ITIMER_PROF, limits.decode_timeout_seconds)
@@ -51,8 +58,3 @@ def _limited(limits: DecodeLimits) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         resource.setrlimit(resource.RLIMIT_AS, (before, hard))
-
-
-def _mapped_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[0]) * resource.getpagesize()
