@@ -14,7 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etl.listed import ListingBatch, batches_of, listed_table
+import numpy as np
+import pyarrow as pa
+
+from etl.listed import LISTED_SCHEMA, ListingBatch, batches_of, listed_table
 from etl.sources.files import FileReader
 from etl.sources.names import SPLIT_OF_FOLDER, is_image_name, is_utf8
 from etl.sources.spool import Spool
@@ -47,14 +50,14 @@ class FolderSource:
         layout = _Layout()
         with Spool() as spool:
             for batch in batches_of(self._found()):
-                for key in batch.images.column("key").to_pylist():
-                    layout.add(key)
+                for path in set(map(_folder_of, batch.images.column("key").to_pylist())):
+                    layout.add(path)
                 spool.write(batch.images)
                 if batch.rejections:
                     yield replace(batch, images=batch.images.slice(0, 0))
             place = layout.label_place(self._config.label_level)
             for table in spool.read():
-                yield from batches_of(place.labelled(SourceImage(**row) for row in table.to_pylist()))
+                yield place.labelled(table)
         yield from place.warnings()
 
     def _found(self) -> Iterator[SourceImage | Rejection]:
@@ -79,13 +82,13 @@ def _walk_local(root: Path, follow_symlinks: bool) -> Iterator[SourceImage | Rej
         raise StorageError(f"cannot list {error.filename}: {error.strerror}") from error
 
     for directory, folders, names in os.walk(root, onerror=refuse_unreadable, followlinks=follow_symlinks):
+        prefix = "" if directory == str(root) else f"{os.path.relpath(directory, root)}/"
         links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
         if follow_symlinks:
             links = [name for name in links if _leads_back(os.path.join(directory, name), root)]
             folders[:] = [name for name in folders if name not in links]
         for name in (*names, *links):
-            path = os.path.join(directory, name)
-            yield _entry(path, os.path.relpath(path, root), bounds)
+            yield _entry(os.path.join(directory, name), prefix + name, bounds)
 
 
 def _leads_back(link: str, root: Path) -> bool:
@@ -99,10 +102,15 @@ def _entry(path: str, key: str, bounds: str | None) -> SourceImage | Rejection:
     def rejection(reason: RejectReason, detail: str) -> Rejection:
         return Rejection(key, reason, detail, stage="list")
 
-    if os.path.islink(path):
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        gone = isinstance(error, FileNotFoundError)
+        return rejection(RejectReason.MISSING if gone else RejectReason.UNREADABLE, error.strerror or "")
+    if stat.S_ISLNK(status.st_mode):
         target = os.path.realpath(path)
         try:
-            os.stat(path)
+            status = os.stat(path)
         except FileNotFoundError:
             return rejection(RejectReason.DANGLING_SYMLINK, f"links to {os.readlink(path)}")
         except OSError as error:
@@ -114,11 +122,6 @@ def _entry(path: str, key: str, bounds: str | None) -> SourceImage | Rejection:
             if bounds is None or Path(os.path.realpath(os.path.dirname(path))).is_relative_to(target):
                 return rejection(RejectReason.SYMLINK_LOOP, f"leads back to {target}")
             return rejection(RejectReason.SYMLINK_DIRECTORY, "its files are listed where they are")
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        gone = isinstance(error, FileNotFoundError)
-        return rejection(RejectReason.MISSING if gone else RejectReason.UNREADABLE, error.strerror or "")
     if not stat.S_ISREG(status.st_mode):
         return rejection(RejectReason.NOT_REGULAR_FILE, stat.filemode(status.st_mode))
     if not os.access(path, os.R_OK):
@@ -144,8 +147,9 @@ class _Layout:
     """First folder -> the smallest number of folders above one of its images."""
     most: int = 0
 
-    def add(self, key: str) -> None:
-        folders = key.split("/")[:-1]
+    def add(self, path: str) -> None:
+        """A folder in which an image lies directly."""
+        folders = path.split("/") if path else []
         top = folders[0] if folders else ""
         levels = self.names.setdefault(top, [])
         for level, name in enumerate(folders):
@@ -185,6 +189,18 @@ class _Layout:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """What the path of a folder says of the images that lie directly in it."""
+
+    split: str | None
+    label: str | None
+    fault: str
+    """Why they are rejected; empty if they are not."""
+    is_deeper: bool
+    """Whether the class is named by a folder above it."""
+
+
 @dataclass(slots=True)
 class _LabelPlace:
     """Which folders name split and class."""
@@ -193,36 +209,60 @@ class _LabelPlace:
     class_depth: int
     has_classes: bool
     num_images: int = 0
-    deeper: list[SourceImage] = field(default_factory=list)
+    deeper: str | None = None
+    """The first key of those below, so that it does not depend on the order of the walk."""
     num_deeper: int = 0
 
-    def labelled(self, images: Iterable[SourceImage]) -> Iterator[SourceImage | Rejection]:
-        for image in images:
-            folders = image.key.split("/")[:-1]
-            split = SPLIT_OF_FOLDER.get(folders[0]) if self.has_splits and folders else None
-            label = folders[self.class_depth - 1] if len(folders) >= self.class_depth else None
-            if self.has_splits and split is None:
-                yield image.rejected(RejectReason.BAD_LABEL, "lies in no split folder, and others do", "list")
-            elif self.has_classes and label is None:
-                yield image.rejected(RejectReason.BAD_LABEL, "lies in no class folder, and others do", "list")
-            else:
-                labelled = replace(image, label=label if self.has_classes else None, split=split)
-                self.num_images += 1
-                if label is not None and folders[-1] != label:
-                    self.num_deeper += 1
-                    # One is named: the first, so that it does not depend on the order of the walk.
-                    self.deeper = [min([*self.deeper, labelled], key=lambda each: each.key)]
-                yield labelled
+    def labelled(self, images: pa.Table) -> ListingBatch:
+        """Listed images with split and class; folder by folder, because folders are few."""
+        keys = images.column("key").to_pylist()
+        paths = [_folder_of(key) for key in keys]
+        folders = {path: self._judge(path) for path in set(paths)}
+        deeper = [key for key, path in zip(keys, paths, strict=True) if folders[path].is_deeper]
+        self.num_deeper += len(deeper)
+        self.deeper = min((self.deeper, *deeper), key=lambda key: (key is None, key), default=None)
+        for name in ("label", "split"):
+            values = pa.array([getattr(folders[path], name) for path in paths], pa.string())
+            images = images.set_column(images.column_names.index(name), LISTED_SCHEMA.field(name), values)
+        if any(folder.fault for folder in folders.values()):
+            is_kept_N = np.array([not folders[path].fault for path in paths])
+            refused = images.filter(pa.array(~is_kept_N)).to_pylist()
+            images = images.filter(pa.array(is_kept_N))
+        else:
+            refused = []
+        self.num_images += images.num_rows
+        return ListingBatch(images, tuple(self._refused(SourceImage(**row)) for row in refused))
+
+    def _judge(self, path: str) -> _Folder:
+        names = path.split("/") if path else []
+        split = SPLIT_OF_FOLDER.get(names[0]) if self.has_splits and names else None
+        label = names[self.class_depth - 1] if len(names) >= self.class_depth else None
+        fault = ""
+        if self.has_splits and split is None:
+            fault = "lies in no split folder, and others do"
+        elif self.has_classes and label is None:
+            fault = "lies in no class folder, and others do"
+        is_deeper = not fault and label is not None and names[-1] != label
+        return _Folder(split, label if self.has_classes else None, fault, is_deeper)
+
+    def _refused(self, image: SourceImage) -> Rejection:
+        fault = self._judge(_folder_of(image.key)).fault
+        return image.rejected(RejectReason.BAD_LABEL, fault, "list")
 
     def warnings(self) -> Iterator[ListingBatch]:
-        for example in self.deeper:
+        if self.deeper is not None:
+            label = self._judge(_folder_of(self.deeper)).label
             yield ListingBatch(
                 listed_table([]),
                 warnings=(
                     f"{self.num_deeper} of {self.num_images} images lie deeper than their class folder, such as "
-                    f"{printable(example.key)}, taken as class {example.label}; source.label_level says otherwise",
+                    f"{printable(self.deeper)}, taken as class {label}; source.label_level says otherwise",
                 ),
             )
+
+
+def _folder_of(key: str) -> str:
+    return key.rpartition("/")[0]
 
 
 def _named_like_an_image(image: SourceImage) -> SourceImage | Rejection:
