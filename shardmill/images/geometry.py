@@ -73,11 +73,12 @@ def reduced_length(length: int, scale: int) -> int:
 
 def _is_large(height: int, width: int, options: NormalizeOptions) -> bool:
     """Whether any reduction leaves enough blocks for each stored pixel; most images are told apart by this alone."""
-    kept = [span.length for span in kept_spans(height, width, options)]
+    rows, columns = kept_spans(height, width, options)
+    stored_height, stored_width = resized_shape(rows.length, columns.length, options)
     least = min(REDUCTIONS)
-    return all(
-        reduced_length(length, least) >= LEAST_BLOCKS_PER_STORED_PIXEL * stored
-        for length, stored in zip(kept, resized_shape(*kept, options), strict=True)
+    return (
+        reduced_length(rows.length, least) >= LEAST_BLOCKS_PER_STORED_PIXEL * stored_height
+        and reduced_length(columns.length, least) >= LEAST_BLOCKS_PER_STORED_PIXEL * stored_width
     )
 
 
