@@ -21,7 +21,7 @@ from etl.listing import NUM_BUCKETS, Listing, limbs, sum_limbs
 from etl.segments import fact_limbs, key_digests, segment_table, write_segment
 from etl.sources import Lists
 from etl.unique_ids import Correction, RepeatedValues, make_unique
-from shardmill.errors import UsageError
+from shardmill.errors import StorageError, UsageError
 from shardmill.failpoints import failpoint
 from shardmill.ids import add_digests, format_digest, key_bytes, key_hash, sample_id_of
 from shardmill.jobs.observer import Observer
@@ -58,6 +58,13 @@ def list_source(
                 "expected image files, best in one folder per class",
                 "check source.uri",
             )
+    except FileNotFoundError as error:
+        scratch.remove()
+        raise StorageError(
+            f"{error.filename or error} vanished while {source.uri} was listed",
+            "expected a source at rest; nothing was published",
+            "run the same command again",
+        ) from None
     except BaseException:
         scratch.remove()
         raise

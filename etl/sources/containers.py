@@ -158,6 +158,11 @@ def image_file(file: StoredFile) -> SourceImage:
     return SourceImage(file.path, file.size_bytes, file.mtime_ns, file.etag)
 
 
+def gone(file: StoredFile) -> Rejection:
+    """What becomes of a container that vanished behind the list of files, with all that it held."""
+    return image_file(file).rejected(RejectReason.MISSING, "gone while the source was listed", "list")
+
+
 def is_packed(path: str) -> bool:
     """Whether a container is compressed as a whole, so that it can only be read from its start."""
     return path.lower().endswith((".gz", ".tgz"))

@@ -25,6 +25,7 @@ from etl.sources.containers import (
     ContainerReader,
     Containers,
     FoundFiles,
+    gone,
     image_file,
     is_packed,
     reading,
@@ -161,6 +162,9 @@ def _list_pair(
             raise IntegrityError(f"it has {images.shape[0]} images, and its file of labels {len(labels)}")
     except IntegrityError as error:
         yield damage(str(error))
+        return
+    except FileNotFoundError:
+        yield ListingBatch(LISTED_SCHEMA.empty_table(), (gone(file),))
         return
     for start in range(0, num_whole, _BATCH_ROWS):
         rows = np.arange(start, min(start + _BATCH_ROWS, num_whole), dtype=np.int64)

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import as_labels, as_splits, as_texts, choose_column, class_names_of, listed_rows, or_else
-from etl.sources.containers import ContainerReader, Containers, image_file, splits_of
+from etl.sources.containers import ContainerReader, Containers, gone, image_file, splits_of
 from etl.sources.extra import ExtraColumns
 from etl.sources.names import PARQUET_SUFFIXES
 from etl.sources.parquet_columns import bytes_leaf, column_batches, open_columns
@@ -72,13 +72,14 @@ class ParquetSource:
         yield ListingBatch(LISTED_SCHEMA.empty_table(), found.rejections)
         splits = splits_of(file.path for file in found.containers)
         for file in found.containers:
-            with open_file(self._files.store, file) as stream:
-                try:
-                    with _parsing(file.path):
-                        yield from _list_file(stream, file, self._config, splits[file.path], self._extra)
-                except IntegrityError as error:
-                    damaged = image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, str(error), "list")
-                    yield ListingBatch(LISTED_SCHEMA.empty_table(), (damaged,))
+            try:
+                with open_file(self._files.store, file) as stream, _parsing(file.path):
+                    yield from _list_file(stream, file, self._config, splits[file.path], self._extra)
+            except IntegrityError as error:
+                damaged = image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, str(error), "list")
+                yield ListingBatch(LISTED_SCHEMA.empty_table(), (damaged,))
+            except FileNotFoundError:
+                yield ListingBatch(LISTED_SCHEMA.empty_table(), (gone(file),))
 
 
 @contextmanager

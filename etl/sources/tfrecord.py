@@ -11,6 +11,7 @@ from etl.sources.columns import choose_column
 from etl.sources.containers import (
     ContainerReader,
     Containers,
+    gone,
     image_file,
     is_packed,
     reading,
@@ -74,7 +75,7 @@ class TfrecordSource:
         splits = splits_of(file.path for file in found.containers)
         names: _FeatureNames | None = None
         for file in found.containers:
-            for image, features, data in _list_file(self._files.store, file):
+            for image, features, data in _unless_gone(file, _list_file(self._files.store, file)):
                 if isinstance(image, Rejection):
                     yield image
                     continue
@@ -156,6 +157,15 @@ def _choose_names(config: SourceConfig, features: Features, file: str) -> _Featu
         )
     label = choose_column(names, config.label_field, _LABEL_FEATURES, "label_field")
     return _FeatureNames(image, label, choose_column(names, config.key_field, (), "key_field"))
+
+
+def _unless_gone(
+    file: StoredFile, records: Iterator[tuple[SourceImage | Rejection, Features, bytes]]
+) -> Iterator[tuple[SourceImage | Rejection, Features, bytes]]:
+    try:
+        yield from records
+    except FileNotFoundError:
+        yield gone(file), {}, b""
 
 
 def _list_file(store: Store, file: StoredFile) -> Iterator[tuple[SourceImage | Rejection, Features, bytes]]:

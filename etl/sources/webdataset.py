@@ -15,6 +15,7 @@ from etl.listed import ListingBatch, batches_of
 from etl.sources.containers import (
     ContainerReader,
     Containers,
+    gone,
     image_file,
     is_packed,
     reading,
@@ -67,7 +68,10 @@ class WebDatasetSource:
         splits = splits_of(archive.path for archive in archives)
         layout = self._layout(archives[0])
         for archive in archives:
-            yield from _list_archive(self._archives.store, archive, layout, splits[archive.path], self._extra)
+            try:
+                yield from _list_archive(self._archives.store, archive, layout, splits[archive.path], self._extra)
+            except FileNotFoundError:
+                yield gone(archive)
 
     def _layout(self, archive: StoredFile) -> TarLayout:
         config = self._config

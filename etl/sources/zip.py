@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO
 
 from etl.listed import ListingBatch, batches_of
-from etl.sources.containers import ContainerReader, Containers, image_file, reading, splits_of
+from etl.sources.containers import ContainerReader, Containers, gone, image_file, reading, splits_of
 from etl.sources.names import ZIP_SUFFIXES
 from etl.sources.tar_samples import TarImage, TarLayout, detect_layout, read_samples
 from etl.sources.webdataset import archive_entry
@@ -56,7 +56,10 @@ class ZipSource:
         splits = splits_of(archive.path for archive in found.containers)
         layout = self._layout(found.containers[0])
         for archive in found.containers:
-            yield from _list_archive(self._archives.store, archive, layout, splits[archive.path])
+            try:
+                yield from _list_archive(self._archives.store, archive, layout, splits[archive.path])
+            except FileNotFoundError:
+                yield gone(archive)
 
     def _layout(self, archive: StoredFile) -> TarLayout:
         members = []
