@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardmill.errors import StorageError
@@ -29,7 +30,9 @@ def as_storage_error(
         reason = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StorageError(
-                f"no room to write {path}{size}: {reason}", "nothing was published", "free space, then run it again"
+                f"no room to write {path}{size}: {reason}{_free(path)}",
+                "nothing was published",
+                "free space, then run it again",
             ) from error
         kind = denied if isinstance(error, PermissionError) else StorageError
         raise kind(f"cannot access {path}{size}: {reason}", fix=_ACCESS_FIX) from error
@@ -38,3 +41,11 @@ def as_storage_error(
         if type(error).__module__.split(".")[0] in ("botocore", "aiobotocore", "aiohttp"):
             raise StorageError(f"cannot access {path}: {error}", fix=_ACCESS_FIX) from error
         raise
+
+
+def _free(path: Path | str) -> str:
+    """How much room there is where `path` was to be; empty if that is no folder of this machine."""
+    for folder in Path(path).parents if Path(path).is_absolute() else ():
+        with suppress(OSError):
+            return f", {shutil.disk_usage(folder).free} bytes are free"
+    return ""
