@@ -131,7 +131,7 @@ def _row_digests(store: Store, shard: ShardInfo, schema: RowSchema, *, names_spl
     names = pa.array([*schema.class_names, None], pa.string())
     labels = names.take(pc.fill_null(rows.column("label"), len(schema.class_names)).combine_chunks())
     split, no_extra = (pa.array([text] * rows.num_rows, pa.string()) for text in (shard.split, ""))
-    extra = rows.column("extra") if schema.extra else no_extra
+    extra = rows.column("extra") if schema.has_values else no_extra
     columns = ("source", "source_bytes", "source_mtime_ns", "source_etag")
     table = pa.table([*(rows.column(name) for name in columns), labels, extra, split], names=["key", *_FACTS, "split"])
     return _fact_digests(table, names_split=names_split)

@@ -112,7 +112,7 @@ def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
     return {
         "images": plan.num_images,
         "num_classes": len(plan.build.class_names),
-        "classes": _named(plan.build.class_names) or _NO_CLASSES,
+        "classes": _named(plan.build.class_names) or _no_classes(plan),
         "splits": f"{where} " + ", ".join(f"{split} {by_split[split]:,}" for split in SPLITS if by_split[split]),
         "image": f"{shape}, {config.encoding}, resized by {config.resize_mode}",
         "formats": ", ".join(config.formats),
@@ -120,8 +120,13 @@ def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
     }
 
 
+def _no_classes(plan: BuildPlan) -> str:
+    return _NO_CLASSES if plan.row_schema.has_class else f"none: labels are {plan.row_schema.label_type}"
+
+
 def check_classes(plan: BuildPlan) -> None:
     """Raises UsageError if the listing has too few classes to train on."""
+    plan.row_schema.require_classes(f"the source {plan.build.source.uri}")
     class_names = plan.listing.class_names
     if len(class_names) < 2:
         raise UsageError(
@@ -202,7 +207,7 @@ def _images_by_class(plan: BuildPlan, split: str | None = None) -> Counter[str]:
     listing = plan.listing
     by_source = listing.has_splits and split is not None
     counts: Counter[str] = Counter()
-    for (in_split, label), times in listing.images_by_label.items():
+    for (in_split, label), times in listing.images_by_class.items():
         if label is not None and (not by_source or in_split == split):
             counts[label] += times
     if split is None or by_source:

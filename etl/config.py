@@ -18,6 +18,7 @@ from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.registry import OneOf
 from shardmill.section import Section
+from shardmill.typed_columns import LabelKind
 
 SPLITS = ("train", "validation", "test")
 
@@ -60,6 +61,8 @@ class SourceConfig(Section):
     """A column of groups (patients, videos) that no two splits may share; empty for `group`."""
     key_field: str = ""
     """A table's column that names each image for good; empty for `key`. Without it, the URI does."""
+    label_kind: LabelKind = "class"
+    """What a label is: one class, several (`multi_label`), a number, or a vector of numbers of one length."""
     extra_columns: tuple[str, ...] = ()
     """Columns, fields or features to keep beside each image: `NAME`, or `NAME:TYPE` (docs/sources.md)."""
     download: DownloadConfig = DownloadConfig()
@@ -95,6 +98,10 @@ class SourceConfig(Section):
         """What decides which of a row's images is read: the only setting of a source that no listing shows."""
         named = {name: part.image_field for name, part in self.parts.items() if part.image_field}
         return json.dumps(named, sort_keys=True) if named else self.image_field
+
+    def label_kinds(self) -> frozenset[LabelKind]:
+        """Of all parts; one dataset has one."""
+        return frozenset(part.label_kind for part in self.parts.values()) or frozenset({self.label_kind})
 
     def extra_entries(self) -> tuple[str, ...]:
         """The entries of `extra_columns`, those of all parts included."""

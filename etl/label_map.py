@@ -18,6 +18,7 @@ from etl.sources import Lists
 from shardmill.errors import NoSuchRoot, RejectLimitExceeded, UsageError
 from shardmill.printable import printable
 from shardmill.stores import open_store
+from shardmill.typed_columns import LABEL, names_of
 from shardmill.values import Rejection, RejectReason
 
 if TYPE_CHECKING:
@@ -105,9 +106,8 @@ class WithKnownClasses:
             yield self._judged(batch) if len(self._known) else batch
 
     def _judged(self, batch: ListingBatch) -> ListingBatch:
-        labels = batch.images.column("label")
-        is_unknown = pc.and_(labels.is_valid(), pc.invert(pc.is_in(labels, self._known)))
-        refused = [_unknown(row) for row in batch.images.filter(is_unknown).to_pylist()]
+        is_unknown = self._is_unknown(batch)
+        refused = [self._refused(row) for row in batch.images.filter(is_unknown).to_pylist()]
         if not refused:
             return batch
         if self._unknown_class == "error":
@@ -118,13 +118,21 @@ class WithKnownClasses:
                 'add the class at the end of etl.label_map, or set etl.unknown_class = "reject"',
             )
         is_known = pc.invert(is_unknown)
-        groups = None if batch.groups is None else batch.groups.filter(is_known.combine_chunks())
+        groups = None if batch.groups is None else batch.groups.filter(is_known)
         rejections = (*batch.rejections, *refused)
         return replace(batch, images=batch.images.filter(is_known), rejections=rejections, groups=groups)
 
+    def _is_unknown(self, batch: ListingBatch) -> pa.Array:
+        if batch.extra_types.get(LABEL) == "list<string>":
+            known = set(self._known.to_pylist())
+            return pa.array([not known.issuperset(names_of(text)) for text in batch.images.column("extra").to_pylist()])
+        labels = batch.images.column("label").combine_chunks()
+        return pc.and_(labels.is_valid(), pc.invert(pc.is_in(labels, self._known)))
 
-def _unknown(row: dict[str, Any]) -> Rejection:
-    detail = f"{printable(row['label'])!r} is not in etl.label_map"
-    return Rejection(
-        row["key"], RejectReason.UNKNOWN_CLASS, detail, row["size_bytes"], row["mtime_ns"], row["etag"], stage="list"
-    )
+    def _refused(self, row: dict[str, Any]) -> Rejection:
+        names = [row["label"]] if row["label"] is not None else names_of(row["extra"])
+        unknown = next(name for name in names if name not in self._known.to_pylist())
+        return Rejection(
+            row["key"], RejectReason.UNKNOWN_CLASS, f"{printable(unknown)!r} is not in etl.label_map",
+            row["size_bytes"], row["mtime_ns"], row["etag"], stage="list",
+        )  # fmt: skip

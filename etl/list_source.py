@@ -29,6 +29,7 @@ from shardmill.jobs.process import Scratch
 from shardmill.mix import mix64_array
 from shardmill.printable import printable
 from shardmill.storage_errors import as_storage_error
+from shardmill.typed_columns import LABEL, names_of
 from shardmill.values import Rejection, RejectReason
 
 _BUCKET_SHIFT = np.uint64(48)
@@ -80,6 +81,7 @@ class _Segments:
     seed: int
     rejections: list[Rejection] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    multi_labels: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
     extra_types: dict[str, str] = field(default_factory=dict)
     images_by_label: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
     images_by_bucket: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BUCKETS, np.int64))
@@ -111,6 +113,8 @@ class _Segments:
         self.key_sum += sum_limbs(limbs(keys_N32))
         self._ids.add(ids_N.view(np.uint64))
         self._count(images)
+        if batch.extra_types.get(LABEL) == "list<string>":
+            self._count_multi_labels(images)
         self._choose_probes(images, cells_N)
         self._tables.append(segment_table(images, ids_N, cells_N))
         self._facts.append(fact_limbs(keys_N32, images))
@@ -146,6 +150,7 @@ class _Segments:
             probes=tuple(path for _, path in sorted(self.probes)),
             key_sum=format_digest(key_sum),
             warnings=tuple(self.warnings),
+            multi_labels=self.multi_labels,
             extra_types=self.extra_types,
         )
 
@@ -162,6 +167,10 @@ class _Segments:
         counted = images.group_by(["split", "label"]).aggregate([([], "count_all")]).to_pylist()
         for row in counted:
             self.images_by_label[row["split"], row["label"]] += row["count_all"]
+
+    def _count_multi_labels(self, images: pa.Table) -> None:
+        for split, text in zip(images.column("split").to_pylist(), images.column("extra").to_pylist(), strict=True):
+            self.multi_labels.update((split, label) for label in names_of(text))
 
     def _choose_probes(self, images: pa.Table, cells_N: np.ndarray) -> None:
         """Keep the files of the smallest cells: the same ones in whatever order the listing comes."""

@@ -41,6 +41,8 @@ class Listing:
     key_sum: str
     """Additive hash of all listed keys, rejected ones included."""
     warnings: tuple[str, ...]
+    multi_labels: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
+    """(split, class) -> images to process, where an image may have several classes, or none."""
     extra_types: Mapping[str, str] = field(default_factory=dict)
     """The source's extra columns: name -> type."""
 
@@ -55,7 +57,12 @@ class Listing:
     @property
     def class_names(self) -> tuple[str, ...]:
         """Every class that has an image to process, sorted."""
-        return tuple(sorted({label for (_, label), times in self.images_by_label.items() if label and times}))
+        return tuple(sorted({label for (_, label), times in self.images_by_class.items() if label and times}))
+
+    @property
+    def images_by_class(self) -> Counter[tuple[str | None, str | None]]:
+        """(split, class) -> images, whether an image has one class or several."""
+        return self.multi_labels or self.images_by_label
 
     @property
     def has_splits(self) -> bool:

@@ -12,7 +12,7 @@ from etl.label_map import WithKnownClasses, grown_label_map, read_label_map
 from etl.list_source import list_source
 from etl.listing import Listing
 from etl.sources import SOURCES, HasParts, Source
-from etl.sources.extra import extra_columns
+from etl.sources.extra import extra_columns, label_type_of
 from etl.splits import WithGroupSplits
 from etl.stratify import KnownSplits, WithStratifiedSplits
 from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units, read_unit
@@ -118,7 +118,8 @@ def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tup
     keeps_classes = parent is not None and (config.write_mode == "append" or parent.source.is_same_place(found))
     class_names = grown_label_map(parent if keeps_classes else None, label_map, listing.class_names)
     extra = extra_columns(source.extra_entries(), listing.extra_types, found.uri)
-    schema = RowSchema(config.encoding, config.one_shape_HWC, class_names, extra=extra)
+    label_type = label_type_of(source.label_kinds(), listing.extra_types, found.uri)
+    schema = RowSchema(config.encoding, config.one_shape_HWC, class_names, extra, label_type)
     config_fingerprint = fingerprint_config(config, schema, fingerprint, source.image_fields())
     build = Build(
         run_id=run_id,

@@ -114,13 +114,14 @@ class RowCopier:
 
 
 def _split_sums(split: str, rows: pa.Table, image_bytes: int, schema: RowSchema) -> SplitSums:
-    labels_N = rows.column("label").drop_null().to_numpy()
+    label_ids = rows.column("label").to_pylist()
+    texts = rows.column("extra").to_pylist() if schema.has_values else ()
     digests = np.frombuffer(b"".join(rows.column("row_sha256").to_pylist()), np.uint8).reshape(-1, 32)
     return SplitSums(
         split=split,
         num_rows=rows.num_rows,
         image_bytes=image_bytes,
-        class_counts=tuple(np.bincount(labels_N, minlength=len(schema.class_names)).tolist()),
+        class_counts=schema.class_counts(label_ids, texts),
         row_digest_sum=format_digest(sum_limbs(limbs(digests))),
         num_pixels=count_pixels(rows, schema),
         channel_sums=_sum_lists(rows.column("channel_sums")),

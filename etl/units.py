@@ -131,6 +131,7 @@ def fingerprint_config(
     parts = [deciding, list(schema.class_names), normalization_fingerprint, *([image_field] if image_field else [])]
     # Their values are facts of the listing, and the same values may be of another type.
     parts += [[column.name, column.type] for column in schema.extra]
+    parts += [] if schema.has_class else [schema.label_type]
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

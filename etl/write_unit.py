@@ -21,7 +21,7 @@ from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
 from shardmill.errors import AccessDenied, IntegrityError, StorageError, UsageError
 from shardmill.failpoints import failpoint
-from shardmill.formats.rows import StoredRow, cut_chunks, cut_shards
+from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decoder_id import decoder_id
 from shardmill.images.sandbox import DecodeSandbox, PendingImage
@@ -83,9 +83,7 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
         unit_index=unit.index,
         fingerprint=unit.fingerprint,
         shards=tuple(shards),
-        splits=tuple(
-            _split_sums(split, rows, len(task.row_schema.class_names)) for split, rows in sorted(rows_by_split.items())
-        ),
+        splits=tuple(_split_sums(split, rows, task.row_schema) for split, rows in sorted(rows_by_split.items())),
         rejections=tuple(rejections),
         accepted_key_sum=_key_sum(row.source.key for rows in rows_by_split.values() for row in rows),
         rejected_key_sum=_key_sum(rejection.key for rejection in rejections),
@@ -215,13 +213,12 @@ def _check_multiset(
         raise IntegrityError(f"work unit {unit.index} lost or doubled an input", "this is a fault in shardmill")
 
 
-def _split_sums(split: str, rows: Sequence[StoredRow], num_classes: int) -> SplitSums:
-    class_counts = Counter(row.label_id for row in rows)
+def _split_sums(split: str, rows: Sequence[StoredRow], schema: RowSchema) -> SplitSums:
     return SplitSums(
         split=split,
         num_rows=len(rows),
         image_bytes=sum(row.image_bytes for row in rows),
-        class_counts=tuple(class_counts[label_id] for label_id in range(num_classes)),
+        class_counts=schema.class_counts((row.label_id for row in rows), (row.source.extra for row in rows)),
         row_digest_sum=format_digest(add_digests(*(int.from_bytes(row.digest, "big") for row in rows))),
         num_pixels=sum(row.sample.height * row.sample.width for row in rows),
         channel_sums=_sum_columns(row.sample.channel_sums for row in rows),

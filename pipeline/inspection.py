@@ -43,6 +43,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
             "channel_std": list(manifest.channel_std),
         },
         "class_names": list(manifest.class_names),
+        "label_type": manifest.row_schema.label_type,
         "extra_columns": {column.name: column.type for column in manifest.row_schema.extra},
         "counts": manifest.counts.model_dump(mode="json"),
         "splits": {

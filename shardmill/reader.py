@@ -22,7 +22,7 @@ from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
 from shardmill.formats.encodings import decode_row, decode_stored
 from shardmill.formats.rows import ChunkRows
 from shardmill.options import AugmentOptions
-from shardmill.typed_columns import Value
+from shardmill.typed_columns import LABEL, Value, label_shape
 from shardmill.values import Batch
 
 
@@ -102,7 +102,9 @@ class BatchReader:
     def _decode(self, step: int, rows: StepRows, chunks: dict[int, Future[ChunkRows]]) -> Batch:
         shape_HWC = self._normalize.image_shape_HWC
         images_NHWC = np.zeros((self._local_batch_size, *shape_HWC), dtype=np.uint8)
-        labels_N = np.zeros(self._local_batch_size, dtype=np.int64)
+        shape = label_shape(self._schema.label_type, len(self._schema.class_names))
+        label_kind = np.int64 if self._schema.has_class else np.float32
+        labels_N = np.zeros((self._local_batch_size, *shape), dtype=label_kind)
         sample_ids_N = np.zeros(self._local_batch_size, dtype=np.int64)
         extra: dict[str, list[Value]] = {column.name: [None] * self._local_batch_size for column in self._schema.extra}
         for place, is_real in enumerate((rows.weights_N > 0).tolist()):
@@ -114,7 +116,11 @@ class BatchReader:
                 image_HWC = augment_image(image_HWC, self._augment, seed=seed, epoch=epoch, sample_id=sample_id)
             images_NHWC[place] = image_HWC
             if is_real:
-                labels_N[place] = chunk.labels_N[row]
+                label = chunk.labels_N[row]
+                if isinstance(label, list):
+                    labels_N[place, label] = 1
+                else:
+                    labels_N[place] = label
                 sample_ids_N[place] = sample_id
                 for name, values in extra.items():
                     values[place] = chunk.extra[name][row]
@@ -156,6 +162,7 @@ class StoredSample:
 
     image_HWC: np.ndarray
     label: int | None
+    """The class number; labels of other kinds are in `extra`."""
     sample_id: int
     source: str
     extra: Mapping[str, Value] = field(default_factory=dict)
@@ -173,11 +180,13 @@ def iterate_samples(dataset: Dataset, split: str) -> Iterator[StoredSample]:
     for chunk in range(len(index.chunks)):
         rows = fetcher.read_chunk(chunk)
         for place, image in enumerate(rows.images):
-            label = int(rows.labels_N[place])
+            label = rows.labels_N[place]
+            is_class = dataset.manifest.row_schema.has_class
+            extra = {name: values[place] for name, values in rows.extra.items()}
             yield StoredSample(
                 decode_row(image, options),
-                None if label < 0 else label,
+                int(label) if is_class and label >= 0 else None,
                 int(rows.sample_ids_N[place]),
                 rows.sources[place],
-                {name: values[place] for name, values in rows.extra.items()},
+                extra if is_class else {**extra, LABEL: label if isinstance(label, list) else label.tolist()},
             )

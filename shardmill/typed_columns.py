@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import pyarrow as pa
 
 from shardmill.errors import IntegrityError
@@ -35,6 +36,62 @@ class ExtraColumn:
     name: str
     type: str
     """A key of `ARROW_TYPES`."""
+
+
+LABEL = "label"
+"""The column of labels. One of a kind that is no class travels with the extra columns, under this name."""
+
+LABEL_TYPES: dict[LabelKind, str] = {
+    "class": "int64", "multi_label": "list<int64>", "float": "float32", "float_vector": "float32[N]"
+}  # fmt: skip
+"""What a shard stores of a label; N is the length of all vectors of a dataset."""
+
+
+def vector_size(label_type: str) -> int:
+    """The length that `float32[4]` states; 0 for any other type."""
+    return int(label_type.removeprefix("float32[").removesuffix("]")) if label_type.startswith("float32[") else 0
+
+
+def arrow_type(name: str) -> pa.DataType:
+    """Of a column by the name of its type; a vector is a list."""
+    return ARROW_TYPES["list<float32>" if vector_size(name) else name]
+
+
+def names_of(text: str) -> list[str]:
+    """The classes of a row with several."""
+    names = decode_values(text).get(LABEL)
+    return names if isinstance(names, list) else []  # pyright: ignore[reportReturnType]
+
+
+def stored_labels(texts: Sequence[str], label_type: str, class_names: Sequence[str]) -> list[Value]:
+    """Labels as a shard stores them, from the rows' texts: class names as their numbers, in ascending order."""
+    labels = [decode_values(text).get(LABEL) for text in texts]
+    if label_type != LABEL_TYPES["multi_label"]:
+        return labels
+    numbers = {name: number for number, name in enumerate(class_names)}
+    return [sorted(numbers[name] for name in names) for names in labels]  # pyright: ignore
+
+
+def label_array(labels: Sequence[Value], label_type: str) -> np.ndarray:
+    """Labels that are no classes: float32, shape (N,) or (N, length); or lists of class numbers as objects, (N,).
+
+    Raises IntegrityError for vectors of another length.
+    """
+    if label_type == LABEL_TYPES["multi_label"]:
+        lists_N = np.empty(len(labels), object)
+        lists_N[:] = labels
+        return lists_N
+    try:
+        return np.array(labels, np.float32).reshape(len(labels), *label_shape(label_type, 0))
+    except (ValueError, TypeError):
+        raise IntegrityError(f"a label is no {label_type}") from None
+
+
+def label_shape(label_type: str, num_classes: int) -> tuple[int, ...]:
+    """The shape of one label in a batch: one number for each class of a multi-label, or each place of a vector."""
+    if label_type == LABEL_TYPES["multi_label"]:
+        return (num_classes,)
+    return (vector_size(label_type),) if vector_size(label_type) else ()
 
 
 def scalar_of(type_name: str) -> str:

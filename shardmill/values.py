@@ -190,6 +190,9 @@ class Batch:
 
     images_NHWC: np.ndarray
     labels_N: np.ndarray
+    """Class numbers, int64. Labels of other kinds are float32: multi-labels 0 or 1, shape (N, classes); floats (N,);
+    vectors (N, length).
+    """
     weights_N: np.ndarray
     sample_ids_N: np.ndarray
     epoch: int

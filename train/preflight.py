@@ -38,6 +38,7 @@ def check_trainable(config: TrainConfig, dataset: Dataset) -> None:
     """Raises UsageError for a dataset that this training cannot use."""
     where = f"{dataset.pin.uri}@{dataset.pin.version}"
     splits = dataset.manifest.splits
+    dataset.manifest.row_schema.require_classes(f"the dataset {where}")
     if not dataset.manifest.class_names:
         raise UsageError(
             f"the dataset {where} has no labels",

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from etl.sources.target import Target
 from shardmill.errors import UsageError
 from shardmill.printable import printable
-from shardmill.typed_columns import ARROW_TYPES, ExtraColumn, Value, encode_values, scalar_of
+from shardmill.typed_columns import (
+    ARROW_TYPES,
+    LABEL,
+    LABEL_TYPES,
+    ExtraColumn,
+    LabelKind,
+    Value,
+    encode_values,
+    scalar_of,
+)
 
 _INT64 = 1 << 63
 _INTEGERS = "int64"
@@ -33,25 +43,40 @@ class _Seen:
 class ExtraColumns:
     """The values of a source's extra columns as texts. It knows each column's type: given, or of the first value."""
 
-    def __init__(self, configured: Sequence[str]) -> None:
+    def __init__(self, configured: Sequence[str], label_kind: LabelKind = "class") -> None:
+        self.target = None if label_kind == "class" else Target(label_kind)
+        """Labels that are no class; they are a column, named `LABEL`."""
         self.given = dict(map(parse_extra, configured))
         """Name -> type, empty if the values tell it."""
+        if self.target is not None:
+            self.given[LABEL] = self.target.read_as
         self._seen = {name: _Seen(kind, "source.extra_columns") for name, kind in self.given.items() if kind}
 
     @property
     def types(self) -> dict[str, str]:
         """Of the columns that had a value so far."""
-        return {name: seen.type for name, seen in self._seen.items()}
+        types = {name: seen.type for name, seen in self._seen.items()}
+        if self.target is not None:
+            types[LABEL] = self.target.type
+        return {name: kind for name, kind in types.items() if kind}
 
-    def of_rows(self, rows: pa.Table, where: str) -> tuple[pa.Array, pa.Array]:
+    def of_rows(self, rows: pa.Table, where: str, label: str | None = None) -> tuple[pa.Array, pa.Array]:
         """The text of each row of a table, and its problem, null if it has none; a column that it lacks is null.
+
+        `label` is the table's own name of the column of labels, if they are no classes.
 
         Raises UsageError for a column of another type than in the files before, or of one that no dataset has.
         """
+        if self.target is not None and label is None:
+            raise UsageError(
+                f"{printable(where)} has the columns {', '.join(map(printable, rows.column_names[:20]))}",
+                "expected one of labels, as source.label_kind says", "name it with source.label_field",
+            )  # fmt: skip
         problems: list[str | None] = [None] * rows.num_rows
         columns = {}
         for name in self.given:
-            found = plain(rows.column(name)) if name in rows.column_names else pa.nulls(rows.num_rows)
+            own_name = label if name == LABEL else name
+            found = plain(rows.column(own_name)) if own_name in rows.column_names else pa.nulls(rows.num_rows)
             columns[name] = self._column(name, found, where, problems)
         texts = [
             encode_values(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)
@@ -83,7 +108,9 @@ class ExtraColumns:
             )
         wanted = self._type(name, kind or "", where)
         try:
-            values = column.cast(ARROW_TYPES[wanted]).to_pylist() if wanted else column.to_pylist()
+            is_text_of_target = name == LABEL and self.target is not None and kind == "string"
+            is_cast = wanted and not is_text_of_target
+            values = column.cast(ARROW_TYPES[wanted]).to_pylist() if is_cast else column.to_pylist()
         except pa.ArrowException:
             values = column.to_pylist()
         return self._values(name, values, wanted, problems)
@@ -104,12 +131,19 @@ class ExtraColumns:
     def _values(self, name: str, values: list[Any], kind: str, problems: list[str | None]) -> list[Value]:
         """The values as `kind`; what is none is null, and a problem of its row."""
         converted: list[Value] = []
+        target = self.target if name == LABEL else None
         for place, value in enumerate(values):
             try:
-                converted.append(_converted(value, kind))
+                value = _converted(value if target is None else target.prepared(value), kind)
             except (ValueError, TypeError, OverflowError, RecursionError):
                 converted.append(None)
                 problems[place] = problems[place] or f"{name} = {printable(repr(value)[:60])} is no {kind}"
+                continue
+            try:
+                converted.append(value if target is None else target.checked(value))
+            except ValueError as error:
+                converted.append(None)
+                problems[place] = problems[place] or str(error)
         return converted
 
 
@@ -132,7 +166,26 @@ def extra_columns(configured: Iterable[str], types: Mapping[str, str], source: s
                 "expected a column, a field or a feature of the source (docs/sources.md)",
                 f'correct source.extra_columns, or give its type: "{name}:string"',
             )
-    return tuple(sorted(ExtraColumn(name, kind) for name, kind in types.items()))
+    return tuple(sorted(ExtraColumn(name, kind) for name, kind in types.items() if name != LABEL))
+
+
+def label_type_of(kinds: Collection[LabelKind], types: Mapping[str, str], source: str) -> str:
+    """The type of the dataset's labels. Raises UsageError if the source has none of the kind that the config names."""
+    if len(kinds) > 1:
+        raise UsageError(
+            f"source.parts have labels of the kinds {', '.join(sorted(kinds))}", "expected one kind in all parts",
+            "give each part the same label_kind",
+        )  # fmt: skip
+    [kind] = kinds
+    if kind == "class":
+        return LABEL_TYPES["class"]
+    if not types.get(LABEL):
+        raise UsageError(
+            f"source.label_kind = {kind!r}, and no input of {source} has such a label",
+            "expected a column of them in a table, a Parquet or TFRecord file, or a field in a tar archive",
+            "name it with source.label_field, or leave source.label_kind out",
+        )
+    return LABEL_TYPES[kind] if kind == "multi_label" else types[LABEL]
 
 
 def plain(column: pa.ChunkedArray) -> pa.Array:

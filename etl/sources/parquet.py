@@ -44,7 +44,7 @@ class ParquetSource:
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._files = Containers(config.uri, PARQUET_SUFFIXES)
-        self._extra = ExtraColumns(config.extra_columns)
+        self._extra = ExtraColumns(config.extra_columns, config.label_kind)
         self.uri = self._files.uri
 
     def open(self, max_source_bytes: int) -> ContainerReader[_ImageRows]:
@@ -104,8 +104,10 @@ def _list_file(
         raise IntegrityError(f"it claims {parquet.metadata.num_rows} rows in {file.size_bytes} bytes")
     image_column(schema, config.image_field, file.path)
     names = [name for name in schema.names if not pa.types.is_nested(schema.field(name).type)]
+    # Only labels that are no classes may be lists.
+    label_names = names if extra.target is None else schema.names
     chosen = _Columns(
-        choose_column(names, config.label_field, ("label", "labels", "class"), "label_field"),
+        choose_column(label_names, config.label_field, ("label", "labels", "class"), "label_field"),
         choose_column(names, config.split_field, ("split",), "split_field"),
         choose_column(names, config.key_field, ("key",), "key_field"),
         choose_column(names, config.group_field, ("group",), "group_field"),
@@ -157,12 +159,12 @@ def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, e
         problems = or_else(problems, is_unknown, "no split's name")
     if chosen.group is not None:
         columns["group"] = as_texts(rows.column(chosen.group)).combine_chunks()
-    if chosen.label is not None:
+    if chosen.label is not None and extra.target is None:
         labels = as_labels(rows.column(chosen.label), class_names_of(rows.schema, chosen.label), file.path)
         columns["label"] = labels.combine_chunks()
         problems = or_else(problems, columns["label"].is_null(), "no label")
     if extra.given:
-        columns["extra"], odd = extra.of_rows(rows, file.path)
+        columns["extra"], odd = extra.of_rows(rows, file.path, chosen.label)
         problems = pc.coalesce(problems, odd)
     columns |= {
         "key": pc.binary_join_element_wise(file.path, names, "\0"),

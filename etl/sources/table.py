@@ -22,12 +22,14 @@ from etl.sources.table_rows import read_rows
 from etl.sources.uris import UriReader, uri_problems, without_dots
 from shardmill.errors import UsageError
 from shardmill.storage import Store, StoredFile
+from shardmill.typed_columns import LABEL
 from shardmill.values import UNKNOWN_SIZE, Rejection
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
 
 _URI_COLUMNS = ("uri", "url", "path", "file_name", "filename")
+_LABEL_COLUMNS = ("label", "class")
 
 
 class TableSource:
@@ -39,7 +41,7 @@ class TableSource:
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._tables = Containers(config.uri, TABLE_SUFFIXES)
-        self._extra = ExtraColumns(config.extra_columns)
+        self._extra = ExtraColumns(config.extra_columns, config.label_kind)
         self.uri = self._tables.uri
 
     def open(self, max_source_bytes: int) -> UriReader:
@@ -52,10 +54,17 @@ class TableSource:
         for file in self._tables.find().containers:
             yield from self._list_table(file)
 
+    def _wanted(self) -> dict[str, str]:
+        """Columns whose lists are read, with the types that are given."""
+        if self._extra.target is None:
+            return self._extra.given
+        labels = dict.fromkeys([self._config.label_field] if self._config.label_field else _LABEL_COLUMNS, "")
+        return labels | {name: kind for name, kind in self._extra.given.items() if name != LABEL}
+
     def _list_table(self, file: StoredFile) -> Iterator[ListingBatch]:
         columns: _Columns | None = None
         first_row = 1
-        for rows in read_rows(self._tables.store, file, self._extra.given):
+        for rows in read_rows(self._tables.store, file, self._wanted()):
             if isinstance(rows, Rejection):
                 yield ListingBatch(LISTED_SCHEMA.empty_table(), (rows,))
                 continue
@@ -88,7 +97,7 @@ def _choose_columns(config: SourceConfig, names: list[str], table: str) -> _Colu
         )
     return _Columns(
         uri=uri,
-        label=choose_column(names, config.label_field, ("label", "class"), "label_field"),
+        label=choose_column(names, config.label_field, _LABEL_COLUMNS, "label_field"),
         split=choose_column(names, config.split_field, ("split",), "split_field"),
         key=choose_column(names, config.key_field, ("key",), "key_field"),
         group=choose_column(names, config.group_field, ("group",), "group_field"),
@@ -137,7 +146,7 @@ def _listed(batch: _Rows, store: Store, extra: ExtraColumns) -> ListingBatch:
         problems = or_else(problems, is_unknown, f"no split's name; expected one of {', '.join(SPLIT_OF_NAME)}")
     if chosen.group is not None:
         columns["group"] = batch.texts(chosen.group)
-    if chosen.label is not None:
+    if chosen.label is not None and extra.target is None:
         columns["label"] = batch.labels(chosen.label)
         problems = or_else(problems, columns["label"].is_null(), "no label")
     if chosen.size_bytes is not None:
@@ -145,6 +154,6 @@ def _listed(batch: _Rows, store: Store, extra: ExtraColumns) -> ListingBatch:
     if chosen.mtime_ns is not None:
         columns["mtime_ns"] = batch.numbers(chosen.mtime_ns, 0)
     if extra.given:
-        columns["extra"], odd = extra.of_rows(batch.rows, batch.table)
+        columns["extra"], odd = extra.of_rows(batch.rows, batch.table, chosen.label)
         problems = pc.coalesce(problems, odd)
     return listed_rows(columns, problems, batch.table)

@@ -30,13 +30,13 @@ class TarLayout:
     """A member's suffix (`cls`), a field of a JSON member (`json.class.name`), FOLDER_LABELS, or empty for none."""
     label_level: int
     """Which folder from the top names the class; 0: the one that the image lies in."""
-    extra_fields: tuple[str, ...] = ()
-    """What else is wanted of a sample, named as a label field is."""
+    extra_fields: Mapping[str, str] = field(default_factory=dict)
+    """What else is wanted of a sample: a column's name -> where its value is, as for a label."""
 
     @property
     def read_suffixes(self) -> frozenset[str]:
         """Suffixes of the members whose text is read."""
-        return frozenset(name.partition(".")[0] for name in (self.label_field, *self.extra_fields)) - {""}
+        return frozenset(name.partition(".")[0] for name in (self.label_field, *self.extra_fields.values())) - {""}
 
     def is_image(self, member: ArchiveMember) -> bool:
         if not member.is_file:
@@ -104,7 +104,8 @@ def _with_text(member: ArchiveMember, file: BinaryIO, suffixes: frozenset[str]) 
 def _judged(sample: list[tuple[ArchiveMember, bytes | None]], layout: TarLayout) -> Iterator[TarImage | TarReject]:
     images = [member for member, _ in sample if layout.is_image(member)]
     texts = {suffix_of(member.name): text for member, text in reversed(sample) if text is not None}
-    extra = {name: value for name in layout.extra_fields if (value := _field_of(texts, name)) is not None}
+    found = {name: _field_of(texts, place) for name, place in layout.extra_fields.items()}
+    extra = {name: value for name, value in found.items() if value is not None}
     for member, _ in sample:
         if member.is_folder:
             continue

@@ -33,6 +33,7 @@ from shardmill.formats.tf_example import (
 )
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
+from shardmill.typed_columns import LABEL
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class TfrecordSource:
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._files = Containers(config.uri, TFRECORD_SUFFIXES)
-        self._extra = ExtraColumns(config.extra_columns)
+        self._extra = ExtraColumns(config.extra_columns, config.label_kind)
         self.uri = self._files.uri
 
     def open(self, max_source_bytes: int) -> ContainerReader[BinaryIO]:
@@ -87,13 +88,22 @@ class TfrecordSource:
         if isinstance(entry, Rejection):
             return entry
         features, types = decode_lists(memoryview(data)), self._extra.types
-        found = {name: _typed(features[name], types.get(name, "")) for name in self._extra.given if name in features}
+        own_names = {name: self._label_feature(features) if name == LABEL else name for name in self._extra.given}
+        found = {
+            name: _typed(features[own], self._extra.given[name] or types.get(name, ""))
+            for name, own in own_names.items()
+            if own in features
+        }
         text, problem = self._extra.of_record(
             {name: value for name, (value, _) in found.items()},
             entry.container,
             {name: kind for name, (_, kind) in found.items()},
         )
         return entry.rejected(RejectReason.BAD_ROW, problem, "list") if problem else replace(entry, extra=text)
+
+    def _label_feature(self, features: Mapping[str, FeatureList]) -> str:
+        usual = (name for name in _LABEL_FEATURES if name in features)
+        return self._config.label_field or next(usual, "")
 
 
 def _typed(feature: FeatureList, known: str) -> tuple[Any, str]:
@@ -155,7 +165,9 @@ def _choose_names(config: SourceConfig, features: Features, file: str) -> _Featu
             f"expected an encoded image, called {' or '.join(_IMAGE_FEATURES)}",
             "name it with source.image_field",
         )
-    label = choose_column(names, config.label_field, _LABEL_FEATURES, "label_field")
+    # A label that is no class may be a list of floats, which are not among `features`.
+    is_class = config.label_kind == "class"
+    label = choose_column(names, config.label_field, _LABEL_FEATURES, "label_field") if is_class else None
     return _FeatureNames(image, label, choose_column(names, config.key_field, (), "key_field"))
 
 

@@ -27,8 +27,9 @@ from etl.sources.names import TAR_SUFFIXES, is_utf8
 from etl.sources.tar import ArchiveMember, tar_members
 from etl.sources.tar_samples import TarImage, TarLayout, TarReject, detect_layout, read_samples
 from etl.stored_file import open_file
-from shardmill.errors import IntegrityError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import Store, StoredFile
+from shardmill.typed_columns import LABEL
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class WebDatasetSource:
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._archives = Containers(config.uri, TAR_SUFFIXES)
-        self._extra = ExtraColumns(config.extra_columns)
+        self._extra = ExtraColumns(config.extra_columns, config.label_kind)
         self.uri = self._archives.uri
 
     def open(self, max_source_bytes: int) -> ContainerReader[BinaryIO]:
@@ -75,9 +76,21 @@ class WebDatasetSource:
 
     def _layout(self, archive: StoredFile) -> TarLayout:
         config = self._config
-        label_field = config.label_field or detect_layout(_first_members(self._archives.store, archive))
+        extra_fields = {name: name for name in self._extra.given}
+        if self._extra.target is not None:
+            # Such a label is one of the values, and has no usual name.
+            if not config.label_field:
+                raise UsageError(
+                    f"source.label_kind = {config.label_kind!r}, and source.label_field is not set",
+                    "expected a member's suffix, or a field of its JSON",
+                    "set source.label_field, such as json.labels",
+                )
+            extra_fields[LABEL] = config.label_field
+            label_field = ""
+        else:
+            label_field = config.label_field or detect_layout(_first_members(self._archives.store, archive))
         suffixes = tuple(each.strip() for each in config.image_field.lower().split(";") if each.strip())
-        return TarLayout(suffixes, label_field, config.label_level, tuple(self._extra.given))
+        return TarLayout(suffixes, label_field, config.label_level, extra_fields)
 
 
 def _take(archive: BinaryIO, image: SourceImage) -> bytes:

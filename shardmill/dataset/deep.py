@@ -18,7 +18,7 @@ from shardmill.ids import row_digest
 from shardmill.options import ENCODINGS
 from shardmill.sealed import check_sealed
 from shardmill.storage import join_uri
-from shardmill.typed_columns import Value, decode_values
+from shardmill.typed_columns import Value, decode_values, stored_labels
 from shardmill.values import ShardInfo
 
 
@@ -54,7 +54,9 @@ def _row_digests(dataset: Dataset, rows: ChunkRows, known: list[dict], where: st
     against the values.
     """
     names = dataset.manifest.class_names
-    labels = rows.labels_N.tolist()
+    is_class = dataset.manifest.row_schema.has_class
+    # Labels that are no classes are among the rows' values, and in the digest with them.
+    labels = rows.labels_N.tolist() if is_class else [-1] * len(known)
     require(all(-1 <= label < len(names) for label in labels), f"shard {where} has a label that names no class")
     return [
         row_digest(sample_id, names[label] if label >= 0 else None, bytes(image), row.get("extra", ""))
@@ -64,13 +66,18 @@ def _row_digests(dataset: Dataset, rows: ChunkRows, known: list[dict], where: st
 
 def _check_rows(dataset: Dataset, rows: ChunkRows, known: list[dict], where: str) -> None:
     """Each row is the one in the row segment, and decodes; a lossless one to the pixels that were summed."""
-    options = dataset.manifest.normalize
+    options, schema = dataset.manifest.normalize, dataset.manifest.row_schema
     for place, row in enumerate(known):
-        label = int(rows.labels_N[place])
+        label = int(rows.labels_N[place]) if schema.has_class else -1
         stored = (int(rows.sample_ids_N[place]), None if label < 0 else label, rows.sources[place])
         expected = (row["sample_id"], row["label"], row["source"])
         require(stored == expected, f"{where} holds the row {stored}, its row segment {expected}")
         values = decode_values(row.get("extra", ""))
+        if not schema.has_class:
+            [expected] = stored_labels([row["extra"]], schema.label_type, schema.class_names)
+            found = rows.labels_N[place]
+            same = _is_same(found.tolist() if isinstance(found, np.ndarray | np.generic) else found, expected)
+            require(same, f"{where}: {row['source']!r} has the label {found}, its row segment {expected}")
         for name, column in rows.extra.items():
             same = _is_same(column[place], values.get(name))
             require(same, f"{where}: {row['source']!r} has {name} = {column[place]!r}, its row segment another value")

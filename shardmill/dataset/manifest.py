@@ -17,7 +17,7 @@ from shardmill.options import NormalizeOptions
 from shardmill.sealed import SealedFile, check_relative_path
 from shardmill.section import Section
 from shardmill.storage import join_uri
-from shardmill.typed_columns import ExtraColumn
+from shardmill.typed_columns import LABEL, LABEL_TYPES, ExtraColumn
 from shardmill.values import Rejection, ShardInfo
 
 SCHEMA_VERSION = 1
@@ -169,7 +169,11 @@ class Manifest(Section):
         """What is equal for all rows of the version."""
         extra = (ExtraColumn(name, kind) for name, kind in self.columns.items() if name not in OWN_COLUMNS)
         return RowSchema(
-            self.normalize.encoding, self.normalize.one_shape_HWC, self.class_names, extra=tuple(sorted(extra))
+            self.normalize.encoding,
+            self.normalize.one_shape_HWC,
+            self.class_names,
+            extra=tuple(sorted(extra)),
+            label_type=self.columns.get(LABEL, LABEL_TYPES["class"]),
         )
 
     @property

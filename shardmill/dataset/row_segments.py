@@ -32,7 +32,7 @@ ROWS_SCHEMA = pa.schema(
 def rows_schema(schema: RowSchema) -> pa.Schema:
     """The columns of the row segments of a dataset: sizes only if they differ, extra columns only if there are any."""
     sizes = [("height", pa.int32()), ("width", pa.int32())] if schema.one_shape_HWC is None else []
-    extra = [("extra", pa.string())] if schema.extra else []
+    extra = [("extra", pa.string())] if schema.has_values else []
     return pa.schema([*ROWS_SCHEMA, *(pa.field(*each) for each in (*sizes, *extra))])
 
 

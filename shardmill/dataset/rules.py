@@ -111,7 +111,7 @@ class RecordRules:
 
     def counts(self) -> str:
         manifest = self.dataset.manifest
-        counts = manifest.counts
+        counts, schema = manifest.counts, manifest.row_schema
         by_reason = Counter(str(rejection.reason) for rejection in self.rejections)
         require(dict(by_reason) == counts.by_reason, "rejections by reason are not as counted")
         by_split = {split: info.num_rows for split, info in manifest.splits.items()}
@@ -119,10 +119,13 @@ class RecordRules:
         totals = (sum(by_split.values()), len(self.rejections))
         require(totals == (counts.accepted, counts.rejected), f"{totals} accepted and rejected, counted otherwise")
         for split, info in manifest.splits.items():
-            found = Counter(self.column("label", split))
-            require(found.total() == info.num_rows, f"split {split} has {found.total()} rows, counted {info.num_rows}")
-            expected = {number: count for number, count in enumerate(info.class_counts) if count}
-            require(not manifest.class_names or dict(found) == expected, f"classes of split {split} are not as counted")
+            labels = self.column("label", split)
+            require(len(labels) == info.num_rows, f"split {split} has {len(labels)} rows, counted {info.num_rows}")
+            texts = self.column("extra", split) if schema.has_values else ()
+            found = schema.class_counts(labels, texts)
+            require(found == info.class_counts, f"classes of split {split} are not as counted")
+            odd = schema.has_class and manifest.class_names and sum(found) != len(labels)
+            require(not odd, f"split {split} has rows of no class")
         return ", ".join(f"{split} {num_rows}" for split, num_rows in by_split.items())
 
     def notes(self) -> str:

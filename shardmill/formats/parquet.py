@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema, ShardFormat, StoredRow, WrittenShard
 from shardmill.options import ENCODINGS
-from shardmill.typed_columns import ARROW_TYPES, decode_values
+from shardmill.typed_columns import ARROW_TYPES, arrow_type, decode_values, label_array
 
 CLASS_NAMES_KEY = "shardmill.class_names"
 """In the file's key-value metadata: a JSON list, class number = position."""
@@ -39,7 +39,7 @@ def parquet_schema(schema: RowSchema) -> pa.Schema:
     fields = [
         pa.field("image", image, nullable=False),
         pa.field("sample_id", pa.int64(), nullable=False),
-        pa.field("label", pa.int64(), nullable=not schema.class_names),
+        pa.field("label", arrow_type(schema.label_type), nullable=schema.has_class and not schema.class_names),
         pa.field("height", pa.int32(), nullable=False),
         pa.field("width", pa.int32(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
@@ -54,7 +54,7 @@ def parquet_schema(schema: RowSchema) -> pa.Schema:
 def column_types(schema: RowSchema) -> dict[str, str]:
     """The columns of a dataset and the names of their types, as its manifest has them."""
     ours = {field.name: str(field.type) for field in parquet_schema(replace(schema, extra=()))}
-    return ours | {column.name: column.type for column in schema.extra}
+    return ours | {"label": schema.label_type} | {column.name: column.type for column in schema.extra}
 
 
 def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
@@ -71,7 +71,7 @@ def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSc
         write_batch_size=1 << 24,
     ) as writer:
         for chunk in chunks:
-            writer.write_table(_table(chunk, arrow_schema), row_group_size=len(chunk))
+            writer.write_table(_table(chunk, arrow_schema, schema), row_group_size=len(chunk))
     return _locate(file, len(chunks))
 
 
@@ -93,10 +93,9 @@ def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: byte
         table = file.read_row_group(chunk_in_shard, columns=[*_READ_COLUMNS, *extra], use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise IntegrityError(f"Parquet row group {chunk_in_shard} does not parse: {error}") from None
-    labels = table.column("label").fill_null(-1).to_numpy()
     return ChunkRows(
         images=_views(table.column("image").combine_chunks()),
-        labels_N=labels.astype(np.int64),
+        labels_N=_labels(table.column("label"), schema),
         sample_ids_N=table.column("sample_id").to_numpy(),
         sources=table.column("source").to_pylist(),
         extra={name: table.column(name).to_pylist() for name in extra},
@@ -106,12 +105,18 @@ def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: byte
 PARQUET = ShardFormat("parquet", write_shard, open_footer, read_chunk)
 
 
-def _table(chunk: Sequence[StoredRow], schema: pa.Schema) -> pa.Table:
+def _labels(column: pa.ChunkedArray, schema: RowSchema) -> np.ndarray:
+    if schema.has_class:
+        return column.fill_null(-1).to_numpy().astype(np.int64)
+    return label_array(column.to_pylist(), schema.label_type)
+
+
+def _table(chunk: Sequence[StoredRow], schema: pa.Schema, rows: RowSchema) -> pa.Table:
     samples = [row.sample for row in chunk]
     columns = {
         "image": [sample.image for sample in samples],
         "sample_id": [row.source.sample_id for row in chunk],
-        "label": [row.label_id for row in chunk],
+        "label": rows.labels_of(chunk),
         "height": [sample.height for sample in samples],
         "width": [sample.width for sample in samples],
         "source": [row.source.key for row in chunk],

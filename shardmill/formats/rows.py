@@ -5,13 +5,15 @@ Where rows are cut follows from the stored image bytes alone, so all formats of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardmill.errors import UsageError
 from shardmill.ids import row_digest
-from shardmill.typed_columns import ExtraColumn, Value
+from shardmill.typed_columns import LABEL_TYPES, ExtraColumn, Value, stored_labels
 from shardmill.values import ImageSample, SourceImage
 
 if TYPE_CHECKING:
@@ -60,6 +62,42 @@ class RowSchema:
     """The label map: class number = position. Empty in a dataset without labels."""
     extra: tuple[ExtraColumn, ...] = ()
     """The user's own columns, sorted by name."""
+    label_type: str = LABEL_TYPES["class"]
+    """Of the column `label`; see `LABEL_TYPES`."""
+
+    @property
+    def has_class(self) -> bool:
+        """Whether a label is one class, or none; others are among the rows' values."""
+        return self.label_type == LABEL_TYPES["class"]
+
+    def require_classes(self, where: str) -> None:
+        """Raise UsageError if labels are no classes: no training of ours takes any others."""
+        if not self.has_class:
+            raise UsageError(
+                f"{where} has labels of type {self.label_type}",
+                "expected one class for each image: the trainer takes no others",
+                'make another dataset with source.label_kind = "class", or train on this one with your own loop '
+                "(shardmill.read_batches)",
+            )
+
+    @property
+    def has_values(self) -> bool:
+        """Whether rows have a text of values (`SourceImage.extra`)."""
+        return bool(self.extra) or not self.has_class
+
+    def labels_of(self, rows: Sequence[StoredRow]) -> list[Value]:
+        """The labels that a shard stores: class numbers, lists of them, floats or vectors."""
+        if self.has_class:
+            return [row.label_id for row in rows]
+        return stored_labels([row.source.extra for row in rows], self.label_type, self.class_names)
+
+    def class_counts(self, label_ids: Iterable[int | None], texts: Iterable[str]) -> tuple[int, ...]:
+        """Rows of each class; a row with several classes counts in each. `texts`: of the rows' values."""
+        found = Counter(label_ids)
+        if self.label_type == LABEL_TYPES["multi_label"]:
+            labels = stored_labels(list(texts), self.label_type, self.class_names)
+            found = Counter(number for numbers in labels for number in numbers)  # pyright: ignore
+        return tuple(found[number] for number in range(len(self.class_names)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +122,7 @@ class ChunkRows:
 
     images: Sequence[bytes | memoryview]
     labels_N: np.ndarray
-    """Class numbers, int64; -1 in a dataset without labels."""
+    """Class numbers, int64, -1 in a dataset without labels; else float32, or lists of class numbers as objects."""
     sample_ids_N: np.ndarray
     sources: Sequence[str]
     extra: Mapping[str, Sequence[Value]] = field(default_factory=dict)

@@ -117,6 +117,8 @@ def _encode_feature(value: FeatureValue) -> bytes:
 
 
 def _encode_list(feature: FeatureList) -> bytes:
+    if not feature.values:
+        return b""  # as protocol buffers write it
     if feature.kind == BYTES_LIST:
         return b"".join(_field(1, value) for value in feature.values)
     if feature.kind == FLOAT_LIST:

@@ -26,7 +26,7 @@ from shardmill.formats.tf_example import (
     decode_lists,
     encode_example,
 )
-from shardmill.typed_columns import Value, decode_values, scalar_of
+from shardmill.typed_columns import LABEL_TYPES, Value, decode_values, label_array, scalar_of, vector_size
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
@@ -66,11 +66,13 @@ def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: byte
     """Decode one run of records; their own CRCs are covered by the chunk's."""
     records = list(_records(memoryview(data)))
     examples = [decode_example(record) for record in records]
-    lists = [decode_lists(record) for record in records] if schema.extra else []
+    lists = [decode_lists(record) for record in records] if schema.has_values else []
     try:
         return ChunkRows(
             images=[example["image/encoded"] for example in examples],  # pyright: ignore[reportArgumentType]
-            labels_N=np.array([example.get("image/class/label", -1) for example in examples], dtype=np.int64),
+            labels_N=_labels(lists, schema)
+            if not schema.has_class
+            else np.array([example.get("image/class/label", -1) for example in examples], dtype=np.int64),
             sample_ids_N=np.array([example["image/sample_id"] for example in examples], dtype=np.int64),
             sources=[bytes(example["image/filename"]).decode() for example in examples],  # pyright: ignore
             extra={
@@ -83,6 +85,12 @@ def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: byte
 
 
 TFRECORD = ShardFormat("tfrecord", write_shard, open_footer, read_chunk)
+
+
+def _labels(examples: list[dict[str, FeatureList]], schema: RowSchema) -> np.ndarray:
+    """Labels that are no classes."""
+    found = [_value_of(example.get(_label_feature(schema)), _list_type(schema.label_type)) for example in examples]
+    return label_array(found, schema.label_type)
 
 
 def _features(row: StoredRow, schema: RowSchema) -> dict[str, FeatureValue]:
@@ -101,10 +109,20 @@ def _features(row: StoredRow, schema: RowSchema) -> dict[str, FeatureValue]:
     if row.label_id is not None:
         features["image/class/label"] = row.label_id
         features["image/class/text"] = (row.source.label or "").encode()
+    if not schema.has_class:
+        features[_label_feature(schema)] = _feature_of(schema.labels_of([row])[0], _list_type(schema.label_type))
     values = decode_values(row.source.extra)
     # A null is a feature that is not there.
     present = (column for column in schema.extra if values.get(column.name) is not None)
     return features | {column.name: _feature_of(values[column.name], column.type) for column in present}
+
+
+def _label_feature(schema: RowSchema) -> str:
+    return "image/class/label" if schema.label_type == LABEL_TYPES["multi_label"] else "image/label"
+
+
+def _list_type(label_type: str) -> str:
+    return "list<float32>" if vector_size(label_type) else label_type
 
 
 def _feature_of(value: Value, type_name: str) -> FeatureList:

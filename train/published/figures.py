@@ -26,6 +26,7 @@ def evaluate_export(
     classes.
     """
     record, manifest = model.export.record, dataset.manifest
+    manifest.row_schema.require_classes(f"the dataset {dataset.pin.uri}@{dataset.pin.version}")
     if record.normalize.image_shape_HWC != manifest.normalize.image_shape_HWC:
         raise UsageError(
             f"export {model.export.number} takes images of {record.normalize.image_shape_HWC}",

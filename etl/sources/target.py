@@ -1,0 +1,51 @@
+"""Labels that are no single class: read as a column of values, and checked to be what `source.label_kind` says."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from shardmill.typed_columns import LabelKind
+
+# What the column is read as; a vector's type gets its length from the first one.
+_READ_AS: dict[LabelKind, str] = {"multi_label": "list<string>", "float": "float32", "float_vector": "list<float32>"}
+
+
+class Target:
+    """One source's labels of a kind other than `class`."""
+
+    def __init__(self, kind: LabelKind) -> None:
+        self.read_as = _READ_AS[kind]
+        self._kind: LabelKind = kind
+        self._size = 0
+
+    @property
+    def type(self) -> str:
+        """Of the labels so far: `list<string>`, `float32` or `float32[N]`; empty before the first vector."""
+        if self._kind == "float_vector":
+            return f"float32[{self._size}]" if self._size else ""
+        return self.read_as
+
+    def prepared(self, value: Any) -> Any:
+        """A text of several class names as a list: JSON, or names with `|` between them."""
+        if self._kind != "multi_label" or not isinstance(value, str):
+            return value
+        if value.lstrip().startswith("["):
+            return json.loads(value)
+        return [name.strip() for name in value.split("|") if name.strip()]
+
+    def checked(self, value: Any) -> Any:
+        """The label as it is kept: class names sorted, each once. Raises ValueError that says what is wrong."""
+        if value is None:
+            raise ValueError("no label")
+        if self._kind == "multi_label":
+            return sorted(set(value))
+        numbers = value if isinstance(value, list) else [value]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("not finite")
+        if self._kind == "float_vector":
+            self._size = self._size or len(numbers)
+            if not numbers or len(numbers) != self._size:
+                raise ValueError(f"a label of {len(numbers)} numbers, expected {self._size or 'at least one'}")
+        return value
