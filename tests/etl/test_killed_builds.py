@@ -95,6 +95,7 @@ def check_finished(before: Path, folder: Path) -> None:
     verify_dataset(done, deep=True).raise_if_failed()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("point", _WORKER_POINTS)
 def test_a_worker_that_is_killed_once_costs_the_build_nothing_but_time(before: Path, folder: Path, point: str):
     with polled(folder / "dataset"):

@@ -26,11 +26,11 @@ COMMANDS = {
     [
         ("job.py", "local", signal.SIGTERM, os.kill),
         ("shardmill", "local", signal.SIGINT, os.killpg),
-        # Spark's JVM, a member of the group, dies first; what then fails in our clean-up is not why we end.
-        ("shardmill", "horovod_spark", signal.SIGTERM, os.killpg),
         *(
             pytest.param(command, "horovod_spark", number, kill, marks=pytest.mark.drill)
             for command, number, kill in (
+                # Spark's JVM, a member of the group, dies first; what then fails in our clean-up is not why we end.
+                ("shardmill", signal.SIGTERM, os.killpg),
                 ("job.py", signal.SIGTERM, os.killpg),
                 ("job.py", signal.SIGTERM, os.kill),
                 ("job.py", signal.SIGINT, os.killpg),

@@ -108,6 +108,7 @@ def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkey
     assert files == FILES_OF_LAYOUT[STRATEGIES[strategy].checkpoint_layout](world_size)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("strategy", [name for name in EXACT if STRATEGIES[name].allows_world_size(2)])
 def test_all_ranks_go_one_checkpoint_back_if_one_rank_cannot_read_its_own_file(
     tiny_uri, tmp_path, monkeypatch, strategy
