@@ -29,6 +29,8 @@ def main() -> None:
         .config("spark.sql.execution.arrow.maxRecordsPerBatch", "256")
         # A listing job of a task per folder would take longer than listing.
         .config("spark.sql.sources.parallelPartitionDiscovery.threshold", "100000")
+        # By default a file counts as 4 MB, so that partitions of small ones would hold 32 each.
+        .config("spark.sql.files.openCostInBytes", "65536")
         .config("spark.sql.parquet.compression.codec", "none")
         .getOrCreate()
     )

@@ -46,7 +46,7 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
         pixels_HWC = to_srgb(pixels_HWC, profile, notes)
     pixels_HWC = orient_by_exif(pixels_HWC, header.exif, notes)
     is_whole = shrunk_HWC is None and header.num_components < 4
-    is_bare = options.keep_bytes and is_whole and not has_later_metadata(data, header)
+    is_bare = options.keep_bytes and is_whole and not has_later_metadata(data, header, end)
     return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes), bare_file=data if is_bare else None)
 
 

@@ -7,6 +7,7 @@ grey, and does not tell trailing bytes.
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass, field
 
 from shardmill.images.pixels import Refused, check_dimensions
@@ -15,6 +16,10 @@ from shardmill.values import RejectReason
 
 SOI, EOI, SOS, TEM = 0xD8, 0xD9, 0xDA, 0x01
 APP0, APP14 = 0xE0, 0xEE
+# Quantization, Huffman codes, restart interval: nothing in them is asked for here.
+TABLES = frozenset({0xDB, 0xC4, 0xDD})
+WITH_LENGTH = frozenset(range(0xC0, 0xFF)) - {*range(0xD0, 0xD8), SOI, EOI}
+SEGMENT_HEAD = struct.Struct(">BBH")
 APP_OR_COMMENT = frozenset({*range(0xE0, 0xF0), 0xFE})
 START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 DECODABLE_FRAMES = frozenset({0xC0, 0xC1, 0xC2})
@@ -54,8 +59,8 @@ class JpegHeader:
     """By their number: a segment holds 64 kB, and a profile may need several."""
     num_icc_parts: int = 0
     mpf: bytes | None = None
-    segments: list[bytes] = field(default_factory=list)
-    """Those that decide pixels, as they lie in the file."""
+    segments: list[Segment] = field(default_factory=list)
+    """All before the first scan."""
     sos_start: int = 0
     scan_start: int = 0
     """The first byte of entropy-coded data, right behind the segment SOS."""
@@ -82,9 +87,9 @@ def read_header(data: bytes, options: NormalizeOptions) -> JpegHeader:
         segment = _next_segment(data, position)
         if segment.marker == SOS:
             break
-        payload = data[segment.start : segment.end]
-        _read_segment(header, segment.marker, payload, options)
-        header.segments.append(_without_metadata(segment.marker, payload))
+        header.segments.append(segment)
+        if segment.marker not in TABLES:
+            _read_segment(header, segment.marker, data[segment.start : segment.end], options)
         position = segment.end
     else:
         raise Refused(RejectReason.BAD_HEADER, f"more than {MAX_SEGMENTS} segments before the first scan")
@@ -96,12 +101,13 @@ def read_header(data: bytes, options: NormalizeOptions) -> JpegHeader:
 
 def strip_metadata(data: bytes, header: JpegHeader, end: int) -> bytes:
     """The JPEG without the metadata before its first scan, and without what lies behind `end`: equal pixels."""
-    return b"\xff\xd8" + b"".join(header.segments) + data[header.sos_start : end]
+    bare = [_without_metadata(segment.marker, data[segment.start : segment.end]) for segment in header.segments]
+    return b"\xff\xd8" + b"".join(bare) + data[header.sos_start : end]
 
 
-def has_later_metadata(bare: bytes, header: JpegHeader) -> bool:
+def has_later_metadata(bare: bytes, header: JpegHeader, end: int) -> bool:
     """Whether what `strip_metadata` left may hold a comment between two scans; bytes of a table can look like one."""
-    return LATER_METADATA.search(bare, 2 + sum(map(len, header.segments))) is not None
+    return LATER_METADATA.search(bare, len(bare) - (end - header.sos_start)) is not None
 
 
 def _without_metadata(marker: int, payload: bytes) -> bytes:
@@ -150,6 +156,16 @@ def _check_num_scans(num_scans: int) -> None:
 
 
 def _next_segment(data: bytes, position: int) -> Segment:
+    """The segment that begins at `position`: what nearly every one looks like is judged at once."""
+    if position + SEGMENT_HEAD.size <= len(data):
+        first, marker, length = SEGMENT_HEAD.unpack_from(data, position)
+        end = position + 2 + length
+        if first == 0xFF and marker in WITH_LENGTH and length >= 2 and end <= len(data):
+            return Segment(marker, position + SEGMENT_HEAD.size, end)
+    return _judge_segment(data, position)
+
+
+def _judge_segment(data: bytes, position: int) -> Segment:
     """Every marker before the first scan but TEM has a length."""
     if position < len(data) and data[position] != 0xFF:
         raise Refused(RejectReason.BAD_HEADER, f"no marker at byte {position}")
