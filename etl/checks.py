@@ -125,9 +125,9 @@ def _no_classes(plan: BuildPlan) -> str:
 
 
 def check_classes(plan: BuildPlan) -> None:
-    """Raises UsageError if the listing has too few classes to train on."""
+    """Raises UsageError if the listing, with what it is appended to, has too few classes to train on."""
     plan.row_schema.require_classes(f"the source {plan.build.source.uri}")
-    class_names = plan.listing.class_names
+    class_names = plan.row_schema.class_names if plan.is_append else plan.listing.class_names
     if len(class_names) < 2:
         raise UsageError(
             f"the source has {len(class_names)} classes ({_named(class_names) or _NO_CLASSES})",
@@ -138,6 +138,14 @@ def check_classes(plan: BuildPlan) -> None:
 
 def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
     """One sentence for each thing in the listing that looks wrong, before any work is done."""
+    # What is appended says little of the splits and classes of the whole.
+    if not plan.is_append or plan.parent is None:
+        yield from _thin_parts(plan)
+    yield from plan.listing.warnings
+
+
+def _thin_parts(plan: BuildPlan) -> Iterator[str]:
+    """Splits and classes with few images, or none."""
     by_split, about = _images_by_split(plan), "" if plan.listing.has_splits else "about "
     fractions = plan.task.config.split_fractions
     by_class = _images_by_class(plan)
@@ -167,7 +175,6 @@ def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
         untrained = tuple(name for name in plan.build.class_names if not trained[name])
         if untrained:
             yield f"{len(untrained)} of {len(by_class)} classes have no image in train/ ({_named(untrained)})"
-    yield from plan.listing.warnings
 
 
 def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:

@@ -43,7 +43,7 @@ from shardmill.jobs.run_record import RunRecord
 from shardmill.values import TRANSIENT_REASONS, DatasetPin
 
 # Each is a version that another writer made, so that all of them together always get on.
-_MAX_LOST_COMMITS = 100
+_MAX_LOST_COMMITS = 1_000
 SUMMARY_SECTIONS = ("dataset", "etl")
 """What the ETL adds to a run's summary."""
 

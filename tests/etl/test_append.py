@@ -50,6 +50,7 @@ def build(
     run_id: str = "run",
     observer: At | None = None,
     replace_source: bool = False,
+    will_train: bool = False,
     **etl: object,
 ) -> BuildOutcome:
     tree = EtlTree(
@@ -57,7 +58,7 @@ def build(
         dataset=DatasetConfig(uri=str(folder / dataset)),
         etl=_ETL.model_copy(update={"write_mode": "append", **etl}),
     )
-    return build_dataset(tree, run_id=run_id, observer=observer, replace_source=replace_source)
+    return build_dataset(tree, run_id=run_id, observer=observer, replace_source=replace_source, will_train=will_train)
 
 
 def write_source(folder: Path, source: str, *, num_images: int = 15) -> None:
@@ -107,6 +108,17 @@ def test_what_is_appended_equals_one_build_of_all_sources(tmp_path: Path):
         os.utime(path, ns=(1, 1))
     for source in ("monday", "tuesday", "wednesday"):
         assert build(tmp_path, source).manifest.version == 3
+
+
+def test_one_class_may_be_appended_and_says_nothing_of_the_others(tmp_path: Path):
+    write_source(tmp_path, "a")
+    write_source(tmp_path, "b")
+    shutil.rmtree(tmp_path / "b" / "class_0")
+    shutil.rmtree(tmp_path / "b" / "class_1")
+    build(tmp_path, "a")
+    quiet = At("", lambda: None)
+    assert build(tmp_path, "b", observer=quiet, will_train=True).manifest.counts.accepted == 20
+    assert "etl.warning" not in quiet.events
 
 
 @pytest.mark.parametrize("duplicates", ["report", "drop"])
