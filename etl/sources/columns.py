@@ -35,13 +35,16 @@ def choose_column(names: Sequence[str], configured: str, usual: Sequence[str], k
 
 
 def class_names_of(schema: pa.Schema, column: str) -> tuple[str, ...]:
-    """The names that Hugging Face's `ClassLabel` keeps in the file's metadata; empty if there are none."""
+    """The names that Hugging Face's `ClassLabel`, or a list of them, keeps in the file's metadata; empty without."""
     try:
         text = (schema.metadata or {}).get(b"huggingface", b"{}")
         feature = json.loads(text).get("info", {}).get("features", {}).get(column, {})
+        if isinstance(feature, list) or "feature" in feature:
+            # A list is `[{...}]` in older files, and a feature with the type of its elements in newer ones.
+            feature = feature[0] if isinstance(feature, list) else feature["feature"]
         names = feature.get("names", ()) if feature.get("_type") == "ClassLabel" else ()
         return tuple(str(name) for name in names)
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, IndexError):
         return ()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from etl.sources.columns import class_names_of
 from etl.sources.target import Target
 from shardmill.errors import UsageError
 from shardmill.printable import printable
@@ -77,6 +78,8 @@ class ExtraColumns:
         for name in self.given:
             own_name = label if name == LABEL else name
             found = plain(rows.column(own_name)) if own_name in rows.column_names else pa.nulls(rows.num_rows)
+            if name == LABEL and self.target is not None:
+                found = self.target.named(found, class_names_of(rows.schema, label or ""))
             columns[name] = self._column(name, found, where, problems)
         texts = [
             encode_values(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
+
+import pyarrow as pa
 
 from shardmill.typed_columns import LabelKind
 
@@ -26,6 +29,15 @@ class Target:
         if self._kind == "float_vector":
             return f"float32[{self._size}]" if self._size else ""
         return self.read_as
+
+    def named(self, column: pa.Array, class_names: Sequence[str]) -> pa.Array:
+        """Lists of class numbers as lists of names, if the file has names; a number without one makes its row null."""
+        is_numbers = pa.types.is_list(column.type) and pa.types.is_integer(column.type.value_type)
+        if self._kind != "multi_label" or not class_names or not is_numbers:
+            return column
+        names = dict(enumerate(class_names))
+        lists = [each and [names.get(number) for number in each] for each in column.to_pylist()]
+        return pa.array([None if each and None in each else each for each in lists], pa.list_(pa.string()))
 
     def prepared(self, value: Any) -> Any:
         """A text of several class names as a list: JSON, or names with `|` between them."""

@@ -207,6 +207,20 @@ def test_types_that_differ_between_files_are_an_error_that_names_both(tmp_path: 
     assert [json.loads(image.extra) for image in images_of(given)] == [{"size": 1.0}, {"size": 0.5}]
 
 
+def test_parts_of_a_source_may_lack_a_column_but_not_have_another_type(tmp_path: Path):
+    parts = {}
+    for name, columns in (("x", {"size": [1]}), ("y", {"size": [0.5]}), ("z", {})):
+        pq.write_table(pa.table({"image": [picture(1)], **columns}), tmp_path / f"{name}.parquet")
+        extra = tuple(columns)
+        parts[name] = SourceConfig(uri=str(tmp_path / f"{name}.parquet"), kind="parquet", extra_columns=extra)
+    with pytest.raises(UsageError, match="int64 in one part of the source and float64 in another"):
+        list_images(SourceConfig(kind="several", parts=parts))
+    del parts["y"]
+    build(SourceConfig(kind="several", parts=parts), tmp_path / "dataset")
+    rows = stored(tmp_path / "dataset")
+    assert {key.partition("\0")[0]: row for key, row in rows.items()} == {"x": {"size": 1}, "z": {"size": None}}
+
+
 def test_a_value_that_is_none_of_its_type_refuses_its_row(tmp_path: Path):
     (tmp_path / "table.csv").write_text("uri,age\na.png,3\nb.png,old\nc.png,\nd.png,2.5\n")
     source = SourceConfig(uri=str(tmp_path / "table.csv"), kind="table", extra_columns=("age:int64",))

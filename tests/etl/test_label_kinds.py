@@ -23,7 +23,7 @@ from shardmill.formats.tf_example import BYTES_LIST, FLOAT_LIST, FeatureList, en
 from shardmill.formats.tfrecord import frame
 from shardmill.jobs.config import DatasetConfig
 from shardmill.reader import read_split
-from tests.etl.building import list_images
+from tests.etl.building import images_of, list_images
 from tests.etl.test_extra_columns import build, stored, write_files
 from tests.etl.test_incremental import _ETL
 from tests.etl.test_sources import add_member
@@ -144,6 +144,18 @@ def test_a_label_of_another_kind_refuses_its_row(tmp_path: Path, kind: str, text
     found = {int(each.key.partition("\0")[2]): each.detail.partition(": ")[2] for each in listing.rejections}
     assert problem.items() <= found.items()
     assert kind != "multi_label" or listing.class_names == ("1", "a", "b")
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_hugging_faces_lists_of_class_labels_have_their_names(tmp_path: Path, is_old: bool):
+    element = {"names": ["a", "b"], "_type": "ClassLabel"}
+    feature = [element] if is_old else {"feature": element, "_type": "List"}
+    metadata = {"huggingface": json.dumps({"info": {"features": {"labels": feature}}})}
+    table = pa.table({"image": [picture(n) for n in range(4)], "labels": [[1, 0], [], [1], [2]]})
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "a.parquet")
+    listing = list_images(SourceConfig(uri=str(tmp_path / "a.parquet"), kind="parquet", label_kind="multi_label"))
+    assert [json.loads(image.extra)["label"] for image in images_of(listing)] == [["a", "b"], [], ["b"]]
+    assert [each.detail for each in listing.rejections] == ["row 3: no label"]
 
 
 def test_a_label_map_holds_for_several_classes_too(tmp_path: Path):
