@@ -70,9 +70,9 @@ def prepare(contestant: Contestant) -> None:
         )
 
 
-def _ours(engine: str) -> Callable[[Job], list[str]]:
+def _ours(engine: str, kernel: str = "auto") -> Callable[[Job], list[str]]:
     def command(job: Job) -> list[str]:
-        settings = {"engine": engine, "image_size": job.image_size, "jpeg_quality": job.quality}
+        settings = {"engine": engine, "kernel": kernel, "image_size": job.image_size, "jpeg_quality": job.quality}
         overrides = [part for name, value in settings.items() for part in ("--set", f"etl.{name}={value}")]
         shardmill = str(Path(sys.executable).parent / "shardmill")
         return [shardmill, "etl", str(job.images), "--workdir", str(job.out), "--json", *overrides]
@@ -149,8 +149,10 @@ CONTESTANTS = {
     contestant.name: contestant
     for contestant in (
         Contestant("limit", "limit: our kernels in a loop", _limit("ours"), None, {}),
+        Contestant("limit_wheels", "limit: our kernels in a loop, wheels only", _limit("ours_wheels"), None, {}),
         Contestant("wheels", "the peers' kernels in a loop", _limit("wheels"), None, {}),
         Contestant("local", "shardmill, engine local", _ours("local"), _count_ours, {}),
+        Contestant("local_wheels", "shardmill, engine local, wheels only", _ours("local", "wheels"), _count_ours, {}),
         Contestant("spark", "shardmill, engine spark", _ours("spark"), _count_ours, {}),
         *(Contestant(name, title, _peer(script), count, {}) for name, (script, title, count) in _SCRIPTS.items()),
     )

@@ -1,9 +1,10 @@
 """The limit of an ETL: decode, resize and encode in a bare loop of as many processes; no pipeline, nothing is kept.
 
-python benchmarks/limit.py --images DIR [--kernel ours|wheels] [--num-workers 2] [--image-size 256] [--quality 95]
+python benchmarks/limit.py --images DIR [--kernel ours|ours_wheels|wheels] [--num-workers 2] [--image-size 256]
 
-`ours` is `process_image`, `wheels` the calls of simplejpeg and OpenCV that the peers make. Prints the seconds of the
-loop, which begins when all processes are ready, as JSON.
+`ours` is `process_image` with the native kernel if it is installed, `ours_wheels` without it, `wheels` the calls of
+simplejpeg and OpenCV that the peers make. Prints the seconds of the loop, which begins when all processes are ready, as
+JSON.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ def _process_all(kernel: str, files: list[str], image_size: int, quality: int) -
     KERNELS[kernel](files, image_size, quality)
 
 
-def _ours(files: list[str], image_size: int, quality: int) -> None:
+def _ours(files: list[str], image_size: int, quality: int, *, wheels_only: bool = False) -> None:
+    from shardmill.images.kernel import resolve_kernel
     from shardmill.images.process import process_image
     from shardmill.options import NormalizeOptions
     from shardmill.values import ImageSample, SourceImage
 
-    options = NormalizeOptions(image_size=image_size, jpeg_quality=quality)
+    kernel = "wheels" if wheels_only else resolve_kernel("auto")
+    options = NormalizeOptions(kernel=kernel, image_size=image_size, jpeg_quality=quality)
     for file in files:
         data = Path(file).read_bytes()
         assert isinstance(process_image(SourceImage(file, len(data)), data, options), ImageSample)
@@ -59,7 +62,11 @@ def _wheels(files: list[str], image_size: int, quality: int) -> None:
         transform_file(file, image_size, quality)
 
 
-KERNELS = {"ours": _ours, "wheels": _wheels}
+def _ours_wheels(files: list[str], image_size: int, quality: int) -> None:
+    _ours(files, image_size, quality, wheels_only=True)
+
+
+KERNELS = {"ours": _ours, "ours_wheels": _ours_wheels, "wheels": _wheels}
 
 if __name__ == "__main__":
     main()

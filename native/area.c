@@ -47,14 +47,15 @@ size_t area_most(area_side side) {
 }
 
 FOR_EACH_INSTRUCTION_SET
-void area_start_row(uint16_t *restrict sums, const uint8_t *restrict bytes, size_t num_lanes, uint16_t weight,
-                    uint16_t bias) {
+void area_start_rows(uint16_t *restrict sums, const uint8_t *restrict first, uint16_t first_weight,
+                     const uint8_t *restrict second, uint16_t second_weight, size_t num_lanes, uint16_t bias) {
     for (size_t lane = 0; lane < num_lanes; lane++)
-        sums[lane] = (uint16_t)(bias + multiply_high((uint16_t)(bytes[lane] << 8), weight));
+        sums[lane] = (uint16_t)(bias + multiply_high((uint16_t)(first[lane] << 8), first_weight) +
+                                multiply_high((uint16_t)(second[lane] << 8), second_weight));
 }
 
 FOR_EACH_INSTRUCTION_SET
-void area_add_row(uint16_t *restrict sums, const uint8_t *restrict bytes, size_t num_lanes, uint16_t weight) {
+void area_add_row(uint16_t *restrict sums, const uint8_t *restrict bytes, uint16_t weight, size_t num_lanes) {
     for (size_t lane = 0; lane < num_lanes; lane++)
         sums[lane] = (uint16_t)(sums[lane] + multiply_high((uint16_t)(bytes[lane] << 8), weight));
 }

@@ -32,9 +32,10 @@ uint16_t area_weight(area_side side, size_t i, size_t k);
 size_t area_most(area_side side);
 static inline uint16_t area_bias(size_t most) { return (uint16_t)(most / 2); }
 
-/* A row of sums: it starts with the first row times its weight, and every other one is added. */
-void area_start_row(uint16_t *sums, const uint8_t *bytes, size_t num_lanes, uint16_t weight, uint16_t bias);
-void area_add_row(uint16_t *sums, const uint8_t *bytes, size_t num_lanes, uint16_t weight);
+/* A row of sums: it starts with the first two rows of bytes, each times its weight, and others are added one by one. */
+void area_start_rows(uint16_t *sums, const uint8_t *first, uint16_t first_weight, const uint8_t *second,
+                     uint16_t second_weight, size_t num_lanes, uint16_t bias);
+void area_add_row(uint16_t *sums, const uint8_t *bytes, uint16_t weight, size_t num_lanes);
 
 /* How the stored columns are made of a row of sums. They come in twos: after an odd number there is one too many. */
 typedef struct {

@@ -21,7 +21,7 @@ typedef struct {
     jmp_buf on_failure;
     shrink_outcome outcome;
     area_columns columns;
-    uint8_t *row;
+    uint8_t *rows[2];
     uint16_t *sums;
 } shrink_work;
 
@@ -76,8 +76,11 @@ static void *allocate(shrink_work *work, size_t count, size_t size) {
     return memory;
 }
 
+/* Into the place of the row before the last one. */
 static void read_row(shrink_work *work) {
-    JSAMPROW row = work->row;
+    JSAMPROW row = work->rows[0];
+    work->rows[0] = work->rows[1];
+    work->rows[1] = row;
     if (jpeg_read_scanlines(&work->decoder, &row, 1) != 1) fail(work, DECLINED);
 }
 
@@ -91,7 +94,7 @@ static void shrink(shrink_work *work, const shrink_request *request) {
     area_side columns = {request->kept_width, request->new_width};
     size_t place = crop(work, request) * PIXEL_LANES, num_lanes = request->kept_width * PIXEL_LANES;
     if (!area_make_columns(&work->columns, columns)) fail(work, NO_MEMORY);
-    work->row = allocate(work, work->decoder.output_width, PIXEL_LANES);
+    for (size_t i = 0; i < 2; i++) work->rows[i] = allocate(work, work->decoder.output_width, PIXEL_LANES);
     work->sums = allocate(work, num_lanes + area_padding_lanes(&work->columns), sizeof *work->sums);
 
     skip_to(work, request->top);
@@ -99,14 +102,17 @@ static void shrink(shrink_work *work, const shrink_request *request) {
     size_t num_read = 0;
     for (size_t i = 0; i < rows.new_length; i++) {
         size_t first = area_first(rows, i), end = area_end(rows, i);
-        for (size_t k = first; k < end; k++) {
-            /* The first row may be the last one of the stored row above, too. */
-            for (; num_read <= k; num_read++) read_row(work);
-            uint16_t weight = area_weight(rows, i, k);
-            if (k == first)
-                area_start_row(work->sums, work->row + place, num_lanes, weight, bias);
-            else
-                area_add_row(work->sums, work->row + place, num_lanes, weight);
+        /* The first row may be the last one of the stored row above, and is there then. */
+        for (; num_read < first + 2 && num_read < end; num_read++) read_row(work);
+        const uint8_t *last = work->rows[1] + place, *before = work->rows[0] + place;
+        if (end - first == 1)
+            area_start_rows(work->sums, last, area_weight(rows, i, first), last, 0, num_lanes, bias);
+        else
+            area_start_rows(work->sums, before, area_weight(rows, i, first), last, area_weight(rows, i, first + 1),
+                            num_lanes, bias);
+        for (size_t k = first + 2; k < end; k++, num_read++) {
+            read_row(work);
+            area_add_row(work->sums, work->rows[1] + place, area_weight(rows, i, k), num_lanes);
         }
         uint8_t *stored = request->pixels + i * request->new_width * (size_t)request->num_channels;
         area_shrink_columns(&work->columns, work->sums, stored, (size_t)request->num_channels);
@@ -140,7 +146,8 @@ shrink_outcome shrink_jpeg(const shrink_request *request) {
     run(&work, request);
     jpeg_destroy_decompress(&work.decoder);
     area_free_columns(&work.columns);
-    free(work.row);
+    free(work.rows[0]);
+    free(work.rows[1]);
     free(work.sums);
     return work.outcome;
 }

@@ -54,7 +54,7 @@ def _process(source: SourceImage, data: bytes, source_sha256: str, options: Norm
         )
     format_name, decoded = decode_image(data, options)
     image_HWC = normalize(decoded.pixels_HWC, options)
-    sums, square_sums = _channel_sums(image_HWC), _channel_square_sums(image_HWC)
+    sums, square_sums = _channel_sums(image_HWC)
     notes = list(decoded.notes)
     if has_other_extension(source.key, format_name):
         notes.append("extension_mismatch")
@@ -86,12 +86,10 @@ def _bytes_to_keep(
     return decoded.bare_file
 
 
-def _channel_sums(image_HWC: np.ndarray) -> tuple[int, ...]:
-    # OpenCV adds integers up exactly (doubles hold them up to 2^53), and much faster than NumPy does.
+def _channel_sums(image_HWC: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the values, and of their squares."""
     prepare_opencv()
-    return tuple(int(total) for total in cv2.sumElems(image_HWC)[: image_HWC.shape[2]])
-
-
-def _channel_square_sums(image_HWC: np.ndarray) -> tuple[int, ...]:
-    squares = cv2.multiply(image_HWC, image_HWC, dtype=cv2.CV_16U)  # 255^2 fits into 16 bits
-    return tuple(int(total) for total in cv2.sumElems(squares)[: image_HWC.shape[2]])
+    # OpenCV adds integers up exactly (doubles hold them up to 2^53), much faster than NumPy; one channel best of all.
+    planes = cv2.split(image_HWC)
+    sums = tuple(int(cv2.sumElems(plane_HW)[0]) for plane_HW in planes)
+    return sums, tuple(int(cv2.norm(plane_HW, cv2.NORM_L2SQR)) for plane_HW in planes)
