@@ -51,6 +51,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
             for name, split in manifest.splits.items()
         },
         "source": manifest.source.uri,
+        "other_sources": [each.uri for each in manifest.other_sources],
     }
 
 

@@ -127,9 +127,10 @@ def test_the_order_of_appends_does_not_matter(tmp_path: Path, duplicates: str):
         write_source(tmp_path, source)
     for place in ("a", "union"):
         shutil.copy2(tmp_path / "b" / "class_0" / "b-00000.png", tmp_path / place / "class_0" / "a-again.png")
+    settings = {"duplicates": duplicates, "formats": ("parquet", "tfrecord")}
     for source in ("b", "a"):
-        build(tmp_path, source, duplicates=duplicates)
-    check_equals_one_build_of_all(tmp_path, duplicates=duplicates)
+        build(tmp_path, source, **settings)
+    check_equals_one_build_of_all(tmp_path, **settings)
 
 
 def test_duplicates_over_all_sources_are_refused_if_none_are_allowed(tmp_path: Path):
