@@ -25,6 +25,8 @@ from shardmill.dataset.unit_result import UnitResult, decode_unit_result
 from shardmill.jobs.process import SAFE_PATH, python_path
 from shardmill.messages import pack_message, read_message
 
+# Made once: making one takes longer than sending ten units.
+_TASK, _UNIT = TypeAdapter(UnitTask), TypeAdapter(WorkUnit)
 # The working directory is in none of the paths; ours come last, behind the interpreter's own.
 _BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from etl.engines.local_worker import main; main()"
 
@@ -85,11 +87,11 @@ class _Worker:
         stack.callback(self._process.kill)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests, self.answers = self._process.stdin, self._process.stdout
-        self._write({"is_careful": is_careful}, TypeAdapter(UnitTask).dump_json(task))
+        self._write({"is_careful": is_careful}, _TASK.dump_json(task))
 
     def send(self, unit: WorkUnit) -> None:
         self.unit = unit
-        self._write({}, TypeAdapter(WorkUnit).dump_json(unit))
+        self._write({}, _UNIT.dump_json(unit))
 
     def receive(self) -> UnitResult | None:
         """The result of the unit that was sent last; None if the process has ended. Raises the unit's own error."""
