@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from etl.listed import ListingBatch
 from etl.sources import Lists
+from etl.sources.names import is_class_name
 from shardmill.errors import NoSuchRoot, RejectLimitExceeded, UsageError
 from shardmill.printable import printable
 from shardmill.stores import open_store
@@ -39,6 +40,12 @@ def read_label_map(given: str | Sequence[str]) -> tuple[str, ...]:
         raise UsageError(
             f"etl.label_map names the class {twice[0]!r} twice", "expected each class once", "correct etl.label_map"
         )
+    odd = next((name for name in names if not is_class_name(name)), None)
+    if odd is not None:
+        raise UsageError(
+            f"etl.label_map has {printable(odd[:60])!r}, which is no class name",
+            "expected short names without control characters", "correct etl.label_map",
+        )  # fmt: skip
     return names
 
 

@@ -20,6 +20,7 @@ from etl.listed import ListingBatch
 from etl.listing import NUM_BUCKETS, Listing, limbs, sum_limbs
 from etl.segments import fact_limbs, key_digests, segment_table, write_segment
 from etl.sources import Lists
+from etl.sources.names import MAX_CLASS_NAME_BYTES, is_class_name
 from etl.unique_ids import Correction, RepeatedValues, make_unique
 from shardmill.errors import StorageError, UsageError
 from shardmill.failpoints import failpoint
@@ -27,7 +28,6 @@ from shardmill.ids import add_digests, format_digest, key_bytes, key_hash, sampl
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import Scratch
 from shardmill.mix import mix64_array
-from shardmill.printable import printable
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import LABEL, names_of
 from shardmill.values import Rejection, RejectReason
@@ -36,7 +36,6 @@ _BUCKET_SHIFT = np.uint64(48)
 # One segment is in memory at a time, about 300 bytes a row while it is sorted.
 SEGMENT_ROWS = 1_000_000
 _NUM_PROBES = 8
-_MAX_LABEL_BYTES = 255
 
 
 def list_source(
@@ -210,7 +209,11 @@ def _cells(images: pa.Table, ids_N: np.ndarray, seed: int) -> np.ndarray:
 def _judged(batch: ListingBatch, max_source_bytes: int) -> ListingBatch:
     """Refuse by size and by label, before any byte is read."""
     images = batch.images
-    bad_labels = [label for label in pc.unique(images.column("label")).to_pylist() if _is_invalid_label(label)]
+    bad_labels = [
+        label
+        for label in pc.unique(images.column("label")).to_pylist()
+        if label is not None and not is_class_name(label)
+    ]
     is_too_large = pc.greater(images.column("size_bytes"), max_source_bytes)
     if not bad_labels and not pc.any(is_too_large).as_py():
         return batch
@@ -233,13 +236,6 @@ def _refused_row(row: dict, has_bad_label: bool, max_source_bytes: int) -> Rejec
         f"{row['size_bytes']} bytes; etl.max_source_bytes is {max_source_bytes}",
     )
     if has_bad_label:
-        is_long = len(row["label"].encode()) > _MAX_LABEL_BYTES
+        is_long = len(row["label"].encode()) > MAX_CLASS_NAME_BYTES
         reason, detail = RejectReason.BAD_LABEL, "too long" if is_long else f"{row['label']!r} is no class name"
     return Rejection(row["key"], reason, detail, row["size_bytes"], row["mtime_ns"], row["etag"], stage="list")
-
-
-def _is_invalid_label(label: str | None) -> bool:
-    """Nothing but spaces or dots, or with characters that nobody sees: `\\x1b[2J` clears the screen of who reads it."""
-    if label is None:
-        return False
-    return label.strip() in ("", ".", "..") or printable(label) != label or len(label.encode()) > _MAX_LABEL_BYTES

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,6 +46,13 @@ LABEL_TYPES: dict[LabelKind, str] = {
     "class": "int64", "multi_label": "list<int64>", "float": "float32", "float_vector": "float32[N]"
 }  # fmt: skip
 """What a shard stores of a label; N is the length of all vectors of a dataset."""
+
+
+def are_types_known(columns: Mapping[str, str], ours: Collection[str]) -> bool:
+    """Whether a record's columns beside `ours` have types of this module, and labels too."""
+    label = columns.get(LABEL, LABEL_TYPES["class"])
+    is_label = label in LABEL_TYPES.values() or re.fullmatch(r"float32\[[1-9][0-9]{0,6}\]", label) is not None
+    return is_label and all(kind in ARROW_TYPES for name, kind in columns.items() if name not in ours)
 
 
 def vector_size(label_type: str) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from shardmill.printable import printable
+
 # By name alone: what may hold an image is decided by content later. No suffix at all is given the benefit of the doubt.
 IMAGE_SUFFIXES = frozenset(
     f".{suffix}"
@@ -31,7 +33,17 @@ SPLIT_OF_FOLDER = {
 }
 # What file names and columns say besides.
 SPLIT_OF_NAME = {**SPLIT_OF_FOLDER, "training": "train", "dev": "validation", "testing": "test", "t10k": "test"}
+MAX_CLASS_NAME_BYTES = 255
 _SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
+
+
+def is_class_name(text: str) -> bool:
+    """Whether a text may name a class: not only spaces or dots, short, and all of it visible.
+
+    `\\x1b[2J` clears the screen of who reads it.
+    """
+    is_short = len(text.encode("utf-8", "surrogateescape")) <= MAX_CLASS_NAME_BYTES
+    return is_short and text.strip() not in ("", ".", "..") and printable(text) == text
 
 
 def is_image_name(key: str) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from etl.sources.names import is_class_name
+from shardmill.printable import printable
 from shardmill.typed_columns import LabelKind
 
 # What the column is read as; a vector's type gets its length from the first one.
@@ -43,6 +45,8 @@ class Target:
         """A text of several class names as a list: JSON, or names with `|` between them."""
         if self._kind != "multi_label" or not isinstance(value, str):
             return value
+        if not value.strip():
+            return None
         if value.lstrip().startswith("["):
             return json.loads(value)
         return [name.strip() for name in value.split("|") if name.strip()]
@@ -52,6 +56,9 @@ class Target:
         if value is None:
             raise ValueError("no label")
         if self._kind == "multi_label":
+            odd = next((name for name in value if not is_class_name(name)), None)
+            if odd is not None:
+                raise ValueError(f"{printable(odd[:60])!r} is no class name")
             return sorted(set(value))
         numbers = value if isinstance(value, list) else [value]
         if not all(map(math.isfinite, numbers)):

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import OWN_COLUMNS, RowSchema
@@ -17,7 +17,7 @@ from shardmill.options import NormalizeOptions
 from shardmill.sealed import SealedFile, check_relative_path
 from shardmill.section import Section
 from shardmill.storage import join_uri
-from shardmill.typed_columns import LABEL, LABEL_TYPES, ExtraColumn
+from shardmill.typed_columns import LABEL, LABEL_TYPES, ExtraColumn, are_types_known
 from shardmill.values import Rejection, ShardInfo
 
 SCHEMA_VERSION = 1
@@ -151,6 +151,13 @@ class Manifest(Section):
     ledger_segments: tuple[SealedFile, ...]
     ledger_digest: str
     """Order-free digest of (key, reason) of every rejection."""
+
+    @field_validator("columns")
+    @classmethod
+    def _column_types_are_known(cls, columns: dict[str, str]) -> dict[str, str]:
+        if not are_types_known(columns, OWN_COLUMNS):
+            raise ValueError(f"columns of types that this shardmill knows, and not {columns}")
+        return columns
 
     @property
     def evaluation_split(self) -> str | None:

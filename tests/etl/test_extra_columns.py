@@ -18,9 +18,10 @@ from etl.config import EtlTree, SourceConfig
 from etl.job import BuildOutcome, build_dataset
 from etl.sources.extra import ExtraColumns
 from shardmill.dataset.maintenance.compact import compact_dataset
+from shardmill.dataset.manifest import encode_manifest, parse_manifest
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
-from shardmill.errors import UsageError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.tf_example import FLOAT_LIST, FeatureList, encode_example
 from shardmill.formats.tfrecord import frame
 from shardmill.jobs.config import DatasetConfig
@@ -219,6 +220,14 @@ def test_parts_of_a_source_may_lack_a_column_but_not_have_another_type(tmp_path:
     build(SourceConfig(kind="several", parts=parts), tmp_path / "dataset")
     rows = stored(tmp_path / "dataset")
     assert {key.partition("\0")[0]: row for key, row in rows.items()} == {"x": {"size": 1}, "z": {"size": None}}
+
+
+@pytest.mark.parametrize("columns", [{"age": "decimal"}, {"label": "float32[x]"}, {"label": "float32[99999999999]"}])
+def test_a_manifest_with_a_type_that_nobody_knows_is_refused(tmp_path: Path, columns: dict[str, str]):
+    manifest = build(as_parquet(tmp_path, ROWS), tmp_path / "dataset").manifest
+    altered = manifest.model_copy(update={"columns": manifest.columns | columns})
+    with pytest.raises(IntegrityError, match="columns"):
+        parse_manifest(encode_manifest(altered), 1, "here")
 
 
 def test_a_value_that_is_none_of_its_type_refuses_its_row(tmp_path: Path):

@@ -133,7 +133,7 @@ def test_a_changed_label_alone_changes_its_row_and_no_other(tmp_path: Path, kind
     [
         ("float", ["1", "", "x", "NaN"], {3: "no label", 4: "label = 'x' is no float32", 5: "not finite"}),
         ("float_vector", ["[1,2]", "[1]", "3", "[]"], {3: "a label of 1 numbers, expected 2"}),
-        ("multi_label", ["a|b", "", "[1]", "[]"], {}),
+        ("multi_label", ["a|b", "", "[1]", "[]", "a|.."], {3: "no label", 6: "'..' is no class name"}),
     ],
 )  # fmt: skip
 def test_a_label_of_another_kind_refuses_its_row(tmp_path: Path, kind: str, texts: list[str], problem: dict[int, str]):

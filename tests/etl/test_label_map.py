@@ -30,6 +30,7 @@ def test_every_kind_of_file_gives_the_same_map(tmp_path: Path):
         ("map.txt", None, "no such file"),
         ("map.txt", "\n", "names no class"),
         ("map.txt", "cat\ndog\ncat\n", "'cat' twice"),
+        ("map.txt", "cat\n..\n", "'..', which is no class name"),
         ("map.json", "{", "map.json"),
         ("map.json", '{"cat": 1, "dog": 2}', "from 0 to 1"),
         ("map.json", '[["cat"]]', "no class names"),
