@@ -16,12 +16,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from tarfile import TarError
 
 from contestants import CONTESTANTS, Contestant, Job, peer_version, prepare
 from peers_page import page, print_tables
 from results import Result, Results, hardware
 from whole_process import CommandFailed, run_measured
 from workloads import WORKLOADS, find_photos
+
+from shardmill.errors import ShardmillError
 
 QUALITY = 95
 
@@ -95,11 +98,11 @@ def _run(contestant: Contestant, job: Job, num_images: int, time_limit: float) -
     try:
         usage = run_measured(contestant.command(job), contestant.process_environment, time_limit, log)
         num_written = num_images if contestant.count is None else contestant.count(job)
-    except (CommandFailed, OSError, ValueError, KeyError) as error:
+        loop_seconds = json.loads(usage.output)["loop_seconds"] if contestant.count is None else None
+    except (CommandFailed, ShardmillError, OSError, ValueError, KeyError, TarError) as error:
         return Result(version=peer_version(contestant.name), fault=f"{error}")
     finally:
         shutil.rmtree(job.out, ignore_errors=True)
-    loop_seconds = json.loads(usage.output)["loop_seconds"] if contestant.count is None else None
     return Result(
         version=peer_version(contestant.name),
         fault="" if num_written == num_images else f"wrote {num_written:,} of {num_images:,} images",

@@ -88,7 +88,7 @@ def _aims(results: Results, workload: str) -> Iterator[str]:
             continue
         measured = aim.measured(results)
         verdict = "not measured" if measured is None else "met" if measured >= aim.least else "NOT met"
-        yield f"| {aim.text} | {'' if measured is None else f'{measured:.2f}'} | {verdict} |"
+        yield f"| {aim.workload}: {aim.text} | {'' if measured is None else f'{measured:.2f}'} | {verdict} |"
 
 
 def _largest(workload: str, ours: str, *others: str) -> Callable[[Results], float | None]:

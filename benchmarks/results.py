@@ -68,7 +68,8 @@ class Results:
             }
             for (workload, size), contestants in sorted(self.runs.items())
         ]
-        document = {"hardware": hardware(), "measured_on": date.today().isoformat(), "runs": entries}
+        self.hardware, self.measured_on = hardware(), date.today().isoformat()
+        document = {"hardware": self.hardware, "measured_on": self.measured_on, "runs": entries}
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     def add(self, workload: str, size: int, contestant: str, number: int, result: Result) -> None:
