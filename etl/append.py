@@ -30,7 +30,7 @@ from shardmill.errors import UsageError
 from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
 from shardmill.printable import printable
 from shardmill.storage import Store
-from shardmill.values import Rejection, ShardInfo
+from shardmill.values import Rejection, RejectReason, ShardInfo
 
 if TYPE_CHECKING:
     from etl.changes import Changes
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from shardmill.dataset.build import Build
 
 _COLUMNS = ["source", "sample_id", "row_sha256"]
+# Of the section `etl`: rows that were accepted under other ones may not stand, or not in their split.
+_EQUAL_SETTINGS = ("split_fractions", "duplicates")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +59,15 @@ class Appended:
         return not any(result.splits for result in self.results) and ledger_digest(refused) == parent.ledger_digest
 
 
-def check_appendable(parent: Manifest, build: Build) -> None:
-    """Raise UsageError unless rows of `build` may stand beside those of `parent`."""
-    splits = "split_fractions"
+def check_appendable(parent: Manifest, build: Build, *, is_labelled: bool) -> None:
+    """Raise UsageError unless rows of `build` may stand beside those of `parent`; `is_labelled`: they have classes."""
+    was_labelled = any(times for split in parent.splits.values() for times in split.class_counts)
     facts = (
         ("formats", sorted(parent.formats), sorted(build.formats)),
         ("pixels", parent.normalization_fingerprint, build.normalization_fingerprint),
         ("columns", parent.columns, build.columns),
-        ("split fractions", parent.config.get(splits), build.config.get(splits)),
-        ("labels", bool(parent.class_names), bool(build.class_names)),
+        *((name.replace("_", " "), parent.config.get(name), build.config.get(name)) for name in _EQUAL_SETTINGS),
+        ("labels", was_labelled, is_labelled),
     )
     other = [name for name, before, now in facts if before != now]
     if other:
@@ -93,6 +95,12 @@ def append(
     refused_before = {each.key: each for each in read_rejections(store, parent)}
     listed_again = refused_before.keys() & {each.key for each in refused_now}
     listed_again |= {key for key in _new_keys(store, new) if key in refused_before}
+    # An archive that was refused for its damage, and of which images are read now.
+    containers = {key.rpartition("\0")[0] for key in _new_keys(store, results)}
+    listed_again |= {
+        key for key in containers & refused_before.keys()
+        if refused_before[key].reason is RejectReason.DAMAGED_CONTAINER
+    }  # fmt: skip
     common = add_digests(known.key_sum, *map(key_hash, listed_again))
     key_sum = add_digests(int(parent.source.key_sum, 16), int(build.source.key_sum, 16), -common)
     return Appended(
@@ -196,10 +204,14 @@ def _key_sum(rows: pa.Table) -> int:
 def _joined(before: SourceRef, now: SourceRef, key_sum: str) -> SourceRef:
     """`now` with all keys of the version. No listing has this fingerprint: a later build compares row by row."""
     both = f"{before.listing_fingerprint}+{now.listing_fingerprint}"
-    fingerprint = hashlib.sha256(both.encode()).hexdigest()
-    return now.model_copy(update={"key_sum": key_sum, "listing_fingerprint": fingerprint})
+    update = {
+        "key_sum": key_sum,
+        "listing_fingerprint": hashlib.sha256(both.encode()).hexdigest(),
+        "names_splits": before.names_splits or now.names_splits,
+    }
+    return now.model_copy(update=update)
 
 
 def _others(parent: Manifest, now: SourceRef) -> tuple[SourceRef, ...]:
     earlier = (*parent.other_sources, parent.source)
-    return tuple(each for each in earlier if not each.is_same_place(now))
+    return tuple(each for each in earlier if not now.continues(each))

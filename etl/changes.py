@@ -66,13 +66,18 @@ class Compared:
         schema: RowSchema,
         refused: Sequence[Rejection],
         listing: Listing,
+        *,
+        is_same_source: bool = True,
     ) -> None:
+        """Of another source nothing is taken for unchanged: its equal facts may be those of other files."""
         self.uri = str(listing.folder)
+        self._is_same_source = is_same_source
         self._shards = shards
         self._listing = listing
         # A copy is asked again: what it is a copy of may be gone.
         asked_again = TRANSIENT_REASONS | {RejectReason.DUPLICATE_CONTENT}
-        self._refused = {each.key: each for each in refused if each.stage != "list" and each.reason not in asked_again}
+        known = refused if is_same_source else ()
+        self._refused = {each.key: each for each in known if each.stage != "list" and each.reason not in asked_again}
         self._carried: list[Rejection] = []
         digests = [_row_digests(store, copies[0], schema, names_split=listing.has_splits) for copies in shards]
         self._sizes = [len(each) for each in digests]
@@ -100,7 +105,7 @@ class Compared:
 
     def _find(self, digests_N: np.ndarray) -> np.ndarray:
         """Which of these are rows already; marks them."""
-        if not len(self._digests_N):
+        if not len(self._digests_N) or not self._is_same_source:
             return np.zeros(len(digests_N), bool)
         places_N = np.searchsorted(self._digests_N, digests_N).clip(max=len(self._digests_N) - 1)
         found_N = self._digests_N[places_N] == digests_N

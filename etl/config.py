@@ -173,6 +173,12 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
             raise ValueError("a non-empty list of different formats")
         return formats
 
+    @model_validator(mode="after")
+    def _strata_are_of_one_source(self) -> EtlConfig:
+        if self.stratified_splits and self.write_mode == "append":
+            raise ValueError("stratified_splits or write_mode = 'append', not both: shares are those of one listing")
+        return self
+
     @field_validator("split_fractions")
     @classmethod
     def _fractions_add_up(cls, fractions: SplitFractions) -> SplitFractions:

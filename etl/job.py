@@ -14,7 +14,7 @@ if __name__ == "__main__":
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from etl.append import append
@@ -126,9 +126,8 @@ def _build_on_latest(plan: BuildPlan, tree: EtlTree, observer: Observer, started
             kept, new = run_units(plan, tree, observer)
 
             # Commit: the limits, the accounting, then one manifest.
-            lease.check()
             try:
-                manifest = commit_results(plan, [*kept, *new], changes)
+                manifest = commit_results(plan, [*kept, *new], changes, before_commit=lease.check)
                 break
             except CommitConflict:
                 if not plan.is_append or num_lost == _MAX_LOST_COMMITS:
@@ -176,9 +175,15 @@ def run_units(plan: BuildPlan, tree: EtlTree, observer: Observer) -> tuple[list[
     return kept, new
 
 
-def commit_results(plan: BuildPlan, results: Sequence[UnitResult], changes: Changes | None = None) -> Manifest:
+def commit_results(
+    plan: BuildPlan,
+    results: Sequence[UnitResult],
+    changes: Changes | None = None,
+    before_commit: Callable[[], None] = lambda: None,
+) -> Manifest:
     """Commit what all units produced, and what `changes` left of the parent; then clear the units' pending records.
 
+    `before_commit` may still refuse, when all files are written and only the manifest is not.
     If no new version came of it, the records stay: the same listing (of touched files, say) is not processed again.
     """
     if changes is not None:
@@ -192,6 +197,7 @@ def commit_results(plan: BuildPlan, results: Sequence[UnitResult], changes: Chan
                 return plan.parent
             build, results = beside
         results = resolve_duplicates(results, plan.task.config, copier)
+    before_commit()
     manifest = commit_version(plan.store, build, results, plan.parent_version)
     if manifest.version > plan.parent_version:
         clear_pending(plan.store, plan.units, manifest.version)
@@ -202,13 +208,14 @@ def _beside_parent(
     plan: BuildPlan, parent: Manifest, changes: Changes, results: Sequence[UnitResult], copier: RowCopier
 ) -> tuple[Build, list[UnitResult]] | None:
     """What to commit: what stays of the parent, and what is new; None if that is the parent again."""
+    has_its_classes = plan.build.class_names == parent.class_names
     if plan.is_append:
         added = append(plan.store, parent, plan.build, changes, results, copier)
-        if added.adds_nothing(parent):
+        if has_its_classes and added.adds_nothing(parent):
             return None
         return added.build, [*carry(added.changes, copier), refused_before(added.changes), *added.results]
     same_ledger = ledger_digest(all_rejections(plan.build, results)) == parent.ledger_digest
-    if same_ledger and changes_nothing(plan.store, changes, results):
+    if has_its_classes and same_ledger and changes_nothing(plan.store, changes, results):
         return None
     return plan.build, [*carry(changes, copier), *results]
 
@@ -223,7 +230,7 @@ def _check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
     if replace_source or plan.parent is None or plan.is_append:
         return
     before, now = plan.parent.source, plan.build.source
-    other = next((each for each in plan.parent.other_sources if not each.is_same_place(now)), None)
+    other = next((each for each in plan.parent.other_sources if not now.continues(each)), None)
     if other is not None:
         raise UsageError(
             f"dataset {plan.store.uri}@{plan.parent.version} holds images of {other.uri} beside those of {now.uri}",
@@ -231,8 +238,8 @@ def _check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
             "give each source its own dataset.uri (or --workdir), or give --replace-source",
         )
     # If the very same files are listed, the source has moved, or is named in another way.
-    moved = before.listing_fingerprint == now.listing_fingerprint
-    if not before.is_same_place(now) and not moved:
+    has_moved = before.listing_fingerprint == now.listing_fingerprint and plan.listing.has_all_sizes
+    if not now.continues(before) and not has_moved:
         raise UsageError(
             f"dataset {plan.store.uri}@{plan.parent.version} was made from {before.described}, "
             f"not from {now.described}",
@@ -249,6 +256,10 @@ def _up_to_date_parent(plan: BuildPlan) -> Manifest | None:
     same = (parent.config_fingerprint, parent.source.listing_fingerprint, parent.source.kind) == (
         build.config_fingerprint, build.source.listing_fingerprint, build.source.kind
     )  # fmt: skip
+    # Equal facts of a listing are equal files if it is the same source, or at least says how large they are.
+    has_moved = not build.source.is_same_place(parent.source)
+    if has_moved and (plan.is_append or not plan.listing.has_all_sizes):
+        return None
     # Inputs with transient faults are read again: they may be fine now.
     if not same or TRANSIENT_REASONS & set(parent.counts.by_reason) or not has_all_files(plan.store, parent):
         return None

@@ -56,7 +56,7 @@ def _read_file(uri: str) -> tuple[str, ...]:
         names = _names_of_json(json.loads(text)) if uri.endswith(".json") else _names_of_lines(text)
     except (FileNotFoundError, NoSuchRoot):
         raise UsageError(f"etl.label_map = {uri!r}: no such file", f"expected {_EXPECTED}", "check the path") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"etl.label_map = {uri!r}: {error}", f"expected {_EXPECTED}", "correct the file") from None
     if not names:
         raise UsageError(f"etl.label_map = {uri!r} names no class", f"expected {_EXPECTED}", "correct the file")

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from etl.listed import ListingBatch
 from etl.listing import NUM_BUCKETS, Listing, limbs, sum_limbs
-from etl.segments import fact_limbs, key_digests, segment_table, write_segment
+from etl.segments import fact_limbs, key_digests, sample_ids, segment_table, write_segment
 from etl.sources import Lists
 from etl.sources.names import MAX_CLASS_NAME_BYTES, is_class_name
 from etl.unique_ids import Correction, RepeatedValues, make_unique
@@ -30,7 +30,7 @@ from shardmill.jobs.process import Scratch
 from shardmill.mix import mix64_array
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import LABEL, names_of
-from shardmill.values import Rejection, RejectReason
+from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason
 
 _BUCKET_SHIFT = np.uint64(48)
 # One segment is in memory at a time, about 300 bytes a row while it is sorted.
@@ -89,6 +89,7 @@ class _Segments:
     probes: list[tuple[int, str]] = field(default_factory=list)
     key_sum: int = 0
     num_listed: int = 0
+    has_all_sizes: bool = True
     _tables: list[pa.Table] = field(default_factory=list)
     _facts: list[np.ndarray] = field(default_factory=list)
     _num_waiting: int = 0
@@ -106,11 +107,11 @@ class _Segments:
         if not images.num_rows:
             return
         keys_N32 = key_digests(images)
-        # The first 8 bytes, big-endian and signed: `sample_id_of`.
-        ids_N = np.ascontiguousarray(keys_N32[:, :8]).view(">i8").ravel().astype(np.int64)
+        ids_N = sample_ids(keys_N32)
         cells_N = _cells(images, ids_N, self.seed)
         self.key_sum += sum_limbs(limbs(keys_N32))
         self._ids.add(ids_N.view(np.uint64))
+        self.has_all_sizes &= pc.min(images.column("size_bytes")).as_py() != UNKNOWN_SIZE
         self._count(images)
         if batch.extra_types.get(LABEL) == "list<string>":
             self._count_multi_labels(images)
@@ -149,6 +150,7 @@ class _Segments:
             probes=tuple(path for _, path in sorted(self.probes)),
             key_sum=format_digest(key_sum),
             warnings=tuple(self.warnings),
+            has_all_sizes=self.has_all_sizes,
             multi_labels=self.multi_labels,
             extra_types=self.extra_types,
         )

@@ -9,6 +9,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from etl.units import WorkUnit
 from shardmill.dataset.index import read_shards, rows_file, shard_file
@@ -56,7 +57,7 @@ def finished_units(store: Store, units: Sequence[WorkUnit]) -> Iterator[UnitResu
     present = {file.path for file in store.list(PENDING)}
     with ThreadPoolExecutor(_NUM_READERS, "shardmill-finished") as pool:
         paths = [pending_path(unit) for unit in units if pending_path(unit) in present]
-        yield from pool.map(lambda path: _read_record(store, path), paths)
+        yield from filter(None, pool.map(lambda path: _read_if_there(store, path), paths))
 
 
 def kept_result(store: Store, unit: WorkUnit) -> UnitResult | None:
@@ -108,10 +109,17 @@ def _is_settled(store: Store, file: StoredFile, committed: Callable[[], frozense
         # Nobody can ever use a damaged record.
         return True
     try:
-        return all(shard.path in committed() for shard in record.shards)
+        # A record without shards may be of a run that is at work: nothing in a version tells.
+        return bool(record.shards) and all(shard.path in committed() for shard in record.shards)
     except IntegrityError:
         # The parent is damaged: `verify` says so; tidying up is no reason to fail.
         return False
+
+
+def _read_if_there(store: Store, path: str) -> UnitResult | None:
+    # Another run of the same units may have committed and cleared them since they were listed.
+    with suppress(FileNotFoundError):
+        return _read_record(store, path)
 
 
 def _is_abandoned(file: StoredFile) -> bool:

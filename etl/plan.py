@@ -108,14 +108,9 @@ def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tup
     store = open_store(tree.dataset.uri)
     latest = latest_version(store)
     parent = read_manifest(store, latest) if latest else None
-    found = SourceRef(
-        uri=source.uri or ", ".join(source.parts),
-        kind=source.kind,
-        parts={name: part.uri for name, part in source.parts.items()},
-        listing_fingerprint=listing.fingerprint,
-        key_sum=listing.key_sum,
-    )
-    keeps_classes = parent is not None and (config.write_mode == "append" or parent.source.is_same_place(found))
+    listed = {"listing_fingerprint": listing.fingerprint, "key_sum": listing.key_sum}
+    found = _place(source).model_copy(update={**listed, "names_splits": listing.has_splits})
+    keeps_classes = parent is not None and (config.write_mode == "append" or found.continues(parent.source))
     class_names = grown_label_map(parent if keeps_classes else None, label_map, listing.class_names)
     extra = extra_columns(source.extra_entries(), listing.extra_types, found.uri)
     label_type = label_type_of(source.label_kinds(), listing.extra_types, found.uri)
@@ -144,7 +139,7 @@ def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tup
         listing=ListingPlace(str(listing.folder), listing.segments),
         probes=listing.probes,
     )
-    units = tuple(plan_units(listing, config, config_fingerprint))
+    units = tuple(plan_units(listing, config, _unit_settings(build)))
     return BuildPlan(build, listing, listing, units, task, store, parent)
 
 
@@ -153,15 +148,21 @@ def _list(source: Source, tree: EtlTree, label_map: tuple[str, ...], observer: O
     config = tree.etl
     listed = WithKnownClasses(WithGroupSplits(source, config.split_fractions), label_map, config.unknown_class)
     if config.stratified_splits:
-        known = _known_splits(open_store(tree.dataset.uri))
+        known = _known_splits(open_store(tree.dataset.uri), tree.source, source)
         listed = WithStratifiedSplits(listed, config.split_fractions, known, observer)
     return list_source(listed, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer)
 
 
-def _known_splits(store: Store) -> KnownSplits:
+def _known_splits(store: Store, section: SourceConfig, source: Source) -> KnownSplits:
+    """Of the latest version's images, those of lost shards included, if it is of this source."""
     latest = latest_version(store)
-    shards = _intact_shards(store, read_manifest(store, latest)) if latest else []
-    return KnownSplits.of(store, (copies[0] for copies in shards))
+    if not latest:
+        return KnownSplits.of(store, ())
+    parent, sizes = read_manifest(store, latest), stored_sizes(store)
+    place = _place(_with_absolute_uris(section, source))
+    copies = in_all_formats(read_shards(store, parent)) if place.continues(parent.source) else []
+    rows = (next((shard for shard in group if rows_file(shard).path in sizes), None) for group in copies)
+    return KnownSplits.of(store, (shard for shard in rows if shard is not None))
 
 
 def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Changes] | None:
@@ -174,7 +175,7 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
     if parent is None:
         return None
     if plan.is_append:
-        check_appendable(parent, build)
+        check_appendable(parent, build, is_labelled=bool(plan.listing.class_names))
         shards = read_shards(plan.store, parent)
         check_files(plan.store, shards)
         groups = in_all_formats(shards)
@@ -183,7 +184,10 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
     else:
         return None
     refused = read_rejections(plan.store, parent)
-    compared = Compared(plan.store, groups, parent.row_schema, refused, plan.listing)
+    # Equal facts at another place may be other files; an append compares what it reads of them.
+    places = (parent.source, *parent.other_sources)
+    is_same_source = not plan.is_append or any(build.source.continues(each) for each in places)
+    compared = Compared(plan.store, groups, parent.row_schema, refused, plan.listing, is_same_source=is_same_source)
     config = plan.task.config
     work = list_source(
         compared, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=SilentObserver(),
@@ -203,7 +207,7 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
     task = replace(
         plan.task, listing=ListingPlace(str(work.folder), work.segments), probes=work.probes or plan.task.probes
     )
-    units = tuple(plan_units(work, config, build.config_fingerprint)) if work.num_images else ()
+    units = tuple(plan_units(work, config, _unit_settings(build))) if work.num_images else ()
     return replace(plan, build=replace(build, operation="incremental"), work=work, units=units, task=task), changes
 
 
@@ -229,7 +233,25 @@ def _extends(plan: BuildPlan, parent: Manifest) -> bool:
         plan.task.source.image_fields(),
     )
     made_alike = (parent.formats, parent.normalization_fingerprint) == (build.formats, build.normalization_fingerprint)
-    return parent.source.is_same_place(build.source) and made_alike and parent.config_fingerprint == with_its_names
+    # Splits that are named no more are decided by content: that of every image may be another one.
+    names_splits = build.source.names_splits or not parent.source.names_splits
+    is_same_source = build.source.continues(parent.source) and names_splits
+    return is_same_source and made_alike and parent.config_fingerprint == with_its_names
+
+
+def _unit_settings(build: Build) -> str:
+    """What decides a unit's output beside the listed facts: the config, and where the source lies.
+
+    Two tables of one name in two folders may list equal facts for different files.
+    """
+    return f"{build.config_fingerprint}\0{build.source.kind}\0{build.source.described}"
+
+
+def _place(section: SourceConfig) -> SourceRef:
+    """Where a source lies, before it is listed."""
+    parts = {name: part.uri for name, part in section.parts.items()}
+    uri = section.uri or ", ".join(parts)
+    return SourceRef(uri=uri, kind=section.kind, parts=parts, listing_fingerprint="", key_sum="0" * 64)
 
 
 def _with_absolute_uris(section: SourceConfig, source: Source) -> SourceConfig:

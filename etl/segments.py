@@ -110,6 +110,11 @@ def _as_numbers(column: pa.ChunkedArray) -> np.ndarray:
     return numbers[pc.fill_null(encoded.indices, len(texts)).to_numpy()]
 
 
+def sample_ids(keys_N32: np.ndarray) -> np.ndarray:
+    """int64, shape (N,): the first 8 bytes of each key's SHA-256, as `sample_id_of` takes them."""
+    return np.ascontiguousarray(keys_N32[:, :8]).view(">i8").ravel().astype(np.int64)
+
+
 def key_digests(images: pa.Table) -> np.ndarray:
     """SHA-256 of each key: uint8, shape (N, 32)."""
     sha256 = hashlib.sha256

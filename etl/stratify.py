@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from etl.config import SPLITS, SplitFractions
 from etl.listed import ListingBatch
-from etl.segments import key_digests
+from etl.segments import key_digests, sample_ids
 from etl.sources import Lists
 from shardmill.dataset.index import rows_file
 from shardmill.dataset.row_segments import ROWS_SCHEMA
@@ -81,7 +81,7 @@ class WithStratifiedSplits:
         names, edges_CS = self._cut_classes()
         for batch in self._source.list():
             images = batch.images
-            ids_N = _ids(images)
+            ids_N = sample_ids(key_digests(images))
             classes_N = pc.index_in(images.column("label"), pa.array(names, pa.string())).fill_null(len(names))
             positions_N1 = mix64_array(ids_N, _SEED)[:, None]
             # How many edges of its class an image has passed is its split.
@@ -102,7 +102,7 @@ class WithStratifiedSplits:
             images = batch.images.filter(pc.is_null(batch.images.column("split")))
             num_listed += batch.images.num_rows + len(batch.rejections)
             self._observer.event("list.progress", {"num_listed": num_listed})
-            ids_N = _ids(images)
+            ids_N = sample_ids(key_digests(images))
             encoded = images.column("label").combine_chunks().dictionary_encode(null_encoding="encode")
             labels = encoded.dictionary.to_pylist()
             known_N = self._known.look_up(ids_N)
@@ -164,9 +164,3 @@ def _count_pairs(labels_N: np.ndarray, splits_N: np.ndarray) -> Iterator[tuple[t
     is_known_N = splits_N != _UNKNOWN
     pairs, times = np.unique(np.stack([labels_N[is_known_N], splits_N[is_known_N]]), axis=1, return_counts=True)
     yield from zip(zip(*pairs.tolist(), strict=True), times.tolist(), strict=True)
-
-
-def _ids(images: pa.Table) -> np.ndarray:
-    """Sample ids as they follow from the keys, int64; see `sample_id_of`."""
-    digests_N32 = key_digests(images)
-    return np.ascontiguousarray(digests_N32[:, :8]).view(">i8").ravel().astype(np.int64)

@@ -22,8 +22,8 @@ MAX_BITS = 7
 _HASH_BITS = 64
 # Flatter thumbnails than this have hashes of noise, by which all plain images would look alike.
 _MIN_CONTRAST = 8
-# Pairs are compared in blocks of this many rows, 8 bytes a pair.
-_BLOCK_ROWS = 1_024
+# So many pairs are compared at once, about 90 bytes each.
+_BLOCK_PAIRS = 1 << 20
 _PROGRESS_IMAGES = 256
 
 
@@ -58,7 +58,7 @@ def find_near_duplicates(
 ) -> list[SimilarImages]:
     """Groups of images whose hashes differ in at most `max_bits` of 64, those that cross splits first.
 
-    Reads and decodes every stored image; about 100 bytes an image stay in memory. `on_progress` gets the number of
+    Reads and decodes every stored image; about 300 bytes an image stay in memory. `on_progress` gets the number of
     images read and of all. Raises UsageError unless 0 <= max_bits <= 7, and as reading samples does.
     """
     if not 0 <= max_bits <= MAX_BITS:
@@ -120,8 +120,9 @@ def _near_pairs(hashes_U: np.ndarray, max_bits: int) -> Iterator[tuple[int, int]
         order_U = np.argsort(band_U, kind="stable")
         starts = np.flatnonzero(np.diff(band_U[order_U])) + 1
         for bucket in np.split(order_U, starts):
-            for first in range(0, len(bucket) - 1, _BLOCK_ROWS):
-                block = bucket[first : first + _BLOCK_ROWS]
+            block_rows = max(1, _BLOCK_PAIRS // len(bucket))
+            for first in range(0, len(bucket) - 1, block_rows):
+                block = bucket[first : first + block_rows]
                 differ = np.bitwise_xor.outer(hashes_U[block], hashes_U[bucket[first:]])
                 rows, columns = np.nonzero(_num_ones(differ) <= max_bits)
                 for row, column in zip(rows.tolist(), columns.tolist(), strict=True):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 LISTINGS = "listings"
+_NUM_JOBS = 3
 _POLL_SECONDS = 0.5
 
 
@@ -48,12 +49,16 @@ def run_on_spark(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSett
         spark_session("shardmill-etl", spark, spark.etl.conf) as session,
     ):
         work = _write_units(replace(task, reach=nonce, listing=listing))
-        job = _start(session, _unit_frame(session, units).mapInArrow(work, "unit_index int"))
         left = {unit.index: unit for unit in units}
-        for _ in _until_done(session, job):
-            for result in finished_units(store, list(left.values())):
-                del left[result.unit_index]
-                yield result
+        # A second run of the same units that committed first took their records away: then they are run again.
+        for _ in range(_NUM_JOBS):
+            job = _start(session, _unit_frame(session, list(left.values())).mapInArrow(work, "unit_index int"))
+            for _ in _until_done(session, job):
+                for result in finished_units(store, list(left.values())):
+                    del left[result.unit_index]
+                    yield result
+            if not left:
+                break
     if left:
         raise errors.StorageError(
             f"Spark's job ended, and {len(left)} work units left no record in {task.dataset_uri}/{PENDING}",

@@ -126,8 +126,12 @@ class _Rows:
     def labels(self, name: str) -> pa.Array:
         return as_labels(self._column(name), class_names_of(self.rows.schema, name), self.table).combine_chunks()
 
-    def numbers(self, name: str, default: int) -> pa.Array:
-        return pc.fill_null(self._column(name).combine_chunks().cast(pa.int64()), default)
+    def numbers(self, name: str, default: int) -> tuple[pa.Array, pa.Array]:
+        """Whole numbers from 0 on, `default` for none; and which cells hold anything else."""
+        texts = pc.fill_null(self._column(name).combine_chunks().cast(pa.string()), "")
+        is_number, is_empty = pc.match_substring_regex(texts, r"^\d{1,18}$"), pc.equal(texts, "")
+        numbers = pc.if_else(is_number, texts, pa.scalar(None, pa.string())).cast(pa.int64())
+        return pc.fill_null(numbers, default), pc.invert(pc.or_(is_number, is_empty))
 
 
 def _listed(batch: _Rows, store: Store, extra: ExtraColumns) -> ListingBatch:
@@ -150,9 +154,11 @@ def _listed(batch: _Rows, store: Store, extra: ExtraColumns) -> ListingBatch:
         columns["label"] = batch.labels(chosen.label)
         problems = or_else(problems, columns["label"].is_null(), "no label")
     if chosen.size_bytes is not None:
-        columns["size_bytes"] = batch.numbers(chosen.size_bytes, UNKNOWN_SIZE)
+        columns["size_bytes"], is_odd = batch.numbers(chosen.size_bytes, UNKNOWN_SIZE)
+        problems = or_else(problems, is_odd, "size_bytes is no whole number")
     if chosen.mtime_ns is not None:
-        columns["mtime_ns"] = batch.numbers(chosen.mtime_ns, 0)
+        columns["mtime_ns"], is_odd = batch.numbers(chosen.mtime_ns, 0)
+        problems = or_else(problems, is_odd, "mtime_ns is no whole number")
     if extra.given:
         columns["extra"], odd = extra.of_rows(batch.rows, batch.table, chosen.label)
         problems = pc.coalesce(problems, odd)

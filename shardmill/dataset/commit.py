@@ -85,7 +85,7 @@ def commit_version(store: Store, build: Build, results: Sequence[UnitResult], pa
         draft = draft.model_copy(update={"expired_versions": parent.expired_versions})
         if (
             draft.is_equivalent_to(parent)
-            and parent.source.is_same_place(build.source)
+            and (build.operation == "append" or parent.source.is_same_place(build.source))
             and has_all_files(store, parent)
         ):
             record_if_missing(store, parent_version)

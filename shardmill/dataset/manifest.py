@@ -91,6 +91,8 @@ class SourceRef(Section):
     """Over every key, size, time or etag, label and split."""
     key_sum: str = Field(pattern="^[0-9a-f]{64}$")
     """Additive hash of all listed keys."""
+    names_splits: bool = False
+    """Whether the listing said of images in which split they are; content hashes decided otherwise."""
 
     @property
     def described(self) -> str:
@@ -98,11 +100,14 @@ class SourceRef(Section):
         return ", ".join(f"{name} ({uri})" for name, uri in self.parts.items()) or self.uri
 
     def is_same_place(self, other: SourceRef) -> bool:
-        """Whether both name one source, whatever it holds by now. Of several, each that both have is at its place."""
-        if self.kind == other.kind and self.parts and other.parts:
-            both = self.parts.keys() & other.parts.keys()
-            return bool(both) and all(self.parts[name] == other.parts[name] for name in both)
-        return (self.kind, self.uri) == (other.kind, other.uri)
+        """Whether both name one source, whatever it holds by now."""
+        return (self.kind, self.uri, self.parts) == (other.kind, other.uri, other.parts)
+
+    def continues(self, earlier: SourceRef) -> bool:
+        """Whether this is the earlier source, or holds all of its parts at their places and perhaps more."""
+        if self.kind == earlier.kind and self.parts and earlier.parts:
+            return earlier.parts.items() <= self.parts.items()
+        return self.is_same_place(earlier)
 
 
 class VersionRange(Section):

@@ -1,4 +1,4 @@
-"""Stratified splits: exact shares in every class, and no image ever moves."""
+"""Stratified splits: every class has its shares to two images, and no image of a source ever moves."""
 
 from __future__ import annotations
 
