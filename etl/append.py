@@ -21,8 +21,8 @@ from etl.listing import limbs, sum_limbs
 from etl.segments import key_digests
 from shardmill.dataset.commit import all_rejections
 from shardmill.dataset.index import in_all_formats, rows_file
-from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.manifest import Manifest, SourceRef, ledger_digest
+from shardmill.dataset.ledger import ledger_digest, read_rejections
+from shardmill.dataset.manifest import Manifest, SourceRef
 from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment
 from shardmill.dataset.unit_result import UnitResult

@@ -103,6 +103,29 @@ def _by_reason(rejections: Sequence[Rejection]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
 
 
+def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
+    """Raise UsageError if the build would drop another source's images: to overwrite follows one source."""
+    if replace_source or plan.parent is None or plan.is_append:
+        return
+    before, now = plan.parent.source, plan.build.source
+    other = next((each for each in plan.parent.other_sources if not now.continues(each)), None)
+    if other is not None:
+        raise UsageError(
+            f"dataset {plan.store.uri}@{plan.parent.version} holds images of {other.uri} beside those of {now.uri}",
+            'expected etl.write_mode = "append": the new version would hold those of one source alone',
+            "give each source its own dataset.uri (or --workdir), or give --replace-source",
+        )
+    # If the very same files are listed, the source has moved, or is named in another way.
+    has_moved = before.listing_fingerprint == now.listing_fingerprint and plan.listing.has_all_sizes
+    if not now.continues(before) and not has_moved:
+        raise UsageError(
+            f"dataset {plan.store.uri}@{plan.parent.version} was made from {before.described}, "
+            f"not from {now.described}",
+            "expected the same source: the new version would replace the old images, and its models would be compared",
+            "give each source its own dataset.uri (or --workdir), or give --replace-source",
+        )
+
+
 def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
     """The fields of the event `etl.inferred`."""
     config, by_split = plan.task.config, _images_by_split(plan)

@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from etl.append import append
 from etl.carry import carry, changes_nothing, refused_before
 from etl.changes import Changes
-from etl.checks import check_classes, check_limits, inferred_facts, inferred_warnings, version_warnings
+from etl.checks import (
+    check_classes,
+    check_limits,
+    check_same_source,
+    inferred_facts,
+    inferred_warnings,
+    version_warnings,
+)
 from etl.config import EtlTree
 from etl.duplicates import resolve_duplicates
 from etl.engines import ENGINES, EngineSettings
@@ -30,11 +37,11 @@ from etl.shard_rows import RowCopier
 from shardmill.dataset.build import Build
 from shardmill.dataset.commit import all_rejections, commit_version, has_all_files
 from shardmill.dataset.leases import writing
-from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.manifest import Manifest, ledger_digest
+from shardmill.dataset.ledger import ledger_digest, read_rejections
+from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import pin_of, read_manifest_bytes, record_if_missing
-from shardmill.errors import CommitConflict, UsageError
+from shardmill.errors import CommitConflict
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import WARNING, Observer, SilentObserver
 from shardmill.jobs.run_files import StageRecord, dataset_section
@@ -90,7 +97,7 @@ def build_dataset(
     # List the source and plan the units. What the listing alone refuses may be too much already.
     plan = plan_build(tree, run_id=run_id, observer=observer)
     observer.event("etl.listed", {"listed": plan.build.num_listed, "images": plan.num_images, "units": len(plan.units)})
-    _check_same_source(plan, replace_source=replace_source)
+    check_same_source(plan, replace_source=replace_source)
     check_limits(plan, plan.build.list_rejections)
     observer.event("etl.inferred", inferred_facts(plan))
     if will_train:
@@ -223,29 +230,6 @@ def _beside_parent(
 def _warn(observer: Observer, messages: Iterable[str]) -> None:
     for message in messages:
         observer.event("etl.warning", {WARNING: message})
-
-
-def _check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
-    """Raise UsageError if the build would drop another source's images: to overwrite follows one source."""
-    if replace_source or plan.parent is None or plan.is_append:
-        return
-    before, now = plan.parent.source, plan.build.source
-    other = next((each for each in plan.parent.other_sources if not now.continues(each)), None)
-    if other is not None:
-        raise UsageError(
-            f"dataset {plan.store.uri}@{plan.parent.version} holds images of {other.uri} beside those of {now.uri}",
-            'expected etl.write_mode = "append": the new version would hold those of one source alone',
-            "give each source its own dataset.uri (or --workdir), or give --replace-source",
-        )
-    # If the very same files are listed, the source has moved, or is named in another way.
-    has_moved = before.listing_fingerprint == now.listing_fingerprint and plan.listing.has_all_sizes
-    if not now.continues(before) and not has_moved:
-        raise UsageError(
-            f"dataset {plan.store.uri}@{plan.parent.version} was made from {before.described}, "
-            f"not from {now.described}",
-            "expected the same source: the new version would replace the old images, and its models would be compared",
-            "give each source its own dataset.uri (or --workdir), or give --replace-source",
-        )
 
 
 def _up_to_date_parent(plan: BuildPlan) -> Manifest | None:

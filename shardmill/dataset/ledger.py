@@ -10,7 +10,7 @@ import pyarrow as pa
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.ids import key_bytes
+from shardmill.ids import add_digests, format_digest, key_bytes, key_hash
 from shardmill.printable import without_surrogates
 from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store
@@ -65,6 +65,11 @@ def read_ledger(uri: str) -> list[Rejection]:
         raise IntegrityError(f"{uri} was altered, or is no ledger", expected)
     # No manifest counted its rows; a row takes at least a byte.
     return rejections_of_table(read_segment(store, file, LEDGER_SCHEMA, max_rows=len(data)))
+
+
+def ledger_digest(rejections: Sequence[Rejection]) -> str:
+    """Order-free digest of which input was refused for which reason."""
+    return format_digest(add_digests(*(key_hash(f"{rejection.key}\0{rejection.reason}") for rejection in rejections)))
 
 
 def ledger_table(rejections: Iterable[Rejection]) -> pa.Table:

@@ -12,13 +12,12 @@ from pydantic import Field, ValidationError, field_validator
 
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import OWN_COLUMNS, RowSchema
-from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.options import NormalizeOptions
 from shardmill.sealed import SealedFile, check_relative_path
 from shardmill.section import Section
 from shardmill.storage import join_uri
 from shardmill.typed_columns import LABEL, LABEL_TYPES, ExtraColumn, are_types_known
-from shardmill.values import Rejection, ShardInfo
+from shardmill.values import ShardInfo
 
 SCHEMA_VERSION = 1
 MANIFESTS = "manifests"
@@ -297,8 +296,3 @@ def content_digest(
             "splits": {name: [split.num_rows, split.row_digest_sum] for name, split in splits.items()},
         }
     )
-
-
-def ledger_digest(rejections: Sequence[Rejection]) -> str:
-    """Order-free digest of which input was refused for which reason."""
-    return format_digest(add_digests(*(key_hash(f"{rejection.key}\0{rejection.reason}") for rejection in rejections)))

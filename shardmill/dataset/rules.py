@@ -11,8 +11,8 @@ import pyarrow as pa
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
 from shardmill.dataset.index import rows_file
-from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.manifest import ChannelSums, content_digest, layout_digest, ledger_digest
+from shardmill.dataset.ledger import ledger_digest, read_rejections
+from shardmill.dataset.manifest import ChannelSums, content_digest, layout_digest
 from shardmill.dataset.row_segments import ROWS_SCHEMA, count_pixels, rows_schema
 from shardmill.dataset.segment import read_segment, require
 from shardmill.dataset.shard import chunk_digest

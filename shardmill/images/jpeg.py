@@ -37,7 +37,8 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
         data = strip_metadata(data, header, end)
     shrunk_HWC = None
     if options.kernel == "native" and not changes_pixels(profile, header.num_components):
-        shrunk_HWC = decode_shrunk(data, header, read_orientation(header.exif), options)
+        shape_HWC = header.height, header.width, header.num_components
+        shrunk_HWC = decode_shrunk(data, shape_HWC, read_orientation(header.exif), options)
     pixels_HWC = _decode_reduced(data, header, options) if shrunk_HWC is None else shrunk_HWC
     if header.num_components == 4:
         # Adobe's writers, and others that copy their marker, store 255 for "no ink"; without the marker 0 is.

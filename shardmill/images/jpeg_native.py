@@ -18,7 +18,6 @@ from shardmill.images.geometry import (
     reduced_length,
     resized_shape,
 )
-from shardmill.images.jpeg_markers import JpegHeader
 from shardmill.images.kernel import shardmill_native
 from shardmill.images.pixels import FLIPS_COLUMNS, FLIPS_ROWS, SWAPS_SIDES
 from shardmill.options import NormalizeOptions
@@ -37,18 +36,22 @@ class Shrink:
     width: int
 
 
-def decode_shrunk(data: bytes, header: JpegHeader, orientation: int, options: NormalizeOptions) -> np.ndarray | None:
-    """What `normalize` would make of the decoded pixels, gray or RGB, not yet upright; None if the kernel declines."""
+def decode_shrunk(
+    data: bytes, shape_HWC: tuple[int, int, int], orientation: int, options: NormalizeOptions
+) -> np.ndarray | None:
+    """What `normalize` would make of the decoded pixels, gray or RGB, not yet upright; None if the kernel declines.
+
+    `shape_HWC` is what the file's header states.
+    """
+    height, width, channels = shape_HWC
     assert shardmill_native is not None, "who asked for the kernel native has found it"
-    scale = choose_reduction(header.height, header.width, options)
-    shrink = plan_shrink(
-        reduced_length(header.height, scale), reduced_length(header.width, scale), orientation, options
-    )
-    if shrink is None or header.num_components not in (1, 3):
+    scale = choose_reduction(height, width, options)
+    shrink = plan_shrink(reduced_length(height, scale), reduced_length(width, scale), orientation, options)
+    if shrink is None or channels not in (1, 3):
         return None
-    pixels_HWC = np.empty((shrink.height, shrink.width, header.num_components), dtype=np.uint8)
+    pixels_HWC = np.empty((shrink.height, shrink.width, channels), dtype=np.uint8)
     box = shrink.rows.start, shrink.columns.start, shrink.rows.length, shrink.columns.length
-    is_done = shardmill_native.shrink_jpeg(data, pixels_HWC, (header.height, header.width), scale, box)
+    is_done = shardmill_native.shrink_jpeg(data, pixels_HWC, (height, width), scale, box)
     return pixels_HWC if is_done else None
 
 
