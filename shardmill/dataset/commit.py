@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from shardmill.dataset.build import Build
 from shardmill.dataset.duplicates import count_duplicates_of_units
 from shardmill.dataset.index import check_files, index_table, read_shards
-from shardmill.dataset.ledger import write_ledger
+from shardmill.dataset.ledger import ledger_digest, write_ledger
 from shardmill.dataset.manifest import (
     ChannelSums,
     Counts,
@@ -23,7 +23,6 @@ from shardmill.dataset.manifest import (
     content_digest,
     encode_manifest,
     layout_digest,
-    ledger_digest,
     manifest_path,
     parse_manifest,
 )
