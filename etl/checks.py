@@ -108,10 +108,11 @@ def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
     if replace_source or plan.parent is None or plan.is_append:
         return
     before, now = plan.parent.source, plan.build.source
-    other = next((each for each in plan.parent.other_sources if not now.continues(each)), None)
-    if other is not None:
+    places = (*plan.parent.other_sources, before)
+    dropped = ", ".join(each.described for each in places if not now.continues(each))
+    if len(places) > 1 and dropped:
         raise UsageError(
-            f"dataset {plan.store.uri}@{plan.parent.version} holds images of {other.uri} beside those of {now.uri}",
+            f"dataset {plan.store.uri}@{plan.parent.version} holds images of {dropped} beside those of {now.described}",
             'expected etl.write_mode = "append": the new version would hold those of one source alone',
             "give each source its own dataset.uri (or --workdir), or give --replace-source",
         )
@@ -165,6 +166,12 @@ def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
     if not plan.is_append or plan.parent is None:
         yield from _thin_parts(plan)
     yield from plan.listing.warnings
+    damaged = tuple(each.key for each in plan.listing.rejections if each.reason is RejectReason.DAMAGED_CONTAINER)
+    if damaged:
+        yield (
+            f"damaged, and read in part or not at all: {_named(tuple(map(printable, damaged)))}; nothing tells how "
+            "many images are lost, so no limit counts them"
+        )
 
 
 def _thin_parts(plan: BuildPlan) -> Iterator[str]:
@@ -190,14 +197,15 @@ def _thin_parts(plan: BuildPlan) -> Iterator[str]:
                     f"the split {split} will have fewer than {_FEW_IN_CLASS} images of {len(thin)} of {len(by_class)} "
                     f"classes ({named})"
                 )
+    num_classes = len(plan.build.class_names)
     few = tuple(f"{name}: {by_class[name]}" for name in plan.build.class_names if by_class[name] < _FEW_IN_CLASS)
     if few:
-        yield f"{len(few)} of {len(by_class)} classes have fewer than {_FEW_IN_CLASS} images ({_named(few)})"
+        yield f"{len(few)} of {num_classes} classes have fewer than {_FEW_IN_CLASS} images ({_named(few)})"
     if plan.listing.has_splits:
         trained = _images_by_class(plan, "train")
         untrained = tuple(name for name in plan.build.class_names if not trained[name])
         if untrained:
-            yield f"{len(untrained)} of {len(by_class)} classes have no image in train/ ({_named(untrained)})"
+            yield f"{len(untrained)} of {num_classes} classes have no image in train/ ({_named(untrained)})"
 
 
 def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:

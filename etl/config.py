@@ -162,7 +162,7 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     chunk_bytes: int = Field(default=4_000_000, ge=1)
     """A chunk, the unit of reading, is closed when its stored images reach this."""
     unit_min_images: int = Field(default=256, ge=1)
-    """A work unit holds at least this many sources, so that small datasets do not become tiny shards."""
+    """A work unit holds at least this many sources, or 64 MB of them: small datasets do not become tiny shards."""
     scratch_dir: str = ""
     """Local folder where tasks spool shards before they publish them; empty for the system's temporary folder."""
 

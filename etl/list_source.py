@@ -28,6 +28,7 @@ from shardmill.ids import add_digests, format_digest, key_bytes, key_hash, sampl
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import Scratch
 from shardmill.mix import mix64_array
+from shardmill.printable import printable
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import LABEL, names_of
 from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason
@@ -53,8 +54,10 @@ def list_source(
                 failpoint("list")
             found = listing.finish()
         if not found.num_images and not may_be_empty:
+            damaged = [each for each in found.rejections if each.reason is RejectReason.DAMAGED_CONTAINER]
+            first = "".join(f"; {printable(each.key)}: {each.reason}, {each.detail}" for each in damaged[:1])
             raise UsageError(
-                f"no images below {source.uri} ({len(found.rejections)} other files)",
+                f"no images below {source.uri} ({len(found.rejections)} other files{first})",
                 "expected image files, best in one folder per class",
                 "check source.uri",
             )
@@ -89,6 +92,7 @@ class _Segments:
     probes: list[tuple[int, str]] = field(default_factory=list)
     key_sum: int = 0
     num_listed: int = 0
+    source_bytes: int = 0
     has_all_sizes: bool = True
     _tables: list[pa.Table] = field(default_factory=list)
     _facts: list[np.ndarray] = field(default_factory=list)
@@ -111,6 +115,7 @@ class _Segments:
         cells_N = _cells(images, ids_N, self.seed)
         self.key_sum += sum_limbs(limbs(keys_N32))
         self._ids.add(ids_N.view(np.uint64))
+        self.source_bytes += pc.sum(pc.max_element_wise(images.column("size_bytes"), 0)).as_py()
         self.has_all_sizes &= pc.min(images.column("size_bytes")).as_py() != UNKNOWN_SIZE
         self._count(images)
         if batch.extra_types.get(LABEL) == "list<string>":
@@ -150,6 +155,7 @@ class _Segments:
             probes=tuple(path for _, path in sorted(self.probes)),
             key_sum=format_digest(key_sum),
             warnings=tuple(self.warnings),
+            source_bytes=self.source_bytes,
             has_all_sizes=self.has_all_sizes,
             multi_labels=self.multi_labels,
             extra_types=self.extra_types,

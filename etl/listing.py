@@ -43,6 +43,8 @@ class Listing:
     warnings: tuple[str, ...]
     multi_labels: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
     """(split, class) -> images to process, where an image may have several classes, or none."""
+    source_bytes: int = 0
+    """Of all images that were listed with their size."""
     has_all_sizes: bool = True
     """Whether every image was listed with its size: then equal facts are hardly those of different files."""
     extra_types: Mapping[str, str] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from shardmill.values import Nonce, SourceImage
 
 # Enough units that a cluster of the size that suits the dataset stays busy until the last of them.
 _TARGET_NUM_UNITS = 64
+_MIN_UNIT_SOURCE_BYTES = 64_000_000
 _CELLS_PER_BUCKET = (1 << 64) // NUM_BUCKETS
 
 # What may change without making other units.
@@ -84,7 +85,7 @@ def plan_units(listing: Listing, config: EtlConfig, config_fingerprint: str) -> 
     A grown listing has the same ranges until it needs twice as many. `config_fingerprint` stands for all of the config
     that decides what a unit produces (see `fingerprint_config`).
     """
-    num_units = _num_units(listing.num_images, config)
+    num_units = _num_units(listing, config)
     images_by_unit = listing.images_by_bucket.reshape(num_units, -1).sum(axis=1)
     facts_by_unit = listing.facts_by_bucket.reshape(num_units, -1, 8)
     num_cells = _CELLS_PER_BUCKET * (NUM_BUCKETS // num_units)
@@ -143,10 +144,14 @@ def images_of_table(table: pa.Table) -> Iterator[SourceImage]:
     return (SourceImage(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True))
 
 
-def _num_units(num_images: int, config: EtlConfig) -> int:
+def _num_units(listing: Listing, config: EtlConfig) -> int:
     """The smallest power of two with which a unit's images fit into one shard, as far as their size can be told."""
+    num_images = listing.num_images
+    # 256 photos of 12 megapixels are minutes of one task: few of them would all be in one unit.
+    mean_bytes = max(1, listing.source_bytes // max(1, num_images))
+    least_images = min(config.unit_min_images, max(1, _MIN_UNIT_SOURCE_BYTES // mean_bytes))
     num_values = config.image_size**2 * config.num_channels  # a guess where sizes differ
     image_bytes = max(1, int(num_values * ENCODINGS[config.encoding].bytes_per_value))
     fitting = max(1, config.shard_max_bytes // image_bytes)
-    images_per_unit = min(fitting, max(config.unit_min_images, -(-num_images // _TARGET_NUM_UNITS)))
+    images_per_unit = min(fitting, max(least_images, -(-num_images // _TARGET_NUM_UNITS)))
     return min(NUM_BUCKETS, 1 << max(0, -(-num_images // images_per_unit) - 1).bit_length())

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import SPLIT_OF_NAME
 from shardmill.errors import UsageError
+from shardmill.printable import printable
 from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason
 
 _DEFAULTS = {"size_bytes": UNKNOWN_SIZE, "mtime_ns": 0, "etag": "", "container": "", "block": 0, "extra": ""}
@@ -32,6 +33,23 @@ def choose_column(names: Sequence[str], configured: str, usual: Sequence[str], k
         f"expected one of {', '.join(map(repr, names[:20]))}" + (f"; did you mean {near[0]!r}?" if near else ""),
         f"correct source.{key}",
     )
+
+
+def misspelt(names: Sequence[str], used: Mapping[str, str | None], table: str) -> tuple[str, ...]:
+    """A warning for each usual column that is missing beside one of nearly its name, which is then ignored.
+
+    `used`: usual name -> the column that stands for it, or None.
+    """
+    found = []
+    for usual, column in used.items():
+        near = difflib.get_close_matches(usual, [name.strip().lower() for name in names], n=1, cutoff=0.75)
+        if column is None and near:
+            given = next(name for name in names if name.strip().lower() == near[0])
+            found.append(
+                f"{printable(table)} has no column {usual!r}, and its column {given!r} is ignored: rename it, or set "
+                f"source.{usual}_field"
+            )
+    return tuple(found)
 
 
 def class_names_of(schema: pa.Schema, column: str) -> tuple[str, ...]:

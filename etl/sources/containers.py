@@ -68,7 +68,20 @@ class Containers:
                 "expected a folder of them, one such file, or a pattern",
                 "check source.uri and source.kind",
             )
+        self._check_all_named({file.path for file in containers})
         return FoundFiles(containers, tuple(file for file in found if not self._is_container(file)))
+
+    def _check_all_named(self, found: set[str]) -> None:
+        """`{000..146}` names 147 files; one that is not there was lost, or is still on its way."""
+        if any(character in self._name for character in "*?["):
+            return
+        missing = [path for path in expanded(self._name) if path not in found] if is_pattern(self._name) else []
+        if missing:
+            raise UsageError(
+                f"source {self.uri}: {len(missing)} of the files that it names are not there, such as {missing[0]}",
+                "expected all of them",
+                "restore them, or name those that there are; `*` takes what it finds",
+            )
 
     def _candidates(self) -> Iterable[StoredFile]:
         if not is_pattern(self._name):
@@ -85,6 +98,17 @@ def matches(path: str, pattern: str) -> bool:
     """Whether `path` fits a pattern of the same depth; `{000..146}` stands for numbers of that many digits."""
     parts, patterns = path.split("/"), pattern.split("/")
     return len(parts) == len(patterns) and all(map(_part_matches, parts, patterns))
+
+
+def expanded(pattern: str) -> Iterator[str]:
+    """The paths that a pattern with no other signs than `{000..146}` names."""
+    braces = _BRACES.search(pattern)
+    if braces is None:
+        yield pattern
+        return
+    for number in range(int(braces[1]), int(braces[2]) + 1):
+        for rest in expanded(pattern[braces.end() :]):
+            yield f"{pattern[: braces.start()]}{number:0{len(braces[1])}}{rest}"
 
 
 def splits_of(paths: Iterable[str]) -> dict[str, str | None]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from etl.listed import LISTED_SCHEMA, ListingBatch, batches_of, listed_table
 from etl.sources.files import FileReader
-from etl.sources.names import SPLIT_OF_FOLDER, is_image_name, is_utf8
+from etl.sources.names import SPLIT_OF_NAME, is_image_name, is_utf8
 from etl.sources.spool import Spool
 from shardmill.errors import NoSuchRoot, StorageError, UsageError
 from shardmill.printable import printable
@@ -162,8 +162,9 @@ class _Layout:
     def label_place(self, label_level: int) -> _LabelPlace:
         tops = {top for top in self.names if top}
         # `train` beside `bus` and `car` is a vehicle; alone or beside `val` or `test` it is a split.
-        splits = tops & set(SPLIT_OF_FOLDER)
-        has_splits = "train" in tops and (tops == splits or len(splits) > 1)
+        splits = {top for top in tops if top.lower() in SPLIT_OF_NAME}
+        has_train = any(SPLIT_OF_NAME[split.lower()] == "train" for split in splits)
+        has_splits = has_train and (tops == splits or len(splits) > 1)
         if label_level == 0:
             self._check_level_is_clear(splits if has_splits else set(self.names), first=int(has_splits))
         class_depth = has_splits + max(1, label_level)
@@ -235,7 +236,7 @@ class _LabelPlace:
 
     def _judge(self, path: str) -> _Folder:
         names = path.split("/") if path else []
-        split = SPLIT_OF_FOLDER.get(names[0]) if self.has_splits and names else None
+        split = SPLIT_OF_NAME.get(names[0].lower()) if self.has_splits and names else None
         label = names[self.class_depth - 1] if len(names) >= self.class_depth else None
         fault = ""
         if self.has_splits and split is None:

@@ -24,15 +24,18 @@ TABLE_SUFFIXES = (
     *(".parquet", ".csv", ".tsv", ".jsonl", ".ndjson"),
     *(".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz"),
 )
-SPLIT_OF_FOLDER = {
+# In small letters; folders, files and columns are asked whatever their case.
+SPLIT_OF_NAME = {
     "train": "train",
+    "training": "train",
     "val": "validation",
     "valid": "validation",
     "validation": "validation",
+    "dev": "validation",
     "test": "test",
+    "testing": "test",
+    "t10k": "test",
 }
-# What file names and columns say besides.
-SPLIT_OF_NAME = {**SPLIT_OF_FOLDER, "training": "train", "dev": "validation", "testing": "test", "t10k": "test"}
 MAX_CLASS_NAME_BYTES = 255
 _SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
 

@@ -19,7 +19,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
-from etl.sources.columns import as_labels, as_splits, as_texts, choose_column, class_names_of, listed_rows, or_else
+from etl.sources.columns import (
+    as_labels,
+    as_splits,
+    as_texts,
+    choose_column,
+    class_names_of,
+    listed_rows,
+    misspelt,
+    or_else,
+)
 from etl.sources.containers import ContainerReader, Containers, gone, image_file, splits_of
 from etl.sources.extra import ExtraColumns
 from etl.sources.names import PARQUET_SUFFIXES
@@ -112,6 +121,8 @@ def _list_file(
         choose_column(names, config.key_field, ("key",), "key_field"),
         choose_column(names, config.group_field, ("group",), "group_field"),
     )
+    used = {"label": chosen.label, "split": chosen.split, "group": chosen.group}
+    yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=misspelt(names, used, file.path))
     wanted = dict.fromkeys([*chosen.names, *(name for name in extra.given if name in schema.names)])
     first_row = 0
     for group in range(parquet.metadata.num_row_groups):

@@ -14,7 +14,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
-from etl.sources.columns import as_labels, as_splits, as_texts, choose_column, class_names_of, listed_rows, or_else
+from etl.sources.columns import (
+    as_labels,
+    as_splits,
+    as_texts,
+    choose_column,
+    class_names_of,
+    listed_rows,
+    misspelt,
+    or_else,
+)
 from etl.sources.containers import Containers
 from etl.sources.extra import ExtraColumns
 from etl.sources.names import SPLIT_OF_NAME, TABLE_SUFFIXES
@@ -67,8 +76,12 @@ class TableSource:
         for rows in read_rows(self._tables.store, file, self._wanted()):
             if isinstance(rows, Rejection):
                 yield ListingBatch(LISTED_SCHEMA.empty_table(), (rows,))
+                first_row += 1
                 continue
-            columns = columns or _choose_columns(self._config, rows.column_names, file.path)
+            if columns is None:
+                columns = _choose_columns(self._config, rows.column_names, file.path)
+                used = {"label": columns.label, "split": columns.split, "group": columns.group}
+                yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=misspelt(rows.column_names, used, file.path))
             batch = _listed(_Rows(rows, columns, file.path, first_row), self._tables.store, self._extra)
             yield replace(batch, extra_types=self._extra.types)
             first_row += rows.num_rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -24,7 +24,7 @@ from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import ARROW_TYPES
-from shardmill.values import Rejection, RejectReason
+from shardmill.values import Rejection
 
 _BLOCK_BYTES = 4 << 20
 _MAX_LINE_BYTES = 16 << 20
@@ -67,11 +67,13 @@ def _read_parquet(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> It
 
 def _read_csv(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
     delimiter = "\t" if table.lower().removesuffix(".gz").endswith(".tsv") else ","
-    refused: list[Rejection] = []
+    # Row number -> what is wrong with it. The reader skips such a row, maybe while it reads ahead of the batch.
+    refused: dict[int, Rejection] = {}
+    first_row = 1
 
     def refuse(row: Any) -> str:
-        detail = f"row {row.number - 1}: {row.actual_columns} values, expected {row.expected_columns}"
-        refused.append(Rejection(f"{table}\0values of {row.number - 1}", RejectReason.BAD_ROW, detail, stage="list"))
+        problem = f"{row.actual_columns} values, expected {row.expected_columns}"
+        refused[row.number - 1] = bad_row(table, row.number - 1, problem)
         return "skip"
 
     head = io.BufferedReader(stream, _BLOCK_BYTES)  # pyright: ignore[reportArgumentType]
@@ -83,10 +85,34 @@ def _read_csv(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterat
         pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),  # "007" is a text
     )
     for batch in reader:
-        yield from refused
-        refused.clear()
-        yield pa.Table.from_batches([batch])
-    yield from refused
+        first_row = yield from _in_order(pa.Table.from_batches([batch]), refused, first_row)
+    yield from refused.values()
+
+
+def _in_order(
+    rows: pa.Table, refused: dict[int, Rejection], first_row: int
+) -> Generator[pa.Table | Rejection, None, int]:
+    """Good rows and refused ones by their numbers; returns the number of the row behind them.
+
+    `refused` is left with what lies further behind.
+    """
+    place = 0
+    for number in sorted(refused):
+        num_before = number - first_row
+        if num_before > rows.num_rows - place:
+            break
+        if num_before:
+            yield _copied(rows, place, num_before)
+        yield refused.pop(number)
+        place, first_row = place + num_before, number + 1
+    if place < rows.num_rows:
+        yield _copied(rows, place, rows.num_rows - place)
+    return first_row + rows.num_rows - place
+
+
+def _copied(rows: pa.Table, start: int, num_rows: int) -> pa.Table:
+    # pyarrow 14 fails to join what its string functions make of a slice ("buffer slice would exceed buffer length").
+    return rows if num_rows == rows.num_rows else rows.take(pa.array(range(start, start + num_rows)))
 
 
 def _header(head: bytes, delimiter: str) -> list[str]:
@@ -99,32 +125,30 @@ def _header(head: bytes, delimiter: str) -> list[str]:
 
 
 def _read_json_lines(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
-    row = 0
+    first_row = 1
     options = pa_json.ParseOptions(
         explicit_schema=pa.schema([(name, ARROW_TYPES[kind]) for name, kind in wanted.items() if kind])
     )
     for block in _blocks_of_lines(stream, table):
-        lines = [line for line in block.split(b"\n") if line.strip()]
         try:
-            rows, refused = pa_json.read_json(io.BytesIO(block), parse_options=options), []
+            rows, refused = pa_json.read_json(io.BytesIO(block), parse_options=options), {}
         except pa.ArrowInvalid:
             # One line that is none, or a column of several types: line by line.
-            rows, refused = _parse_lines(lines, table, row)
-        yield from refused
-        yield rows
-        row += len(lines)
+            lines = [line for line in block.split(b"\n") if line.strip()]
+            rows, refused = _parse_lines(lines, table, first_row)
+        first_row = yield from _in_order(rows, refused, first_row)
 
 
-def _parse_lines(lines: list[bytes], table: str, first_row: int) -> tuple[pa.Table, list[Rejection]]:
+def _parse_lines(lines: list[bytes], table: str, first_row: int) -> tuple[pa.Table, dict[int, Rejection]]:
     values: list[dict[str, Any]] = []
-    refused: list[Rejection] = []
-    for row, line in enumerate(lines, start=first_row + 1):
+    refused: dict[int, Rejection] = {}
+    for row, line in enumerate(lines, start=first_row):
         try:
             parsed = json.loads(line)
             if not isinstance(parsed, dict):
                 raise ValueError("not an object")
         except (ValueError, RecursionError) as error:
-            refused.append(bad_row(table, row, f"no JSON object: {error}"))
+            refused[row] = bad_row(table, row, f"no JSON object: {error}")
             continue
         values.append(parsed)
     names = sorted({name for each in values for name in each})

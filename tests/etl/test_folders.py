@@ -58,6 +58,13 @@ def test_split_folders_are_splits_and_never_classes(tmp_path: Path, validation: 
     }
 
 
+def test_split_folders_may_be_written_in_capitals(tmp_path: Path):
+    make_tree(tmp_path, "Train/cat/1.jpg", "TEST/dog/3.jpg", "Validation/cat/2.jpg")
+    assert {image.key: image.split for image in images_of(listed(tmp_path))} == {
+        "Train/cat/1.jpg": "train", "TEST/dog/3.jpg": "test", "Validation/cat/2.jpg": "validation"
+    }  # fmt: skip
+
+
 def test_what_lies_beside_split_folders_is_rejected_and_not_a_class(tmp_path: Path):
     make_tree(tmp_path, "train/cat/1.jpg", "val/cat/2.jpg", "extra/3.jpg")
     assert listed(tmp_path).class_names == ("cat",)

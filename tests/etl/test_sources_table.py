@@ -110,6 +110,24 @@ def test_lines_that_are_no_rows_are_rejections_and_cost_no_other_line(tmp_path: 
         assert {str(each.reason) for each in listing.rejections} == {"bad_row"}
 
 
+def test_rows_behind_a_line_that_is_none_keep_their_numbers(tmp_path: Path):
+    lines = ['{"uri": "a.jpg", "label": "x"}', "no", "no", '{"uri": "b.jpg", "label": "x"}', '{"label": "x"}', "no"]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    (tmp_path / "t.csv").write_text("uri,label\na.jpg,x\nno\nno\nb.jpg,x\n,x\nno\n")
+    for name in ("t.jsonl", "t.csv"):
+        listing = list_images(SourceConfig(uri=str(tmp_path / name), kind="table"))
+        assert sorted(each.key for each in listing.rejections) == [f"{name}\0{row}" for row in (2, 3, 5, 6)]
+        assert {image.key: image.place for image in images_of(listing)} == {"a.jpg": 1, "b.jpg": 4}
+
+
+def test_a_column_that_is_nearly_called_label_is_not_ignored_in_silence(tmp_path: Path):
+    (tmp_path / "t.csv").write_text("uri, lable,splt\na.jpg,cat,train\n")
+    listing = list_images(SourceConfig(uri=str(tmp_path / "t.csv"), kind="table"))
+    label, split = listing.warnings
+    assert "no column 'label', and its column ' lable' is ignored" in label and "source.label_field" in label
+    assert "'splt'" in split
+
+
 def test_a_repeated_uri_is_a_rejection(tmp_path: Path):
     source = write_table(tmp_path / "t.csv", {"uri": ["a.jpg", "b.jpg", "a.jpg"], "label": ["x", "y", "x"]})
     listing = list_images(source)

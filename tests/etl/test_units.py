@@ -61,6 +61,19 @@ def test_each_source_is_in_one_unit_and_its_unit_knows_its_number(
     assert [unit.index for unit in units] == sorted(unit.index for unit in units)
 
 
+def test_large_files_make_units_of_fewer_images():
+    config = EtlConfig(image_size=256)
+    files = [SourceImage(f"c0/{number}.jpg", 5_000_000, label="c0") for number in range(200)]
+
+    class Photos(ListedKeys):
+        def list(self) -> Iterator[ListingBatch]:
+            return batches_of(files)
+
+    listing = list_source(Photos(0), seed=0, max_source_bytes=10_000_000, observer=SilentObserver())
+    assert len(plan_units(listing, config, "config")) == 32
+    assert len(plan_units(listing_of(200), config, "config")) == 1
+
+
 def test_units_mix_the_classes():
     listing = listing_of(600)
     units = plan_units(listing, EtlConfig(image_size=32, unit_min_images=100), "config")

@@ -162,3 +162,11 @@ def test_a_lost_shard_moves_no_image_between_stratified_splits(tmp_path: Path, p
     assert after.counts.by_split == before.counts.by_split
     with pytest.raises(ValueError, match="not both"):
         tree_of(tmp_path, source, stratified_splits=True, write_mode="append")
+
+
+def test_a_source_that_was_appended_to_is_not_overwritten_unasked(tmp_path: Path, parts: dict[str, SourceConfig]):
+    build(tmp_path, parts["a"])
+    build(tmp_path, parts["b"], write_mode="append")
+    for name, other in (("a", "b"), ("b", "a")):
+        with pytest.raises(UsageError, match=f"holds images of .*/{other} beside those of .*/{name}.*append"):
+            build(tmp_path, parts[name])
