@@ -26,9 +26,11 @@ class LocalStore:
         self._root = Path(os.path.abspath(os.path.expanduser(path)))
         self.uri = str(self._root)
         self.local_root: Path | None = self._root
+        self._root_name = str(self._root)
 
     def read(self, path: str) -> bytes:
-        name = os.path.join(self.uri, path)  # the hot path of small images, where pathlib takes as long as the read
+        # The hot path of small images, where pathlib takes as long as the read.
+        name = os.path.join(self._root_name, path)
         with as_storage_error(name, denied=AccessDenied), open(name, "rb", buffering=0) as file:
             return file.readall()
 
