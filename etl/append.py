@@ -19,7 +19,6 @@ import pyarrow as pa
 
 from etl.listing import limbs, sum_limbs
 from etl.segments import key_digests
-from shardmill.dataset.commit import all_rejections
 from shardmill.dataset.index import in_all_formats, rows_file
 from shardmill.dataset.ledger import ledger_digest, read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from shardmill.dataset.build import Build
 
 _COLUMNS = ["source", "sample_id", "row_sha256"]
-# Of the section `etl`: rows that were accepted under other ones may not stand, or not in their split.
-_EQUAL_SETTINGS = ("split_fractions", "duplicates")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +52,8 @@ class Appended:
 
     def adds_nothing(self, parent: Manifest) -> bool:
         """Whether the new version would hold what its parent does."""
-        refused = [*self.changes.rejections, *all_rejections(self.build, self.results)]
+        refused = [*self.changes.rejections, *self.build.all_rejections(self.results)]
         return not any(result.splits for result in self.results) and ledger_digest(refused) == parent.ledger_digest
-
-
-def check_appendable(parent: Manifest, build: Build, *, is_labelled: bool) -> None:
-    """Raise UsageError unless rows of `build` may stand beside those of `parent`; `is_labelled`: they have classes."""
-    was_labelled = any(times for split in parent.splits.values() for times in split.class_counts)
-    facts = (
-        ("formats", sorted(parent.formats), sorted(build.formats)),
-        ("pixels", parent.normalization_fingerprint, build.normalization_fingerprint),
-        ("columns", parent.columns, build.columns),
-        *((name.replace("_", " "), parent.config.get(name), build.config.get(name)) for name in _EQUAL_SETTINGS),
-        ("labels", was_labelled, is_labelled),
-    )
-    other = [name for name, before, now in facts if before != now]
-    if other:
-        raise UsageError(
-            f"the images to append would have other {', '.join(other)} than those of version {parent.version}",
-            'expected the same ones: etl.write_mode = "append" adds rows beside the old ones',
-            f"use the config of version {parent.version} (`shardmill inspect DATASET@{parent.version} --json`), or "
-            "another dataset.uri",
-        )
 
 
 def append(

@@ -35,7 +35,7 @@ from etl.pending import clear_pending, kept_and_missing
 from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
 from etl.shard_rows import RowCopier
 from shardmill.dataset.build import Build
-from shardmill.dataset.commit import all_rejections, commit_version, has_all_files
+from shardmill.dataset.commit import commit_version, has_all_files
 from shardmill.dataset.leases import writing
 from shardmill.dataset.ledger import ledger_digest, read_rejections
 from shardmill.dataset.manifest import Manifest
@@ -195,7 +195,7 @@ def commit_results(
     """
     if changes is not None:
         results = [refused_before(changes), *results]
-    check_limits(plan, all_rejections(plan.build, results))
+    check_limits(plan, plan.build.all_rejections(results))
     build = plan.build
     with RowCopier(plan.store, plan.task.config, plan.row_schema) as copier:
         if changes is not None and plan.parent is not None:
@@ -221,7 +221,7 @@ def _beside_parent(
         if has_its_classes and added.adds_nothing(parent):
             return None
         return added.build, [*carry(added.changes, copier), refused_before(added.changes), *added.results]
-    same_ledger = ledger_digest(all_rejections(plan.build, results)) == parent.ledger_digest
+    same_ledger = ledger_digest(plan.build.all_rejections(results)) == parent.ledger_digest
     if has_its_classes and same_ledger and changes_nothing(plan.store, changes, results):
         return None
     return plan.build, [*carry(changes, copier), *results]

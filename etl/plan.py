@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
-from etl.append import check_appendable
 from etl.changes import Changes, Compared
+from etl.checks import check_appendable
 from etl.config import EtlTree, SourceConfig
 from etl.label_map import WithKnownClasses, grown_label_map, read_label_map
 from etl.list_source import list_source

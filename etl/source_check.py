@@ -10,7 +10,6 @@ from etl.config import EtlTree
 from etl.engines import EngineSettings
 from etl.engines.local import run_locally
 from etl.plan import plan_build
-from shardmill.dataset.commit import all_rejections
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.jobs.observer import Observer
 from shardmill.values import Rejection
@@ -47,7 +46,7 @@ def check_source_images(tree: EtlTree, *, run_id: str, observer: Observer) -> So
         results.append(result)
         num_done += num_images[result.unit_index]
         observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
-    rejections = all_rejections(plan.build, results)
+    rejections = plan.build.all_rejections(results)
     return SourceCheck(
         num_listed=plan.build.num_listed,
         num_accepted=sum(part.num_rows for result in results for part in result.splits),

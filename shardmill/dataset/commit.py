@@ -31,7 +31,7 @@ from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import read_manifest, read_manifest_bytes, record_commit, record_if_missing
 from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.failpoints import failpoint
-from shardmill.ids import add_digests, format_digest, key_bytes, key_hash
+from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.storage import Store
 from shardmill.values import Rejection, ShardInfo
 
@@ -61,12 +61,6 @@ def check_accounting(build: Build, results: Sequence[UnitResult]) -> None:
         )
 
 
-def all_rejections(build: Build, results: Sequence[UnitResult]) -> list[Rejection]:
-    """Every refused input of a build, in the order of the keys' bytes."""
-    rejections = [*build.list_rejections, *(rejection for result in results for rejection in result.rejections)]
-    return sorted(rejections, key=lambda rejection: key_bytes(rejection.key))
-
-
 def commit_version(store: Store, build: Build, results: Sequence[UnitResult], parent_version: int) -> Manifest:
     """Make version `parent_version + 1` visible, and return it; or the winner, if another committed the same.
 
@@ -77,7 +71,7 @@ def commit_version(store: Store, build: Build, results: Sequence[UnitResult], pa
     check_accounting(build, results)
     # Results come in the order in which units finished; layout and digests must not depend on it.
     results = sorted(results, key=lambda result: result.unit_index)
-    rejections = all_rejections(build, results)
+    rejections = build.all_rejections(results)
     draft = _draft(store, build, results, rejections, parent_version)
     if parent_version:
         parent = read_manifest(store, parent_version)

@@ -7,8 +7,10 @@ It also decides when a JPEG may be decoded at a reduced scale: libjpeg gives the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from shardmill.options import NormalizeOptions
+if TYPE_CHECKING:
+    from shardmill.options import NormalizeOptions
 
 REDUCTIONS = (8, 4, 2)
 # Fewer blocks to a stored pixel show: measured on photographs, docs/images.md has the figures.

@@ -7,6 +7,7 @@ then. So rejections and notes never depend on it. Shape legend: H height, W widt
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,7 +21,9 @@ from shardmill.images.geometry import (
 )
 from shardmill.images.kernel import shardmill_native
 from shardmill.images.pixels import FLIPS_COLUMNS, FLIPS_ROWS, SWAPS_SIDES
-from shardmill.options import NormalizeOptions
+
+if TYPE_CHECKING:
+    from shardmill.options import NormalizeOptions
 
 # What the kernel's 16-bit weights are good for (native/area.h).
 MOST_SHRINK = 64
