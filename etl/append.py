@@ -71,13 +71,11 @@ def append(
     # What was refused before and is listed again counts once, as what it is now.
     refused_before = {each.key: each for each in read_rejections(store, parent)}
     listed_again = refused_before.keys() & {each.key for each in refused_now}
-    listed_again |= {key for key in _new_keys(store, new) if key in refused_before}
-    # An archive that was refused for its damage, and of which images are read now.
-    containers = {key.rpartition("\0")[0] for key in _new_keys(store, results)}
-    listed_again |= {
-        key for key in containers & refused_before.keys()
-        if refused_before[key].reason is RejectReason.DAMAGED_CONTAINER
-    }  # fmt: skip
+    # An archive that was refused for its damage is listed again with the images that are read of it now.
+    damaged = {key for key, each in refused_before.items() if each.reason is RejectReason.DAMAGED_CONTAINER}
+    for key in _new_keys(store, results) if refused_before else ():
+        listed_again |= {key} & refused_before.keys()
+        listed_again |= {key.rpartition("\0")[0]} & damaged
     common = add_digests(known.key_sum, *map(key_hash, listed_again))
     key_sum = add_digests(int(parent.source.key_sum, 16), int(build.source.key_sum, 16), -common)
     return Appended(
