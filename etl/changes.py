@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.listing import Listing
-from etl.segments import fact_limbs, key_digests
+from etl.segments import fact_limbs, find_sorted, key_digests
 from shardmill.dataset.index import rows_file
 from shardmill.dataset.row_segments import rows_schema
 from shardmill.dataset.segment import read_segment
@@ -105,10 +105,9 @@ class Compared:
 
     def _find(self, digests_N: np.ndarray) -> np.ndarray:
         """Which of these are rows already; marks them."""
-        if not len(self._digests_N) or not self._is_same_source:
+        if not self._is_same_source:
             return np.zeros(len(digests_N), bool)
-        places_N = np.searchsorted(self._digests_N, digests_N).clip(max=len(self._digests_N) - 1)
-        found_N = self._digests_N[places_N] == digests_N
+        places_N, found_N = find_sorted(self._digests_N, digests_N)
         self._is_found_N[places_N[found_N]] = True
         return found_N
 

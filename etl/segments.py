@@ -110,6 +110,14 @@ def _as_numbers(column: pa.ChunkedArray) -> np.ndarray:
     return numbers[pc.fill_null(encoded.indices, len(texts)).to_numpy()]
 
 
+def find_sorted(values_M: np.ndarray, wanted_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each wanted value is among ascending ones, and whether it is there; if it is not, the place means nothing."""
+    if not len(values_M):
+        return np.zeros(len(wanted_N), np.int64), np.zeros(len(wanted_N), bool)
+    places_N = np.searchsorted(values_M, wanted_N).clip(max=len(values_M) - 1)
+    return places_N, values_M[places_N] == wanted_N
+
+
 def sample_ids(keys_N32: np.ndarray) -> np.ndarray:
     """int64, shape (N,): the first 8 bytes of each key's SHA-256, as `sample_id_of` takes them."""
     return np.ascontiguousarray(keys_N32[:, :8]).view(">i8").ravel().astype(np.int64)

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from etl.config import SPLITS, SplitFractions
 from etl.listed import ListingBatch
-from etl.segments import key_digests, sample_ids
+from etl.segments import find_sorted, key_digests, sample_ids
 from etl.sources import Lists
 from shardmill.dataset.index import rows_file
 from shardmill.dataset.row_segments import ROWS_SCHEMA
@@ -60,10 +60,10 @@ class KnownSplits:
 
     def look_up(self, ids_N: np.ndarray) -> np.ndarray:
         """Places in `SPLITS`, int8; -1 for an image that is not there."""
-        if not len(self.ids_M):
-            return np.full(len(ids_N), _UNKNOWN, np.int8)
-        places_N = np.searchsorted(self.ids_M, ids_N).clip(max=len(self.ids_M) - 1)
-        return np.where(self.ids_M[places_N] == ids_N, self.splits_M[places_N], np.int8(_UNKNOWN))
+        places_N, is_known_N = find_sorted(self.ids_M, ids_N)
+        splits_N = np.full(len(ids_N), _UNKNOWN, np.int8)
+        splits_N[is_known_N] = self.splits_M[places_N[is_known_N]]
+        return splits_N
 
 
 class WithStratifiedSplits:
