@@ -111,7 +111,7 @@ def _as_numbers(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def find_sorted(values_M: np.ndarray, wanted_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each wanted value is among ascending ones, and whether it is there; if it is not, the place means nothing."""
+    """Where each wanted value is among ascending ones, and whether it is there; if not, its place means nothing."""
     if not len(values_M):
         return np.zeros(len(wanted_N), np.int64), np.zeros(len(wanted_N), bool)
     places_N = np.searchsorted(values_M, wanted_N).clip(max=len(values_M) - 1)
