@@ -47,7 +47,7 @@ def carry(changes: Changes, copier: RowCopier) -> Iterator[UnitResult]:
     """
     # Negative, because the ranges of cells count from 0: what is carried comes first in the layout.
     for index, shard in enumerate(changes.shards, start=-len(changes.shards)):
-        result = copier.result_of(index, shard.copies, shard.is_kept_N)
+        result = copier.result_of(index, shard.copies, shard.is_kept_N, shard.restated)
         if result is not None:
             yield result
 

@@ -1,7 +1,7 @@
 """What a source has in common with the version that was made of it last: only the rest has to be processed.
 
-A row is unchanged if its source is listed with equal facts (key, size, times, class, extra columns, named split). The
-comparison keeps 25 bytes a row in memory: a 128-bit digest of these facts, its place, and whether it was found.
+A row is unchanged if its source is listed with equal facts (key, size, times, class, extra columns, split). With
+`etl.detect_changes = "content"` it is also unchanged if the task that reads the source finds the bytes of the row.
 """
 
 # pyarrow.compute makes its functions when it is imported.
@@ -19,15 +19,8 @@ import pyarrow.parquet as pq
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.listing import Listing
-from etl.segments import fact_limbs, find_sorted, key_digests
-from shardmill.dataset.index import rows_file
-from shardmill.dataset.row_segments import rows_schema
-from shardmill.dataset.segment import read_segment
-from shardmill.formats.rows import RowSchema
-from shardmill.storage import Store
-from shardmill.values import TRANSIENT_REASONS, Rejection, RejectReason, ShardInfo
-
-_FACTS = ("size_bytes", "mtime_ns", "etag", "label", "extra")
+from etl.older_rows import OlderRows
+from shardmill.values import TRANSIENT_REASONS, UNKNOWN_SIZE, Rejection, RejectReason, ShardInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +30,8 @@ class ShardRows:
     copies: tuple[ShardInfo, ...]
     is_kept_N: np.ndarray
     """In row order, bool."""
+    restated: pa.Table | None = None
+    """Kept rows whose sources are listed with another size or time now: `row`, `size_bytes`, `mtime_ns`, `etag`."""
 
     @property
     def is_whole(self) -> bool:
@@ -54,6 +49,13 @@ class Changes:
     num_unchanged: int
     num_removed: int
     """Rows whose source is gone or has changed."""
+    rows: OlderRows | None = None
+    """The older version's, if there are contents to compare."""
+
+    @property
+    def may_keep_rows(self) -> bool:
+        """Whether a row of the older version may stand in the new one, as far as is known before anything is read."""
+        return self.num_unchanged > 0 or self.rows is not None
 
 
 class Compared:
@@ -61,9 +63,8 @@ class Compared:
 
     def __init__(
         self,
-        store: Store,
         shards: Sequence[tuple[ShardInfo, ...]],
-        schema: RowSchema,
+        rows: OlderRows,
         refused: Sequence[Rejection],
         listing: Listing,
         *,
@@ -73,43 +74,51 @@ class Compared:
         self.uri = str(listing.folder)
         self._is_same_source = is_same_source
         self._shards = shards
+        self._rows = rows
         self._listing = listing
         # A copy is asked again: what it is a copy of may be gone.
         asked_again = TRANSIENT_REASONS | {RejectReason.DUPLICATE_CONTENT}
         known = refused if is_same_source else ()
         self._refused = {each.key: each for each in known if each.stage != "list" and each.reason not in asked_again}
         self._carried: list[Rejection] = []
-        digests = [_row_digests(store, copies[0], schema, names_split=listing.has_splits) for copies in shards]
-        self._sizes = [len(each) for each in digests]
-        digests_N = np.concatenate([np.empty(0, "S16"), *digests])
-        self._order_N = np.argsort(digests_N, kind="stable")
-        self._digests_N = digests_N[self._order_N]
-        self._is_found_N = np.zeros(len(digests_N), bool)
+        self._has_known = False
+        self._is_found_N = np.zeros(sum(rows.sizes), bool)
 
     def list(self) -> Iterator[ListingBatch]:
         """The images that are new or have changed: a listing of their own."""
         for segment in self._listing.segments:
             for batch in pq.ParquetFile(self._listing.folder / segment).iter_batches():
                 images = pa.Table.from_batches([batch]).select(LISTED_SCHEMA.names)
-                found_N = self._find(_fact_digests(images, names_split=self._listing.has_splits))
-                yield ListingBatch(self._without_refused(images.filter(pa.array(~found_N))))
+                if self._is_same_source:
+                    images = self._with_known(images.filter(pa.array(~self._find(images))))
+                yield ListingBatch(self._without_refused(images))
 
     def changes(self) -> Changes:
         """What is left of the older version."""
-        is_kept_N = np.empty(len(self._order_N), bool)
-        is_kept_N[self._order_N] = self._is_found_N
-        kept = np.split(is_kept_N, np.cumsum(self._sizes)[:-1]) if self._sizes else []
+        kept = np.split(self._is_found_N, np.cumsum(self._rows.sizes)[:-1]) if self._rows.sizes else []
         shards = tuple(ShardRows(copies, each) for copies, each in zip(self._shards, kept, strict=True))
-        num_unchanged = int(is_kept_N.sum())
-        return Changes(shards, tuple(self._carried), num_unchanged, len(is_kept_N) - num_unchanged)
+        num_unchanged = int(self._is_found_N.sum())
+        num_removed = len(self._is_found_N) - num_unchanged
+        rows = self._rows if self._has_known else None
+        return Changes(shards, tuple(self._carried), num_unchanged, num_removed, rows)
 
-    def _find(self, digests_N: np.ndarray) -> np.ndarray:
+    def _find(self, images: pa.Table) -> np.ndarray:
         """Which of these are rows already; marks them."""
-        if not self._is_same_source:
-            return np.zeros(len(digests_N), bool)
-        places_N, found_N = find_sorted(self._digests_N, digests_N)
-        self._is_found_N[places_N[found_N]] = True
+        rows_N, found_N = self._rows.find(images)
+        if self._rows.compares_content:
+            # Equal facts of a file of which nothing was listed but its name say nothing of its bytes.
+            found_N &= ~_tells_only_names(images)
+        self._is_found_N[rows_N[found_N]] = True
         return found_N
+
+    def _with_known(self, images: pa.Table) -> pa.Table:
+        """With the contents of the rows that these images may still be, if they are compared."""
+        if not self._rows.compares_content:
+            return images
+        place = LISTED_SCHEMA.get_field_index("known_sha256")
+        known = self._rows.known_sha256(images)
+        self._has_known |= pc.any(pc.not_equal(known, ""), min_count=0).as_py()
+        return images.set_column(place, LISTED_SCHEMA.field(place), known)
 
     def _without_refused(self, images: pa.Table) -> pa.Table:
         """Take out what was refused before for a reason that still holds, since the input is the same."""
@@ -129,20 +138,6 @@ class Compared:
         return images.filter(pa.array(is_new, pa.bool_()))
 
 
-def _row_digests(store: Store, shard: ShardInfo, schema: RowSchema, *, names_split: bool) -> np.ndarray:
-    """Of the sources of a shard's rows, as `_fact_digests` gives them for a listing."""
-    rows = read_segment(store, rows_file(shard), rows_schema(schema), shard.num_rows)
-    names = pa.array([*schema.class_names, None], pa.string())
-    labels = names.take(pc.fill_null(rows.column("label"), len(schema.class_names)).combine_chunks())
-    split, no_extra = (pa.array([text] * rows.num_rows, pa.string()) for text in (shard.split, ""))
-    extra = rows.column("extra") if schema.has_values else no_extra
-    columns = ("source", "source_bytes", "source_mtime_ns", "source_etag")
-    table = pa.table([*(rows.column(name) for name in columns), labels, extra, split], names=["key", *_FACTS, "split"])
-    return _fact_digests(table, names_split=names_split)
-
-
-def _fact_digests(images: pa.Table, *, names_split: bool) -> np.ndarray:
-    """The first 16 bytes of each image's digest of key and facts, as `S16`."""
-    names = (*_FACTS, "split") if names_split else _FACTS
-    limbs_N4 = fact_limbs(key_digests(images), images, names)[:, :4]
-    return np.ascontiguousarray(limbs_N4.astype("<u4")).view("S16").ravel()
+def _tells_only_names(images: pa.Table) -> np.ndarray:
+    is_unknown = pc.and_(pc.equal(images.column("size_bytes"), UNKNOWN_SIZE), pc.equal(images.column("mtime_ns"), 0))
+    return pc.and_(is_unknown, pc.equal(images.column("etag"), "")).to_numpy()

@@ -153,6 +153,8 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     """More images than this share that vanish or change (`missing`, `source_changed`) end the run with exit 4."""
     write_mode: Literal["overwrite", "append"] = "overwrite"
     """The next version holds the source's images alone, or these beside all that the latest one holds."""
+    detect_changes: Literal["stat", "content"] = "stat"
+    """An input has changed if its size, time or etag has; or only if its bytes have, too, which then are read."""
     duplicates: Literal["report", "drop", "error"] = "report"
     """Inputs with equal bytes: count them, keep only the one with the smallest key, or end with exit 7."""
     seed: int = 0

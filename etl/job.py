@@ -33,6 +33,7 @@ from etl.duplicates import resolve_duplicates
 from etl.engines import ENGINES, EngineSettings
 from etl.pending import clear_pending, kept_and_missing
 from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
+from etl.same_content import with_same_content
 from etl.shard_rows import RowCopier
 from shardmill.dataset.build import Build
 from shardmill.dataset.commit import commit_version, has_all_files
@@ -194,6 +195,7 @@ def commit_results(
     If no new version came of it, the records stay: the same listing (of touched files, say) is not processed again.
     """
     if changes is not None:
+        changes = with_same_content(changes, plan.work, results)
         results = [refused_before(changes), *results]
     check_limits(plan, plan.build.all_rejections(results))
     build = plan.build
@@ -242,7 +244,8 @@ def _up_to_date_parent(plan: BuildPlan) -> Manifest | None:
     )  # fmt: skip
     # Equal facts of a listing are equal files if it is the same source, or at least says how large they are.
     has_moved = not build.source.is_same_place(parent.source)
-    if has_moved and (plan.is_append or not plan.listing.has_all_sizes):
+    compares_content = plan.task.config.detect_changes == "content"
+    if (has_moved and plan.is_append) or ((has_moved or compares_content) and not plan.listing.has_all_sizes):
         return None
     # Inputs with transient faults are read again: they may be fine now.
     if not same or TRANSIENT_REASONS & set(parent.counts.by_reason) or not has_all_files(plan.store, parent):

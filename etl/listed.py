@@ -9,7 +9,8 @@ import pyarrow as pa
 
 from shardmill.values import Rejection, SourceImage
 
-# What a source says of an image; the listing adds its sample id and its work unit's cell.
+# What a source says of an image, and what the latest version knows of it; the listing adds its sample id and its work
+# unit's cell.
 LISTED_SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -22,6 +23,7 @@ LISTED_SCHEMA = pa.schema(
         pa.field("place", pa.int64(), nullable=False),
         pa.field("block", pa.int64(), nullable=False),
         pa.field("extra", pa.string(), nullable=False),
+        pa.field("known_sha256", pa.string(), nullable=False),
     ]
 )
 _BATCH_ROWS = 65_536

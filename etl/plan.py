@@ -11,6 +11,7 @@ from etl.config import EtlTree, SourceConfig
 from etl.label_map import WithKnownClasses, grown_label_map, read_label_map
 from etl.list_source import list_source
 from etl.listing import Listing
+from etl.older_rows import OlderRows
 from etl.sources import SOURCES, HasParts, Source
 from etl.sources.extra import extra_columns, label_type_of
 from etl.splits import WithGroupSplits
@@ -187,14 +188,15 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
     # Equal facts at another place may be other files; an append compares what it reads of them.
     places = (parent.source, *parent.other_sources)
     is_same_source = not plan.is_append or any(build.source.continues(each) for each in places)
-    compared = Compared(plan.store, groups, parent.row_schema, refused, plan.listing, is_same_source=is_same_source)
     config = plan.task.config
+    rows = OlderRows(plan.store, groups, parent.row_schema, plan.listing, config)
+    compared = Compared(groups, rows, refused, plan.listing, is_same_source=is_same_source)
     work = list_source(
         compared, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=SilentObserver(),
         may_be_empty=True,
     )  # fmt: skip
     changes = compared.changes()
-    if not changes.num_unchanged and not plan.is_append:
+    if not changes.may_keep_rows and not plan.is_append:
         return None
     observer.event(
         "etl.changes",

@@ -74,6 +74,7 @@ def _row_groups(file: pq.ParquetFile, first_cell: int, last_cell: int) -> Iterat
 
 FACTS = tuple(name for name in LISTED_SCHEMA.names if name != "key")
 """Everything that a listing says of an image but its key."""
+_LATER_FACTS = ("extra", "known_sha256")
 
 
 def fact_limbs(keys_N32: np.ndarray, images: pa.Table, names: Sequence[str] = FACTS) -> np.ndarray:
@@ -84,8 +85,10 @@ def fact_limbs(keys_N32: np.ndarray, images: pa.Table, names: Sequence[str] = FA
     """
     lanes_N4 = keys_N32.view("<u8").astype(np.uint64)
     for name in names:
-        # Only where there are any: without extra columns an image has the facts that it had before there were some.
-        has_any_N = None if name != "extra" else pc.not_equal(images.column(name), "").to_numpy(zero_copy_only=False)
+        # Only where there are any: without them an image has the digest that it had before there were such facts.
+        has_any_N = None
+        if name in _LATER_FACTS:
+            has_any_N = pc.not_equal(images.column(name), "").to_numpy(zero_copy_only=False)
         if has_any_N is None:
             _mix(lanes_N4, _as_numbers(images.column(name)))
         elif has_any_N.any():

@@ -19,9 +19,9 @@ from etl.config import EtlConfig
 from etl.listing import limbs, sum_limbs
 from etl.segments import key_digests
 from shardmill.dataset.copy_rows import read_stored_rows
-from shardmill.dataset.index import in_all_formats, rows_file
+from shardmill.dataset.index import ROWS, in_all_formats, rows_file
 from shardmill.dataset.row_segments import count_pixels, rows_schema
-from shardmill.dataset.segment import read_segment
+from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
@@ -29,6 +29,9 @@ from shardmill.ids import format_digest
 from shardmill.jobs.process import Scratch
 from shardmill.storage import Store
 from shardmill.values import ShardInfo
+
+# Where a row segment says what a listing says of a source's state.
+_ROWS_COLUMN = {"size_bytes": "source_bytes", "mtime_ns": "source_mtime_ns", "etag": "source_etag"}
 
 Copies = tuple[ShardInfo, ...]
 """The shards that hold the same rows, one of each format."""
@@ -51,13 +54,13 @@ class RowCopier:
     ) -> None:
         self._scratch.remove()
 
-    def copy(self, copies: Copies, is_kept_N: np.ndarray) -> tuple[Copies, ...]:
-        """Shards with some rows of a shard that is there in several formats.
+    def copy(self, copies: Copies, is_kept_N: np.ndarray, restated: pa.Table | None = None) -> tuple[Copies, ...]:
+        """Shards with some rows of a shard that is there in several formats, their sources stated as in `result_of`.
 
         Raises IntegrityError if the shard or its row segment is not what its index vouches for.
         """
         attempt = uuid.uuid4().hex[:12]
-        rows = read_stored_rows(self.store, copies[0], self._schema)
+        rows = _restate(read_stored_rows(self.store, copies[0], self._schema), restated)
         kept = (row for row, is_kept in zip(rows, is_kept_N.tolist(), strict=True) if is_kept)
         chunks = cut_chunks(kept, self._config.chunk_bytes)
         return tuple(
@@ -72,14 +75,21 @@ class RowCopier:
             for copy in copies
         )
 
-    def result_of(self, unit_index: int, copies: Copies, is_kept_N: np.ndarray) -> UnitResult | None:
+    def result_of(
+        self, unit_index: int, copies: Copies, is_kept_N: np.ndarray, restated: pa.Table | None = None
+    ) -> UnitResult | None:
         """What a unit that had written the kept rows of a shard would have returned; None if there are none.
 
-        A shard of which all are kept stays as it is. Raises IntegrityError as `copy` does.
+        A shard of which all are kept stays as it is. `restated`: what is to be said now of the sources of some rows,
+        as in `ShardRows`; row segments alone say it, so only these are written anew. Raises IntegrityError as `copy`
+        does.
         """
         if not is_kept_N.any():
             return None
-        shards = (copies,) if is_kept_N.all() else self.copy(copies, is_kept_N)
+        if not is_kept_N.all():
+            shards = self.copy(copies, is_kept_N, restated)
+        else:
+            shards = (copies,) if restated is None else (tuple(self._restated(copy, restated) for copy in copies),)
         columns = rows_schema(self._schema)
         tables = [read_segment(self.store, rows_file(copies[0]), columns, copies[0].num_rows) for copies in shards]
         rows = pa.concat_tables(tables)
@@ -97,6 +107,19 @@ class RowCopier:
             note_counts=tuple(sorted(notes.items())),
         )
 
+    def _restated(self, shard: ShardInfo, restated: pa.Table) -> ShardInfo:
+        """The same shard with a row segment of its own."""
+        rows = read_segment(self.store, rows_file(shard), rows_schema(self._schema), shard.num_rows)
+        is_restated_N = np.zeros(rows.num_rows, bool)
+        is_restated_N[restated.column("row").to_numpy()] = True
+        for name in restated.column_names[1:]:
+            place = rows.schema.get_field_index(_ROWS_COLUMN[name])
+            before, now = (each.combine_chunks() for each in (rows.column(place), restated.column(name)))
+            column = pc.replace_with_mask(before, pa.array(is_restated_N), now)
+            rows = rows.set_column(place, rows.schema.field(place), column)
+        file = put_segment(self.store, f"{ROWS}/{shard.split}", rows)
+        return replace(shard, rows_path=file.path, rows_bytes=file.size_bytes, rows_sha256=file.sha256)
+
     def only_kept(self, result: UnitResult, is_kept: Mapping[str, np.ndarray]) -> Iterator[UnitResult]:
         """The result with only some of its rows: a part for each shard, and last one for what it refused.
 
@@ -111,6 +134,12 @@ class RowCopier:
                 yield part
         nothing = format_digest(0)
         yield replace(result, shards=(), splits=(), accepted_key_sum=nothing, note_counts=())
+
+
+def _restate(rows: Iterator[StoredRow], restated: pa.Table | None) -> Iterator[StoredRow]:
+    facts = {} if restated is None else {record.pop("row"): record for record in restated.to_pylist()}
+    for place, row in enumerate(rows):
+        yield replace(row, source=replace(row.source, **facts[place])) if place in facts else row
 
 
 def _split_sums(split: str, rows: pa.Table, image_bytes: int, schema: RowSchema) -> SplitSums:

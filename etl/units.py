@@ -28,7 +28,7 @@ _CELLS_PER_BUCKET = (1 << 64) // NUM_BUCKETS
 
 # What may change without making other units.
 _NOT_DECIDING = {
-    *("engine", "num_workers", "scratch_dir", "write_mode"),
+    *("engine", "num_workers", "scratch_dir", "write_mode", "detect_changes"),
     # Its splits are facts of the listing.
     "stratified_splits",
     *("max_reject_fraction", "max_unreadable_fraction", "max_changed_fraction"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import uuid
@@ -18,7 +19,7 @@ from etl.sources import SOURCES, SourceReader
 from etl.splits import split_of
 from etl.units import UnitTask, WorkUnit, read_unit
 from shardmill.dataset.shard import publish_shard
-from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
+from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes, encode_sample_ids
 from shardmill.errors import AccessDenied, IntegrityError, StorageError, UsageError
 from shardmill.failpoints import failpoint
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
@@ -58,6 +59,7 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
     _check_host(task, reader)
     sources = read_unit(task.listing, unit, task.config.seed)
     rejections: list[Rejection] = []
+    unchanged: list[SourceImage] = []
     rows_by_split: dict[str, list[StoredRow]] = defaultdict(list)
     label_ids = {name: number for number, name in enumerate(task.row_schema.class_names)}
 
@@ -66,11 +68,13 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
     for image, outcome in _process(in_reading_order(sources), task, reader, decoder):
         if isinstance(outcome, Rejection):
             rejections.append(outcome)
+        elif isinstance(outcome, SourceImage):
+            unchanged.append(outcome)
         else:
             split = split_of(image, outcome.source_sha256, task.config.split_fractions)
             label_id = None if image.label is None else label_ids[image.label]
             rows_by_split[split].append(StoredRow.of(image, label_id, outcome))
-    _check_multiset(unit, sources, rows_by_split, rejections)
+    _check_multiset(unit, sources, rows_by_split, [*rejections, *unchanged])
     places = {image.key: place for place, image in enumerate(sources)}
     for rows in rows_by_split.values():
         rows.sort(key=lambda row: places[row.source.key])
@@ -88,6 +92,7 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
         accepted_key_sum=_key_sum(row.source.key for rows in rows_by_split.values() for row in rows),
         rejected_key_sum=_key_sum(rejection.key for rejection in rejections),
         note_counts=tuple(sorted(_count_notes(rows_by_split).items())),
+        unchanged_ids=encode_sample_ids(image.sample_id for image in unchanged),
     )
     if not task.is_check:
         keep_result(dataset, unit, result)
@@ -117,8 +122,11 @@ def _check_host(task: UnitTask, reader: SourceReader) -> None:
 
 def _process(
     sources: Sequence[SourceImage], task: UnitTask, reader: SourceReader, decoder: Decoder
-) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
-    """The outcome of each source in turn; the next one is read while a child process decodes."""
+) -> Iterator[tuple[SourceImage, ImageSample | Rejection | SourceImage]]:
+    """The outcome of each source in turn; the next one is read while a child process decodes.
+
+    A source whose bytes are known is its own outcome: it is not decoded.
+    """
     normalize = task.config.normalize_options()
     pending: PendingImage | None = None
     for image, data in read_ahead(lambda image: read_source(reader, image, task), sources, reader.num_parallel):
@@ -127,6 +135,8 @@ def _process(
             pending = None
         if isinstance(data, Rejection):
             yield image, data
+        elif image.known_sha256 and hashlib.sha256(data).hexdigest() == image.known_sha256:
+            yield image, image
         else:
             failpoint("decode")
             pending = decoder.start(image, data, normalize)
@@ -205,10 +215,14 @@ def _publish(
 
 
 def _check_multiset(
-    unit: WorkUnit, sources: Sequence[SourceImage], rows: dict[str, list[StoredRow]], rejections: Sequence[Rejection]
+    unit: WorkUnit,
+    sources: Sequence[SourceImage],
+    rows: dict[str, list[StoredRow]],
+    others: Sequence[Rejection | SourceImage],
 ) -> None:
+    """`others` were refused, or are known already."""
     ended = Counter(row.source.key for split_rows in rows.values() for row in split_rows)
-    ended.update(rejection.key for rejection in rejections)
+    ended.update(each.key for each in others)
     if ended != Counter(source.key for source in sources):
         raise IntegrityError(f"work unit {unit.index} lost or doubled an input", "this is a fault in shardmill")
 

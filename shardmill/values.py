@@ -100,6 +100,8 @@ class SourceImage:
     """Images of one block of a container are read by one work unit, so that no archive is scanned twice."""
     extra: str = ""
     """The values of the extra columns, as `encode_values` writes them; empty in a dataset without any."""
+    known_sha256: str = ""
+    """Of the row that the latest version has of it, listed with another size or time; empty unless contents count."""
 
     def rejected(self, reason: RejectReason, detail: str, stage: str = "read", source_sha256: str = "") -> Rejection:
         """The ledger's row for this input."""

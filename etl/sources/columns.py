@@ -18,7 +18,8 @@ from shardmill.errors import UsageError
 from shardmill.printable import printable
 from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason
 
-_DEFAULTS = {"size_bytes": UNKNOWN_SIZE, "mtime_ns": 0, "etag": "", "container": "", "block": 0, "extra": ""}
+_TEXTS = dict.fromkeys(("etag", "container", "extra", "known_sha256"), "")
+_DEFAULTS = {"size_bytes": UNKNOWN_SIZE, "mtime_ns": 0, "block": 0, **_TEXTS}
 
 
 def choose_column(names: Sequence[str], configured: str, usual: Sequence[str], key: str) -> str | None:

@@ -45,6 +45,8 @@ class UnitResult:
     accepted_key_sum: str
     rejected_key_sum: str
     note_counts: tuple[tuple[str, int], ...]
+    unchanged_ids: str = ""
+    """Sample ids of inputs whose bytes are those of their rows in the latest version (see `encode_sample_ids`)."""
 
 
 def encode_unit_result(result: UnitResult) -> bytes:
@@ -69,6 +71,16 @@ def _adapter() -> TypeAdapter[UnitResult]:
 def encode_prefixes(source_sha256s: Iterable[str]) -> str:
     """The first bytes of each hex digest, in order, as one base64 text."""
     return base64.b64encode(b"".join(bytes.fromhex(text[: 2 * _PREFIX_BYTES]) for text in source_sha256s)).decode()
+
+
+def encode_sample_ids(sample_ids: Iterable[int]) -> str:
+    """Signed 64-bit ids, in order, as one base64 text."""
+    return base64.b64encode(np.array([*sample_ids], "<i8").tobytes()).decode()
+
+
+def decode_sample_ids(texts: Iterable[str]) -> np.ndarray:
+    """The ids of all texts that `encode_sample_ids` made, one after the other, int64."""
+    return np.frombuffer(b"".join(map(base64.b64decode, texts)), "<i8")
 
 
 def decode_prefixes(texts: Iterable[str]) -> np.ndarray:
