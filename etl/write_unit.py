@@ -75,9 +75,7 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
             label_id = None if image.label is None else label_ids[image.label]
             rows_by_split[split].append(StoredRow.of(image, label_id, outcome))
     _check_multiset(unit, sources, rows_by_split, [*rejections, *unchanged])
-    places = {image.key: place for place, image in enumerate(sources)}
-    for rows in rows_by_split.values():
-        rows.sort(key=lambda row: places[row.source.key])
+    _sort_like(sources, rows_by_split)
 
     # Store: the same chunks in every format, spooled to scratch and published whole.
     shards = [] if task.is_check else _store(dataset, unit, rows_by_split, task)
@@ -212,6 +210,13 @@ def _publish(
         for format_name in config.formats:
             name = f"{unit.index:06d}-{number:03d}-{attempt}"
             yield publish_shard(store, split, name, format_name, chunks, schema=task.row_schema, scratch=scratch)
+
+
+def _sort_like(sources: Sequence[SourceImage], rows_by_split: dict[str, list[StoredRow]]) -> None:
+    """Into the unit's hash order: images of containers were read as they lie there."""
+    places = {image.key: place for place, image in enumerate(sources)}
+    for rows in rows_by_split.values():
+        rows.sort(key=lambda row: places[row.source.key])
 
 
 def _check_multiset(
