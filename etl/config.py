@@ -151,6 +151,8 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     """More images than this share that access is denied to (`unreadable`) end the run with exit 4."""
     max_changed_fraction: float = Field(default=0.01, ge=0, le=1)
     """More images than this share that vanish or change (`missing`, `source_changed`) end the run with exit 4."""
+    max_vanished_fraction: float = Field(default=0.5, ge=0, le=1)
+    """A source that lacks more than this share of the latest version's images ends the run with exit 4."""
     write_mode: Literal["overwrite", "append"] = "overwrite"
     """The next version holds the source's images alone, or these beside all that the latest one holds."""
     detect_changes: Literal["stat", "content"] = "stat"

@@ -35,6 +35,7 @@ from etl.pending import clear_pending, kept_and_missing
 from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
 from etl.same_content import with_same_content
 from etl.shard_rows import RowCopier
+from etl.vanished import check_vanished
 from shardmill.dataset.build import Build
 from shardmill.dataset.commit import commit_version, has_all_files
 from shardmill.dataset.leases import writing
@@ -115,10 +116,12 @@ def build_dataset(
         return _outcome(plan, parent, time.monotonic() - started)
 
     # Build what the latest version lacks, and commit it.
-    return _build_on_latest(plan, tree, observer, started)
+    return _build_on_latest(plan, tree, observer, started, replace_source=replace_source)
 
 
-def _build_on_latest(plan: BuildPlan, tree: EtlTree, observer: Observer, started: float) -> BuildOutcome:
+def _build_on_latest(
+    plan: BuildPlan, tree: EtlTree, observer: Observer, started: float, *, replace_source: bool
+) -> BuildOutcome:
     """From the units to the commit; an append that loses the race begins again with the winner's version.
 
     `started`: by the monotonic clock.
@@ -129,6 +132,8 @@ def _build_on_latest(plan: BuildPlan, tree: EtlTree, observer: Observer, started
             # Leave out what the latest version holds already.
             changed = plan_changes(plan, observer)
             plan, changes = changed or (plan, None)
+            if not replace_source:
+                check_vanished(plan, changes)
 
             # Keep what an interrupted run has finished, and run the rest.
             kept, new = run_units(plan, tree, observer)

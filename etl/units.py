@@ -31,7 +31,7 @@ _NOT_DECIDING = {
     *("engine", "num_workers", "scratch_dir", "write_mode", "detect_changes"),
     # Its splits are facts of the listing.
     "stratified_splits",
-    *("max_reject_fraction", "max_unreadable_fraction", "max_changed_fraction"),
+    *("max_reject_fraction", "max_unreadable_fraction", "max_changed_fraction", "max_vanished_fraction"),
     # The class names that follow from it decide, and are added; so a map that only grew rebuilds nothing.
     *("label_map", "unknown_class"),
 }

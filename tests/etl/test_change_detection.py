@@ -12,6 +12,7 @@ import pytest
 from etl.config import EtlTree, SourceConfig
 from etl.job import build_dataset
 from shardmill.dataset.verify import verify_dataset
+from shardmill.errors import StorageError
 from shardmill.jobs.config import DatasetConfig
 from tests.etl.test_incremental import _ETL, build, opened, paint
 from tests.support import write_images
@@ -121,3 +122,24 @@ def test_rows_of_a_table_that_names_some_splits_are_not_read_again(tmp_path: Pat
     assert outcome.num_images_read <= 2
     whole = tree.model_copy(update={"dataset": DatasetConfig(uri=str(tmp_path / "whole"))})
     assert outcome.manifest.content_digest == build_dataset(whole, run_id="3").manifest.content_digest
+
+
+def test_a_source_that_lost_most_of_its_images_replaces_nothing(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=30)
+    build(tmp_path)
+    files = sorted((tmp_path / "images").rglob("*.png"))
+    rng = random.Random(1)
+    for file in files[:15]:
+        file.unlink()
+    for file in files[15:]:
+        # Changed, and there: none of them has vanished.
+        paint(file, rng)
+    assert build(tmp_path).manifest.counts.accepted == 15
+    for file in files[15:23]:
+        file.unlink()
+    paint(tmp_path / "images" / "class_0" / "new.png", rng)
+    for change in ({}, {"image_size": 8}):
+        with pytest.raises(StorageError, match=r"8 of the 15 images of version 2 .*max_vanished_fraction allows 0.5"):
+            build(tmp_path, **change)
+        assert opened(tmp_path).manifest.version == 2
+    assert build(tmp_path, max_vanished_fraction=0.6).manifest.counts.accepted == 8
