@@ -1,4 +1,4 @@
-"""The engine of Spark: every work unit is a row of a DataFrame, and `write_unit` runs in a task of its own."""
+"""The engine of Spark: every work unit is a partition of its own, and its task runs it in a warm process beside it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import TypeAdapter
-
 from etl.engines import EngineSettings
+from etl.engines.unit_runner import UnitRunner
 from etl.pending import PENDING, finished_units
 from etl.units import ListingPlace, UnitTask, WorkUnit
-from etl.write_unit import write_unit
 from shardmill import errors
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.jobs.reach import planted
-from shardmill.jobs.spark import spark_session
+from shardmill.jobs.spark import spark_context
 from shardmill.jobs.spark_log import spark_log_hint
 from shardmill.storage import Store
 from shardmill.stores import open_store
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark import SparkContext
 
 LISTINGS = "listings"
 _NUM_JOBS = 3
@@ -36,7 +33,7 @@ _POLL_SECONDS = 0.5
 
 
 def run_on_spark(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
-    """One DataFrame row, one partition and one task for each unit. Spark moves the plan; images never cross the JVM.
+    """One row, one partition and one task for each unit. Spark moves the plan; images never cross the JVM.
 
     Results come from the records that tasks leave in the dataset, so that neither JVM nor driver holds all of them.
     Raises the tasks' own error after Spark's retries.
@@ -46,14 +43,14 @@ def run_on_spark(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSett
     with (
         planted(store) as nonce,
         _shared_listing(task, store) as listing,
-        spark_session("shardmill-etl", spark, spark.etl.conf) as session,
+        spark_context("shardmill-etl", spark, spark.etl.conf) as context,
     ):
-        work = _write_units(replace(task, reach=nonce, listing=listing))
+        work = _run_units(replace(task, reach=nonce, listing=listing))
         left = {unit.index: unit for unit in units}
         # A second run of the same units that committed first took their records away: then they are run again.
         for _ in range(_NUM_JOBS):
-            job = _start(session, _unit_frame(session, list(left.values())).mapInArrow(work, "unit_index int"))
-            for _ in _until_done(session, job):
+            job = _start(context, list(left.values()), work)
+            for _ in _until_done(context, job):
                 for result in finished_units(store, list(left.values())):
                     del left[result.unit_index]
                     yield result
@@ -82,36 +79,48 @@ def _shared_listing(task: UnitTask, store: Store) -> Iterator[ListingPlace]:
                 store.delete(path)
 
 
-def _unit_frame(session: SparkSession, units: Sequence[WorkUnit]) -> DataFrame:
-    adapter = TypeAdapter(WorkUnit)
-    rows = [(adapter.dump_json(unit).decode(),) for unit in units]
-    # As many slices as rows: each row is its own partition, so the slowest task is one unit and no more.
-    return session.createDataFrame(session.sparkContext.parallelize(rows, numSlices=len(rows)), "unit string")
-
-
-def _write_units(task: UnitTask) -> Callable[[Iterable[pa.RecordBatch]], Iterable[pa.RecordBatch]]:
+def _run_units(task: UnitTask) -> Callable[[Iterable[WorkUnit]], None]:
     """The function that Spark ships to its tasks."""
 
-    def write_units(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-        import pyarrow as pa
+    def run_units(units: Iterable[WorkUnit]) -> None:
+        for unit in units:
+            runner = _warm_runner(task)
+            try:
+                runner.send(unit)
+                while runner.receive() is None:
+                    pass
+            except BaseException:
+                # Its next task must not take this one's answer for its own.
+                _warm_runners.clear()
+                runner.close()
+                raise
 
-        adapter = TypeAdapter(WorkUnit)
-        for batch in batches:
-            for text in batch.column("unit").to_pylist():
-                result = write_unit(adapter.validate_json(text), task)
-                yield pa.RecordBatch.from_pydict({"unit_index": pa.array([result.unit_index], pa.int32())})
-
-    return write_units
+    return run_units
 
 
-def _start(session: SparkSession, frame: DataFrame) -> Future[None]:
+_warm_runners: list[UnitRunner] = []
+"""One at most: that of the latest task which this Python worker of Spark's was given. It ends with the worker."""
+
+
+def _warm_runner(task: UnitTask) -> UnitRunner:
+    if _warm_runners and _warm_runners[0].task != task:
+        _warm_runners.pop().close()
+    if not _warm_runners:
+        _warm_runners.append(UnitRunner(task))
+    return _warm_runners[0]
+
+
+def _start(context: SparkContext, units: Sequence[WorkUnit], work: Callable[[Iterable[WorkUnit]], None]) -> Future[None]:
     """Run the job in a thread, so that this one can take results and answer Ctrl-C."""
+    # As many slices as rows: each row is its own partition, so the slowest task is one unit and no more. Plain rows:
+    # a DataFrame would start Spark SQL, and pandas and pyarrow in each Python worker, for nothing.
+    rows = context.parallelize(units, numSlices=len(units))
     # Its thread must be a daemon, or a job that hangs would keep this process from ending; a pool's threads are none.
     job: Future[None] = Future()
 
     def run() -> None:
         try:
-            frame.collect()
+            rows.foreachPartition(work)
             job.set_result(None)
         except Exception as error:  # passed on to the thread that waits for the result
             job.set_exception(error)
@@ -120,9 +129,9 @@ def _start(session: SparkSession, frame: DataFrame) -> Future[None]:
     return job
 
 
-def _until_done(session: SparkSession, job: Future[None]) -> Iterator[None]:
+def _until_done(context: SparkContext, job: Future[None]) -> Iterator[None]:
     """Yields whenever further tasks have finished, and once after the last. Raises the error that ended the job."""
-    tracker = session.sparkContext.statusTracker()
+    tracker = context.statusTracker()
     num_done = 0
     try:
         while not job.done():
@@ -133,7 +142,7 @@ def _until_done(session: SparkSession, job: Future[None]) -> Iterator[None]:
                 num_done = now
                 yield
     except BaseException:
-        session.sparkContext.cancelAllJobs()
+        context.cancelAllJobs()
         raise
     error = job.exception()
     if error is not None:

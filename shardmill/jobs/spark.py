@@ -1,4 +1,4 @@
-"""A Spark session for either application, the same from the command line, `spark-submit` and Airflow.
+"""A Spark context for either application, the same from the command line, `spark-submit` and Airflow.
 
 PySpark alone would put every setting on the JVM's command line, where all users of the machine can read it, and would
 print Spark's own lines between those of the progress bar. So the JVM gets its settings in a private file, and its
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from py4j.java_gateway import JavaGateway
     from py4j.protocol import Py4JError
     from pyspark import SparkContext
-    from pyspark.sql import SparkSession
 
 _QUIET_LOG = Path(__file__).with_name("spark-log4j2.properties")
 
@@ -57,8 +56,10 @@ _JAVA_USAGE_ERRORS = frozenset({"java.lang.IllegalArgumentException", "java.lang
 
 
 @contextmanager
-def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iterator[SparkSession]:
-    """Start (or under `spark-submit` join) a session with `conf` passed through, and stop it at the end.
+def spark_context(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iterator[SparkContext]:
+    """Start (or under `spark-submit` join) a context with `conf` passed through, and stop it at the end.
+
+    No session: neither application needs Spark SQL, which takes seconds to start.
 
     Raises UsageError if pyspark or Java is missing, or if Spark refuses the settings; StorageError, which schedulers
     retry, if the machine or the cluster is at fault (no master answers, a port is taken).
@@ -66,7 +67,6 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
     try:
         from py4j.protocol import Py4JError
         from pyspark.errors import PySparkRuntimeError
-        from pyspark.sql import SparkSession
     except ImportError:
         raise UsageError("Spark needs the package pyspark", "", install_hint("spark")) from None
     # Spark's progress bar would overwrite ours.
@@ -81,8 +81,7 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     try:
-        _start_context(app_name, None if submitted else spark.master, {**settings, **conf})
-        session = SparkSession.builder.getOrCreate()
+        context = _start_context(app_name, None if submitted else spark.master, {**settings, **conf})
     except PySparkRuntimeError as error:
         raise UsageError(
             f"Spark does not start: {str(error).splitlines()[0]}",
@@ -92,17 +91,17 @@ def spark_session(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) ->
     except Py4JError as error:
         raise _start_error(error) from error
     # Spark's Python processes get it with each task.
-    session.sparkContext.environment |= _worker_environment(session.sparkContext)
-    if warning := protection_warning(str(session.sparkContext.master), session.sparkContext.getConf().get):
+    context.environment |= _worker_environment(context)
+    if warning := protection_warning(str(context.master), context.getConf().get):
         sys.stderr.write(f"WARNING: {warning}\n")
     try:
-        yield session
+        yield context
     except BaseException:
         # Stopping fails if the JVM is gone (a signal to the process group, out of memory); the first error counts.
         with suppress(Exception):
-            session.stop()
+            context.stop()
         raise
-    session.stop()
+    context.stop()
 
 
 def _start_error(error: Py4JError) -> ShardmillError:
@@ -111,7 +110,7 @@ def _start_error(error: Py4JError) -> ShardmillError:
 
     if not isinstance(error, Py4JJavaError):
         return StorageError(
-            "Spark does not start: its JVM ended", "expected it to run until the session ends", spark_log_hint()
+            "Spark does not start: its JVM ended", "expected it to run until the job ends", spark_log_hint()
         )
     causes = list(_causes(error.java_exception))
     kinds = {name for cause in causes for name in _java_classes(cause)}
@@ -138,7 +137,7 @@ def _java_classes(throwable: Any) -> Iterator[str]:
         kind = kind.getSuperclass()
 
 
-def _start_context(app_name: str, master: str | None, settings: Mapping[str, str]) -> None:
+def _start_context(app_name: str, master: str | None, settings: Mapping[str, str]) -> SparkContext:
     from pyspark import SparkConf, SparkContext
 
     # The context replaces the handler of Ctrl-C by one that calls the JVM from inside the call that it interrupts, and
@@ -148,12 +147,10 @@ def _start_context(app_name: str, master: str | None, settings: Mapping[str, str
     named = {"spark.app.name": app_name, **({"spark.master": master} if master is not None else {}), **settings}
     gateway = start_jvm(named) if is_first else None
     conf = SparkConf().setAll(list(named.items()))
-    if gateway is not None:
-        SparkContext(conf=conf, gateway=gateway)
-    else:
-        SparkContext.getOrCreate(conf)
+    context = SparkContext.getOrCreate(conf) if gateway is None else SparkContext(conf=conf, gateway=gateway)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, before)
+    return context
 
 
 def _worker_environment(context: SparkContext) -> dict[str, str]:

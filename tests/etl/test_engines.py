@@ -64,7 +64,7 @@ def test_a_workers_error_reaches_the_driver_as_itself_and_no_worker_is_left(imag
     (images / "dataset" / "shards").write_bytes(b"a file where a folder must be")
     with pytest.raises(StorageError, match="cannot access .*/dataset/shards"):
         build_dataset(local_tree(images), run_id="r")
-    assert [each for each in descendants() if "local_worker" in each] == []
+    assert [each for each in descendants() if "unit_worker" in each] == []
 
 
 def test_a_killed_worker_is_replaced_and_changes_nothing(images: Path):
@@ -73,12 +73,12 @@ def test_a_killed_worker_is_replaced_and_changes_nothing(images: Path):
     plan = plan_build(tree, run_id="r")
     results = run_locally(plan.units, plan.task, EngineSettings(tree.spark, num_workers=2))
     finished = [next(results)]
-    [worker, _] = [each for each in descendants() if "local_worker" in each]
+    [worker, _] = [each for each in descendants() if "unit_worker" in each]
     os.kill(int(worker.split()[0]), signal.SIGKILL)
     finished += results
     manifest = commit_results(plan, finished)
     assert (manifest.content_digest, manifest.layout_digest) == (here.content_digest, here.layout_digest)
-    assert [each for each in descendants() if "local_worker" in each] == []
+    assert [each for each in descendants() if "unit_worker" in each] == []
 
 
 def descendants() -> list[str]:

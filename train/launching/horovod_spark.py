@@ -17,7 +17,7 @@ from typing import Any
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH
-from shardmill.jobs.spark import spark_session
+from shardmill.jobs.spark import spark_context
 from shardmill.jobs.spark_settings import is_under_spark_submit
 from train.launching import Launcher
 from train.launching.faults import FIX
@@ -52,8 +52,7 @@ def launch_horovod_spark(
 ) -> TrainResult:
     """Run every rank in a Spark task. Raises UsageError at once if Spark cannot run them all at the same time."""
     check_configured_slots(task.config.num_workers, spark)
-    with spark_session(APPLICATION_NAME, spark, spark.train.conf) as session:
-        context = session.sparkContext
+    with spark_context(APPLICATION_NAME, spark, spark.train.conf) as context:
         master = str(context.master)
         check_slots(task.config.num_workers, master, dict(context.getConf().getAll()))
         is_local = master.startswith("local")

@@ -1,4 +1,4 @@
-"""A worker process of the local engine: work units in by a pipe, results out, until the pipe is closed."""
+"""The process of a `UnitRunner`: work units in by a pipe, results out, until the pipe is closed."""
 
 from __future__ import annotations
 
