@@ -38,7 +38,7 @@ ENGINES: Registry[Engine] = Registry(
             "etl.engines.spark:run_on_spark",
             "Spark tasks; local threads, or a cluster",
             extra="spark",
-            packages=("pyspark", "pandas"),
+            packages=("pyspark",),
         ),
     },
     takes_own=True,

@@ -9,18 +9,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from etl.engines import EngineSettings
+from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import UnitRunner
 from etl.units import UnitTask, WorkUnit
-from shardmill.dataset.unit_result import UnitResult
+from shardmill.dataset.unit_result import UnitResult, decode_unit_result
 
 
 def run_locally(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
     """Each unit's result as it finishes. Raises the first error that a unit raised, after ending all processes."""
-    waiting = deque(units)
+    task_json, waiting = encode_task(task), deque(map(encode_unit, units))
     num_workers = min(settings.num_workers or len(os.sched_getaffinity(0)), len(units))
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         for _ in range(num_workers):
-            runner = UnitRunner(task)
+            runner = UnitRunner(task_json)
             stack.callback(runner.close)
             runner.send(waiting.popleft())
             selector.register(runner.answers, selectors.EVENT_READ, runner)
@@ -30,7 +31,7 @@ def run_locally(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSetti
                 selector.unregister(key.fileobj)
                 result = runner.receive()
                 if result is not None:
-                    yield result
+                    yield decode_unit_result(result)
                     if not waiting:
                         continue
                     runner.send(waiting.popleft())

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etl.engines import EngineSettings
-from etl.engines.unit_runner import UnitRunner
+from etl.engines.unit_json import encode_task, encode_unit
+from etl.engines.unit_runner import run_in_warm_process
 from etl.pending import PENDING, finished_units
 from etl.units import ListingPlace, UnitTask, WorkUnit
 from shardmill import errors
@@ -45,11 +47,11 @@ def run_on_spark(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSett
         _shared_listing(task, store) as listing,
         spark_context("shardmill-etl", spark, spark.etl.conf) as context,
     ):
-        work = _run_units(replace(task, reach=nonce, listing=listing))
+        task = replace(task, reach=nonce, listing=listing)
         left = {unit.index: unit for unit in units}
         # A second run of the same units that committed first took their records away: then they are run again.
         for _ in range(_NUM_JOBS):
-            job = _start(context, list(left.values()), work)
+            job = _start(context, list(left.values()), task)
             for _ in _until_done(context, job):
                 for result in finished_units(store, list(left.values())):
                     del left[result.unit_index]
@@ -79,44 +81,14 @@ def _shared_listing(task: UnitTask, store: Store) -> Iterator[ListingPlace]:
                 store.delete(path)
 
 
-def _run_units(task: UnitTask) -> Callable[[Iterable[WorkUnit]], None]:
-    """The function that Spark ships to its tasks."""
-
-    def run_units(units: Iterable[WorkUnit]) -> None:
-        for unit in units:
-            runner = _warm_runner(task)
-            try:
-                runner.send(unit)
-                while runner.receive() is None:
-                    pass
-            except BaseException:
-                # Its next task must not take this one's answer for its own.
-                _warm_runners.clear()
-                runner.close()
-                raise
-
-    return run_units
-
-
-_warm_runners: list[UnitRunner] = []
-"""One at most: that of the latest task which this Python worker of Spark's was given. It ends with the worker."""
-
-
-def _warm_runner(task: UnitTask) -> UnitRunner:
-    if _warm_runners and _warm_runners[0].task != task:
-        _warm_runners.pop().close()
-    if not _warm_runners:
-        _warm_runners.append(UnitRunner(task))
-    return _warm_runners[0]
-
-
-def _start(context: SparkContext, units: Sequence[WorkUnit], work: Callable[[Iterable[WorkUnit]], None]) -> Future[None]:
+def _start(context: SparkContext, units: Sequence[WorkUnit], task: UnitTask) -> Future[None]:
     """Run the job in a thread, so that this one can take results and answer Ctrl-C."""
     # As many slices as rows: each row is its own partition, so the slowest task is one unit and no more. Plain rows:
     # a DataFrame would start Spark SQL, and pandas and pyarrow in each Python worker, for nothing.
-    rows = context.parallelize(units, numSlices=len(units))
+    rows = context.parallelize(map(encode_unit, units), numSlices=len(units))
     # Its thread must be a daemon, or a job that hangs would keep this process from ending; a pool's threads are none.
     job: Future[None] = Future()
+    work = partial(run_in_warm_process, encode_task(task))
 
     def run() -> None:
         try:

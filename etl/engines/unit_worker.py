@@ -6,9 +6,7 @@ import os
 import signal
 import sys
 
-from pydantic import TypeAdapter
-
-from etl.units import UnitTask, WorkUnit
+from etl.engines.unit_json import decode_task, decode_unit
 from etl.write_unit import write_unit
 from shardmill.dataset.unit_result import encode_unit_result
 from shardmill.errors import ShardmillError
@@ -28,12 +26,11 @@ def main() -> None:
     first = read_message(requests)
     if first is None:
         return
-    task = TypeAdapter(UnitTask).validate_json(first[1])
+    task = decode_task(first[1])
     decoder = None if first[0]["is_careful"] else OwnProcessDecoder(task.config.decode_limits())
-    adapter = TypeAdapter(WorkUnit)
     while (request := read_message(requests)) is not None:
         try:
-            result = write_unit(adapter.validate_json(request[1]), task, decoder)
+            result = write_unit(decode_unit(request[1]), task, decoder)
             message = pack_message({}, encode_unit_result(result))
         except ShardmillError as error:
             parts = [error.what, error.expected, error.fix]

@@ -15,7 +15,10 @@ from etl.config import EtlTree, SourceConfig
 from etl.engines import ENGINES, EngineSettings
 from etl.engines.auto import MAX_LOCAL_IMAGES, choose_engine
 from etl.engines.local import run_locally
+from etl.engines.unit_json import encode_task, encode_unit
+from etl.engines.unit_runner import end_warm_process, run_in_warm_process
 from etl.job import build_dataset, commit_results
+from etl.pending import finished_units
 from etl.plan import plan_build
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import StorageError
@@ -64,7 +67,7 @@ def test_a_workers_error_reaches_the_driver_as_itself_and_no_worker_is_left(imag
     (images / "dataset" / "shards").write_bytes(b"a file where a folder must be")
     with pytest.raises(StorageError, match="cannot access .*/dataset/shards"):
         build_dataset(local_tree(images), run_id="r")
-    assert [each for each in descendants() if "unit_worker" in each] == []
+    assert unit_workers() == []
 
 
 def test_a_killed_worker_is_replaced_and_changes_nothing(images: Path):
@@ -73,12 +76,40 @@ def test_a_killed_worker_is_replaced_and_changes_nothing(images: Path):
     plan = plan_build(tree, run_id="r")
     results = run_locally(plan.units, plan.task, EngineSettings(tree.spark, num_workers=2))
     finished = [next(results)]
-    [worker, _] = [each for each in descendants() if "unit_worker" in each]
-    os.kill(int(worker.split()[0]), signal.SIGKILL)
+    [worker, _] = unit_workers()
+    os.kill(worker, signal.SIGKILL)
     finished += results
     manifest = commit_results(plan, finished)
     assert (manifest.content_digest, manifest.layout_digest) == (here.content_digest, here.layout_digest)
-    assert [each for each in descendants() if "unit_worker" in each] == []
+    assert unit_workers() == []
+
+
+def test_a_warm_process_runs_unit_after_unit_and_is_replaced_if_it_is_lost(images: Path):
+    """What a task of Spark's does, without Spark."""
+    plan = plan_build(local_tree(images), run_id="r")
+    first, second, third, *rest = map(encode_unit, plan.units)
+    try:
+        run_in_warm_process(encode_task(plan.task), [first])
+        [worker] = unit_workers()
+        run_in_warm_process(encode_task(plan.task), [second])
+        assert unit_workers() == [worker]
+        os.kill(worker, signal.SIGKILL)
+        run_in_warm_process(encode_task(plan.task), [third, *rest])
+        assert unit_workers() != [worker]
+        (images / "images").rename(images / "gone")
+        with pytest.raises(StorageError, match="does not see the source"):
+            run_in_warm_process(encode_task(plan.task), [first])
+        assert unit_workers() == []
+    finally:
+        end_warm_process()
+    here = open_dataset(build_here(str(images / "gone"), str(images / "here"), ETL)).manifest
+    manifest = commit_results(plan, list(finished_units(plan.store, plan.units)))
+    assert (manifest.content_digest, manifest.layout_digest) == (here.content_digest, here.layout_digest)
+
+
+def unit_workers() -> list[int]:
+    """The processes of this one's `UnitRunner`s."""
+    return [int(each.split()[0]) for each in descendants() if "unit_worker" in each]
 
 
 def descendants() -> list[str]:
