@@ -1,104 +1,199 @@
-"""Inputs with equal bytes, once all units have run: they end the build, or one of them stays."""
+"""Inputs with equal bytes, once all units have run: they are counted, they end the build, or one of them stays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from etl.config import EtlConfig
-from shardmill.dataset.duplicates import repeating_shards
+from etl.grouping import Group, GroupBy, RowSegment, group_here, with_equals
+from etl.spill import SpilledRows
+from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
 from shardmill.dataset.index import in_all_formats, rows_file
 from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.errors import RejectLimitExceeded
 from shardmill.ids import add_digests, format_digest, key_bytes, key_hash
+from shardmill.jobs.process import scratch_folder
 from shardmill.printable import printable
 from shardmill.storage import Store
-from shardmill.values import Rejection, RejectReason
+from shardmill.values import Rejection, RejectReason, ShardInfo
 
 if TYPE_CHECKING:
-    from etl.shard_rows import RowCopier
+    from etl.shard_rows import Copies, RowCopier
 
 _NUM_EXAMPLES = 3
+# The copies of so many shards are in memory at once, while these shards are copied without them.
+_SHARDS_PER_PART = 64
+
+_LABELS = pa.schema([("source_sha256", pa.binary()), ("label", pa.int64())])
+_COUNTS = pa.schema([("duplicates", pa.int64()), ("conflicting", pa.int64())])
+_PLACES = pa.schema(
+    [("source_sha256", pa.binary()), ("source", pa.string()), ("shard", pa.int64()), ("row", pa.int64())]
+)
+# A copy is a row whose bytes an input with a smaller key has, the original. `row` is its place in its shard.
+_COPIES = pa.schema([("shard", pa.int64()), ("row", pa.int64()), ("source", pa.string()), ("original", pa.string())])
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
-    """A row whose bytes an input with a smaller key has."""
+class Resolved:
+    """What `etl.duplicates` allows."""
 
-    path: str
-    """Of the shard in the first format."""
-    row: int
-    original: str
-    """Key of the input that stays."""
-    record: dict[str, Any]
+    results: Sequence[UnitResult]
+    counts: DuplicateCounts
 
 
-def resolve_duplicates(results: Sequence[UnitResult], config: EtlConfig, copier: RowCopier) -> list[UnitResult]:
-    """The results without what `etl.duplicates` does not allow. Raises RejectLimitExceeded if it allows none."""
-    copies = [] if config.duplicates == "report" else _copies(copier.store, results, config.formats[0])
-    if not copies:
-        return list(results)
+def resolve_duplicates(
+    results: Sequence[UnitResult], config: EtlConfig, copier: RowCopier, group: Group = group_here
+) -> Resolved:
+    """Count equal inputs, or take out all but one of each. Raises RejectLimitExceeded if the config allows none."""
+    shards = [copies[0] for result in results for copies in in_all_formats(result.shards)]
+    if config.duplicates == "report":
+        return Resolved(results, count_copies(copier.store, shards, config, group))
+    copies = find_copies(copier.store, shards, config, group)
     if config.duplicates == "error":
-        examples = ", ".join(
-            f"{printable(each.record['source'])} = {printable(each.original)}" for each in copies[:_NUM_EXAMPLES]
-        )
+        _require_none(copies)
+        return Resolved(results, DuplicateCounts(0, 0))
+    return Resolved(_without(results, copies, config, copier), DuplicateCounts(0, 0))
+
+
+def count_copies(store: Store, shards: Sequence[ShardInfo], config: EtlConfig, group: Group) -> DuplicateCounts:
+    """How often the rows of `shards` repeat the bytes of another one."""
+    parts = pa.concat_tables([_COUNTS.empty_table(), *group(_group_by(store, shards, config, wants_places=False))])
+    return DuplicateCounts(*(sum(parts.column(name).to_pylist()) for name in _COUNTS.names))
+
+
+def find_copies(store: Store, shards: Sequence[ShardInfo], config: EtlConfig, group: Group) -> Iterator[pa.Table]:
+    """Every row of `shards` that has to go, in tables of `_COPIES`; the same ones in whatever order results came."""
+    return group(_group_by(store, shards, config, wants_places=True))
+
+
+def _group_by(store: Store, shards: Sequence[ShardInfo], config: EtlConfig, *, wants_places: bool) -> GroupBy:
+    segments = tuple(RowSegment(rows_file(shard), shard.num_rows) for shard in shards)
+    if wants_places:
+        return GroupBy(store.uri, segments, _pick_places, _PLACES, _fold_places, _COPIES, config.scratch_dir)
+    return GroupBy(store.uri, segments, _pick_labels, _LABELS, _fold_labels, _COUNTS, config.scratch_dir)
+
+
+def _pick_labels(rows: pa.Table, place: int) -> pa.Table:
+    return pa.table([_digests(rows), rows.column("label")], schema=_LABELS)
+
+
+def _fold_labels(rows: pa.Table) -> pa.Table:
+    found = count_duplicates(with_equals(rows))
+    return pa.table([[found.duplicates], [found.conflicting]], schema=_COUNTS)
+
+
+def _pick_places(rows: pa.Table, place: int) -> pa.Table:
+    shards_N = np.full(rows.num_rows, place)
+    return pa.table([_digests(rows), rows.column("source"), shards_N, np.arange(rows.num_rows)], schema=_PLACES)
+
+
+def _fold_places(rows: pa.Table) -> pa.Table:
+    same: dict[bytes, list[dict[str, Any]]] = {}
+    for record in with_equals(rows).to_pylist():
+        same.setdefault(record["source_sha256"], []).append(record)
+    found = []
+    for records in same.values():
+        first, *others = sorted(records, key=lambda record: key_bytes(record["source"]))
+        found += [{**record, "original": first["source"]} for record in others]
+    return pa.Table.from_pylist(found, schema=_COPIES)
+
+
+def _digests(rows: pa.Table) -> pa.Array:
+    """The source digests as bytes, which are half as long as their hex digits."""
+    joined = bytes.fromhex("".join(rows.column("source_sha256").to_pylist()))
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(32), rows.num_rows, [None, pa.py_buffer(joined)]).cast(
+        pa.binary()
+    )
+
+
+def _require_none(copies: Iterable[pa.Table]) -> None:
+    num_copies, examples = 0, []
+    for found in copies:
+        num_copies += found.num_rows
+        examples = heapq.nsmallest(_NUM_EXAMPLES, [*examples, *found.to_pylist()], key=_key_of)
+    if num_copies:
+        named = ", ".join(f"{printable(each['source'])} = {printable(each['original'])}" for each in examples)
         raise RejectLimitExceeded(
-            f"{len(copies)} inputs have the same bytes as another, such as {examples}",
+            f"{num_copies} inputs have the same bytes as another, such as {named}",
             'etl.duplicates = "error" allows none; nothing was published',
             'remove them, or set etl.duplicates = "drop" to keep the one with the smallest key',
         )
-    by_shard: dict[str, list[_Copy]] = {}
-    for copy in copies:
-        by_shard.setdefault(copy.path, []).append(copy)
-    return [part for result in results for part in _without(result, by_shard, copier)]
 
 
-def _copies(store: Store, results: Sequence[UnitResult], format_name: str) -> list[_Copy]:
-    """Every row that has to go; only shards with a repeated prefix are looked into."""
-    rows: dict[str, list[tuple[str, int, dict[str, Any]]]] = {}
-    for shard in repeating_shards(results, format_name):
-        table = read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows)
-        columns = ["source", "source_sha256", "source_bytes", "source_mtime_ns", "source_etag"]
-        for place, record in enumerate(table.select(columns).to_pylist()):
-            rows.setdefault(record["source_sha256"], []).append((shard.path, place, record))
-    found = []
-    for same in rows.values():
-        first, *others = sorted(same, key=lambda row: key_bytes(row[2]["source"]))
-        found += [_Copy(path, place, first[2]["source"], record) for path, place, record in others]
-    return sorted(found, key=lambda copy: key_bytes(copy.record["source"]))
+def _key_of(record: dict[str, Any]) -> bytes:
+    return key_bytes(record["source"])
 
 
-def _without(result: UnitResult, by_shard: dict[str, list[_Copy]], copier: RowCopier) -> Iterator[UnitResult]:
-    """The result without the copies: a part for each shard, and one for everything that was refused."""
-    groups = in_all_formats(result.shards)
-    gone = [copy for group in groups for copy in by_shard.get(group[0].path, ())]
-    if not gone:
-        yield result
-        return
+def _without(
+    results: Sequence[UnitResult], copies: Iterable[pa.Table], config: EtlConfig, copier: RowCopier
+) -> list[UnitResult]:
+    """The results without the copies; those of a few shards are in memory at a time."""
+    kept: list[UnitResult] = []
+    with scratch_folder(config.scratch_dir) as scratch:
+        spilled = SpilledRows(scratch, _COPIES)
+        for found in copies:
+            spilled.add(found, found.column("shard").to_numpy() // _SHARDS_PER_PART)
+        of_shard = _CopiesByShard(spilled)
+        place = 0
+        for result in results:
+            groups = in_all_formats(result.shards)
+            gone = [of_shard.rows_of(place + number) for number in range(len(groups))]
+            kept += _parts(result, groups, gone, copier)
+            place += len(groups)
+    return kept
+
+
+class _CopiesByShard:
+    """The copies of one shard after the other."""
+
+    def __init__(self, spilled: SpilledRows) -> None:
+        self._spilled = spilled
+        self._part, self._rows = -1, _COPIES.empty_table()
+
+    def rows_of(self, shard: int) -> list[dict[str, Any]]:
+        """In row order."""
+        part = shard // _SHARDS_PER_PART
+        if part != self._part:
+            self._part, self._rows = part, self._spilled.read(part)
+        is_of_shard_N = self._rows.column("shard").to_numpy() == shard
+        return self._rows.filter(pa.array(is_of_shard_N)).sort_by("row").to_pylist()
+
+
+def _parts(
+    result: UnitResult, groups: Sequence[Copies], gone: Sequence[list[dict[str, Any]]], copier: RowCopier
+) -> Iterator[UnitResult]:
+    """The result without the copies `gone` from its shards: a part for each shard, and one for all it refused."""
     is_kept = {group[0].path: np.ones(group[0].num_rows, bool) for group in groups}
-    for copy in gone:
-        is_kept[copy.path][copy.row] = False
+    refused: list[Rejection] = []
+    for group, copies in zip(groups, gone, strict=True):
+        if copies:
+            is_kept[group[0].path][[copy["row"] for copy in copies]] = False
+            refused += _rejections(copier.store, group[0], copies)
     *kept, rest = copier.only_kept(result, is_kept)
     yield from kept
-    refused = [_rejection(copy) for copy in gone]
     key_sum = add_digests(int(rest.rejected_key_sum, 16), *(key_hash(each.key) for each in refused))
     yield replace(rest, rejections=(*rest.rejections, *refused), rejected_key_sum=format_digest(key_sum))
 
 
-def _rejection(copy: _Copy) -> Rejection:
-    record = copy.record
-    return Rejection(
-        record["source"],
-        RejectReason.DUPLICATE_CONTENT,
-        f"the bytes of {printable(copy.original)}",
-        record["source_bytes"],
-        record["source_mtime_ns"],
-        record["source_etag"],
-        source_sha256=record["source_sha256"],
-        stage="read",
-    )
+def _rejections(store: Store, shard: ShardInfo, copies: Sequence[dict[str, Any]]) -> Iterator[Rejection]:
+    rows = read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows)
+    records = rows.take(pa.array([copy["row"] for copy in copies])).to_pylist()
+    for record, copy in zip(records, copies, strict=True):
+        yield Rejection(
+            record["source"],
+            RejectReason.DUPLICATE_CONTENT,
+            f"the bytes of {printable(copy['original'])}",
+            record["source_bytes"],
+            record["source_mtime_ns"],
+            record["source_etag"],
+            source_sha256=record["source_sha256"],
+            stage="read",
+        )

@@ -31,6 +31,7 @@ from etl.checks import (
 from etl.config import EtlTree
 from etl.duplicates import resolve_duplicates
 from etl.engines import ENGINES, EngineSettings
+from etl.grouping import Group, group_here
 from etl.pending import clear_pending, kept_and_missing
 from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
 from etl.same_content import with_same_content
@@ -140,7 +141,7 @@ def _build_on_latest(
 
             # Commit: the limits, the accounting, then one manifest.
             try:
-                manifest = commit_results(plan, [*kept, *new], changes, before_commit=lease.check)
+                manifest = commit_results(plan, [*kept, *new], changes, lease.check, _group_on_engine(tree))
                 break
             except CommitConflict:
                 if not plan.is_append or num_lost == _MAX_LOST_COMMITS:
@@ -180,12 +181,20 @@ def run_units(plan: BuildPlan, tree: EtlTree, observer: Observer) -> tuple[list[
     num_done = sum(num_images[result.unit_index] for result in kept)
     new: list[UnitResult] = []
     observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
-    settings = EngineSettings(tree.spark, tree.etl.num_workers)
-    for result in ENGINES[tree.etl.engine](missing, plan.task, settings) if missing else ():
+    engine, settings = ENGINES[tree.etl.engine], _settings(tree)
+    for result in engine.run_units(missing, plan.task, settings) if missing else ():
         new.append(result)
         num_done += num_images[result.unit_index]
         observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
     return kept, new
+
+
+def _group_on_engine(tree: EtlTree) -> Group:
+    return lambda group: ENGINES[tree.etl.engine].group_rows(group, _settings(tree))
+
+
+def _settings(tree: EtlTree) -> EngineSettings:
+    return EngineSettings(tree.spark, tree.etl.num_workers)
 
 
 def commit_results(
@@ -193,10 +202,12 @@ def commit_results(
     results: Sequence[UnitResult],
     changes: Changes | None = None,
     before_commit: Callable[[], None] = lambda: None,
+    group: Group = group_here,
 ) -> Manifest:
     """Commit what all units produced, and what `changes` left of the parent; then clear the units' pending records.
 
-    `before_commit` may still refuse, when all files are written and only the manifest is not.
+    `before_commit` may still refuse, when all files are written and only the manifest is not. `group` brings rows of
+    equal bytes together.
     If no new version came of it, the records stay: the same listing (of touched files, say) is not processed again.
     """
     if changes is not None:
@@ -210,9 +221,9 @@ def commit_results(
             if beside is None:
                 return plan.parent
             build, results = beside
-        results = resolve_duplicates(results, plan.task.config, copier)
+        resolved = resolve_duplicates(results, plan.task.config, copier, group)
     before_commit()
-    manifest = commit_version(plan.store, build, results, plan.parent_version)
+    manifest = commit_version(plan.store, build, resolved.results, resolved.counts, plan.parent_version)
     if manifest.version > plan.parent_version:
         clear_pending(plan.store, plan.units, manifest.version)
     return manifest

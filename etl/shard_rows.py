@@ -23,7 +23,7 @@ from shardmill.dataset.index import ROWS, in_all_formats, rows_file
 from shardmill.dataset.row_segments import count_pixels, rows_schema
 from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.dataset.shard import publish_shard
-from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes
+from shardmill.dataset.unit_result import SplitSums, UnitResult
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import format_digest
 from shardmill.jobs.process import Scratch
@@ -155,7 +155,6 @@ def _split_sums(split: str, rows: pa.Table, image_bytes: int, schema: RowSchema)
         num_pixels=count_pixels(rows, schema),
         channel_sums=_sum_lists(rows.column("channel_sums")),
         channel_square_sums=_sum_lists(rows.column("channel_square_sums")),
-        source_prefixes=encode_prefixes(rows.column("source_sha256").to_pylist()),
     )
 
 

@@ -19,7 +19,7 @@ from etl.sources import SOURCES, SourceReader
 from etl.splits import split_of
 from etl.units import UnitTask, WorkUnit, read_unit
 from shardmill.dataset.shard import publish_shard
-from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_prefixes, encode_sample_ids
+from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_sample_ids
 from shardmill.errors import AccessDenied, IntegrityError, StorageError, UsageError
 from shardmill.failpoints import failpoint
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
@@ -242,7 +242,6 @@ def _split_sums(split: str, rows: Sequence[StoredRow], schema: RowSchema) -> Spl
         num_pixels=sum(row.sample.height * row.sample.width for row in rows),
         channel_sums=_sum_columns(row.sample.channel_sums for row in rows),
         channel_square_sums=_sum_columns(row.sample.channel_square_sums for row in rows),
-        source_prefixes=encode_prefixes(row.sample.source_sha256 for row in rows),
     )
 
 

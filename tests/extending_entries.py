@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from etl.engines import EngineSettings
+from etl.engines import Engine, EngineSettings
+from etl.grouping import group_here
 from etl.sources.folders import FolderSource
 from etl.units import WorkUnit
 from etl.write_unit import UnitTask, write_unit
@@ -29,9 +30,12 @@ NEW_SCHEDULE = replace(STEP)
 new_optimizer = sgd
 
 
-def new_engine(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
+def run_here(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
     """Every unit in this process, one after the other."""
     return (write_unit(unit, task) for unit in units)
+
+
+NEW_ENGINE = Engine(run_here, group_here)
 
 
 def new_store(uri: str) -> LocalStore:

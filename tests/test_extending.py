@@ -29,7 +29,7 @@ EXTENDING = ROOT / "docs" / "extending.md"
 ENTRIES = "tests.extending_entries"
 NEW_ENTRIES = {
     "source.kind": "NEW_SOURCE",
-    "etl.engine": "new_engine",
+    "etl.engine": "NEW_ENGINE",
     "etl.encoding": "NEW_ENCODING",
     "etl.formats": "NEW_FORMAT",
     "train.model": "NEW_MODEL",
@@ -114,11 +114,11 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
 
 def test_a_users_own_objects_need_no_entry(tmp_path: Path):
     """The same through the real command, with objects from a module in the working directory."""
-    (tmp_path / "mine.py").write_text(f"from {ENTRIES} import NEW_LAUNCHER, NEW_SOURCE, NEW_STRATEGY, new_engine\n")
+    (tmp_path / "mine.py").write_text(f"from {ENTRIES} import NEW_LAUNCHER, NEW_SOURCE, NEW_STRATEGY, NEW_ENGINE\n")
     write_images(tmp_path / "images", num_images=60, num_classes=3)
     own = (
         "source.kind=mine:NEW_SOURCE",
-        "etl.engine=mine:new_engine",
+        "etl.engine=mine:NEW_ENGINE",
         "train.strategy=mine:NEW_STRATEGY",
         "train.launcher=mine:NEW_LAUNCHER",
     )

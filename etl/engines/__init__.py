@@ -1,4 +1,4 @@
-"""Engines run `write_unit` over work units; a new one is a module with a function and an entry here."""
+"""Engines run `write_unit` over work units, and group rows; a new one is an `Engine` in a module, and an entry here."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from shardmill.registry import Entry, Registry
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from etl.grouping import GroupBy
     from etl.units import UnitTask, WorkUnit
     from shardmill.dataset.unit_result import UnitResult
     from shardmill.jobs.config import SparkConfig
-
-    # Each unit's result once, as the units finish, in any order.
-    Engine = Callable[[Sequence[WorkUnit], UnitTask, "EngineSettings"], Iterator[UnitResult]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +26,26 @@ class EngineSettings:
     """Processes on this machine; 0 for one per core."""
 
 
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a build's work runs on. The results of both do not depend on which engine gave them."""
+
+    run_units: Callable[[Sequence[WorkUnit], UnitTask, EngineSettings], Iterator[UnitResult]]
+    """Each unit's result once, as the units finish, in any order."""
+    group_rows: Callable[[GroupBy, EngineSettings], Iterator[pa.Table]]
+    """The answer of each part of a group-by, in the order of the parts; `etl.grouping.group_here` will do."""
+
+
 ENGINES: Registry[Engine] = Registry(
     "etl.engine",
     {
         "auto": Entry(
-            "etl.engines.auto:run_automatically",
+            "etl.engines.auto:AUTO",
             "local on one machine; spark under spark-submit, with a cluster's spark.master, or above 10 million images",
         ),
-        "local": Entry("etl.engines.local:run_locally", "processes on this machine; no Java, no Spark"),
+        "local": Entry("etl.engines.local:LOCAL", "processes on this machine; no Java, no Spark"),
         "spark": Entry(
-            "etl.engines.spark:run_on_spark",
+            "etl.engines.spark:SPARK",
             "Spark tasks; local threads, or a cluster",
             extra="spark",
             packages=("pyspark",),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from etl.engines import ENGINES, EngineSettings
+import pyarrow as pa
+
+from etl.engines import ENGINES, Engine, EngineSettings
+from etl.grouping import GroupBy
 from etl.units import UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
@@ -15,10 +18,19 @@ MAX_LOCAL_IMAGES = 10_000_000
 
 def run_automatically(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
     """Run the units on the engine that `choose_engine` names."""
-    return ENGINES[choose_engine(sum(unit.num_images for unit in units), settings)](units, task, settings)
+    engine = ENGINES[choose_engine(sum(unit.num_images for unit in units), settings)]
+    return engine.run_units(units, task, settings)
+
+
+def group_automatically(group: GroupBy, settings: EngineSettings) -> Iterator[pa.Table]:
+    """Group the rows on the engine that `choose_engine` names for so many."""
+    return ENGINES[choose_engine(group.num_rows, settings)].group_rows(group, settings)
 
 
 def choose_engine(num_images: int, settings: EngineSettings) -> str:
     """`local` or `spark`."""
     has_cluster = is_under_spark_submit() or not is_local_master(settings.spark.master)
     return "spark" if has_cluster or num_images > MAX_LOCAL_IMAGES else "local"
+
+
+AUTO = Engine(run_automatically, group_automatically)

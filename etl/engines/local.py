@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
-from etl.engines import EngineSettings
+from etl.engines import Engine, EngineSettings
 from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import UnitRunner
+from etl.grouping import group_here
 from etl.units import UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result
 
@@ -36,3 +37,6 @@ def run_locally(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSetti
                         continue
                     runner.send(waiting.popleft())
                 selector.register(runner.answers, selectors.EVENT_READ, runner)
+
+
+LOCAL = Engine(run_locally, group_here)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from shardmill.dataset.build import Build
-from shardmill.dataset.duplicates import count_duplicates_of_units
+from shardmill.dataset.duplicates import DuplicateCounts
 from shardmill.dataset.index import check_files, index_table, read_shards
 from shardmill.dataset.ledger import ledger_digest, write_ledger
 from shardmill.dataset.manifest import (
@@ -61,7 +61,9 @@ def check_accounting(build: Build, results: Sequence[UnitResult]) -> None:
         )
 
 
-def commit_version(store: Store, build: Build, results: Sequence[UnitResult], parent_version: int) -> Manifest:
+def commit_version(
+    store: Store, build: Build, results: Sequence[UnitResult], duplicates: DuplicateCounts, parent_version: int
+) -> Manifest:
     """Make version `parent_version + 1` visible, and return it; or the winner, if another committed the same.
 
     A build that equals its parent, source included, makes no version: the parent is returned, if all its files exist.
@@ -72,7 +74,8 @@ def commit_version(store: Store, build: Build, results: Sequence[UnitResult], pa
     # Results come in the order in which units finished; layout and digests must not depend on it.
     results = sorted(results, key=lambda result: result.unit_index)
     rejections = build.all_rejections(results)
-    draft = _draft(store, build, results, rejections, parent_version)
+    counts = _count(build, results, rejections, duplicates)
+    draft = _draft(store, build, results, rejections, counts, parent_version)
     if parent_version:
         parent = read_manifest(store, parent_version)
         draft = draft.model_copy(update={"expired_versions": parent.expired_versions})
@@ -116,8 +119,9 @@ def has_all_files(store: Store, manifest: Manifest) -> bool:
 
 
 def _draft(
-    store: Store, build: Build, results: Sequence[UnitResult], rejections: Sequence[Rejection], parent_version: int
-) -> Manifest:
+    store: Store, build: Build, results: Sequence[UnitResult], rejections: Sequence[Rejection], counts: Counts,
+    parent_version: int,
+) -> Manifest:  # fmt: skip
     shards = [shard for result in results for shard in result.shards]
     splits = _merge_splits(results, shards, build.formats[0])
     content = content_digest(build.columns, build.class_names, build.normalization_fingerprint, splits)
@@ -137,7 +141,7 @@ def _draft(
         formats=build.formats,
         class_names=build.class_names,
         splits=splits,
-        counts=_count(store, build, results, rejections),
+        counts=counts,
         channel_sums=_merge_channel_sums(results),
         normalize=build.normalize,
         normalization_fingerprint=build.normalization_fingerprint,
@@ -177,20 +181,21 @@ def _merge_channel_sums(results: Sequence[UnitResult]) -> ChannelSums:
     )
 
 
-def _count(store: Store, build: Build, results: Sequence[UnitResult], rejections: Sequence[Rejection]) -> Counts:
+def _count(
+    build: Build, results: Sequence[UnitResult], rejections: Sequence[Rejection], duplicates: DuplicateCounts
+) -> Counts:
     by_split: Counter[str] = Counter()
     by_note: Counter[str] = Counter()
     for result in results:
         by_split.update({part.split: part.num_rows for part in result.splits})
         by_note.update(dict(result.note_counts))
-    found = count_duplicates_of_units(store, results, build.formats[0])
     return Counts(
         listed=build.num_listed,
         accepted=by_split.total(),
         rejected=len(rejections),
         by_reason=dict(sorted(Counter(str(rejection.reason) for rejection in rejections).items())),
         by_split=dict(sorted(by_split.items())),
-        duplicate_content=found.duplicates,
-        conflicting_label=found.conflicting,
+        duplicate_content=duplicates.duplicates,
+        conflicting_label=duplicates.conflicting,
         by_note=dict(sorted(by_note.items())),
     )

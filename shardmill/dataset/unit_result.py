@@ -13,9 +13,6 @@ from pydantic import TypeAdapter, ValidationError
 from shardmill.errors import IntegrityError
 from shardmill.values import Rejection, ShardInfo
 
-# One uint64: few enough to send for every row, and equal by chance in about one dataset of a billion rows in 40.
-_PREFIX_BYTES = 8
-
 
 @dataclass(frozen=True, slots=True)
 class SplitSums:
@@ -29,8 +26,6 @@ class SplitSums:
     num_pixels: int
     channel_sums: tuple[int, ...]
     channel_square_sums: tuple[int, ...]
-    source_prefixes: str
-    """The first bytes of each row's source SHA-256, in row order (see `dataset/duplicates.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +63,6 @@ def _adapter() -> TypeAdapter[UnitResult]:
     return TypeAdapter(UnitResult)
 
 
-def encode_prefixes(source_sha256s: Iterable[str]) -> str:
-    """The first bytes of each hex digest, in order, as one base64 text."""
-    return base64.b64encode(b"".join(bytes.fromhex(text[: 2 * _PREFIX_BYTES]) for text in source_sha256s)).decode()
-
-
 def encode_sample_ids(sample_ids: Iterable[int]) -> str:
     """Signed 64-bit ids, in order, as one base64 text."""
     return base64.b64encode(np.array([*sample_ids], "<i8").tobytes()).decode()
@@ -81,8 +71,3 @@ def encode_sample_ids(sample_ids: Iterable[int]) -> str:
 def decode_sample_ids(texts: Iterable[str]) -> np.ndarray:
     """The ids of all texts that `encode_sample_ids` made, one after the other, int64."""
     return np.frombuffer(b"".join(map(base64.b64decode, texts)), "<i8")
-
-
-def decode_prefixes(texts: Iterable[str]) -> np.ndarray:
-    """The prefixes of all texts that `encode_prefixes` made, one after the other, each as one uint64."""
-    return np.frombuffer(b"".join(map(base64.b64decode, texts)), dtype=np.uint64)

@@ -22,7 +22,7 @@ from shardmill.jobs.observer import FieldValue
 from tests.support import write_images
 
 _ETL = EtlConfig(
-    engine="tests.extending_entries:new_engine", image_size=16, encoding="png", unit_min_images=64, chunk_bytes=4_000,
+    engine="tests.extending_entries:NEW_ENGINE", image_size=16, encoding="png", unit_min_images=64, chunk_bytes=4_000,
     max_reject_fraction=0.5,
 )  # fmt: skip
 # More by these two: the drill of docs/etl.md is 5 and 10.

@@ -23,7 +23,7 @@ _COPIES = ("class_0/a_copy.png", "class_1/z_copy.png", "class_2/z_copy.png")
 
 
 def build(folder: Path, dataset: str, duplicates: str) -> BuildOutcome:
-    etl = ETL.model_copy(update={"engine": "tests.extending_entries:new_engine", "duplicates": duplicates})
+    etl = ETL.model_copy(update={"engine": "tests.extending_entries:NEW_ENGINE", "duplicates": duplicates})
     tree = EtlTree(
         source=SourceConfig(uri=str(folder / "images")), dataset=DatasetConfig(uri=str(folder / dataset)), etl=etl
     )

@@ -24,7 +24,7 @@ from tests.support import write_images
 
 _SEED = random.SystemRandom().randrange(2**32)
 _ETL = EtlConfig(
-    engine="tests.extending_entries:new_engine", image_size=16, encoding="png", unit_min_images=16, chunk_bytes=4_000,
+    engine="tests.extending_entries:NEW_ENGINE", image_size=16, encoding="png", unit_min_images=16, chunk_bytes=4_000,
     formats=("parquet", "tfrecord"), max_reject_fraction=0.5,
 )  # fmt: skip
 

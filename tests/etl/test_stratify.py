@@ -18,7 +18,7 @@ from shardmill.jobs.config import DatasetConfig
 from tests.support import write_images
 
 _SETTINGS = EtlConfig(
-    engine="tests.extending_entries:new_engine", image_size=8, encoding="png", stratified_splits=True,
+    engine="tests.extending_entries:NEW_ENGINE", image_size=8, encoding="png", stratified_splits=True,
     split_fractions=SplitFractions(train=0.7, validation=0.2, test=0.1),
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from shardmill.errors import RejectLimitExceeded, UsageError
 from shardmill.jobs.config import DatasetConfig
 from tests.support import write_images
 
-_ETL = EtlConfig(engine="tests.extending_entries:new_engine", image_size=8, encoding="png", max_reject_fraction=1)
+_ETL = EtlConfig(engine="tests.extending_entries:NEW_ENGINE", image_size=8, encoding="png", max_reject_fraction=1)
 
 
 def tree_of(folder: Path, source: SourceConfig, dataset: str = "dataset", **etl: object) -> EtlTree:

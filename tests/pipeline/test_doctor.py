@@ -31,7 +31,7 @@ def test_doctor_shows_the_window_budget_of_the_committed_dataset(tmp_path: Path)
     assert status == "warn" and "expected at most train.window_budget_bytes = 1000" in text and "num_workers" in text
 
 
-@pytest.mark.parametrize(("engine", "status"), [("spark", "fail"), ("tests.extending_entries:new_engine", "warn")])
+@pytest.mark.parametrize(("engine", "status"), [("spark", "fail"), ("tests.extending_entries:NEW_ENGINE", "warn")])
 def test_java_is_needed_only_by_what_needs_spark(
     engine: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

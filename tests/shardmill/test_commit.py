@@ -18,6 +18,7 @@ from etl.plan import BuildPlan, plan_build
 from etl.write_unit import write_unit
 from shardmill.dataset.commit import commit_version, publish
 from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.duplicates import DuplicateCounts
 from shardmill.dataset.manifest import Manifest, manifest_path
 from shardmill.dataset.open import open_dataset, open_pinned
 from shardmill.dataset.verify import verify_dataset
@@ -132,7 +133,7 @@ def test_results_that_do_not_add_up_are_not_committed(tmp_path: Path, fault: str
         "swapped": [dataclasses.replace(results[0], accepted_key_sum=results[1].accepted_key_sum), *results[1:]],
     }[fault]
     with pytest.raises(IntegrityError, match="listed"):
-        commit_version(plan.store, plan.build, wrong, 0)
+        commit_version(plan.store, plan.build, wrong, DuplicateCounts(0, 0), 0)
     assert plan.store.stat(manifest_path(1)) is None
 
 

@@ -1,0 +1,101 @@
+"""A group-by in Spark's tasks: contributions cross the shuffle as blocks of Arrow, and answers come back as files."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from etl.engines import EngineSettings
+from etl.engines.spark_jobs import start_job, until_done
+from etl.grouping import GroupBy, group_here
+from etl.spill import ROWS_PER_PART, split_rows
+from shardmill.dataset.segment import read_segment, table_bytes
+from shardmill.errors import ShardmillError
+from shardmill.jobs.spark import spark_context
+from shardmill.sealed import SealedFile, seal_file
+from shardmill.storage import Store
+from shardmill.stores import open_store
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+LISTINGS = "listings"
+"""The folder, below a dataset, for what tasks and driver leave each other; `gc` knows it."""
+# The driver does so many in a few seconds, less than an application takes to start.
+_MIN_ROWS = 2_000_000
+
+
+def group_on_spark(group: GroupBy, settings: EngineSettings) -> Iterator[pa.Table]:
+    """The answers of all parts, in order; few rows are grouped in this process. Raises the tasks' own error."""
+    if group.num_rows < _MIN_ROWS:
+        yield from group_here(group, settings)
+        return
+    store, spark = open_store(group.dataset_uri), settings.spark
+    with answers_folder(store) as folder:
+        with spark_context("shardmill-etl", spark, spark.etl.conf) as context:
+            answers = group_in(context, group, folder)
+        for answer in answers:
+            yield read_segment(store, answer, group.folded, group.num_rows)
+
+
+@contextmanager
+def answers_folder(store: Store) -> Iterator[str]:
+    """The path of a folder for answers, which are deleted at the end; those of failed attempts with them."""
+    folder = f"{LISTINGS}/{uuid.uuid4().hex[:12]}"
+    try:
+        yield folder
+    finally:
+        # They must not stand in for what went wrong inside.
+        with suppress(ShardmillError):
+            for file in list(store.list(folder)):
+                store.delete(file.path)
+
+
+def group_in(context: SparkContext, group: GroupBy, folder: str) -> list[SealedFile]:
+    """Where the answer of each part is, in the order of the parts. The driver holds these names, and no row."""
+    places, num_parts = range(len(group.segments)), group.num_parts
+    blocks = context.parallelize(places, min(len(places), num_parts)).mapPartitions(lambda mine: _blocks(group, mine))
+    # One block for each task and part, and not one record for each row: Python never sees a row.
+    parts = blocks.partitionBy(num_parts, int)
+    answers = parts.mapPartitionsWithIndex(lambda part, mine: [(part, _answer(group, folder, mine))])
+    job = start_job(answers.collect)
+    for _ in until_done(context, job):
+        pass
+    return [answer for _, answer in sorted(job.result(), key=lambda answer: answer[0])]
+
+
+def _blocks(group: GroupBy, places: Iterable[int]) -> Iterator[tuple[int, tuple[int, bytes]]]:
+    """What these segments contribute to each part: (part, (place of the first segment, Arrow stream))."""
+    store = open_store(group.dataset_uri)
+    waiting, num_waiting, first = [], 0, -1
+    for place in places:
+        rows = group.contribution(store, place)
+        first = place if not waiting else first
+        waiting.append((rows, group.parts_of(rows)))
+        num_waiting += rows.num_rows
+        if num_waiting >= ROWS_PER_PART:
+            yield from _packed(waiting, first)
+            waiting, num_waiting = [], 0
+    yield from _packed(waiting, first)
+
+
+def _packed(waiting: list, first: int) -> Iterator[tuple[int, tuple[int, bytes]]]:
+    for part, rows in split_rows(waiting):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, rows.schema) as writer:
+            writer.write_table(rows)
+        yield part, (first, sink.getvalue().to_pybytes())
+
+
+def _answer(group: GroupBy, folder: str, blocks: Iterable[tuple[int, tuple[int, bytes]]]) -> SealedFile:
+    """Fold one part, whose blocks come in any order, and leave the answer where the driver reads it."""
+    ordered = sorted((block for _, block in blocks), key=lambda block: block[0])
+    tables = [pa.ipc.open_stream(data).read_all() for _, data in ordered]
+    data = table_bytes(group.fold(pa.concat_tables([group.picked.empty_table(), *tables])))
+    file = seal_file(f"{folder}/{uuid.uuid4().hex}.parquet", data)
+    open_store(group.dataset_uri).put(file.path, data)
+    return file

@@ -1,0 +1,69 @@
+"""A job of Spark, as its driver sees it: it runs in a thread, its progress can be followed, and its error is ours."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, TypeVar
+
+from shardmill import errors
+from shardmill.jobs.spark_log import spark_log_hint
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+_POLL_SECONDS = 0.5
+Value = TypeVar("Value")
+
+
+def start_job(action: Callable[[], Value]) -> Future[Value]:
+    """Run a job in a thread, so that this one can take results and answer Ctrl-C."""
+    # Its thread must be a daemon, or a job that hangs would keep this process from ending; a pool's threads are none.
+    job: Future[Value] = Future()
+
+    def run() -> None:
+        try:
+            job.set_result(action())
+        except Exception as error:  # passed on to the thread that waits for the result
+            job.set_exception(error)
+
+    threading.Thread(target=run, name="shardmill-spark-job", daemon=True).start()
+    return job
+
+
+def until_done(context: SparkContext, job: Future[Value]) -> Iterator[None]:
+    """Yields whenever further tasks have finished, and once after the last. Raises the error that ended the job."""
+    tracker = context.statusTracker()
+    num_done = 0
+    try:
+        while not job.done():
+            wait([job], _POLL_SECONDS)
+            stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+            now = max((stage.numCompletedTasks for stage in stages if stage is not None), default=0)
+            if now > num_done:
+                num_done = now
+                yield
+    except BaseException:
+        context.cancelAllJobs()
+        raise
+    error = job.exception()
+    if error is not None:
+        raise _own_error(error) from error
+    yield
+
+
+def _own_error(error: BaseException) -> errors.ShardmillError:
+    """The error of ours inside Spark's report of a failed task, or one with Spark's reason; the hint names the log."""
+    text = str(error)
+    for name, message in re.findall(r"shardmill\.errors\.(\w+): (.+)", text):
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, errors.ShardmillError):
+            return kind(message.strip(), "", spark_log_hint())
+    lines = [line.strip() for line in text.splitlines() if re.match(r"\s*\w*(Error|Exception)\b.*:", line)]
+    return errors.StorageError(
+        f"a work unit failed on every try: {(lines or text.splitlines() or ['no reason given'])[-1][:300]}",
+        "nothing was committed; finished units are kept",
+        f"run the same command again; {spark_log_hint() or '--debug shows more'}",
+    )

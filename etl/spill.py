@@ -1,0 +1,67 @@
+"""Rows on disk, in parts of which each fits in memory: what a group-by and a look-up by shard stand on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+ROWS_PER_PART = 500_000
+"""How many rows, of 100 to 200 bytes, are in memory at once."""
+
+
+class SpilledRows:
+    """Rows that are added in any order and read part by part; inside a part they keep their order.
+
+    `folder` must exist; nothing else may write to it.
+    """
+
+    def __init__(self, folder: Path, schema: pa.Schema) -> None:
+        self._folder = folder
+        self._schema = schema
+        self._waiting: list[tuple[pa.Table, np.ndarray]] = []
+        self._num_waiting = 0
+
+    def add(self, rows: pa.Table, parts_N: np.ndarray) -> None:
+        """Add rows of the schema, each to the part of its number."""
+        self._waiting.append((rows, parts_N))
+        self._num_waiting += rows.num_rows
+        if self._num_waiting >= ROWS_PER_PART:
+            self._write()
+
+    def read(self, part: int) -> pa.Table:
+        """All rows of a part; a part that nothing was added to is empty."""
+        self._write()
+        file = self._folder / f"part-{part:06d}"
+        tables = [self._schema.empty_table()]
+        if file.exists():
+            with file.open("rb") as stream:
+                # One stream for each time that rows were written.
+                while stream.peek(1):
+                    tables.append(pa.ipc.open_stream(stream).read_all())
+        return pa.concat_tables(tables)
+
+    def _write(self) -> None:
+        for part, rows in split_rows(self._waiting):
+            with (
+                (self._folder / f"part-{part:06d}").open("ab") as stream,
+                pa.ipc.new_stream(stream, self._schema) as writer,
+            ):
+                writer.write_table(rows)
+        self._waiting, self._num_waiting = [], 0
+
+
+def split_rows(tables: list[tuple[pa.Table, np.ndarray]]) -> list[tuple[int, pa.Table]]:
+    """The rows of all tables by the number of their part, without the parts that have none."""
+    if not tables:
+        return []
+    rows = pa.concat_tables([table for table, _ in tables])
+    parts_N = np.concatenate([parts for _, parts in tables])
+    order_N = np.argsort(parts_N, kind="stable")
+    rows, parts_N = rows.take(pa.array(order_N)), parts_N[order_N]
+    starts = np.flatnonzero(np.diff(parts_N, prepend=-1))
+    ends = [*starts[1:], len(parts_N)]
+    return [
+        (int(parts_N[start]), rows.slice(start, end - start)) for start, end in zip(starts.tolist(), ends, strict=True)
+    ]

@@ -1,0 +1,120 @@
+"""Rows of equal bytes are brought together wherever the work runs: the same counts, the same copies, the same order."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from etl.config import EtlConfig
+from etl.duplicates import count_copies, find_copies
+from etl.engines import EngineSettings, spark_groups
+from etl.engines.spark_groups import group_on_spark
+from etl.grouping import Group, GroupBy, group_here
+from etl.spill import SpilledRows
+from shardmill.dataset.duplicates import DuplicateCounts
+from shardmill.dataset.shard import publish_shard
+from shardmill.formats.rows import RowSchema, StoredRow
+from shardmill.jobs.config import SparkConfig
+from shardmill.storage import Store
+from shardmill.stores import open_store
+from shardmill.values import ImageSample, ShardInfo, SourceImage
+
+CLASS_NAMES = ("a", "b")
+SCHEMA = RowSchema("raw", (1, 1, 1), CLASS_NAMES)
+CONFIG = EtlConfig()
+
+
+def row(number: int, source_sha256: str, label_id: int) -> StoredRow:
+    source = SourceImage(f"{number}.png", 1, label=CLASS_NAMES[label_id], sample_id=number)
+    return StoredRow.of(source, label_id, ImageSample(b"x", 1, 1, 1, source_sha256, (120,), (14400,)))
+
+
+def in_small_parts(group: Group) -> Group:
+    return lambda asked: group(replace(asked, rows_per_part=9))
+
+
+@pytest.fixture
+def rows() -> list[StoredRow]:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    # Few digests, so that they repeat; of each prefix there are two, so that a prefix alone proves nothing.
+    prefixes = [rng.randbytes(8).hex() for _ in range(20)]
+    digests = [prefix + rest for prefix in prefixes for rest in ("00" * 24, "11" * 24)]
+    return [row(number, rng.choice(digests), rng.randrange(2)) for number in rng.sample(range(10_000), 60)]
+
+
+def write_shards(store: Store, rows: list[StoredRow], folder: Path) -> list[ShardInfo]:
+    bounds = [(0, 7), (7, 8), (8, 30), (30, 60)]
+    return [
+        publish_shard(store, "train", f"{first}", "parquet", [rows[first:end]], schema=SCHEMA, scratch=folder)
+        for first, end in bounds
+    ]
+
+
+def counted_by_hand(rows: list[StoredRow]) -> DuplicateCounts:
+    times = Counter(row.sample.source_sha256 for row in rows)
+    labels = {digest: {row.label_id for row in rows if row.sample.source_sha256 == digest} for digest in times}
+    conflicting = sum(count for digest, count in times.items() if len(labels[digest]) > 1)
+    return DuplicateCounts(len(rows) - len(times), conflicting)
+
+
+def copies_by_hand(rows: list[StoredRow]) -> dict[str, str]:
+    """Key of a copy -> key of its original."""
+    originals: dict[str, str] = {}
+    for each in rows:
+        digest = each.sample.source_sha256
+        originals[digest] = min(originals.get(digest, each.source.key), each.source.key)
+    return {
+        each.source.key: originals[each.sample.source_sha256]
+        for each in rows
+        if originals[each.sample.source_sha256] != each.source.key
+    }
+
+
+def test_counts_and_copies_are_those_of_all_rows(rows: list[StoredRow], tmp_path: Path):
+    store = open_store(tmp_path / "dataset")
+    shards = write_shards(store, rows, tmp_path)
+    for group in (group_here, in_small_parts(group_here)):
+        assert count_copies(store, shards, CONFIG, group) == counted_by_hand(rows)
+        found = pa.concat_tables(find_copies(store, shards, CONFIG, group)).to_pylist()
+        assert {each["source"]: each["original"] for each in found} == copies_by_hand(rows)
+        places = {(each["shard"], each["row"]): each["source"] for each in found}
+        first_rows = (0, 7, 8, 30)
+        assert all(rows[first_rows[shard] + number].source.key == key for (shard, number), key in places.items())
+    assert count_copies(store, [], CONFIG, group_here) == DuplicateCounts(0, 0)
+
+
+def test_spark_gives_what_one_machine_gives_and_leaves_no_file(
+    rows: list[StoredRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(spark_groups, "_MIN_ROWS", 0)
+    store = open_store(tmp_path / "dataset")
+    shards = write_shards(store, rows, tmp_path)
+    settings = EngineSettings(SparkConfig(master="local[2]"), 0)
+
+    def on_spark(asked: GroupBy) -> Iterator[pa.Table]:
+        return group_on_spark(asked, settings)
+
+    here, there = (list(find_copies(store, shards, CONFIG, in_small_parts(each))) for each in (group_here, on_spark))
+    assert len(here) == len(there) == 7
+    assert here == there
+    assert [file.path for file in store.list("listings")] == []
+
+
+def test_a_part_is_read_in_the_order_in_which_its_rows_were_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("etl.spill.ROWS_PER_PART", 10)
+    spilled = SpilledRows(tmp_path, pa.schema([("number", pa.int64())]))
+    numbers = pa.array(range(95))
+    for first in range(0, 95, 4):
+        part = pa.table([numbers[first : first + 4]], names=["number"])
+        spilled.add(part, part.column("number").to_numpy() % 3)
+    assert [spilled.read(part).column("number").to_pylist() for part in range(4)] == [
+        list(range(part, 95, 3)) if part < 3 else [] for part in range(4)
+    ]
