@@ -9,8 +9,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
-from etl.job import commit_results
 from etl.plan import plan_build
 from etl.write_unit import write_unit
 from shardmill.dataset.chunks import ChunkFetcher

@@ -8,8 +8,8 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import commit_results
 from etl.plan import plan_build
 from etl.write_unit import write_unit
 from shardmill.formats import SHARD_FORMATS

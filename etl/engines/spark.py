@@ -43,8 +43,8 @@ def run_on_spark(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSett
         left = {unit.index: unit for unit in units}
         # A second run of the same units that committed first took their records away: then they are run again.
         for _ in range(_NUM_JOBS):
-            # As many slices as units: each is its own partition, so the slowest task is one unit and no more. Plain rows:
-            # a DataFrame would start Spark SQL, and pandas and pyarrow in each Python worker, for nothing.
+            # As many slices as units: each is its own partition, so the slowest task is one unit and no more. Plain
+            # rows: a DataFrame would start Spark SQL, and pandas and pyarrow in each Python worker, for nothing.
             rows = context.parallelize(map(encode_unit, left.values()), numSlices=len(left))
             job = start_job(partial(rows.foreachPartition, work))
             for _ in until_done(context, job):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import BuildOutcome, commit_results
+from etl.job import BuildOutcome
 from etl.list_source import list_source
 from etl.listing import Listing
 from etl.plan import plan_build

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from etl.commit import commit_results
 from etl.config import EtlConfig
-from etl.job import commit_results
 from etl.plan import BuildPlan, plan_build
 from etl.units import WorkUnit
 from etl.write_unit import sandbox_of_process, write_unit

@@ -11,13 +11,14 @@ import cv2
 import numpy as np
 import pytest
 
+from etl.commit import commit_results
 from etl.config import EtlTree, SourceConfig
 from etl.engines import ENGINES, EngineSettings
 from etl.engines.auto import MAX_LOCAL_IMAGES, choose_engine
 from etl.engines.local import run_locally
 from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import end_warm_process, run_in_warm_process
-from etl.job import build_dataset, commit_results
+from etl.job import build_dataset
 from etl.pending import finished_units
 from etl.plan import plan_build
 from shardmill.dataset.open import open_dataset

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from etl.checks import LIMITS
+from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import build_dataset, commit_results
+from etl.job import build_dataset
 from etl.plan import plan_build
 from etl.write_unit import write_unit
 from pipeline.inspection import list_rejections

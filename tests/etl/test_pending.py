@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import build_dataset, commit_results
+from etl.job import build_dataset
 from etl.pending import PENDING, kept_and_missing, pending_path
 from etl.plan import BuildPlan, plan_build
 from etl.write_unit import write_unit

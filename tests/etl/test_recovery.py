@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from etl.job import build_dataset, commit_results
+from etl.commit import commit_results
+from etl.job import build_dataset
 from etl.pending import PENDING, kept_result
 from etl.plan import plan_build
 from etl.write_unit import write_unit

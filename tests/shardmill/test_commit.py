@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.job import commit_results
 from etl.plan import BuildPlan, plan_build
 from etl.write_unit import write_unit
 from shardmill.dataset.commit import commit_version, publish

@@ -1,0 +1,69 @@
+"""From what all units produced to a version: the limits, what stays of the parent, equal inputs, then one manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from etl.append import append
+from etl.carry import carry, changes_nothing, refused_before
+from etl.changes import Changes
+from etl.checks import check_limits
+from etl.duplicates import resolve_duplicates
+from etl.grouping import Group, group_here
+from etl.pending import clear_pending
+from etl.plan import BuildPlan
+from etl.same_content import with_same_content
+from etl.shard_rows import RowCopier
+from shardmill.dataset.build import Build
+from shardmill.dataset.commit import commit_version
+from shardmill.dataset.ledger import ledger_digest
+from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.unit_result import UnitResult
+
+
+def commit_results(
+    plan: BuildPlan,
+    results: Sequence[UnitResult],
+    changes: Changes | None = None,
+    before_commit: Callable[[], None] = lambda: None,
+    group: Group = group_here,
+) -> Manifest:
+    """Commit what all units produced, and what `changes` left of the parent; then clear the units' pending records.
+
+    `before_commit` may still refuse, when all files are written and only the manifest is not. `group` brings rows of
+    equal bytes together.
+    If no new version came of it, the records stay: the same listing (of touched files, say) is not processed again.
+    """
+    if changes is not None:
+        changes = with_same_content(changes, plan.work, results)
+        results = [refused_before(changes), *results]
+    check_limits(plan, plan.build.all_rejections(results))
+    build = plan.build
+    with RowCopier(plan.store, plan.task.config, plan.row_schema) as copier:
+        if changes is not None and plan.parent is not None:
+            beside = _beside_parent(plan, plan.parent, changes, results, copier)
+            if beside is None:
+                return plan.parent
+            build, results = beside
+        resolved = resolve_duplicates(results, plan.task.config, copier, group)
+    before_commit()
+    manifest = commit_version(plan.store, build, resolved.results, resolved.counts, plan.parent_version)
+    if manifest.version > plan.parent_version:
+        clear_pending(plan.store, plan.units, manifest.version)
+    return manifest
+
+
+def _beside_parent(
+    plan: BuildPlan, parent: Manifest, changes: Changes, results: Sequence[UnitResult], copier: RowCopier
+) -> tuple[Build, list[UnitResult]] | None:
+    """What to commit: what stays of the parent, and what is new; None if that is the parent again."""
+    has_its_classes = plan.build.class_names == parent.class_names
+    if plan.is_append:
+        added = append(plan.store, parent, plan.build, changes, results, copier)
+        if has_its_classes and added.adds_nothing(parent):
+            return None
+        return added.build, [*carry(added.changes, copier), refused_before(added.changes), *added.results]
+    same_ledger = ledger_digest(plan.build.all_rejections(results)) == parent.ledger_digest
+    if has_its_classes and same_ledger and changes_nothing(plan.store, changes, results):
+        return None
+    return plan.build, [*carry(changes, copier), *results]
