@@ -20,9 +20,7 @@ import pyarrow.compute as pc
 from etl.config import SPLITS
 from etl.segments import fact_limbs, find_sorted, key_digests
 from etl.splits import split_of_digest
-from shardmill.dataset.index import rows_file
-from shardmill.dataset.row_segments import rows_schema
-from shardmill.dataset.segment import read_segment
+from shardmill.dataset.row_segments import read_rows
 
 if TYPE_CHECKING:
     from etl.config import EtlConfig
@@ -55,7 +53,7 @@ class OlderRows:
         self.sizes: list[int] = []
         facts, names, sha256s = [np.empty(0, "S16")], [np.empty(0, "S16")], [np.empty((0, 32), np.uint8)]
         for copies in shards:
-            rows = read_segment(store, rows_file(copies[0]), rows_schema(schema), copies[0].num_rows)
+            rows = read_rows(store, copies[0], schema)
             images = _as_listed(rows, schema)
             facts.append(_digests(images, _FACTS))
             self.sizes.append(rows.num_rows)

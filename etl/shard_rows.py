@@ -19,9 +19,9 @@ from etl.config import EtlConfig
 from etl.listing import limbs, sum_limbs
 from etl.segments import key_digests
 from shardmill.dataset.copy_rows import read_stored_rows
-from shardmill.dataset.index import ROWS, in_all_formats, rows_file
-from shardmill.dataset.row_segments import count_pixels, rows_schema
-from shardmill.dataset.segment import put_segment, read_segment
+from shardmill.dataset.index import ROWS, in_all_formats
+from shardmill.dataset.row_segments import count_pixels, read_rows, sizes_of
+from shardmill.dataset.segment import put_segment
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
@@ -90,9 +90,7 @@ class RowCopier:
             shards = self.copy(copies, is_kept_N, restated)
         else:
             shards = (copies,) if restated is None else (tuple(self._restated(copy, restated) for copy in copies),)
-        columns = rows_schema(self._schema)
-        tables = [read_segment(self.store, rows_file(copies[0]), columns, copies[0].num_rows) for copies in shards]
-        rows = pa.concat_tables(tables)
+        rows = pa.concat_tables(read_rows(self.store, copies[0], self._schema) for copies in shards)
         image_bytes = sum(chunk.image_bytes for copies in shards for chunk in copies[0].chunks)
         notes = Counter(note for text in rows.column("notes").to_pylist() for note in text.split(",") if note)
         keys = key_digests(pa.table([rows.column("source")], names=["key"]))
@@ -109,7 +107,7 @@ class RowCopier:
 
     def _restated(self, shard: ShardInfo, restated: pa.Table) -> ShardInfo:
         """The same shard with a row segment of its own."""
-        rows = read_segment(self.store, rows_file(shard), rows_schema(self._schema), shard.num_rows)
+        rows = read_rows(self.store, shard, self._schema)
         is_restated_N = np.zeros(rows.num_rows, bool)
         is_restated_N[restated.column("row").to_numpy()] = True
         for name in restated.column_names[1:]:
@@ -155,6 +153,7 @@ def _split_sums(split: str, rows: pa.Table, image_bytes: int, schema: RowSchema)
         num_pixels=count_pixels(rows, schema),
         channel_sums=_sum_lists(rows.column("channel_sums")),
         channel_square_sums=_sum_lists(rows.column("channel_square_sums")),
+        sizes=sizes_of(rows, image_bytes, schema),
     )
 
 

@@ -19,6 +19,7 @@ from etl.sources import SOURCES, SourceReader
 from etl.splits import split_of
 from etl.units import UnitTask, WorkUnit, read_unit
 from shardmill.dataset.shard import publish_shard
+from shardmill.dataset.statistics import ImageSizes, count_sizes
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_sample_ids
 from shardmill.errors import AccessDenied, IntegrityError, StorageError, UsageError
 from shardmill.failpoints import failpoint
@@ -242,6 +243,19 @@ def _split_sums(split: str, rows: Sequence[StoredRow], schema: RowSchema) -> Spl
         num_pixels=sum(row.sample.height * row.sample.width for row in rows),
         channel_sums=_sum_columns(row.sample.channel_sums for row in rows),
         channel_square_sums=_sum_columns(row.sample.channel_square_sums for row in rows),
+        sizes=_sizes([row.sample for row in rows]),
+    )
+
+
+def _sizes(samples: Sequence[ImageSample]) -> ImageSizes:
+    heights, widths = [each.source_height for each in samples], [each.source_width for each in samples]
+    return ImageSizes(
+        source=count_sizes(heights, widths, sum(each.source_bytes for each in samples)),
+        stored=count_sizes(
+            [each.height for each in samples],
+            [each.width for each in samples],
+            sum(len(each.image) for each in samples),
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.diff import count_changes, diff_versions
 from shardmill.dataset.ledger import REJECTS, read_ledger, read_rejections
 from shardmill.dataset.open import open_dataset
+from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ImageSizes
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import SilentObserver
@@ -42,6 +43,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
             "channel_mean": list(manifest.channel_mean),
             "channel_std": list(manifest.channel_std),
         },
+        "sizes": _described_sizes(manifest.sizes),
         "class_names": list(manifest.class_names),
         "label_type": manifest.row_schema.label_type,
         "extra_columns": {column.name: column.type for column in manifest.row_schema.extra},
@@ -52,6 +54,24 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         },
         "source": manifest.source.uri,
         "other_sources": [each.uri for each in manifest.other_sources],
+    }
+
+
+def _described_sizes(sizes: ImageSizes | None) -> dict[str, Any] | None:
+    """Before and after: images in each bucket that has any, and bytes. None if no build has counted them."""
+    if sizes is None:
+        return None
+    return {
+        when: {
+            "longer_side": {
+                name: times for name, times in zip(SIDE_NAMES, counts.by_longer_side, strict=True) if times
+            },
+            "aspect_ratio": {
+                name: times for name, times in zip(ASPECT_NAMES, counts.by_aspect_ratio, strict=True) if times
+            },
+            "num_bytes": counts.num_bytes,
+        }
+        for when, counts in (("source", sizes.source), ("stored", sizes.stored))
     }
 
 

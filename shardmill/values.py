@@ -131,6 +131,11 @@ class ImageSample:
     """Per channel, the exact sum of the normalized uint8 pixels before encoding."""
     channel_square_sums: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    source_height: int = 0
+    """Of the upright source, before it was cropped and resized; 0 if unknown, in a row of an older shardmill."""
+    source_width: int = 0
+    source_bytes: int = 0
+    """As read; a listing may not have known it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,29 @@ def bar_chart(bars: Sequence[Bar], *, part_names: Sequence[str], title: str, lim
     return keys + svg(width, top * 2 + row * len(shown), parts, title)
 
 
+def side_by_side_chart(bars: Sequence[Bar], *, part_names: Sequence[str], title: str) -> Markup:
+    """Horizontal bars, for each row one thin bar below the other for each part, with its value."""
+    if not bars:
+        return empty("none")
+    width, thin, gap, top = 560, 12, 8, 4
+    row = thin * len(part_names) + gap
+    left = 16 + int(max(text_width(shorten(bar.label)) for bar in bars))
+    scale = (width - left - 64) / (max(value for bar in bars for value in bar.parts) or 1)
+    parts: list[str] = []
+    for number, bar in enumerate(bars):
+        y = top + number * row
+        parts.append(text(left - 8, y + (row - gap) / 2 + 4, shorten(bar.label), anchor="end", fill=INK, tip=bar.label))
+        for index, value in enumerate(bar.parts):
+            tip = escape(f"{bar.label}, {part_names[index]}: {value:,.0f}")
+            parts.append(
+                f'<rect x="{left}" y="{y + index * thin}" width="{value * scale:.1f}" height="{thin - 1}" '
+                f'fill="{SERIES_COLORS[index % len(SERIES_COLORS)]}"><title>{tip}</title></rect>'
+            )
+            if value:
+                parts.append(text(left + value * scale + 6, y + index * thin + 10, f"{value:,.0f}", fill=MUTED))
+    return legend(part_names) + svg(width, top * 2 + row * len(bars) - gap, parts, title)
+
+
 def share_bar(shares: Sequence[tuple[str, float]], *, title: str) -> Markup:
     """One bar cut into shares of 1, with a legend that says each in percent."""
     width, height, x = 1160, 34, 0.0

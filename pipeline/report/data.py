@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardmill.dataset.statistics import ImageSizes
     from shardmill.jobs.run_files import StageRecord
     from shardmill.values import Rejection
     from train.values import EpochRecord, Evaluation
@@ -41,6 +42,7 @@ class ReportData:
     class_names: tuple[str, ...] = ()
     class_counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By split, in the order of `class_names`."""
+    sizes: ImageSizes | None = None
     samples: tuple[Picture, ...] = ()
     num_listed: int = 0
     rejected: tuple[RejectedGroup, ...] = ()

@@ -9,7 +9,17 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pipeline.printing import counted
-from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, empty, line_chart, share_bar
+from pipeline.report.charts import (
+    Bar,
+    Line,
+    bar_chart,
+    confusion_chart,
+    empty,
+    line_chart,
+    share_bar,
+    side_by_side_chart,
+)
+from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES
 from shardmill.printable import without_surrogates
 
 if TYPE_CHECKING:
@@ -17,6 +27,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
     from pipeline.report.data import ReportData
+    from shardmill.dataset.statistics import ImageSizes
     from train.values import Evaluation
 
 MAX_CONFUSION_CLASSES = 50
@@ -69,6 +80,7 @@ def _environment() -> Environment:
         "duration": duration,
         "hex_loss": hex_loss,
         "number": number,
+        "size": size,
     }
     return environment
 
@@ -97,6 +109,7 @@ def _charts(data: ReportData) -> dict[str, Markup]:
         "class_balance": _class_balance(data),
         "rejects": bar_chart(rejects, part_names=["inputs"], title="rejects by reason"),
         "time_shares": _time_shares((data.summary.get("train") or {}).get("time_shares") or {}),
+        **_size_charts(data.sizes),
         **_training_charts(data),
     }
     evaluation = data.evaluation
@@ -117,6 +130,24 @@ def _class_balance(data: ReportData) -> Markup:
     by_split = (data.summary.get("dataset") or {}).get("counts", {}).get("by_split", {})
     bars = [Bar(split, (float(by_split.get(split, 0)),)) for split in splits]
     return bar_chart(bars, part_names=["images"], title="class balance")
+
+
+def _size_charts(sizes: ImageSizes | None) -> dict[str, Markup]:
+    if sizes is None:
+        return {}
+    before, after = sizes.source, sizes.stored
+    return {
+        "longer_side": _before_and_after(SIDE_NAMES, before.by_longer_side, after.by_longer_side, "longer side"),
+        "aspect_ratio": _before_and_after(ASPECT_NAMES, before.by_aspect_ratio, after.by_aspect_ratio, "aspect ratio"),
+    }
+
+
+def _before_and_after(names: tuple[str, ...], before: tuple[int, ...], after: tuple[int, ...], title: str) -> Markup:
+    """The buckets from the first to the last that has an image."""
+    bars = [Bar(*each) for each in zip(names, zip(map(float, before), map(float, after), strict=True), strict=True)]
+    filled = [place for place, bar in enumerate(bars) if any(bar.parts)]
+    shown = bars[filled[0] : filled[-1] + 1] if filled else []
+    return side_by_side_chart(shown, part_names=["before", "after"], title=title)
 
 
 def _training_charts(data: ReportData) -> dict[str, Markup]:
@@ -182,6 +213,11 @@ def hex_loss(loss_hex: str | None) -> str | None:
 def number(value: Any) -> str:
     """With thousands separated; `-` if there is none."""
     return f"{value:,}" if isinstance(value, int) else "-"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes as people write them."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def duration(seconds: float) -> str:

@@ -79,6 +79,7 @@ def _of_dataset(named: dict[str, Any]) -> dict[str, Any]:
             "class_names": dataset.manifest.class_names,
             "class_counts": {name: split.class_counts for name, split in splits.items()},
             "notes": dataset.manifest.counts.by_note,
+            "sizes": dataset.manifest.sizes,
             "samples": _sample_pictures(dataset, first_split) if first_split else (),
             "num_listed": dataset.manifest.counts.listed,
             "rejected": _rejected_groups(read_rejections(dataset.store, dataset.manifest), dataset.manifest.source.uri),

@@ -16,7 +16,6 @@ from shardmill.dataset.duplicates import DuplicateCounts
 from shardmill.dataset.index import check_files, index_table, read_shards
 from shardmill.dataset.ledger import ledger_digest, write_ledger
 from shardmill.dataset.manifest import (
-    ChannelSums,
     Counts,
     Manifest,
     SplitInfo,
@@ -27,6 +26,7 @@ from shardmill.dataset.manifest import (
     parse_manifest,
 )
 from shardmill.dataset.segment import put_segment
+from shardmill.dataset.statistics import ChannelSums, add_sizes
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import read_manifest, read_manifest_bytes, record_commit, record_if_missing
 from shardmill.errors import CommitConflict, IntegrityError
@@ -143,6 +143,7 @@ def _draft(
         splits=splits,
         counts=counts,
         channel_sums=_merge_channel_sums(results),
+        sizes=add_sizes(part.sizes for result in results for part in result.splits),
         normalize=build.normalize,
         normalization_fingerprint=build.normalization_fingerprint,
         decoder_id=build.decoder_id,

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardmill.dataset.chunks import ChunkFetcher
-from shardmill.dataset.index import SplitIndex, rows_file
-from shardmill.dataset.row_segments import rows_schema
-from shardmill.dataset.segment import RESTORE, read_segment
+from shardmill.dataset.index import SplitIndex
+from shardmill.dataset.row_segments import read_rows
+from shardmill.dataset.segment import RESTORE
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.storage import Store, join_uri
@@ -22,7 +22,7 @@ def read_stored_rows(store: Store, shard: ShardInfo, schema: RowSchema) -> Itera
     other rows than the shard: each row's digest is computed again from its image.
     """
     where = join_uri(store.uri, shard.path)
-    records = read_segment(store, rows_file(shard), rows_schema(schema), shard.num_rows).to_pylist()
+    records = read_rows(store, shard, schema).to_pylist()
     if len(records) != shard.num_rows:
         raise IntegrityError(f"{shard.rows_path} has {len(records)} rows", f"expected {shard.num_rows}", RESTORE)
     fetcher = ChunkFetcher(store, SplitIndex(shard.split, shard.format, (shard,)), schema)
@@ -56,6 +56,9 @@ def _stored_row(record: dict[str, Any], image: bytes, schema: RowSchema, where: 
         channel_sums=tuple(record["channel_sums"]),
         channel_square_sums=tuple(record["channel_square_sums"]),
         notes=tuple(record["notes"].split(",")) if record["notes"] else (),
+        source_height=record["source_height"],
+        source_width=record["source_width"],
+        source_bytes=record["source_read_bytes"],
     )
     row = StoredRow.of(source, label_id, sample)
     if row.digest != record["row_sha256"]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
+from shardmill.dataset.statistics import ChannelSums, ImageSizes
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import OWN_COLUMNS, RowSchema
 from shardmill.options import NormalizeOptions
@@ -55,27 +55,6 @@ class Counts(Section):
     conflicting_label: int = Field(default=0, ge=0)
     """Accepted inputs whose bytes another accepted input has under another class."""
     by_note: dict[str, int]
-
-
-class ChannelSums(Section):
-    """Exact sums over the train split's normalized pixels; they merge by addition."""
-
-    num_pixels: int = Field(default=0, ge=0)
-    sums: tuple[int, ...] = ()
-    square_sums: tuple[int, ...] = ()
-
-    def mean(self) -> tuple[float, ...]:
-        """Per channel, on the 0..255 scale."""
-        return tuple(total / self.num_pixels for total in self.sums) if self.num_pixels else (0.0,) * len(self.sums)
-
-    def std(self) -> tuple[float, ...]:
-        """Per channel, on the 0..255 scale; 1 for a constant channel, so that it can be divided by."""
-        # n * sum(x^2) - sum(x)^2 in integers: no cancellation.
-        variances = [
-            (self.num_pixels * square - total * total) / (self.num_pixels * self.num_pixels) if self.num_pixels else 0.0
-            for total, square in zip(self.sums, self.square_sums, strict=True)
-        ]
-        return tuple(math.sqrt(variance) or 1.0 for variance in variances)
 
 
 class SourceRef(Section):
@@ -142,6 +121,8 @@ class Manifest(Section):
     splits: dict[str, SplitInfo]
     counts: Counts
     channel_sums: ChannelSums
+    sizes: ImageSizes | None = None
+    """Of all splits; None in a version that an older shardmill committed."""
     normalize: NormalizeOptions
     normalization_fingerprint: str
     decoder_id: str

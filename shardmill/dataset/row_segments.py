@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from shardmill.dataset.index import rows_file
+from shardmill.dataset.segment import read_segment
+from shardmill.dataset.statistics import ImageSizes, count_sizes
+
 if TYPE_CHECKING:
     from shardmill.formats.rows import RowSchema, StoredRow
+    from shardmill.storage import Store
+    from shardmill.values import ShardInfo
 
 
 ROWS_SCHEMA = pa.schema(
@@ -29,19 +35,44 @@ ROWS_SCHEMA = pa.schema(
 )
 
 
+# What the source was when it was read; an older shardmill wrote none of it.
+_SOURCE_COLUMNS = {"source_height": pa.int32(), "source_width": pa.int32(), "source_read_bytes": pa.int64()}
+
+
 def rows_schema(schema: RowSchema) -> pa.Schema:
     """The columns of the row segments of a dataset: sizes only if they differ, extra columns only if there are any."""
-    sizes = [("height", pa.int32()), ("width", pa.int32())] if schema.one_shape_HWC is None else []
-    extra = [("extra", pa.string())] if schema.has_values else []
-    return pa.schema([*ROWS_SCHEMA, *(pa.field(*each) for each in (*sizes, *extra))])
+    sizes = {"height": pa.int32(), "width": pa.int32()} if schema.one_shape_HWC is None else {}
+    extra = {"extra": pa.string()} if schema.has_values else {}
+    return pa.schema([*ROWS_SCHEMA, *(pa.field(*each) for each in (sizes | extra | _SOURCE_COLUMNS).items())])
+
+
+def read_rows(store: Store, shard: ShardInfo, schema: RowSchema) -> pa.Table:
+    """A shard's row segment, with all columns of `rows_schema`. Raises IntegrityError as `read_segment` does."""
+    return read_segment(store, rows_file(shard), rows_schema(schema), shard.num_rows, later=_SOURCE_COLUMNS)
+
+
+def sizes_of(rows: pa.Table, image_bytes: int, schema: RowSchema) -> ImageSizes:
+    """Of a row segment, or of several; `image_bytes` is what their stored images take."""
+    heights_N, widths_N = _stored_sides(rows, schema)
+    columns = {name: rows.column(name).to_numpy() for name in _SOURCE_COLUMNS}
+    source_bytes = int(columns["source_read_bytes"].sum())
+    return ImageSizes(
+        source=count_sizes(columns["source_height"], columns["source_width"], source_bytes),
+        stored=count_sizes(heights_N, widths_N, image_bytes),
+    )
 
 
 def count_pixels(rows: pa.Table, schema: RowSchema) -> int:
     """Of all images of a row segment, or of several."""
-    if schema.one_shape_HWC is not None:
-        return rows.num_rows * schema.one_shape_HWC[0] * schema.one_shape_HWC[1]
-    heights_N, widths_N = (rows.column(name).to_numpy().astype(np.int64) for name in ("height", "width"))
+    heights_N, widths_N = _stored_sides(rows, schema)
     return int(heights_N @ widths_N)
+
+
+def _stored_sides(rows: pa.Table, schema: RowSchema) -> tuple[np.ndarray, np.ndarray]:
+    if schema.one_shape_HWC is not None:
+        height, width, _ = schema.one_shape_HWC
+        return np.full(rows.num_rows, height, np.int64), np.full(rows.num_rows, width, np.int64)
+    return rows.column("height").to_numpy().astype(np.int64), rows.column("width").to_numpy().astype(np.int64)
 
 
 def rows_table(rows: Sequence[StoredRow], schema: RowSchema) -> pa.Table:
@@ -62,6 +93,9 @@ def rows_table(rows: Sequence[StoredRow], schema: RowSchema) -> pa.Table:
         "height": [row.sample.height for row in rows],
         "width": [row.sample.width for row in rows],
         "extra": [source.extra for source in sources],
+        "source_height": [row.sample.source_height for row in rows],
+        "source_width": [row.sample.source_width for row in rows],
+        "source_read_bytes": [row.sample.source_bytes for row in rows],
     }
     fields = rows_schema(schema)
     return pa.table([pa.array(columns[field.name], field.type) for field in fields], schema=fields)

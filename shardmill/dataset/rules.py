@@ -10,12 +10,12 @@ import pyarrow as pa
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
-from shardmill.dataset.index import rows_file
 from shardmill.dataset.ledger import ledger_digest, read_rejections
-from shardmill.dataset.manifest import ChannelSums, content_digest, layout_digest
-from shardmill.dataset.row_segments import ROWS_SCHEMA, count_pixels, rows_schema
-from shardmill.dataset.segment import read_segment, require
+from shardmill.dataset.manifest import content_digest, layout_digest
+from shardmill.dataset.row_segments import ROWS_SCHEMA, count_pixels, read_rows, sizes_of
+from shardmill.dataset.segment import require
 from shardmill.dataset.shard import chunk_digest
+from shardmill.dataset.statistics import ChannelSums, ImageSizes, add_sizes
 from shardmill.dataset.versions import check_recorded, read_manifest
 from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
 from shardmill.values import Rejection, ShardInfo
@@ -146,7 +146,14 @@ class RecordRules:
         num_pixels = sum(count_pixels(self.rows_of(shard), manifest.row_schema) for shard in self._shards_of("train"))
         found = ChannelSums(num_pixels=num_pixels, sums=sums, square_sums=square_sums)
         require(found == manifest.channel_sums, f"channels add up to {found}, counted {manifest.channel_sums}")
+        if manifest.sizes is not None:
+            sizes = add_sizes(self._sizes_of(shard) for shard in self._shards_of(None))
+            require(sizes == manifest.sizes, f"sizes of images are {sizes}, counted {manifest.sizes}")
         return f"{found.num_pixels} pixels of train"
+
+    def _sizes_of(self, shard: ShardInfo) -> ImageSizes:
+        image_bytes = sum(chunk.image_bytes for chunk in shard.chunks)
+        return sizes_of(self.rows_of(shard), image_bytes, self.dataset.manifest.row_schema)
 
     def content(self) -> str:
         manifest = self.dataset.manifest
@@ -177,9 +184,7 @@ class RecordRules:
     def rows_of(self, shard: ShardInfo) -> pa.Table:
         """A shard's verified row segment."""
         if shard.rows_path not in self._rows:
-            columns = rows_schema(self.dataset.manifest.row_schema)
-            table = read_segment(self.dataset.store, rows_file(shard), columns, shard.num_rows)
-            self._rows[shard.rows_path] = table
+            self._rows[shard.rows_path] = read_rows(self.dataset.store, shard, self.dataset.manifest.row_schema)
         return self._rows[shard.rows_path]
 
 

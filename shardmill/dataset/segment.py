@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Collection
 
 import numpy as np
 import pyarrow as pa
@@ -41,23 +42,33 @@ def put_segment(store: Store, folder: str, table: pa.Table) -> SealedFile:
     return seal_file(path, data)
 
 
-def read_segment(store: Store, file: SealedFile, schema: pa.Schema, max_rows: int) -> pa.Table:
+def read_segment(
+    store: Store, file: SealedFile, schema: pa.Schema, max_rows: int, *, later: Collection[str] = ()
+) -> pa.Table:
     """The columns of `schema` from a verified segment; `max_rows` is what the record that names it counted.
 
-    Raises IntegrityError if it is missing, altered, lacks a column or is larger than it may be. Further columns are
-    not read: an older shardmill wrote two more into row segments.
+    `later`: numbers that an older shardmill did not write; they are 0 in its segments. Further columns are not read: an
+    older one wrote two more into row segments. Raises IntegrityError if the segment is missing, altered, lacks a column
+    or is larger than it may be.
     """
     data = read_sealed(store, file, fix=RESTORE)
     where = join_uri(store.uri, file.path)
     try:
-        _check_footer(pq.read_metadata(io.BytesIO(data)), schema, max_rows, len(data), where)
+        footer = pq.read_metadata(io.BytesIO(data))
+        absent = set(later).difference(footer.schema.names)
+        stored = pa.schema([field for field in schema if field.name not in absent])
+        _check_footer(footer, stored, max_rows, len(data), where)
         # As dictionaries first: a long text that repeats is small until it is written out for each row.
         texts = [field.name for field in schema if pa.types.is_string(field.type)]
         table = pq.read_table(
-            io.BytesIO(data), columns=schema.names, read_dictionary=texts, use_threads=False, pre_buffer=False
+            io.BytesIO(data), columns=stored.names, read_dictionary=texts, use_threads=False, pre_buffer=False
         )
         _check_size(sum(_plain_bytes(column) for column in table.columns), len(data), where)
-        plain = pa.table([_plain(column) for column in table.columns], schema=schema)
+        zeros = pa.repeat(0, table.num_rows)
+        columns = [
+            zeros.cast(field.type) if field.name in absent else _plain(table.column(field.name)) for field in schema
+        ]
+        plain = pa.table(columns, schema=schema)
         plain.validate(full=True)
         return plain
     except (pa.ArrowException, OSError) as error:

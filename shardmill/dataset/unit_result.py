@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from shardmill.dataset.statistics import ImageSizes
 from shardmill.errors import IntegrityError
 from shardmill.values import Rejection, ShardInfo
 
@@ -26,6 +27,7 @@ class SplitSums:
     num_pixels: int
     channel_sums: tuple[int, ...]
     channel_square_sums: tuple[int, ...]
+    sizes: ImageSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from shardmill.images.geometry import choose_reduction, reduced_length
 from shardmill.images.icc import changes_pixels, cmyk_to_srgb, to_srgb
 from shardmill.images.jpeg_markers import JpegHeader, find_end, has_later_metadata, read_header, strip_metadata
 from shardmill.images.jpeg_native import decode_shrunk
-from shardmill.images.pixels import TRAILING_NOTE, DecodedImage, Refused, expect_size
+from shardmill.images.pixels import SWAPS_SIDES, TRAILING_NOTE, DecodedImage, Refused, expect_size
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
 
@@ -48,7 +48,13 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
     pixels_HWC = orient_by_exif(pixels_HWC, header.exif, notes)
     is_whole = shrunk_HWC is None and header.num_components < 4
     is_bare = options.keep_bytes and is_whole and not has_later_metadata(data, header, end)
-    return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes), bare_file=data if is_bare else None)
+    is_turned = read_orientation(header.exif) in SWAPS_SIDES
+    return DecodedImage(
+        pixels_HWC=pixels_HWC,
+        notes=tuple(notes),
+        bare_file=data if is_bare else None,
+        whole_shape_HW=(header.width, header.height) if is_turned else (header.height, header.width),
+    )
 
 
 def _decode_reduced(data: bytes, header: JpegHeader, options: NormalizeOptions) -> np.ndarray:

@@ -53,6 +53,8 @@ class DecodedImage:
     bare_file: bytes | None = None
     """With `keep_bytes`: the file without metadata, in its own format. Unless a profile or an orientation was applied
     (the notes say so), it decodes to these very pixels. None if it could not be stored like that."""
+    whole_shape_HW: tuple[int, int] | None = None
+    """Upright, if the pixels are fewer than the source's."""
 
 
 def check_dimensions(height: int, width: int, options: NormalizeOptions) -> None:

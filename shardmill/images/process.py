@@ -64,6 +64,7 @@ def _process(source: SourceImage, data: bytes, source_sha256: str, options: Norm
     # n * sum(x^2) == sum(x)^2 holds for a constant channel and for no other.
     if all(num_pixels * squares == total**2 for total, squares in zip(sums, square_sums, strict=True)):
         notes.append("constant")
+    source_height, source_width = decoded.whole_shape_HW or decoded.pixels_HWC.shape[:2]
     return ImageSample(
         image=_bytes_to_keep(format_name, decoded, image_HWC, options) or encode_image(image_HWC, options),
         height=image_HWC.shape[0],
@@ -73,6 +74,9 @@ def _process(source: SourceImage, data: bytes, source_sha256: str, options: Norm
         channel_sums=sums,
         channel_square_sums=square_sums,
         notes=tuple(notes),
+        source_height=source_height,
+        source_width=source_width,
+        source_bytes=len(data),
     )
 
 

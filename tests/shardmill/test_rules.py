@@ -18,7 +18,7 @@ from shardmill.dataset.index import INDEX_SCHEMA, index_table, rows_file
 from shardmill.dataset.ledger import ledger_table
 from shardmill.dataset.manifest import Manifest, encode_manifest
 from shardmill.dataset.open import open_dataset
-from shardmill.dataset.row_segments import ROWS_SCHEMA
+from shardmill.dataset.row_segments import ROWS_SCHEMA, read_rows
 from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import record_commit
@@ -76,6 +76,12 @@ def claims(manifest: Manifest) -> dict[str, Manifest]:
         changed[name] = manifest.model_copy(update={"channel_sums": wrong})
     wrong = sums.model_copy(update={"num_pixels": sums.num_pixels + 1})
     changed["num_pixels"] = manifest.model_copy(update={"channel_sums": wrong})
+    assert manifest.sizes is not None
+    for name in ("source", "stored"):
+        wrong = getattr(manifest.sizes, name).model_copy(update={"num_bytes": 1})
+        changed[f"sizes {name}"] = manifest.model_copy(
+            update={"sizes": manifest.sizes.model_copy(update={name: wrong})}
+        )
     for name in ("content_digest", "layout_digest", "ledger_digest"):
         changed[name] = manifest.model_copy(update={name: "1" * 64})
     changed["class_names"] = manifest.model_copy(update={"class_names": manifest.class_names[::-1]})
@@ -96,11 +102,11 @@ def test_every_claim_of_the_manifest_is_made_again(dataset_root: Path):
 def test_sums_that_only_the_pixels_contradict_are_found_by_deep(dataset_root: Path):
     dataset = open_dataset(str(dataset_root))
     target = dataset.index("train", "parquet").shards[0]
-    table = read_segment(dataset.store, rows_file(target), ROWS_SCHEMA, target.num_rows)
+    table = read_rows(dataset.store, target, dataset.manifest.row_schema)
     rows = table.to_pylist()
     rows[0]["channel_sums"][0] += 5
     rows[1]["channel_sums"][0] -= 5
-    file = put_segment(dataset.store, "rows/train", pa.Table.from_pylist(rows, schema=ROWS_SCHEMA))
+    file = put_segment(dataset.store, "rows/train", pa.Table.from_pylist(rows, schema=table.schema))
     with_index(
         dataset_root,
         lambda shard: replace(
@@ -242,5 +248,7 @@ def test_row_segments_with_the_columns_of_an_older_version_still_verify(dataset_
         file = put_segment(dataset.store, "rows/older", older)
         return replace(shard, rows_path=file.path, rows_bytes=file.size_bytes, rows_sha256=file.sha256)
 
+    # It counted no sizes either.
+    recommit(dataset_root, dataset.manifest.model_copy(update={"sizes": None}))
     with_index(dataset_root, with_older_columns)
     verify_dataset(open_dataset(str(dataset_root)), deep=True).raise_if_failed()
