@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pyarrow as pa
@@ -139,9 +140,8 @@ def fingerprint_config(
 
 def images_of_table(table: pa.Table) -> Iterator[SourceImage]:
     """The rows of a segment's table."""
-    names = [name for name in table.column_names if name != "cell"]
-    columns = [table.column(name).to_pylist() for name in names]
-    return (SourceImage(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True))
+    columns = [table.column(each.name).to_pylist() for each in fields(SourceImage)]
+    return itertools.starmap(SourceImage, zip(*columns, strict=True))
 
 
 def _num_units(listing: Listing, config: EtlConfig) -> int:

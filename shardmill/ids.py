@@ -49,7 +49,9 @@ def row_digest(sample_id: int, label: str | None, image: bytes, extra: str = "")
     if extra:
         # No label holds a NUL, so no label equals another one with extra columns.
         name += b"\0" + extra.encode()
-    return hashlib.sha256(struct.pack(">qI", sample_id, len(name)) + name + image).digest()
+    digest = hashlib.sha256(struct.pack(">qI", sample_id, len(name)) + name)
+    digest.update(image)
+    return digest.digest()
 
 
 def key_hash(key: str) -> int:

@@ -35,11 +35,12 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
     if profile == b"" or options.keep_bytes:
         # libjpeg warns of a profile whose parts do not make a whole. That is no damage to the image.
         data = strip_metadata(data, header, end)
+    scale = choose_reduction(header.height, header.width, options)
     shrunk_HWC = None
     if options.kernel == "native" and not changes_pixels(profile, header.num_components):
         shape_HWC = header.height, header.width, header.num_components
-        shrunk_HWC = decode_shrunk(data, shape_HWC, read_orientation(header.exif), options)
-    pixels_HWC = _decode_reduced(data, header, options) if shrunk_HWC is None else shrunk_HWC
+        shrunk_HWC = decode_shrunk(data, shape_HWC, scale, read_orientation(header.exif), options)
+    pixels_HWC = _decode_reduced(data, header, scale) if shrunk_HWC is None else shrunk_HWC
     if header.num_components == 4:
         # Adobe's writers, and others that copy their marker, store 255 for "no ink"; without the marker 0 is.
         pixels_HWC = cmyk_to_srgb(pixels_HWC, profile, notes, stored_inverted=header.has_adobe)
@@ -57,9 +58,8 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
     )
 
 
-def _decode_reduced(data: bytes, header: JpegHeader, options: NormalizeOptions) -> np.ndarray:
-    """At the scale that suffices for `options`. All of the entropy-coded data is checked nevertheless."""
-    scale = choose_reduction(header.height, header.width, options)
+def _decode_reduced(data: bytes, header: JpegHeader, scale: int) -> np.ndarray:
+    """A pixel of each `scale` x `scale`. All of the entropy-coded data is checked nevertheless."""
     colorspace = {1: "GRAY", 3: "RGB", 4: "CMYK"}[header.num_components]
     height, width = reduced_length(header.height, scale), reduced_length(header.width, scale)
     pixels_HWC = _decode_strictly(data, colorspace, height, width)

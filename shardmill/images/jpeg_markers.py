@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardmill.images.pixels import Refused, check_dimensions
@@ -37,15 +38,6 @@ NO_FILL_BYTE = re.compile(rb"[^\xff]")
 MAX_SEGMENTS = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One marker, and where its payload lies."""
-
-    marker: int
-    start: int
-    end: int
-
-
 @dataclass(slots=True)
 class JpegHeader:
     """What the markers before the first scan declare."""
@@ -59,8 +51,6 @@ class JpegHeader:
     """By their number: a segment holds 64 kB, and a profile may need several."""
     num_icc_parts: int = 0
     mpf: bytes | None = None
-    segments: list[Segment] = field(default_factory=list)
-    """All before the first scan."""
     sos_start: int = 0
     scan_start: int = 0
     """The first byte of entropy-coded data, right behind the segment SOS."""
@@ -82,26 +72,19 @@ class JpegHeader:
 def read_header(data: bytes, options: NormalizeOptions) -> JpegHeader:
     """Walks the markers up to the first scan and refuses by what they declare, before anything is allocated."""
     header = JpegHeader()
-    position = 2
-    for _ in range(MAX_SEGMENTS):
-        segment = _next_segment(data, position)
-        if segment.marker == SOS:
-            break
-        header.segments.append(segment)
-        if segment.marker not in TABLES:
-            _read_segment(header, segment.marker, data[segment.start : segment.end], options)
-        position = segment.end
-    else:
-        raise Refused(RejectReason.BAD_HEADER, f"more than {MAX_SEGMENTS} segments before the first scan")
+    for marker, start, end in _segments(data):
+        if marker == SOS:
+            header.sos_start, header.scan_start = start - 4, end
+        elif marker not in TABLES:
+            _read_segment(header, marker, data[start:end], options)
     if not header.has_frame:
         raise Refused(RejectReason.BAD_HEADER, "a scan comes before the frame header")
-    header.sos_start, header.scan_start = segment.start - 4, segment.end
     return header
 
 
 def strip_metadata(data: bytes, header: JpegHeader, end: int) -> bytes:
     """The JPEG without the metadata before its first scan, and without what lies behind `end`: equal pixels."""
-    bare = [_without_metadata(segment.marker, data[segment.start : segment.end]) for segment in header.segments]
+    bare = [_without_metadata(marker, data[start:end]) for marker, start, end in _segments(data) if marker != SOS]
     return b"\xff\xd8" + b"".join(bare) + data[header.sos_start : end]
 
 
@@ -155,17 +138,30 @@ def _check_num_scans(num_scans: int) -> None:
         raise Refused(RejectReason.UNSUPPORTED_FORMAT, f"format=jpeg with more than {MAX_SCANS} scans")
 
 
-def _next_segment(data: bytes, position: int) -> Segment:
-    """The segment that begins at `position`: what nearly every one looks like is judged at once."""
-    if position + SEGMENT_HEAD.size <= len(data):
-        first, marker, length = SEGMENT_HEAD.unpack_from(data, position)
-        end = position + 2 + length
-        if first == 0xFF and marker in WITH_LENGTH and length >= 2 and end <= len(data):
-            return Segment(marker, position + SEGMENT_HEAD.size, end)
-    return _judge_segment(data, position)
+def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """(marker, start, end) of each segment's payload, up to the first scan's header; refuses what is none.
+
+    For a small image this walk is a good part of all work: what nearly every segment looks like is judged at once.
+    """
+    position, num_bytes, unpack = 2, len(data), SEGMENT_HEAD.unpack_from
+    for _ in range(MAX_SEGMENTS):
+        start = position + 4
+        if start <= num_bytes:
+            first, marker, length = unpack(data, position)
+            end = position + 2 + length
+            is_plain = first == 0xFF and marker in WITH_LENGTH and start <= end <= num_bytes
+        else:
+            is_plain = False
+        if not is_plain:
+            marker, start, end = _judge_segment(data, position)
+        yield marker, start, end
+        if marker == SOS:
+            return
+        position = end
+    raise Refused(RejectReason.BAD_HEADER, f"more than {MAX_SEGMENTS} segments before the first scan")
 
 
-def _judge_segment(data: bytes, position: int) -> Segment:
+def _judge_segment(data: bytes, position: int) -> tuple[int, int, int]:
     """Every marker before the first scan but TEM has a length."""
     if position < len(data) and data[position] != 0xFF:
         raise Refused(RejectReason.BAD_HEADER, f"no marker at byte {position}")
@@ -175,7 +171,7 @@ def _judge_segment(data: bytes, position: int) -> Segment:
         raise Refused(RejectReason.TRUNCATED, f"the header ends at byte {len(data)}")
     marker = data[position]
     if marker == TEM:
-        return Segment(marker=marker, start=position + 1, end=position + 1)
+        return marker, position + 1, position + 1
     if marker in (0, SOI, EOI) or 0xD0 <= marker <= 0xD7:
         raise Refused(RejectReason.BAD_HEADER, f"marker 0x{marker:02x} at byte {position} before the first scan")
     length = int.from_bytes(data[position + 1 : position + 3])
@@ -184,7 +180,7 @@ def _judge_segment(data: bytes, position: int) -> Segment:
     end = position + 1 + length
     if end > len(data):
         raise Refused(RejectReason.TRUNCATED, f"a header segment ends at byte {end} of {len(data)}")
-    return Segment(marker=marker, start=position + 3, end=end)
+    return marker, position + 3, end
 
 
 def _read_segment(header: JpegHeader, marker: int, payload: bytes, options: NormalizeOptions) -> None:

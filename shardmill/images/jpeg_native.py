@@ -14,7 +14,6 @@ import numpy as np
 from shardmill.images.geometry import (
     LEAST_REDUCED_SIDE,
     Span,
-    choose_reduction,
     kept_spans,
     reduced_length,
     resized_shape,
@@ -40,15 +39,14 @@ class Shrink:
 
 
 def decode_shrunk(
-    data: bytes, shape_HWC: tuple[int, int, int], orientation: int, options: NormalizeOptions
+    data: bytes, shape_HWC: tuple[int, int, int], scale: int, orientation: int, options: NormalizeOptions
 ) -> np.ndarray | None:
     """What `normalize` would make of the decoded pixels, gray or RGB, not yet upright; None if the kernel declines.
 
-    `shape_HWC` is what the file's header states.
+    `shape_HWC` is what the file's header states; of it, a pixel of each `scale` x `scale` is decoded.
     """
     height, width, channels = shape_HWC
     assert shardmill_native is not None, "who asked for the kernel native has found it"
-    scale = choose_reduction(height, width, options)
     shrink = plan_shrink(reduced_length(height, scale), reduced_length(width, scale), orientation, options)
     if shrink is None or channels not in (1, 3):
         return None

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from shardmill.images.process import process_image
 from shardmill.images.sandbox import CLOCK_PER_CPU_SECOND, DecodeSandbox, PendingImage
@@ -25,6 +23,7 @@ class OwnProcessDecoder:
 
     def __init__(self, limits: DecodeLimits) -> None:
         self._limits = limits
+        self._address_space = resource.getrlimit(resource.RLIMIT_AS)
         self._statm = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115  as long as this process
 
     def start(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> PendingImage:
@@ -34,27 +33,27 @@ class OwnProcessDecoder:
     def finish(self, pending: PendingImage) -> ImageSample | Rejection:
         """The outcome of `process_image`; beyond the limits of time this process ends by SIGPROF or SIGALRM."""
         try:
-            with _limited(self._limits, self._mapped_bytes()):
+            self._limit()
+            try:
                 return process_image(pending.source, pending.data, pending.options)
+            finally:
+                self._lift()
         except MemoryError:
             with DecodeSandbox(self._limits, config_section="etl") as sandbox:
                 return sandbox.process(pending.source, pending.data, pending.options)
 
-    def _mapped_bytes(self) -> int:
-        return int(os.pread(self._statm.fileno(), 100, 0).split(maxsplit=1)[0]) * _PAGE_BYTES
+    def _limit(self) -> None:
+        _, hard = self._address_space
+        soft = self._mapped_bytes() + self._limits.decode_memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+        # Their default action ends the process, also inside a C library that never comes back to Python.
+        signal.setitimer(signal.ITIMER_PROF, self._limits.decode_timeout_seconds)
+        signal.setitimer(signal.ITIMER_REAL, CLOCK_PER_CPU_SECOND * self._limits.decode_timeout_seconds)
 
-
-@contextmanager
-def _limited(limits: DecodeLimits, mapped_bytes: int) -> Iterator[None]:
-    before, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = mapped_bytes + limits.decode_memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-    # Their default action ends the process, also inside a C library that never comes back to Python.
-    signal.setitimer(signal.ITIMER_PROF, limits.decode_timeout_seconds)
-    signal.setitimer(signal.ITIMER_REAL, CLOCK_PER_CPU_SECOND * limits.decode_timeout_seconds)
-    try:
-        yield
-    finally:
+    def _lift(self) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+        resource.setrlimit(resource.RLIMIT_AS, self._address_space)
+
+    def _mapped_bytes(self) -> int:
+        return int(os.pread(self._statm.fileno(), 100, 0).split(maxsplit=1)[0]) * _PAGE_BYTES
