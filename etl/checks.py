@@ -153,8 +153,7 @@ def check_appendable(parent: Manifest, build: Build, *, is_labelled: bool) -> No
 def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
     """The fields of the event `etl.inferred`."""
     config, by_split = plan.task.config, _images_by_split(plan)
-    named = "stratified" if config.stratified_splits else "by folder"
-    where = named if plan.listing.has_splits else "by content hash, about"
+    where = _how_split(plan)
     shape = " x ".join(map(str, config.one_shape_HWC)) if config.one_shape_HWC else f"different sizes, {config.color}"
     return {
         "images": plan.num_images,
@@ -165,6 +164,16 @@ def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
         "formats": ", ".join(config.formats),
         "dataset": plan.store.uri,
     }
+
+
+def _how_split(plan: BuildPlan) -> str:
+    """What decided the splits, to stand before their numbers."""
+    if not plan.listing.has_splits:
+        return "by content hash, about"
+    if plan.task.config.stratified_splits:
+        return "stratified"
+    in_part = ", by content hash where it does not, about" if plan.listing.has_unnamed_splits else ""
+    return "by folder" if plan.task.source.kind == "folders" and not in_part else f"as the source names them{in_part}"
 
 
 def _no_classes(plan: BuildPlan) -> str:
@@ -252,15 +261,12 @@ def _first_conflict(store: Store, manifest: Manifest) -> tuple[str, ...]:
 
 
 def _images_by_split(plan: BuildPlan) -> Counter[str]:
-    """Exact if the source names the splits; estimated from the shares if content hashes decide."""
+    """Exact if the source names the splits; estimated from the shares as far as content hashes decide."""
     listing, fractions = plan.listing, plan.task.config.split_fractions
-    if not listing.has_splits:
-        return Counter({split: round(getattr(fractions, split) * plan.num_images) for split in SPLITS})
-    counts: Counter[str] = Counter()
+    counts: Counter[str | None] = Counter()
     for (split, _), times in listing.images_by_label.items():
-        if split is not None:
-            counts[split] += times
-    return counts
+        counts[split] += times
+    return Counter({split: counts[split] + round(getattr(fractions, split) * counts[None]) for split in SPLITS})
 
 
 def _images_by_class(plan: BuildPlan, split: str | None = None) -> Counter[str]:

@@ -74,6 +74,11 @@ class Listing:
         return any(split is not None for (split, _), times in self.images_by_label.items() if times)
 
     @property
+    def has_unnamed_splits(self) -> bool:
+        """Whether a hash of its content decides the split of some image."""
+        return any(split is None and times for (split, _), times in self.images_by_label.items())
+
+    @property
     def num_rejected_by_reason(self) -> dict[str, int]:
         """Reason -> refused inputs, by name of the reason."""
         return dict(sorted(Counter(str(rejection.reason) for rejection in self.rejections).items()))

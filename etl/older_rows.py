@@ -109,7 +109,7 @@ class _Splits:
 
 class _SplitsBuilder:
     def __init__(self, listing: Listing, config: EtlConfig) -> None:
-        self._has_unnamed = any(split is None and times for (split, _), times in listing.images_by_label.items())
+        self._has_unnamed = listing.has_unnamed_splits
         self._fractions = config.split_fractions
         self._actual = [np.empty(0, np.int8)]
         self._of_content = [np.empty(0, np.int8)]

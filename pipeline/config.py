@@ -20,7 +20,7 @@ def load_pipeline(source_or_config: str | None, overrides: tuple[str, ...], work
     if source_or_config is None or source_or_config.endswith(".toml"):
         tree = load_tree(PipelineTree, source_or_config, overrides)
     else:
-        from etl.sources.containers import is_pattern
+        from etl.sources.patterns import is_pattern
         from etl.sources.recognise import recognise
 
         kind = recognise(source_or_config)

@@ -45,6 +45,7 @@ class RunProgress:
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._marks: dict[str, list[tuple[float, int]]] = {}
+        self._begun: set[str] = set()
         self._next_line = 0.0
         self._next_count = 0.0
 
@@ -141,11 +142,18 @@ class RunProgress:
         if not marks or (len(marks) == 1 and num_done > marks[0][1]):
             marks.append((now, num_done))
         started, done_before = marks[-1]
-        if now < self._next_line:
+        # Who was told where it began is told that it ended.
+        ends = num_done == num_total and label in self._begun
+        if now < self._next_line and not ends:
             return
+        if num_done < num_total:
+            self._begun.add(label)
+        else:
+            self._begun.discard(label)
         self._next_line = now + PLAIN_LINE_SECONDS
         rate = (num_done - done_before) / (now - started) if num_done > done_before and now > started else 0.0
-        pace = f", {rate:,.0f} a second, {(num_total - num_done) / rate:,.0f} s left" if rate else ""
+        left = "" if ends else f", {(num_total - num_done) / max(rate, 1e-9):,.0f} s left"
+        pace = f", {rate:,.0f} a second{left}" if rate else ""
         self.say(f"{label}: {num_done:,} of {num_total:,} {unit}{pace}")
 
 

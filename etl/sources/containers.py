@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import BinaryIO, Generic, TypeVar
 
 from etl.sources.names import SPLIT_OF_NAME
+from etl.sources.patterns import expanded, is_pattern, matches, names_any
 from etl.stored_file import open_file
 from shardmill.errors import IntegrityError, NoSuchRoot, UsageError
 from shardmill.printable import printable
@@ -22,8 +23,6 @@ from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 Opened = TypeVar("Opened")
-
-_BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +42,17 @@ class FoundFiles:
 
 
 class Containers:
-    """What `source.uri` names: a folder, one file, or a pattern (`*`, `?`, `[ab]`, `{000..146}`) of files.
+    """What `source.uri` names: a folder, one file, or a pattern of files (see `etl/sources/patterns.py`).
 
     Nothing is read before `find`. Paths are relative to `store`: the folder itself, or the fixed part of the pattern.
     """
 
     def __init__(self, uri: str, suffixes: tuple[str, ...]) -> None:
         self._suffixes = suffixes
-        root, name = _fixed_part(uri, suffixes)
-        self.store = open_store(root)
-        self._name = name
-        self.uri = f"{self.store.uri.rstrip('/')}/{name}" if name else self.store.uri
+        place = _Place.of(uri, suffixes)
+        self.store = open_store(place.root)
+        self._name, self._is_pattern = place.name, place.is_pattern
+        self.uri = f"{self.store.uri.rstrip('/')}/{place.name}" if place.name else self.store.uri
 
     def find(self) -> FoundFiles:
         """Every container and every other file of the folder, sorted by path. Raises UsageError if there is none."""
@@ -73,9 +72,9 @@ class Containers:
 
     def _check_all_named(self, found: set[str]) -> None:
         """`{000..146}` names 147 files; one that is not there was lost, or is still on its way."""
-        if any(character in self._name for character in "*?["):
+        if not self._is_pattern or names_any(self._name):
             return
-        missing = [path for path in expanded(self._name) if path not in found] if is_pattern(self._name) else []
+        missing = [path for path in expanded(self._name) if path not in found]
         if missing:
             raise UsageError(
                 f"source {self.uri}: {len(missing)} of the files that it names are not there, such as {missing[0]}",
@@ -84,7 +83,7 @@ class Containers:
             )
 
     def _candidates(self) -> Iterable[StoredFile]:
-        if not is_pattern(self._name):
+        if not self._is_pattern:
             file = self.store.stat(self._name) if self._name else None
             return [file] if file is not None else self.store.list(self._name)
         return (file for file in self.store.list("") if matches(file.path, self._name))
@@ -92,23 +91,6 @@ class Containers:
     def _is_container(self, file: StoredFile) -> bool:
         # A pattern or a file's own name says what is meant, whatever its suffix.
         return file.path == self._name or is_named(file.path, self._suffixes)
-
-
-def matches(path: str, pattern: str) -> bool:
-    """Whether `path` fits a pattern of the same depth; `{000..146}` stands for numbers of that many digits."""
-    parts, patterns = path.split("/"), pattern.split("/")
-    return len(parts) == len(patterns) and all(map(_part_matches, parts, patterns))
-
-
-def expanded(pattern: str) -> Iterator[str]:
-    """The paths that a pattern with no other signs than `{000..146}` names."""
-    braces = _BRACES.search(pattern)
-    if braces is None:
-        yield pattern
-        return
-    for number in range(int(braces[1]), int(braces[2]) + 1):
-        for rest in expanded(pattern[braces.end() :]):
-            yield f"{pattern[: braces.start()]}{number:0{len(braces[1])}}{rest}"
 
 
 def splits_of(paths: Iterable[str]) -> dict[str, str | None]:
@@ -207,41 +189,35 @@ def reading(path: str) -> Iterator[None]:
             raise IntegrityError(f"it does not unpack: {error}") from None
 
 
-def _fixed_part(uri: str, suffixes: tuple[str, ...]) -> tuple[str, str]:
-    """The root to open, and the name or pattern below it; text alone decides, so that every host decides alike."""
-    scheme, separator, path = uri.rpartition("://")
-    parts = path.rstrip("/").split("/")
-    fixed = next((number for number, part in enumerate(parts) if is_pattern(part)), len(parts))
-    if fixed == len(parts):
-        if not is_named(parts[-1], suffixes):
-            return uri, ""
-        fixed = len(parts) - 1
-    root = "/".join(parts[:fixed]) or ("/" if path.startswith("/") else ".")
-    return f"{scheme}{separator}{root}", "/".join(parts[fixed:])
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A root to open, and a name or a pattern below it; empty if the root itself is meant."""
+
+    root: str
+    name: str
+    is_pattern: bool
+
+    @classmethod
+    def of(cls, uri: str, suffixes: tuple[str, ...]) -> _Place:
+        """Its text alone decides, so that every host decides alike, but for local paths that look like patterns."""
+        scheme, separator, path = uri.rpartition("://")
+        parts = path.rstrip("/").split("/")
+
+        def is_there(number: int) -> bool:
+            return scheme in ("", "file") and os.path.exists(os.path.expanduser("/".join(parts[: number + 1])))
+
+        patterns = [number for number, part in enumerate(parts) if is_pattern(part) and not is_there(number)]
+        if not patterns and not is_named(parts[-1], suffixes):
+            return cls(uri, "", is_pattern=False)
+        fixed = patterns[0] if patterns else len(parts) - 1
+        root = "/".join(parts[:fixed]) or ("/" if path.startswith("/") else ".")
+        return cls(f"{scheme}{separator}{root}", "/".join(parts[fixed:]), is_pattern=bool(patterns))
 
 
 def is_named(path: str, suffixes: tuple[str, ...]) -> bool:
     """Whether a name ends in one of the suffixes, whatever its case."""
     # TFDS writes `mnist-train.tfrecord-00000-of-00001`.
     return re.sub(r"-\d+-of-\d+$", "", path.lower()).endswith(suffixes)
-
-
-def is_pattern(text: str) -> bool:
-    """Whether a URI or a part of it stands for several files."""
-    return any(character in text for character in "*?[") or _BRACES.search(text) is not None
-
-
-def _part_matches(part: str, pattern: str) -> bool:
-    braces = _BRACES.search(pattern)
-    if braces is None:
-        return fnmatchcase(part, pattern)
-    head, tail = pattern[: braces.start()], pattern[braces.end() :]
-    low, high = braces[1], braces[2]
-    for found in re.finditer(rf"\d{{{len(low)},{len(high)}}}", part):
-        is_inside = int(low) <= int(found[0]) <= int(high)
-        if is_inside and fnmatchcase(part[: found.start()], head) and _part_matches(part[found.end() :], tail):
-            return True
-    return False
 
 
 def _split_of(path: str) -> str | None:

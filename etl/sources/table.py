@@ -24,7 +24,7 @@ from etl.sources.columns import (
     misspelt,
     or_else,
 )
-from etl.sources.containers import Containers
+from etl.sources.containers import Containers, is_named
 from etl.sources.extra import ExtraColumns
 from etl.sources.names import SPLIT_OF_NAME, TABLE_SUFFIXES
 from etl.sources.table_rows import read_rows
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _URI_COLUMNS = ("uri", "url", "path", "file_name", "filename")
 _LABEL_COLUMNS = ("label", "class")
+_HEADER_HINT = "; without a line of names at its head, a CSV file needs one, such as uri,label"
 
 
 class TableSource:
@@ -102,11 +103,12 @@ class _Columns:
 
 def _choose_columns(config: SourceConfig, names: list[str], table: str) -> _Columns:
     uri = choose_column(names, config.uri_field, _URI_COLUMNS, "uri_field")
+    is_text = is_named(table, (".csv", ".csv.gz", ".tsv", ".tsv.gz"))
     if uri is None:
         raise UsageError(
             f"the table {table} has the columns {', '.join(names[:20])}",
             f"expected one of URIs, called {' or '.join(_URI_COLUMNS)}",
-            "name it with source.uri_field",
+            f"name it with source.uri_field{_HEADER_HINT if is_text else ''}",
         )
     return _Columns(
         uri=uri,

@@ -271,3 +271,10 @@ def test_a_reader_opens_by_the_absolute_uri_alone(tmp_path: Path, monkeypatch: p
     [image] = images_of(list_images(relative.model_copy(update={"uri": source.uri})))
     assert reader.read(image) == (tmp_path / "images" / "class_0" / "00000.png").read_bytes()
     assert reader.is_there(image.key)
+
+
+def test_a_csv_file_without_a_line_of_names_is_told_of_it(tmp_path: Path):
+    (tmp_path / "t.csv").write_text("a.jpg,cat\nb.jpg,dog\n")
+    with pytest.raises(UsageError) as caught:
+        list_images(SourceConfig(uri=str(tmp_path / "t.csv"), kind="table"))
+    assert "such as uri,label" in caught.value.fix
