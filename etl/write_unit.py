@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import socket
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -194,23 +196,31 @@ def _warm_sandbox(process_id: int, timeout_seconds: float, memory_bytes: int) ->
 
 
 def _store(store: Store, unit: WorkUnit, rows_by_split: dict[str, list[StoredRow]], task: UnitTask) -> list[ShardInfo]:
-    with scratch_folder(task.config.scratch_dir) as scratch:
-        return [
-            shard
-            for split, rows in sorted(rows_by_split.items())
-            for shard in _publish(store, unit, split, rows, task, scratch)
-        ]
+    """The splits at once, because what takes time here is a disk that syncs, or a distant store. One shard of each at a
+    time: their bytes are in memory.
+    """
+    splits = sorted(rows_by_split)
+    with (
+        scratch_folder(task.config.scratch_dir) as scratch,
+        ThreadPoolExecutor(max(1, len(splits)), "shardmill-publish") as pool,
+    ):
+        published = pool.map(lambda split: _publish(store, unit, split, rows_by_split[split], task, scratch), splits)
+        return list(itertools.chain.from_iterable(published))
 
 
 def _publish(
     store: Store, unit: WorkUnit, split: str, rows: Sequence[StoredRow], task: UnitTask, scratch: Path
-) -> Iterator[ShardInfo]:
+) -> list[ShardInfo]:
     config = task.config
     attempt = uuid.uuid4().hex[:12]
-    for number, chunks in enumerate(cut_shards(cut_chunks(rows, config.chunk_bytes), config.shard_max_bytes)):
-        for format_name in config.formats:
-            name = f"{unit.index:06d}-{number:03d}-{attempt}"
-            yield publish_shard(store, split, name, format_name, chunks, schema=task.row_schema, scratch=scratch)
+    return [
+        publish_shard(
+            store, split, f"{unit.index:06d}-{number:03d}-{attempt}", format_name, chunks,
+            schema=task.row_schema, scratch=scratch,
+        )
+        for number, chunks in enumerate(cut_shards(cut_chunks(rows, config.chunk_bytes), config.shard_max_bytes))
+        for format_name in config.formats
+    ]  # fmt: skip
 
 
 def _sort_like(sources: Sequence[SourceImage], rows_by_split: dict[str, list[StoredRow]]) -> None:

@@ -75,9 +75,12 @@ def reduced_length(length: int, scale: int) -> int:
 
 def _is_large(height: int, width: int, options: NormalizeOptions) -> bool:
     """Whether any reduction leaves enough blocks for each stored pixel; most images are told apart by this alone."""
+    least = min(REDUCTIONS)
+    # In every mode that shrinks, some side becomes `image_size`.
+    if reduced_length(max(height, width), least) < LEAST_BLOCKS_PER_STORED_PIXEL * options.image_size:
+        return False
     rows, columns = kept_spans(height, width, options)
     stored_height, stored_width = resized_shape(rows.length, columns.length, options)
-    least = min(REDUCTIONS)
     return (
         reduced_length(rows.length, least) >= LEAST_BLOCKS_PER_STORED_PIXEL * stored_height
         and reduced_length(columns.length, least) >= LEAST_BLOCKS_PER_STORED_PIXEL * stored_width

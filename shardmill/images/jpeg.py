@@ -37,8 +37,9 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
         data = strip_metadata(data, header, end)
     scale = choose_reduction(header.height, header.width, options)
     shrunk_HWC = None
-    if options.kernel == "native" and not changes_pixels(profile, header.num_components):
-        shape_HWC = header.height, header.width, header.num_components
+    shape_HWC = header.height, header.width, header.num_components
+    has_stored_shape = shape_HWC == options.one_shape_HWC
+    if options.kernel == "native" and not has_stored_shape and not changes_pixels(profile, header.num_components):
         shrunk_HWC = decode_shrunk(data, shape_HWC, scale, read_orientation(header.exif), options)
     pixels_HWC = _decode_reduced(data, header, scale) if shrunk_HWC is None else shrunk_HWC
     if header.num_components == 4:
