@@ -18,6 +18,7 @@ from shardmill.jobs.observer import FieldValue
 from shardmill.printable import printable
 from shardmill.storage import Store, join_uri
 from shardmill.values import (
+    NO_SUCH_FILE,
     REASONS_OUTSIDE_REJECT_FRACTION,
     TRANSIENT_REASONS,
     Rejection,
@@ -57,6 +58,12 @@ class Limit:
     verb: str
     fix: str
 
+    def counts(self, rejection: Rejection) -> bool:
+        """Whether it counts against this limit."""
+        if rejection.detail == NO_SUCH_FILE:
+            return self.kind is RejectLimitExceeded
+        return rejection.reason in self.reasons
+
 
 # Access first: while it fails, nothing can be said about the images themselves.
 LIMITS = (
@@ -77,18 +84,17 @@ LIMITS = (
 
 def broken_limit(config: EtlConfig, rejections: Sequence[Rejection], num_listed: int) -> Limit | None:
     """The first limit that the rejections exceed. More rejections never undo it, so a part of them may be enough."""
-    counts = Counter(rejection.reason for rejection in rejections)
-    num_images = num_listed - sum(counts[reason] for reason in REASONS_OUTSIDE_REJECT_FRACTION)
+    num_images = num_listed - sum(each.reason in REASONS_OUTSIDE_REJECT_FRACTION for each in rejections)
     for limit in LIMITS:
-        if sum(counts[reason] for reason in limit.reasons) > getattr(config, limit.key) * num_images:
+        if sum(limit.counts(each) for each in rejections) > getattr(config, limit.key) * num_images:
             return limit
     return None
 
 
 def limit_error(limit: Limit, plan: BuildPlan, rejections: Sequence[Rejection], ledger: str) -> ShardmillError:
     """The error for a broken limit: how many, why, three examples, and where the rest is listed."""
-    counted = [rejection for rejection in rejections if rejection.reason in limit.reasons]
-    others = [rejection for rejection in rejections if rejection.reason not in limit.reasons]
+    counted = [rejection for rejection in rejections if limit.counts(rejection)]
+    others = [rejection for rejection in rejections if not limit.counts(rejection)]
     beside = f"; not counted: {_by_reason(others)}" if others else ""
     examples = ", ".join(f"{printable(each.key)}: {each.reason}" for each in counted[:_NUM_EXAMPLES])
     build = plan.build

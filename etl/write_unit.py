@@ -34,7 +34,7 @@ from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.storage import Store
 from shardmill.stores import open_store
-from shardmill.values import UNKNOWN_SIZE, ImageSample, Rejection, RejectReason, ShardInfo, SourceImage
+from shardmill.values import NO_SUCH_FILE, UNKNOWN_SIZE, ImageSample, Rejection, RejectReason, ShardInfo, SourceImage
 
 
 class Decoder(Protocol):
@@ -155,7 +155,8 @@ def read_source(reader: SourceReader, image: SourceImage, task: UnitTask) -> byt
     except FileNotFoundError:
         path = image.container or image.key
         check_source(reader, _places(task), tuple(probe for probe in task.probes if probe != path))
-        return image.rejected(RejectReason.MISSING, "listed, but gone when it was read")
+        was_seen = image.size_bytes != UNKNOWN_SIZE or image.mtime_ns != 0 or image.etag != ""
+        return image.rejected(RejectReason.MISSING, "listed, but gone when it was read" if was_seen else NO_SUCH_FILE)
     except AccessDenied as error:
         # This concerns one file. Any other fault is the store's: the task fails and is tried again.
         return image.rejected(RejectReason.UNREADABLE, error.what)

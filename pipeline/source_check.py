@@ -28,7 +28,7 @@ def check_source_stage(source_or_config: str, common: Common) -> tuple[SourceChe
     limit = found.limit
     if limit is None:
         return found, None
-    num_counted = sum(rejection.reason in limit.reasons for rejection in found.rejections)
+    num_counted = sum(map(limit.counts, found.rejections))
     return found, limit.kind(
         f"{num_counted} of {found.num_listed} inputs {limit.verb}",
         f"etl.{limit.key} allows {getattr(tree.etl, limit.key):g}: `shardmill etl` would publish nothing",

@@ -62,6 +62,10 @@ class RejectReason(StrEnum):
 # Transient: these describe a moment, not the input; another run may get another answer.
 TRANSIENT_REASONS = frozenset({RejectReason.MISSING, RejectReason.UNREADABLE, RejectReason.SOURCE_CHANGED})
 
+NO_SUCH_FILE = "there is no such file"
+"""Detail of an input that is `missing` though it has not vanished: a table names it, and nothing else was known of it.
+It counts as rejected, not as a sign that the source changes at this moment."""
+
 # Not faults, so not counted against `etl.max_reject_fraction`: files that were never meant as images, and small images
 # where the config asks for larger ones (`etl.min_source_side_pixels` is off by default).
 REASONS_OUTSIDE_REJECT_FRACTION = frozenset(

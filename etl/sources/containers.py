@@ -70,6 +70,13 @@ class Containers:
         self._check_all_named({file.path for file in containers})
         return FoundFiles(containers, tuple(file for file in found if not self._is_container(file)))
 
+    def are_there(self) -> bool:
+        """Whether this host sees any of them."""
+        try:
+            return any(self._is_container(file) for file in self._candidates())
+        except NoSuchRoot:
+            return False
+
     def _check_all_named(self, found: set[str]) -> None:
         """`{000..146}` names 147 files; one that is not there was lost, or is still on its way."""
         if not self._is_pattern or names_any(self._name):

@@ -56,7 +56,7 @@ class TableSource:
 
     def open(self, max_source_bytes: int) -> UriReader:
         """Reads relative URIs below the table's folder."""
-        return UriReader(self._tables.store, max_source_bytes, self._config.download)
+        return UriReader(self._tables, max_source_bytes, self._config.download)
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no table or it has no column of URIs, IntegrityError if it does not parse."""

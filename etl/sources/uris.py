@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.sources.containers import Containers
 from etl.sources.download import HTTP_SCHEMES, Downloader, NotDownloaded
 from shardmill.errors import AccessDenied
 from shardmill.storage import Store
@@ -25,11 +26,12 @@ _MAX_URI_BYTES = 8_192
 
 
 class UriReader:
-    """Reads whole files, of which nothing is known before but their URI; `root` is the folder of relative ones."""
+    """Reads whole files, of which nothing is known before but their URI; relative ones lie beside the tables."""
 
-    def __init__(self, root: Store, max_source_bytes: int, download: DownloadConfig) -> None:
+    def __init__(self, tables: Containers, max_source_bytes: int, download: DownloadConfig) -> None:
         self.num_parallel = download.num_parallel
-        self._root = root
+        self._tables = tables
+        self._root = tables.store
         self._downloader = Downloader(download, max_source_bytes)
         self._max_source_bytes = max_source_bytes
         self._stores: dict[str, Store] = {}
@@ -46,11 +48,14 @@ class UriReader:
         return data
 
     def is_there(self, path: str) -> bool:
-        """Whether this host sees the file; one URL that does not answer says nothing about this host."""
+        """Whether this host sees the file, or at least the place of it.
+
+        One URL that does not answer says nothing about this host; and where a table is, it may name what is not there.
+        """
         if _is_on_the_web(path):
             return True
         store, path = self._locate(path)
-        return store.stat(path) is not None
+        return store.stat(path) is not None or (store is self._root and self._tables.are_there())
 
     def _read(self, uri: str) -> bytes:
         """At most one byte more than the limit, whatever the file's size."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,28 @@ def test_the_ledger_of_a_build_that_failed_can_be_read(tmp_path: Path):
     ledger.write_bytes(ledger.read_bytes()[:-1] + b"x")
     with pytest.raises(IntegrityError, match="was altered"):
         read_ledger(str(ledger))
+
+
+@pytest.mark.parametrize("num_missing, is_refused", [(2, False), (4, True), (60, True)])
+def test_files_that_a_table_names_and_that_are_not_there_are_rejected(
+    num_missing: int, is_refused: bool, tmp_path: Path
+):
+    write_images(tmp_path / "images", num_images=60)
+    files = sorted((tmp_path / "images").rglob("*.png"))
+    rows = [f"{file.relative_to(tmp_path / 'images').as_posix()},{file.parent.name}\n" for file in files]
+    (tmp_path / "images" / "t.csv").write_text("uri,label\n" + "".join(rows))
+    for file in files[:num_missing]:
+        file.unlink()
+    tree = tree_for(tmp_path)
+    table = SourceConfig(uri=str(tmp_path / "images" / "t.csv"), kind="table")
+    plan = plan_build(tree.model_copy(update={"source": table}), run_id="a")
+    results = [write_unit(unit, plan.task) for unit in plan.units]
+    if is_refused:
+        with pytest.raises(RejectLimitExceeded, match=rf"{num_missing} of 60 inputs were rejected \(missing"):
+            commit_results(plan, results)
+    else:
+        assert commit_results(plan, results).counts.by_reason == {"missing": num_missing}
+    # Without the table nothing tells whether the folder is there at all.
+    shutil.rmtree(tmp_path / "images")
+    with pytest.raises(StorageError, match="does not see the source"):
+        write_unit(plan.units[0], plan.task)
