@@ -79,7 +79,7 @@ def etl(
     if dry_run:
         from pipeline import dry_run as planning
 
-        found = planning.dry_run(source_or_config, common)
+        found = planning.dry_run(source_or_config, common, replace_source=replace_source)
         print_result(common, found.document(), found.rows(), title="etl --dry-run")
         return
     from pipeline.stage_commands import etl_stage

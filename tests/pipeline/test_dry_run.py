@@ -1,0 +1,65 @@
+"""`etl --dry-run` says what the next run would do, and does none of it."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from pathlib import Path
+
+import pytest
+
+from etl.config import EtlTree
+from etl.job import build_dataset
+from pipeline.cli_options import Common
+from pipeline.config import load_pipeline
+from pipeline.dry_run import DryRun, dry_run
+from shardmill.errors import StorageError
+from tests.etl.test_incremental import paint
+from tests.support import write_images
+
+_SETTINGS = ("etl.engine=tests.extending_entries:new_engine", "etl.image_size=16", "etl.unit_min_images=16")
+
+
+def plan(folder: Path, *overrides: str) -> DryRun:
+    before = sorted(folder.rglob("*"))
+    found = dry_run(str(folder / "images"), common(folder, *overrides))
+    assert sorted(folder.rglob("*")) == before
+    return found
+
+
+def common(folder: Path, *overrides: str) -> Common:
+    return Common((*_SETTINGS, *overrides), str(folder / "work"), "r", is_run_named=True, json=False, debug=False)
+
+
+def build(folder: Path) -> None:
+    given = common(folder)
+    tree = load_pipeline(str(folder / "images"), given.overrides, given.workdir)
+    build_dataset(tree.part(EtlTree), run_id=uuid.uuid4().hex)
+
+
+def of_dataset(found: DryRun) -> tuple[int | None, int, int, int]:
+    return found.latest_version, found.num_unchanged, found.num_removed, found.num_to_process
+
+
+def test_it_tells_what_would_stay_and_what_would_be_made(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    first = plan(tmp_path)
+    assert of_dataset(first) == (None, 0, 0, 60) and first.num_units > 1
+    build(tmp_path)
+    same = plan(tmp_path)
+    assert (*of_dataset(same), same.num_units) == (1, 60, 0, 0, 0)
+    assert same.plan_digest == first.plan_digest
+    rng = random.Random(1)
+    files = sorted((tmp_path / "images").rglob("*.png"))
+    files[0].unlink()
+    paint(files[1], rng)
+    paint(tmp_path / "images" / "class_0" / "new.png", rng)
+    changed = plan(tmp_path)
+    assert (*of_dataset(changed), changed.num_units) == (1, 58, 2, 2, 1)
+    assert ("dataset", "version 1: 58 rows stay, 2 go") in changed.rows()
+    assert of_dataset(plan(tmp_path, "etl.image_size=8")) == (1, 0, 60, 60)
+    assert of_dataset(plan(tmp_path, "etl.write_mode=append")) == (1, 60, 0, 2)
+    for file in files[2:40]:
+        file.unlink()
+    with pytest.raises(StorageError, match="max_vanished_fraction"):
+        plan(tmp_path)
