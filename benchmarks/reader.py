@@ -11,6 +11,7 @@ from pathlib import Path
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
+from etl.finished import Finished
 from etl.plan import plan_build
 from etl.write_unit import write_unit
 from shardmill.dataset.chunks import ChunkFetcher
@@ -35,7 +36,7 @@ def main() -> None:
         etl = EtlConfig(image_size=arguments.image_size, split_fractions=fractions, formats=formats)
         source, target = SourceConfig(uri=str(arguments.images)), DatasetConfig(uri=folder)
         plan = plan_build(EtlTree(source=source, dataset=target, etl=etl), run_id="benchmark")
-        commit_results(plan, [write_unit(unit, plan.task) for unit in plan.units])
+        commit_results(plan, Finished(plan.listing, [write_unit(unit, plan.task) for unit in plan.units]))
         dataset = open_dataset(folder)
         spec = dataset.plan_spec("train", seed=0, global_batch_size=64, num_streams=8)
         stored = _stored_images(folder)

@@ -10,18 +10,21 @@ bytes or another class than before is refused, because an append replaces nothin
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
 from etl.listing import limbs, sum_limbs
+from etl.refused_before import RefusedBefore
 from etl.segments import key_digests
 from shardmill.dataset.index import in_all_formats, rows_file
-from shardmill.dataset.ledger import ledger_digest, read_rejections
+from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
+from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment
 from shardmill.dataset.unit_result import UnitResult
@@ -33,6 +36,7 @@ from shardmill.values import Rejection, RejectReason, ShardInfo
 
 if TYPE_CHECKING:
     from etl.changes import Changes
+    from etl.finished import Finished
     from etl.shard_rows import RowCopier
     from shardmill.dataset.build import Build
 
@@ -46,37 +50,36 @@ class Appended:
     build: Build
     """Of all that the new version holds."""
     changes: Changes
-    """All rows and rejections of the older version that stay: all rows, and what was not listed again."""
+    """All rows of the older version."""
+    refused_before: RefusedBefore
+    """Those not marked are not listed again."""
     results: tuple[UnitResult, ...]
     """What is new."""
 
-    def adds_nothing(self, parent: Manifest) -> bool:
-        """Whether the new version would hold what its parent does."""
-        refused = [*self.changes.rejections, *self.build.all_rejections(self.results)]
-        return not any(result.splits for result in self.results) and ledger_digest(refused) == parent.ledger_digest
-
 
 def append(
-    store: Store, parent: Manifest, build: Build, changes: Changes, results: Sequence[UnitResult], copier: RowCopier
+    store: Store, parent: Manifest, build: Build, changes: Changes, finished: Finished, copier: RowCopier
 ) -> Appended:
-    """`results`: of all inputs that were not found unchanged in `parent`, those refused before included.
+    """`finished`: what became of all inputs that were not found unchanged in `parent`, those refused before included.
 
     Raises UsageError if an input has the key, or the sample id, of a row that differs from it.
     """
-    refused_now = [*build.list_rejections, *(each for result in results for each in result.rejections)]
+    results, refused_now = finished.results, finished.rejections
     known = _Known.of(store, changes, _new_ids(store, results, refused_now))
     known.check_refused(refused_now)
     new = tuple(part for result in results for part in _without_known(store, result, known, copier))
 
     # What was refused before and is listed again counts once, as what it is now.
-    refused_before = {each.key: each for each in read_rejections(store, parent)}
-    listed_again = refused_before.keys() & {each.key for each in refused_now}
-    # An archive that was refused for its damage is listed again with the images that are read of it now.
-    damaged = {key for key, each in refused_before.items() if each.reason is RejectReason.DAMAGED_CONTAINER}
-    for key in _new_keys(store, results) if refused_before else ():
-        listed_again |= {key} & refused_before.keys()
-        listed_again |= {key.rpartition("\0")[0]} & damaged
-    common = add_digests(known.key_sum, *map(key_hash, listed_again))
+    refused_before = RefusedBefore(partial(read_rejections, store, parent), lambda each: each.key)
+    refused_before.mark(each.key for each in refused_now)
+    if len(refused_before):
+        # An archive that was refused for its damage is listed again with the images that are read of it now.
+        damaged = _damaged(store, parent)
+        for keys in _new_keys(store, results):
+            refused_before.mark(keys)
+            refused_before.mark({key.rpartition("\0")[0] for key in keys} & damaged)
+    listed_again = RejectionLog(finished.folder, refused_before.marked())
+    common = add_digests(known.key_sum, listed_again.key_sum)
     key_sum = add_digests(int(parent.source.key_sum, 16), int(build.source.key_sum, 16), -common)
     return Appended(
         build=replace(
@@ -89,8 +92,8 @@ def append(
         changes=replace(
             changes,
             shards=tuple(replace(each, is_kept_N=np.ones_like(each.is_kept_N)) for each in changes.shards),
-            rejections=tuple(each for key, each in refused_before.items() if key not in listed_again),
         ),
+        refused_before=refused_before,
         results=new,
     )
 
@@ -131,7 +134,7 @@ class _Known:
         self.key_sum += key_hash(key)
         return True
 
-    def check_refused(self, rejections: Sequence[Rejection]) -> None:
+    def check_refused(self, rejections: Iterable[Rejection]) -> None:
         """Raise UsageError if one of these inputs is there as a row."""
         for each in rejections:
             if self.candidates.get(sample_id_of(each.key), ("", b""))[0] == each.key:
@@ -154,14 +157,22 @@ def _without_known(store: Store, result: UnitResult, known: _Known, copier: RowC
     yield from copier.only_kept(result, is_kept)
 
 
-def _new_ids(store: Store, results: Sequence[UnitResult], rejections: Sequence[Rejection]) -> np.ndarray:
+def _new_ids(store: Store, results: Sequence[UnitResult], rejections: Iterable[Rejection]) -> np.ndarray:
     ids = [_rows(store, shard).column("sample_id").to_numpy() for shard in _first_format(results)]
-    return np.concatenate([np.array([sample_id_of(each.key) for each in rejections], np.int64), *ids])
+    return np.concatenate([np.fromiter((sample_id_of(each.key) for each in rejections), np.int64), *ids])
 
 
-def _new_keys(store: Store, results: Sequence[UnitResult]) -> Iterator[str]:
+def _new_keys(store: Store, results: Sequence[UnitResult]) -> Iterator[list[str]]:
+    """Those of one shard after the other."""
     for shard in _first_format(results):
-        yield from _rows(store, shard).column("source").to_pylist()
+        yield _rows(store, shard).column("source").to_pylist()
+
+
+def _damaged(store: Store, parent: Manifest) -> set[str]:
+    """Archives that `parent` refused."""
+    if RejectReason.DAMAGED_CONTAINER not in parent.counts.by_reason:
+        return set()
+    return {each.key for each in read_rejections(store, parent) if each.reason is RejectReason.DAMAGED_CONTAINER}
 
 
 def _first_format(results: Sequence[UnitResult]) -> Iterator[ShardInfo]:

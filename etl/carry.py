@@ -18,26 +18,12 @@ from shardmill.dataset.index import rows_file
 from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment
 from shardmill.dataset.unit_result import UnitResult
-from shardmill.ids import DIGEST_MODULUS, add_digests, format_digest, key_hash
+from shardmill.ids import DIGEST_MODULUS
 from shardmill.storage import Store
 
 if TYPE_CHECKING:
     from etl.changes import Changes
     from etl.shard_rows import RowCopier
-
-
-def refused_before(changes: Changes) -> UnitResult:
-    """The old rejections that still hold, as the result of a unit that did not have to run."""
-    return UnitResult(
-        unit_index=-1 - len(changes.shards),
-        fingerprint="",
-        shards=(),
-        splits=(),
-        rejections=changes.rejections,
-        accepted_key_sum=format_digest(0),
-        rejected_key_sum=format_digest(add_digests(*(key_hash(each.key) for each in changes.rejections))),
-        note_counts=(),
-    )
 
 
 def carry(changes: Changes, copier: RowCopier) -> Iterator[UnitResult]:

@@ -9,7 +9,8 @@ A row is unchanged if its source is listed with equal facts (key, size, times, c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.listing import Listing
 from etl.older_rows import OlderRows
+from etl.refused_before import RefusedBefore
 from shardmill.values import TRANSIENT_REASONS, UNKNOWN_SIZE, Rejection, RejectReason, ShardInfo
 
 
@@ -44,8 +46,8 @@ class Changes:
 
     shards: tuple[ShardRows, ...]
     """All of the older version, in layout order."""
-    rejections: tuple[Rejection, ...]
-    """Refused before, and listed as they were."""
+    refused_before: RefusedBefore
+    """Those marked are listed as they were."""
     num_unchanged: int
     num_removed: int
     """Rows whose source is gone or has changed."""
@@ -65,7 +67,7 @@ class Compared:
         self,
         shards: Sequence[tuple[ShardInfo, ...]],
         rows: OlderRows,
-        refused: Sequence[Rejection],
+        refused: Callable[[], Iterable[Rejection]],
         listing: Listing,
         *,
         is_same_source: bool = True,
@@ -78,9 +80,10 @@ class Compared:
         self._listing = listing
         # A copy is asked again: what it is a copy of may be gone.
         asked_again = TRANSIENT_REASONS | {RejectReason.DUPLICATE_CONTENT}
-        known = refused if is_same_source else ()
-        self._refused = {each.key: each for each in known if each.stage != "list" and each.reason not in asked_again}
-        self._carried: list[Rejection] = []
+        self._refused = RefusedBefore(
+            lambda: (each for each in refused() if each.stage != "list" and each.reason not in asked_again),
+            lambda each: _fact_name(each.key, each.size_bytes, each.mtime_ns, each.etag),
+        )
         self._has_known = False
         self._is_found_N = np.zeros(sum(rows.sizes), bool)
 
@@ -100,7 +103,7 @@ class Compared:
         num_unchanged = int(self._is_found_N.sum())
         num_removed = len(self._is_found_N) - num_unchanged
         rows = self._rows if self._has_known else None
-        return Changes(shards, tuple(self._carried), num_unchanged, num_removed, rows)
+        return Changes(shards, self._refused, num_unchanged, num_removed, rows)
 
     def _find(self, images: pa.Table) -> np.ndarray:
         """Which of these are rows already; marks them."""
@@ -122,20 +125,15 @@ class Compared:
 
     def _without_refused(self, images: pa.Table) -> pa.Table:
         """Take out what was refused before for a reason that still holds, since the input is the same."""
-        if not self._refused:
+        if not self._is_same_source or not len(self._refused):
             return images
-        is_new = []
-        for row in images.select(["key", "size_bytes", "mtime_ns", "etag"]).to_pylist():
-            refused = self._refused.get(row["key"])
-            is_same = refused is not None and (refused.size_bytes, refused.mtime_ns, refused.etag) == (
-                row["size_bytes"],
-                row["mtime_ns"],
-                row["etag"],
-            )
-            if refused is not None and is_same:
-                self._carried.append(refused)
-            is_new.append(not is_same)
-        return images.filter(pa.array(is_new, pa.bool_()))
+        facts = (images.column(name).to_pylist() for name in ("key", "size_bytes", "mtime_ns", "etag"))
+        is_refused_N = self._refused.mark(itertools.starmap(_fact_name, zip(*facts, strict=True)))
+        return images.filter(pa.array(~is_refused_N))
+
+
+def _fact_name(key: str, size_bytes: int, mtime_ns: int, etag: str) -> str:
+    return f"{key}\0{size_bytes}\0{mtime_ns}\0{etag}"
 
 
 def _tells_only_names(images: pa.Table) -> np.ndarray:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from etl.config import SPLITS, EtlConfig
 from shardmill.dataset.duplicates import first_conflict
 from shardmill.dataset.index import read_shards
-from shardmill.dataset.ledger import write_ledger
+from shardmill.dataset.ledger import SEGMENT_ROWS, write_ledger
 from shardmill.dataset.manifest import Manifest
+from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.errors import RejectLimitExceeded, ShardmillError, StorageError, UsageError
 from shardmill.jobs.observer import FieldValue
 from shardmill.printable import printable
@@ -38,12 +39,12 @@ _EQUAL_SETTINGS = ("split_fractions", "duplicates")
 _NO_CLASSES = "no classes: the images lie in no folders"
 
 
-def check_limits(plan: BuildPlan, rejections: Sequence[Rejection]) -> None:
+def check_limits(plan: BuildPlan, rejections: RejectionLog) -> None:
     """Raise StorageError (4) or RejectLimitExceeded (7) if more was refused than a limit of the config allows."""
     config, num_listed = plan.task.config, plan.build.num_listed
     limit = broken_limit(config, rejections, num_listed)
     if limit is not None:
-        [ledger] = write_ledger(plan.store, rejections)
+        ledger, *_ = write_ledger(plan.store, rejections)
         raise limit_error(limit, plan, rejections, join_uri(plan.store.uri, ledger.path))
 
 
@@ -82,33 +83,41 @@ LIMITS = (
 )  # fmt: skip
 
 
-def broken_limit(config: EtlConfig, rejections: Sequence[Rejection], num_listed: int) -> Limit | None:
+def broken_limit(config: EtlConfig, rejections: RejectionLog, num_listed: int) -> Limit | None:
     """The first limit that the rejections exceed. More rejections never undo it, so a part of them may be enough."""
-    num_images = num_listed - sum(each.reason in REASONS_OUTSIDE_REJECT_FRACTION for each in rejections)
+    num_images = num_listed - sum(rejections.by_reason[reason] for reason in REASONS_OUTSIDE_REJECT_FRACTION)
+    counted = Counter(limit.key for each in rejections for limit in LIMITS if limit.counts(each))
     for limit in LIMITS:
-        if sum(limit.counts(each) for each in rejections) > getattr(config, limit.key) * num_images:
+        if counted[limit.key] > getattr(config, limit.key) * num_images:
             return limit
     return None
 
 
-def limit_error(limit: Limit, plan: BuildPlan, rejections: Sequence[Rejection], ledger: str) -> ShardmillError:
+def limit_error(limit: Limit, plan: BuildPlan, rejections: RejectionLog, ledger: str) -> ShardmillError:
     """The error for a broken limit: how many, why, three examples, and where the rest is listed."""
-    counted = [rejection for rejection in rejections if limit.counts(rejection)]
-    others = [rejection for rejection in rejections if not limit.counts(rejection)]
+    counted, others = Counter[RejectReason](), Counter[RejectReason]()
+    named: list[str] = []
+    for each in rejections:
+        if not limit.counts(each):
+            others[each.reason] += 1
+            continue
+        counted[each.reason] += 1
+        if len(named) < _NUM_EXAMPLES:
+            named.append(f"{printable(each.key)}: {each.reason}")
     beside = f"; not counted: {_by_reason(others)}" if others else ""
-    examples = ", ".join(f"{printable(each.key)}: {each.reason}" for each in counted[:_NUM_EXAMPLES])
+    shown = "all of them" if len(rejections) <= SEGMENT_ROWS else f"the first {SEGMENT_ROWS:,} of them"
     build = plan.build
     return limit.kind(
-        f"{len(counted)} of {build.num_listed} inputs {limit.verb} ({_by_reason(counted)}), such as {examples}{beside}",
+        f"{counted.total()} of {build.num_listed} inputs {limit.verb} ({_by_reason(counted)}), such as {', '.join(named)}"
+        f"{beside}",
         f"etl.{limit.key} allows {getattr(plan.task.config, limit.key):g}; nothing was published",
-        f"all of them: `shardmill inspect --rejects {shlex.quote(ledger)}`; {limit.fix}",
+        f"{shown}: `shardmill inspect --rejects {shlex.quote(ledger)}`; {limit.fix}",
         detail={"ledger": ledger, "source": build.source.uri, "num_listed": build.num_listed},
     )
 
 
-def _by_reason(rejections: Sequence[Rejection]) -> str:
+def _by_reason(counts: Counter[RejectReason]) -> str:
     """Every reason with its count, the most frequent one first."""
-    counts = Counter(rejection.reason for rejection in rejections)
     return ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
 
 
@@ -204,8 +213,9 @@ def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
     if not plan.is_append or plan.parent is None:
         yield from _thin_parts(plan)
     yield from plan.listing.warnings
-    damaged = tuple(each.key for each in plan.listing.rejections if each.reason is RejectReason.DAMAGED_CONTAINER)
-    if damaged:
+    if plan.listing.rejections.by_reason[RejectReason.DAMAGED_CONTAINER]:
+        refused = plan.listing.rejections
+        damaged = tuple(each.key for each in refused if each.reason is RejectReason.DAMAGED_CONTAINER)
         yield (
             f"damaged, and read in part or not at all: {_named(tuple(map(printable, damaged)))}; nothing tells how "
             "many images are lost, so no limit counts them"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from etl.append import append
-from etl.carry import carry, changes_nothing, refused_before
+from etl.carry import carry, changes_nothing
 from etl.changes import Changes
 from etl.checks import check_limits
 from etl.duplicates import resolve_duplicates
+from etl.finished import Finished
 from etl.grouping import Group, group_here
 from etl.pending import clear_pending
 from etl.plan import BuildPlan
@@ -16,14 +17,13 @@ from etl.same_content import with_same_content
 from etl.shard_rows import RowCopier
 from shardmill.dataset.build import Build
 from shardmill.dataset.commit import commit_version
-from shardmill.dataset.ledger import ledger_digest
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.unit_result import UnitResult
 
 
 def commit_results(
     plan: BuildPlan,
-    results: Sequence[UnitResult],
+    finished: Finished,
     changes: Changes | None = None,
     before_commit: Callable[[], None] = lambda: None,
     group: Group = group_here,
@@ -35,35 +35,37 @@ def commit_results(
     If no new version came of it, the records stay: the same listing (of touched files, say) is not processed again.
     """
     if changes is not None:
-        changes = with_same_content(changes, plan.work, results)
-        results = [refused_before(changes), *results]
-    check_limits(plan, plan.build.all_rejections(results))
-    build = plan.build
+        changes = with_same_content(changes, plan.work, finished.results)
+        finished.rejections.add(changes.refused_before.marked())
+    check_limits(plan, finished.rejections)
+    build, results, rejections = plan.build, finished.results, finished.rejections
     with RowCopier(plan.store, plan.task.config, plan.row_schema) as copier:
         if changes is not None and plan.parent is not None:
-            beside = _beside_parent(plan, plan.parent, changes, results, copier)
+            beside = _beside_parent(plan, plan.parent, changes, finished, copier)
             if beside is None:
                 return plan.parent
             build, results = beside
-        resolved = resolve_duplicates(results, plan.task.config, copier, group)
+        resolved = resolve_duplicates(results, rejections, plan.task.config, copier, group)
     before_commit()
-    manifest = commit_version(plan.store, build, resolved.results, resolved.counts, plan.parent_version)
+    manifest = commit_version(plan.store, build, resolved.results, rejections, resolved.counts, plan.parent_version)
     if manifest.version > plan.parent_version:
         clear_pending(plan.store, plan.units, manifest.version)
     return manifest
 
 
 def _beside_parent(
-    plan: BuildPlan, parent: Manifest, changes: Changes, results: Sequence[UnitResult], copier: RowCopier
+    plan: BuildPlan, parent: Manifest, changes: Changes, finished: Finished, copier: RowCopier
 ) -> tuple[Build, list[UnitResult]] | None:
     """What to commit: what stays of the parent, and what is new; None if that is the parent again."""
-    has_its_classes = plan.build.class_names == parent.class_names
+    build, results = plan.build, finished.results
     if plan.is_append:
-        added = append(plan.store, parent, plan.build, changes, results, copier)
-        if has_its_classes and added.adds_nothing(parent):
-            return None
-        return added.build, [*carry(added.changes, copier), refused_before(added.changes), *added.results]
-    same_ledger = ledger_digest(plan.build.all_rejections(results)) == parent.ledger_digest
-    if has_its_classes and same_ledger and changes_nothing(plan.store, changes, results):
+        added = append(plan.store, parent, build, changes, finished, copier)
+        finished.rejections.add(added.refused_before.others())
+        build, results, changes = added.build, added.results, added.changes
+        has_its_rows = not any(result.splits for result in results)
+    else:
+        has_its_rows = changes_nothing(plan.store, changes, results)
+    same_ledger = finished.rejections.digest == parent.ledger_digest
+    if has_its_rows and same_ledger and build.class_names == parent.class_names:
         return None
-    return plan.build, [*carry(changes, copier), *results]
+    return build, [*carry(changes, copier), *results]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,18 +16,19 @@ from etl.grouping import Group, GroupBy, RowSegment, group_here, with_equals
 from etl.spill import SpilledRows
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
 from shardmill.dataset.index import in_all_formats, rows_file
+from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.errors import RejectLimitExceeded
-from shardmill.ids import add_digests, format_digest, key_bytes, key_hash
+from shardmill.ids import key_bytes
 from shardmill.jobs.process import scratch_folder
 from shardmill.printable import printable
 from shardmill.storage import Store
 from shardmill.values import Rejection, RejectReason, ShardInfo
 
 if TYPE_CHECKING:
-    from etl.shard_rows import Copies, RowCopier
+    from etl.shard_rows import RowCopier
 
 _NUM_EXAMPLES = 3
 # The copies of so many shards are in memory at once, while these shards are copied without them.
@@ -50,9 +52,13 @@ class Resolved:
 
 
 def resolve_duplicates(
-    results: Sequence[UnitResult], config: EtlConfig, copier: RowCopier, group: Group = group_here
-) -> Resolved:
-    """Count equal inputs, or take out all but one of each. Raises RejectLimitExceeded if the config allows none."""
+    results: Sequence[UnitResult], rejections: RejectionLog, config: EtlConfig, copier: RowCopier,
+    group: Group = group_here,
+) -> Resolved:  # fmt: skip
+    """Count equal inputs, or take out all but one of each: the others are added to `rejections`.
+
+    Raises RejectLimitExceeded if the config allows none.
+    """
     shards = [copies[0] for result in results for copies in in_all_formats(result.shards)]
     if config.duplicates == "report":
         return Resolved(results, count_copies(copier.store, shards, config, group))
@@ -60,7 +66,7 @@ def resolve_duplicates(
     if config.duplicates == "error":
         _require_none(copies)
         return Resolved(results, DuplicateCounts(0, 0))
-    return Resolved(_without(results, copies, config, copier), DuplicateCounts(0, 0))
+    return Resolved(list(_without(results, rejections, copies, config, copier)), DuplicateCounts(0, 0))
 
 
 def count_copies(store: Store, shards: Sequence[ShardInfo], config: EtlConfig, group: Group) -> DuplicateCounts:
@@ -133,22 +139,26 @@ def _key_of(record: dict[str, Any]) -> bytes:
 
 
 def _without(
-    results: Sequence[UnitResult], copies: Iterable[pa.Table], config: EtlConfig, copier: RowCopier
-) -> list[UnitResult]:
-    """The results without the copies; those of a few shards are in memory at a time."""
-    kept: list[UnitResult] = []
+    results: Sequence[UnitResult], rejections: RejectionLog, copies: Iterable[pa.Table], config: EtlConfig,
+    copier: RowCopier,
+) -> Iterator[UnitResult]:  # fmt: skip
+    """The results without the copies, which are added to `rejections`; those of a few shards are in memory at a time.
+
+    A result that loses rows becomes a part for each of its shards.
+    """
     with scratch_folder(config.scratch_dir) as scratch:
         spilled = SpilledRows(scratch, _COPIES)
         for found in copies:
             spilled.add(found, found.column("shard").to_numpy() // _SHARDS_PER_PART)
-        of_shard = _CopiesByShard(spilled)
-        place = 0
+        of_shard, places = _CopiesByShard(spilled), itertools.count()
         for result in results:
-            groups = in_all_formats(result.shards)
-            gone = [of_shard.rows_of(place + number) for number in range(len(groups))]
-            kept += _parts(result, groups, gone, copier)
-            place += len(groups)
-    return kept
+            is_kept: dict[str, np.ndarray] = {}
+            for shard, *_ in in_all_formats(result.shards):
+                gone = of_shard.rows_of(next(places))
+                is_kept[shard.path] = np.ones(shard.num_rows, bool)
+                is_kept[shard.path][[copy["row"] for copy in gone]] = False
+                rejections.add(_rejections(copier.store, shard, gone))
+            yield from copier.only_kept(result, is_kept)
 
 
 class _CopiesByShard:
@@ -167,23 +177,9 @@ class _CopiesByShard:
         return self._rows.filter(pa.array(is_of_shard_N)).sort_by("row").to_pylist()
 
 
-def _parts(
-    result: UnitResult, groups: Sequence[Copies], gone: Sequence[list[dict[str, Any]]], copier: RowCopier
-) -> Iterator[UnitResult]:
-    """The result without the copies `gone` from its shards: a part for each shard, and one for all it refused."""
-    is_kept = {group[0].path: np.ones(group[0].num_rows, bool) for group in groups}
-    refused: list[Rejection] = []
-    for group, copies in zip(groups, gone, strict=True):
-        if copies:
-            is_kept[group[0].path][[copy["row"] for copy in copies]] = False
-            refused += _rejections(copier.store, group[0], copies)
-    *kept, rest = copier.only_kept(result, is_kept)
-    yield from kept
-    key_sum = add_digests(int(rest.rejected_key_sum, 16), *(key_hash(each.key) for each in refused))
-    yield replace(rest, rejections=(*rest.rejections, *refused), rejected_key_sum=format_digest(key_sum))
-
-
 def _rejections(store: Store, shard: ShardInfo, copies: Sequence[dict[str, Any]]) -> Iterator[Rejection]:
+    if not copies:
+        return
     rows = read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows)
     records = rows.take(pa.array([copy["row"] for copy in copies])).to_pylist()
     for record, copy in zip(records, copies, strict=True):

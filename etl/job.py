@@ -14,7 +14,7 @@ if __name__ == "__main__":
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from etl.checks import (
@@ -28,15 +28,16 @@ from etl.checks import (
 from etl.commit import commit_results
 from etl.config import EtlTree
 from etl.engines import ENGINES, EngineSettings
+from etl.finished import Finished
 from etl.grouping import Group
-from etl.pending import clear_pending, kept_and_missing
+from etl.pending import clear_pending, kept_results
 from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
 from etl.vanished import check_vanished
 from shardmill.dataset.commit import has_all_files
 from shardmill.dataset.leases import writing
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.unit_result import UnitResult
+from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.versions import pin_of, read_manifest_bytes, record_if_missing
 from shardmill.errors import CommitConflict
 from shardmill.jobs.config import load_tree
@@ -131,11 +132,11 @@ def _build_on_latest(
                 check_vanished(plan, changes)
 
             # Keep what an interrupted run has finished, and run the rest.
-            kept, new = run_units(plan, tree, observer)
+            finished, kept = run_units(plan, tree, observer)
 
             # Commit: the limits, the accounting, then one manifest.
             try:
-                manifest = commit_results(plan, [*kept, *new], changes, lease.check, _group_on_engine(tree))
+                manifest = commit_results(plan, finished, changes, lease.check, _group_on_engine(tree))
                 break
             except CommitConflict:
                 if not plan.is_append or num_lost == _MAX_LOST_COMMITS:
@@ -148,39 +149,37 @@ def _build_on_latest(
     return _outcome(plan, manifest, time.monotonic() - started, kept)
 
 
-def _outcome(
-    plan: BuildPlan, manifest: Manifest, seconds: float, kept: Sequence[UnitResult] | None = None
-) -> BuildOutcome:
-    """`kept`: results of an earlier run; None if the build was skipped."""
-    done = {unit.unit_index for unit in kept or ()}
-    missing = [] if kept is None else [unit for unit in plan.units if unit.index not in done]
+def _outcome(plan: BuildPlan, manifest: Manifest, seconds: float, kept: frozenset[int] | None = None) -> BuildOutcome:
+    """`kept`: the units of which an earlier run had left results; None if the build was skipped."""
+    missing = [] if kept is None else [unit for unit in plan.units if unit.index not in kept]
     return BuildOutcome(
         pin=pin_of(plan.store, manifest.version, read_manifest_bytes(plan.store, manifest.version)),
         manifest=manifest,
         skipped=kept is None,
         published=manifest.run_id == plan.build.run_id,
         num_units=len(plan.units),
-        num_units_kept=len(done),
+        num_units_kept=len(kept or ()),
         num_images_read=sum(unit.num_images for unit in missing),
         seconds=seconds,
     )
 
 
-def run_units(plan: BuildPlan, tree: EtlTree, observer: Observer) -> tuple[list[UnitResult], list[UnitResult]]:
-    """The units that an earlier run has finished, and those that had to run now."""
-    kept, missing = kept_and_missing(plan.store, plan.units)
+def run_units(plan: BuildPlan, tree: EtlTree, observer: Observer) -> tuple[Finished, frozenset[int]]:
+    """What all units left, and the places of those that an earlier run had finished."""
+    finished = Finished(plan.listing, kept_results(plan.store, plan.units))
+    kept = frozenset(result.unit_index for result in finished.results)
+    missing = [unit for unit in plan.units if unit.index not in kept]
     if kept:
         observer.event("etl.units_kept", {"kept": len(kept), "missing": len(missing)})
     num_images = {unit.index: unit.num_images for unit in plan.units}
-    num_done = sum(num_images[result.unit_index] for result in kept)
-    new: list[UnitResult] = []
+    num_done = sum(num_images[place] for place in kept)
     observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
     engine, settings = ENGINES[tree.etl.engine], _settings(tree)
     for result in engine.run_units(missing, plan.task, settings) if missing else ():
-        new.append(result)
+        finished.add(result)
         num_done += num_images[result.unit_index]
         observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
-    return kept, new
+    return finished, kept
 
 
 def _group_on_engine(tree: EtlTree) -> Group:
@@ -212,7 +211,7 @@ def _up_to_date_parent(plan: BuildPlan) -> Manifest | None:
     # Inputs with transient faults are read again: they may be fine now.
     if not same or TRANSIENT_REASONS & set(parent.counts.by_reason) or not has_all_files(plan.store, parent):
         return None
-    check_limits(plan, read_rejections(plan.store, parent))
+    check_limits(plan, RejectionLog(plan.listing.folder, read_rejections(plan.store, parent)))
     return parent
 
 

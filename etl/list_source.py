@@ -22,9 +22,10 @@ from etl.segments import fact_limbs, key_digests, sample_ids, segment_table, wri
 from etl.sources import Lists
 from etl.sources.names import MAX_CLASS_NAME_BYTES, is_class_name
 from etl.unique_ids import Correction, RepeatedValues, make_unique
+from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.errors import StorageError, UsageError
 from shardmill.failpoints import failpoint
-from shardmill.ids import add_digests, format_digest, key_bytes, key_hash, sample_id_of
+from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import Scratch
 from shardmill.mix import mix64_array
@@ -81,7 +82,7 @@ class _Segments:
 
     folder: Path
     seed: int
-    rejections: list[Rejection] = field(default_factory=list)
+    rejections: RejectionLog = field(init=False)
     warnings: list[str] = field(default_factory=list)
     multi_labels: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
     extra_types: dict[str, str] = field(default_factory=dict)
@@ -101,11 +102,12 @@ class _Segments:
 
     def __post_init__(self) -> None:
         self._ids = RepeatedValues(self.folder)
+        self.rejections = RejectionLog(self.folder)
 
     def add(self, batch: ListingBatch) -> None:
         self.warnings += batch.warnings
         self._add_types(batch.extra_types)
-        self.rejections += batch.rejections
+        self.rejections.add(batch.rejections)
         images = batch.images.combine_chunks()
         self.num_listed += images.num_rows + len(batch.rejections)
         if not images.num_rows:
@@ -144,11 +146,11 @@ class _Segments:
         if len(repeated_N):
             for correction in make_unique([self.folder / name for name in self.names], repeated_N):
                 self._correct(correction)
-        key_sum = add_digests(self.key_sum, *(key_hash(rejection.key) for rejection in self.rejections))
+        key_sum = add_digests(self.key_sum, self.rejections.key_sum)
         return Listing(
             folder=self.folder,
             segments=tuple(self.names),
-            rejections=tuple(sorted(self.rejections, key=lambda rejection: key_bytes(rejection.key))),
+            rejections=self.rejections,
             images_by_label=self.images_by_label,
             images_by_bucket=self.images_by_bucket,
             facts_by_bucket=self.facts_by_bucket,
@@ -168,7 +170,7 @@ class _Segments:
         self.images_by_bucket[bucket] -= 1
         self.facts_by_bucket[bucket] -= correction.fact_limbs
         self.key_sum -= key_hash(correction.key)
-        self.rejections.append(correction.rejection)
+        self.rejections.add([correction.rejection])
 
     def _count(self, images: pa.Table) -> None:
         counted = images.group_by(["split", "label"]).aggregate([([], "count_all")]).to_pylist()

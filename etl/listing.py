@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardmill.ids import add_digests, format_digest, key_hash
-from shardmill.values import Rejection
+from shardmill.dataset.rejection_log import RejectionLog
+from shardmill.ids import DIGEST_MODULUS, add_digests, format_digest, key_hash
 
 NUM_BUCKETS = 1 << 16
 """Finest ranges of cells that are counted: the largest number of work units."""
@@ -28,7 +28,7 @@ class Listing:
     folder: Path
     """A local folder that goes with this value."""
     segments: tuple[str, ...]
-    rejections: tuple[Rejection, ...]
+    rejections: RejectionLog
     """Refused by the listing alone, in the order of their keys' bytes."""
     images_by_label: Counter[tuple[str | None, str | None]]
     """(split, label) -> images to process."""
@@ -81,13 +81,13 @@ class Listing:
     @property
     def num_rejected_by_reason(self) -> dict[str, int]:
         """Reason -> refused inputs, by name of the reason."""
-        return dict(sorted(Counter(str(rejection.reason) for rejection in self.rejections).items()))
+        return {str(reason): times for reason, times in sorted(self.rejections.by_reason.items())}
 
     @property
     def fingerprint(self) -> str:
         """Equal listings (keys, sizes, times, labels, splits) have equal fingerprints, in whatever order they came."""
         refused = (key_hash(f"{each.key}\0{each.reason}\0{each.size_bytes}") for each in self.rejections)
-        parts = (format_digest(sum_limbs(self.facts_by_bucket)), format_digest(add_digests(*refused)))
+        parts = (format_digest(sum_limbs(self.facts_by_bucket)), format_digest(sum(refused) % DIGEST_MODULUS))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -36,20 +36,19 @@ def keep_result(store: Store, unit: WorkUnit, result: UnitResult) -> None:
     store.put(pending_path(unit), seal(encode_unit_result(result)))
 
 
-def kept_and_missing(store: Store, units: Sequence[WorkUnit]) -> tuple[list[UnitResult], list[WorkUnit]]:
-    """What an earlier run left of these very units and may be committed as it is, and the units that must run.
+def kept_results(store: Store, units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
+    """What an earlier run left of these very units and may be committed as it is; the other units must run.
 
     Records that cannot be used are removed: while units run, a record says that its unit has finished.
     """
     present = {file.path for file in store.list(PENDING)}
     recorded = [unit for unit in units if pending_path(unit) in present]
     with ThreadPoolExecutor(_NUM_READERS, "shardmill-kept") as pool:
-        found = dict(zip(recorded, pool.map(lambda unit: kept_result(store, unit), recorded), strict=True))
-    for unit, result in found.items():
-        if result is None:
-            store.delete(pending_path(unit))
-    missing = [unit for unit in units if found.get(unit) is None]
-    return [result for result in found.values() if result is not None], missing
+        for unit, result in zip(recorded, pool.map(lambda unit: kept_result(store, unit), recorded), strict=True):
+            if result is not None:
+                yield result
+            else:
+                store.delete(pending_path(unit))
 
 
 def finished_units(store: Store, units: Sequence[WorkUnit]) -> Iterator[UnitResult]:

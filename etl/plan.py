@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import partial
 
 from etl.changes import Changes, Compared
 from etl.checks import check_appendable
@@ -184,7 +185,7 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
         groups = _intact_shards(plan.store, parent)
     else:
         return None
-    refused = read_rejections(plan.store, parent)
+    refused = partial(read_rejections, plan.store, parent)
     # Equal facts at another place may be other files; an append compares what it reads of them.
     places = (parent.source, *parent.other_sources)
     is_same_source = not plan.is_append or any(build.source.continues(each) for each in places)

@@ -101,7 +101,6 @@ class RowCopier:
             splits=(_split_sums(shards[0][0].split, rows, image_bytes, self._schema),),
             rejections=(),
             accepted_key_sum=format_digest(sum_limbs(limbs(keys))),
-            rejected_key_sum=format_digest(0),
             note_counts=tuple(sorted(notes.items())),
         )
 
@@ -119,7 +118,7 @@ class RowCopier:
         return replace(shard, rows_path=file.path, rows_bytes=file.size_bytes, rows_sha256=file.sha256)
 
     def only_kept(self, result: UnitResult, is_kept: Mapping[str, np.ndarray]) -> Iterator[UnitResult]:
-        """The result with only some of its rows: a part for each shard, and last one for what it refused.
+        """The result with only some of its rows: itself if these are all, else a part for each shard.
 
         `is_kept`: for each row of a shard, by the path of the shard in the first format. Raises as `copy` does.
         """
@@ -130,8 +129,6 @@ class RowCopier:
             part = self.result_of(result.unit_index, group, is_kept[group[0].path])
             if part is not None:
                 yield part
-        nothing = format_digest(0)
-        yield replace(result, shards=(), splits=(), accepted_key_sum=nothing, note_counts=())
 
 
 def _restate(rows: Iterator[StoredRow], restated: pa.Table | None) -> Iterator[StoredRow]:

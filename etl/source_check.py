@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from etl.checks import Limit, broken_limit
 from etl.config import EtlTree
 from etl.engines import EngineSettings
 from etl.engines.local import run_locally
+from etl.finished import Finished
 from etl.plan import plan_build
-from shardmill.dataset.unit_result import UnitResult
+from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.jobs.observer import Observer
-from shardmill.values import Rejection
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +20,19 @@ class SourceCheck:
 
     num_listed: int
     num_accepted: int
-    rejections: tuple[Rejection, ...]
-    """In the order of their keys."""
+    finished: Finished
     limit: Limit | None
     """The limit of the config that would end the build."""
 
     @property
+    def rejections(self) -> RejectionLog:
+        """In the order of their keys."""
+        return self.finished.rejections
+
+    @property
     def by_reason(self) -> dict[str, int]:
         """How many were rejected for each reason, the most frequent first."""
-        return dict(Counter(str(rejection.reason) for rejection in self.rejections).most_common())
+        return {str(reason): times for reason, times in self.rejections.by_reason.most_common()}
 
 
 def check_source_images(tree: EtlTree, *, run_id: str, observer: Observer) -> SourceCheck:
@@ -39,17 +42,16 @@ def check_source_images(tree: EtlTree, *, run_id: str, observer: Observer) -> So
     """
     plan = plan_build(tree, run_id=run_id, observer=observer)
     num_images = {unit.index: unit.num_images for unit in plan.units}
-    results: list[UnitResult] = []
+    finished = Finished(plan.listing)
     num_done = 0
     settings = EngineSettings(tree.spark, tree.etl.num_workers)
     for result in run_locally(plan.units, replace(plan.task, is_check=True), settings) if plan.units else ():
-        results.append(result)
+        finished.add(result)
         num_done += num_images[result.unit_index]
         observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
-    rejections = plan.build.all_rejections(results)
     return SourceCheck(
         num_listed=plan.build.num_listed,
-        num_accepted=sum(part.num_rows for result in results for part in result.splits),
-        rejections=tuple(rejections),
-        limit=broken_limit(tree.etl, rejections, plan.build.num_listed),
+        num_accepted=sum(part.num_rows for result in finished.results for part in result.splits),
+        finished=finished,
+        limit=broken_limit(tree.etl, finished.rejections, plan.build.num_listed),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -60,8 +61,5 @@ def split_rows(tables: list[tuple[pa.Table, np.ndarray]]) -> list[tuple[int, pa.
     parts_N = np.concatenate([parts for _, parts in tables])
     order_N = np.argsort(parts_N, kind="stable")
     rows, parts_N = rows.take(pa.array(order_N)), parts_N[order_N]
-    starts = np.flatnonzero(np.diff(parts_N, prepend=-1))
-    ends = [*starts[1:], len(parts_N)]
-    return [
-        (int(parts_N[start]), rows.slice(start, end - start)) for start, end in zip(starts.tolist(), ends, strict=True)
-    ]
+    bounds = [*np.flatnonzero(np.diff(parts_N, prepend=-1)).tolist(), len(parts_N)]
+    return [(int(parts_N[start]), rows.slice(start, end - start)) for start, end in itertools.pairwise(bounds)]

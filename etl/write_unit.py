@@ -91,7 +91,6 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
         splits=tuple(_split_sums(split, rows, task.row_schema) for split, rows in sorted(rows_by_split.items())),
         rejections=tuple(rejections),
         accepted_key_sum=_key_sum(row.source.key for rows in rows_by_split.values() for row in rows),
-        rejected_key_sum=_key_sum(rejection.key for rejection in rejections),
         note_counts=tuple(sorted(_count_notes(rows_by_split).items())),
         unchanged_ids=encode_sample_ids(image.sample_id for image in unchanged),
     )

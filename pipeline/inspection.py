@@ -217,7 +217,7 @@ def _read_rejections(uri: str) -> list[Rejection]:
             f"what the last one rejected: `shardmill inspect --rejects {shlex.quote(newest)}`",
         )
     dataset = open_dataset(uri)
-    return read_rejections(dataset.store, dataset.manifest)
+    return list(read_rejections(dataset.store, dataset.manifest))
 
 
 def list_rejections(uri: str) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.finished import Finished
 from etl.plan import plan_build
 from etl.write_unit import write_unit
 from shardmill.formats import SHARD_FORMATS
@@ -55,5 +56,5 @@ def build_here(source_uri: str, dataset_uri: str, config: EtlConfig) -> str:
     """List, write every unit in this process, commit: the ETL without an engine."""
     tree = EtlTree(source=SourceConfig(uri=source_uri), dataset=DatasetConfig(uri=dataset_uri), etl=config)
     plan = plan_build(tree, run_id=f"test-{uuid.uuid4().hex[:8]}")
-    commit_results(plan, [write_unit(unit, plan.task) for unit in plan.units])
+    commit_results(plan, Finished(plan.listing, [write_unit(unit, plan.task) for unit in plan.units]))
     return dataset_uri

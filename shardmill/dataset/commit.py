@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from shardmill.dataset.build import Build
 from shardmill.dataset.duplicates import DuplicateCounts
 from shardmill.dataset.index import check_files, index_table, read_shards
-from shardmill.dataset.ledger import ledger_digest, write_ledger
+from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.manifest import (
     Counts,
     Manifest,
@@ -25,34 +25,31 @@ from shardmill.dataset.manifest import (
     manifest_path,
     parse_manifest,
 )
+from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.segment import put_segment
 from shardmill.dataset.statistics import ChannelSums, add_sizes
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import read_manifest, read_manifest_bytes, record_commit, record_if_missing
 from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.failpoints import failpoint
-from shardmill.ids import add_digests, format_digest, key_hash
+from shardmill.ids import add_digests, format_digest
 from shardmill.storage import Store
-from shardmill.values import Rejection, ShardInfo
+from shardmill.values import ShardInfo
 
 INDEXES = "indexes"
 
 
-def check_accounting(build: Build, results: Sequence[UnitResult]) -> None:
+def check_accounting(build: Build, results: Sequence[UnitResult], rejections: RejectionLog) -> None:
     """Raise IntegrityError unless listed == accepted + rejected, in number and by an additive hash of the keys."""
     accepted = sum(part.num_rows for result in results for part in result.splits)
-    rejected = len(build.list_rejections) + sum(len(result.rejections) for result in results)
+    rejected = len(rejections)
     if build.num_listed != accepted + rejected:
         raise IntegrityError(
             f"{build.num_listed} inputs were listed, but {accepted} accepted and {rejected} rejected",
             "expected every input in exactly one of the two; nothing was committed",
             "this is a fault in shardmill or in the cluster; run it again and report it",
         )
-    key_sum = add_digests(
-        *(key_hash(rejection.key) for rejection in build.list_rejections),
-        *(int(result.accepted_key_sum, 16) for result in results),
-        *(int(result.rejected_key_sum, 16) for result in results),
-    )
+    key_sum = add_digests(rejections.key_sum, *(int(result.accepted_key_sum, 16) for result in results))
     if format_digest(key_sum) != build.source.key_sum:
         raise IntegrityError(
             "the accepted and rejected inputs are not the listed ones",
@@ -62,18 +59,18 @@ def check_accounting(build: Build, results: Sequence[UnitResult]) -> None:
 
 
 def commit_version(
-    store: Store, build: Build, results: Sequence[UnitResult], duplicates: DuplicateCounts, parent_version: int
-) -> Manifest:
+    store: Store, build: Build, results: Sequence[UnitResult], rejections: RejectionLog, duplicates: DuplicateCounts,
+    parent_version: int,
+) -> Manifest:  # fmt: skip
     """Make version `parent_version + 1` visible, and return it; or the winner, if another committed the same.
 
     A build that equals its parent, source included, makes no version: the parent is returned, if all its files exist.
     Raises IntegrityError if the accounting does not add up, CommitConflict (naming the winner) if another writer
     published something else first.
     """
-    check_accounting(build, results)
+    check_accounting(build, results, rejections)
     # Results come in the order in which units finished; layout and digests must not depend on it.
     results = sorted(results, key=lambda result: result.unit_index)
-    rejections = build.all_rejections(results)
     counts = _count(build, results, rejections, duplicates)
     draft = _draft(store, build, results, rejections, counts, parent_version)
     if parent_version:
@@ -119,7 +116,7 @@ def has_all_files(store: Store, manifest: Manifest) -> bool:
 
 
 def _draft(
-    store: Store, build: Build, results: Sequence[UnitResult], rejections: Sequence[Rejection], counts: Counts,
+    store: Store, build: Build, results: Sequence[UnitResult], rejections: RejectionLog, counts: Counts,
     parent_version: int,
 ) -> Manifest:  # fmt: skip
     shards = [shard for result in results for shard in result.shards]
@@ -153,7 +150,7 @@ def _draft(
         other_sources=build.other_sources,
         index_segments=(put_segment(store, INDEXES, index_table(shards)),),
         ledger_segments=write_ledger(store, rejections),
-        ledger_digest=ledger_digest(rejections),
+        ledger_digest=rejections.digest,
     )
 
 
@@ -183,7 +180,7 @@ def _merge_channel_sums(results: Sequence[UnitResult]) -> ChannelSums:
 
 
 def _count(
-    build: Build, results: Sequence[UnitResult], rejections: Sequence[Rejection], duplicates: DuplicateCounts
+    build: Build, results: Sequence[UnitResult], rejections: RejectionLog, duplicates: DuplicateCounts
 ) -> Counts:
     by_split: Counter[str] = Counter()
     by_note: Counter[str] = Counter()
@@ -194,7 +191,7 @@ def _count(
         listed=build.num_listed,
         accepted=by_split.total(),
         rejected=len(rejections),
-        by_reason=dict(sorted(Counter(str(rejection.reason) for rejection in rejections).items())),
+        by_reason={str(reason): times for reason, times in sorted(rejections.by_reason.items())},
         by_split=dict(sorted(by_split.items())),
         duplicate_content=duplicates.duplicates,
         conflicting_label=duplicates.conflicting,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.ids import add_digests, format_digest, key_bytes, key_hash
+from shardmill.ids import DIGEST_MODULUS, format_digest, key_bytes, key_hash
 from shardmill.printable import without_surrogates
 from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store
@@ -18,6 +19,8 @@ from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
 
 REJECTS = "rejects"
+SEGMENT_ROWS = 100_000
+"""Rejections in a segment of the ledger: about 70 MB in memory."""
 
 LEDGER_SCHEMA = pa.schema(
     [
@@ -34,18 +37,20 @@ LEDGER_SCHEMA = pa.schema(
 )
 
 
-def write_ledger(store: Store, rejections: Sequence[Rejection]) -> tuple[SealedFile, ...]:
-    """Publish the rejects ledger; a build without rejections has none."""
-    return (put_segment(store, REJECTS, ledger_table(rejections)),) if rejections else ()
+def write_ledger(store: Store, rejections: Iterable[Rejection]) -> tuple[SealedFile, ...]:
+    """Publish the rejects ledger in segments, one of which is in memory at a time; without rejections there is none."""
+    left = iter(rejections)
+    segments = iter(lambda: list(itertools.islice(left, SEGMENT_ROWS)), [])
+    return tuple(put_segment(store, REJECTS, ledger_table(segment)) for segment in segments)
 
 
-def read_rejections(store: Store, manifest: Manifest) -> list[Rejection]:
-    """Every rejection of a version. Raises IntegrityError for a ledger that is missing or altered."""
-    return [
-        rejection
-        for segment in manifest.ledger_segments
-        for rejection in rejections_of_table(read_segment(store, segment, LEDGER_SCHEMA, manifest.counts.rejected))
-    ]
+def read_rejections(store: Store, manifest: Manifest) -> Iterator[Rejection]:
+    """Every rejection of a version; one segment is in memory at a time.
+
+    Raises IntegrityError, when it is read, for a ledger that is missing or altered.
+    """
+    for segment in manifest.ledger_segments:
+        yield from rejections_of_table(read_segment(store, segment, LEDGER_SCHEMA, manifest.counts.rejected))
 
 
 def read_ledger(uri: str) -> list[Rejection]:
@@ -67,9 +72,14 @@ def read_ledger(uri: str) -> list[Rejection]:
     return rejections_of_table(read_segment(store, file, LEDGER_SCHEMA, max_rows=len(data)))
 
 
-def ledger_digest(rejections: Sequence[Rejection]) -> str:
+def ledger_digest(rejections: Iterable[Rejection]) -> str:
     """Order-free digest of which input was refused for which reason."""
-    return format_digest(add_digests(*(key_hash(f"{rejection.key}\0{rejection.reason}") for rejection in rejections)))
+    return format_digest(sum(map(ledger_term, rejections)) % DIGEST_MODULUS)
+
+
+def ledger_term(rejection: Rejection) -> int:
+    """What a rejection adds to the ledger's digest."""
+    return key_hash(f"{rejection.key}\0{rejection.reason}")
 
 
 def ledger_table(rejections: Iterable[Rejection]) -> pa.Table:

@@ -31,7 +31,7 @@ class RecordRules:
     @cached_property
     def rejections(self) -> list[Rejection]:
         """The rejects ledger."""
-        return read_rejections(self.dataset.store, self.dataset.manifest)
+        return list(read_rejections(self.dataset.store, self.dataset.manifest))
 
     def manifest(self) -> str:
         manifest = self.dataset.manifest

@@ -40,7 +40,6 @@ class UnitResult:
     splits: tuple[SplitSums, ...]
     rejections: tuple[Rejection, ...]
     accepted_key_sum: str
-    rejected_key_sum: str
     note_counts: tuple[tuple[str, int], ...]
     unchanged_ids: str = ""
     """Sample ids of inputs whose bytes are those of their rows in the latest version (see `encode_sample_ids`)."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.finished import Finished
 from etl.job import BuildOutcome
 from etl.list_source import list_source
 from etl.listing import Listing
@@ -61,7 +62,7 @@ def build_source(source: SourceConfig, folder: Path, **etl: object) -> Manifest:
     """The version that a source becomes in `folder`, verified; every unit is written in this process."""
     dataset = DatasetConfig(uri=str(folder))
     plan = plan_build(EtlTree(source=source, dataset=dataset, etl=ETL.model_copy(update=etl)), run_id="r")
-    manifest = commit_results(plan, [write_unit(unit, plan.task) for unit in plan.units])
+    manifest = commit_results(plan, Finished(plan.listing, [write_unit(unit, plan.task) for unit in plan.units]))
     verify_dataset(open_dataset(dataset.uri), deep=True).raise_if_failed()
     return manifest
 

@@ -13,6 +13,7 @@ import pytest
 
 from etl.commit import commit_results
 from etl.config import EtlConfig
+from etl.finished import Finished
 from etl.plan import BuildPlan, plan_build
 from etl.units import WorkUnit
 from etl.write_unit import sandbox_of_process, write_unit
@@ -65,7 +66,7 @@ def test_of_two_attempts_at_a_unit_one_is_committed(tmp_path: Path, ends: str):
             slow.join(60)
             assert slow.exitcode == 0
         if step == "before the commit":
-            manifest = commit_results(plan, results)
+            manifest = commit_results(plan, Finished(plan.listing, results))
     whole = open_dataset(build_here(str(tmp_path / "images"), str(tmp_path / "whole"), _ETL))
     dataset = open_dataset(str(tmp_path / "dataset"))
     assert manifest.content_digest == whole.manifest.content_digest

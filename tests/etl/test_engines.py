@@ -18,6 +18,7 @@ from etl.engines.auto import MAX_LOCAL_IMAGES, choose_engine
 from etl.engines.local import run_locally
 from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import end_warm_process, run_in_warm_process
+from etl.finished import Finished
 from etl.job import build_dataset
 from etl.pending import finished_units
 from etl.plan import plan_build
@@ -80,7 +81,7 @@ def test_a_killed_worker_is_replaced_and_changes_nothing(images: Path):
     [worker, _] = unit_workers()
     os.kill(worker, signal.SIGKILL)
     finished += results
-    manifest = commit_results(plan, finished)
+    manifest = commit_results(plan, Finished(plan.listing, finished))
     assert (manifest.content_digest, manifest.layout_digest) == (here.content_digest, here.layout_digest)
     assert unit_workers() == []
 
@@ -104,7 +105,7 @@ def test_a_warm_process_runs_unit_after_unit_and_is_replaced_if_it_is_lost(image
     finally:
         end_warm_process()
     here = open_dataset(build_here(str(images / "gone"), str(images / "here"), ETL)).manifest
-    manifest = commit_results(plan, list(finished_units(plan.store, plan.units)))
+    manifest = commit_results(plan, Finished(plan.listing, finished_units(plan.store, plan.units)))
     assert (manifest.content_digest, manifest.layout_digest) == (here.content_digest, here.layout_digest)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -112,6 +113,8 @@ def test_a_part_is_read_in_the_order_in_which_its_rows_were_added(tmp_path: Path
     monkeypatch.setattr("etl.spill.ROWS_PER_PART", 10)
     spilled = SpilledRows(tmp_path, pa.schema([("number", pa.int64())]))
     numbers = pa.array(range(95))
+    spilled.add(pa.table([numbers[:0]], names=["number"]), np.empty(0, np.int64))
+    assert spilled.read(0).num_rows == 0
     for first in range(0, 95, 4):
         part = pa.table([numbers[first : first + 4]], names=["number"])
         spilled.add(part, part.column("number").to_numpy() % 3)

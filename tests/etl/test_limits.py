@@ -13,6 +13,7 @@ import pytest
 from etl.checks import LIMITS
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.finished import Finished
 from etl.job import build_dataset
 from etl.plan import plan_build
 from etl.write_unit import write_unit
@@ -37,7 +38,7 @@ def tree_for(folder: Path, scheme: str = "", **etl: object) -> EtlTree:
 
 def build(tree: EtlTree) -> None:
     plan = plan_build(tree, run_id="a")
-    commit_results(plan, [write_unit(unit, plan.task) for unit in plan.units])
+    commit_results(plan, Finished(plan.listing, [write_unit(unit, plan.task) for unit in plan.units]))
 
 
 def test_every_reason_counts_against_exactly_one_limit_or_is_stated_as_outside():
@@ -70,7 +71,7 @@ def test_files_that_vanish_beyond_the_limit_publish_nothing(tmp_path: Path):
     for number in (1, 4, 7, 10):
         (tmp_path / "images" / "class_1" / f"{number:05d}.png").unlink()
     with pytest.raises(StorageError, match=r"4 of 60 inputs vanished or changed .*\(missing 4\)") as caught:
-        commit_results(plan, [write_unit(unit, plan.task) for unit in plan.units])
+        commit_results(plan, Finished(plan.listing, [write_unit(unit, plan.task) for unit in plan.units]))
     assert str(caught.value).count(".png: missing") == 3
     assert "max_changed_fraction allows 0.01; nothing was published" in str(caught.value)
     assert latest_version(open_store(tmp_path / "dataset")) == 0

@@ -12,9 +12,11 @@ import pytest
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.finished import Finished
 from etl.job import build_dataset
-from etl.pending import PENDING, kept_and_missing, pending_path
+from etl.pending import PENDING, kept_results, pending_path
 from etl.plan import BuildPlan, plan_build
+from etl.units import WorkUnit
 from etl.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
@@ -44,6 +46,12 @@ def finish(plan: BuildPlan) -> None:
         write_unit(unit, plan.task)
 
 
+def missing_units(plan: BuildPlan) -> list[WorkUnit]:
+    """Those that have to run, in order."""
+    kept = {result.unit_index for result in kept_results(plan.store, plan.units)}
+    return [unit for unit in plan.units if unit.index not in kept]
+
+
 def pending(folder: Path) -> list[str]:
     return [file.path for file in open_store(folder / "dataset").list(PENDING)]
 
@@ -53,20 +61,20 @@ def test_whatever_byte_of_a_record_is_altered_its_unit_runs_again(folder: Path):
     rng = random.Random(_SEED)
     plan = plan_build(tree_for(folder), run_id="a")
     finish(plan)
-    assert kept_and_missing(plan.store, plan.units)[1] == []
+    assert missing_units(plan) == []
     file = folder / "dataset" / pending_path(plan.units[0])
     whole = file.read_bytes()
     for _ in range(150):
         data = bytearray(whole)
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         file.write_bytes(data)
-        assert kept_and_missing(plan.store, plan.units)[1] == [plan.units[0]]
+        assert missing_units(plan) == [plan.units[0]]
     for data in (b"", whole[:-1], b"[" * 100_000):
         file.write_bytes(data)
-        assert kept_and_missing(plan.store, plan.units)[1] == [plan.units[0]]
+        assert missing_units(plan) == [plan.units[0]]
     # Another unit's record under this unit's name is whole, and not the one.
     shutil.copy(folder / "dataset" / pending_path(plan.units[1]), file)
-    assert kept_and_missing(plan.store, plan.units)[1] == [plan.units[0]]
+    assert missing_units(plan) == [plan.units[0]]
 
 
 @pytest.mark.parametrize("kind", ["shards", "rows"])
@@ -79,9 +87,9 @@ def test_a_kept_unit_whose_files_were_altered_since_runs_again(kind: str, folder
     data = bytearray(file.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     file.write_bytes(data)
-    kept, missing = kept_and_missing(plan.store, plan.units)
+    kept, missing = list(kept_results(plan.store, plan.units)), missing_units(plan)
     assert len(missing) == 1
-    commit_results(plan, [*kept, *(write_unit(unit, plan.task) for unit in missing)])
+    commit_results(plan, Finished(plan.listing, [*kept, *(write_unit(unit, plan.task) for unit in missing)]))
     verify_dataset(open_dataset(str(folder / "dataset")), deep=True).raise_if_failed()
 
 
@@ -89,7 +97,7 @@ def test_a_kill_just_behind_the_commit_leaves_nothing_for_ever(folder: Path):
     plan = plan_build(tree_for(folder), run_id="a")
     results = [write_unit(unit, plan.task) for unit in plan.units]
     shutil.copytree(folder / "dataset" / PENDING, folder / "left")
-    commit_results(plan, results)
+    commit_results(plan, Finished(plan.listing, results))
     assert pending(folder) == [] and not (folder / "dataset" / PENDING).exists()
     # The same build again, which has nothing to do.
     shutil.copytree(folder / "left", folder / "dataset" / PENDING)
@@ -99,7 +107,7 @@ def test_a_kill_just_behind_the_commit_leaves_nothing_for_ever(folder: Path):
     shutil.copytree(folder / "left", folder / "dataset" / PENDING)
     other = plan_build(tree_for(folder, _ETL.model_copy(update={"image_size": 8})), run_id="c")
     assert {pending_path(unit) for unit in other.units}.isdisjoint(pending(folder))
-    commit_results(other, [write_unit(unit, other.task) for unit in other.units])
+    commit_results(other, Finished(other.listing, [write_unit(unit, other.task) for unit in other.units]))
     assert pending(folder) == []
 
 
@@ -108,9 +116,9 @@ def test_records_of_another_build_that_was_interrupted_stay_until_they_are_aband
     finish(other)
     left = pending(folder)
     plan = plan_build(tree_for(folder), run_id="b")
-    commit_results(plan, [write_unit(unit, plan.task) for unit in plan.units])
+    commit_results(plan, Finished(plan.listing, [write_unit(unit, plan.task) for unit in plan.units]))
     assert sorted(pending(folder)) == sorted(left)
-    assert kept_and_missing(other.store, other.units)[1] == []
+    assert missing_units(other) == []
     for path in left:
         os.utime(folder / "dataset" / path, (time.time() - 8 * 86_400,) * 2)
     assert build_dataset(tree_for(folder), run_id="c").skipped

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from etl.commit import commit_results
+from etl.finished import Finished
 from etl.job import build_dataset
 from etl.pending import PENDING, kept_result
 from etl.plan import plan_build
@@ -151,7 +152,7 @@ def test_what_passed_once_is_asked_again(tmp_path: Path):
     assert gone.read_bytes() == data
     kept = [kept_result(plan.store, unit) for unit in plan.units]
     assert kept.count(None) == 1
-    commit_results(plan, results)
+    commit_results(plan, Finished(plan.listing, results))
     assert open_dataset(str(tmp_path / "dataset")).manifest.counts.by_reason == {"missing": 1}
     again = build_dataset(tree, run_id="b")
     assert not again.skipped and again.published

@@ -14,6 +14,7 @@ import pytest
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.finished import Finished
 from etl.plan import BuildPlan, plan_build
 from etl.write_unit import write_unit
 from shardmill.dataset.commit import commit_version, publish
@@ -21,6 +22,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.duplicates import DuplicateCounts
 from shardmill.dataset.manifest import Manifest, manifest_path
 from shardmill.dataset.open import open_dataset, open_pinned
+from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.errors import CommitConflict, IntegrityError
@@ -105,8 +107,9 @@ def test_a_build_that_equals_its_parent_makes_no_version(tmp_path: Path):
     write_images(tmp_path / "images", num_images=60)
     plan = plan_for(tmp_path)
     results = [write_unit(unit, plan.task) for unit in plan.units]
-    assert commit_results(plan_for(tmp_path), results).version == 1
-    assert commit_results(plan_for(tmp_path), results).version == 1
+    assert commit_results(plan, Finished(plan.listing, results)).version == 1
+    again = plan_for(tmp_path)
+    assert commit_results(again, Finished(again.listing, results)).version == 1
     assert open_dataset(str(tmp_path / "dataset")).manifest.version == 1
 
 
@@ -133,7 +136,7 @@ def test_results_that_do_not_add_up_are_not_committed(tmp_path: Path, fault: str
         "swapped": [dataclasses.replace(results[0], accepted_key_sum=results[1].accepted_key_sum), *results[1:]],
     }[fault]
     with pytest.raises(IntegrityError, match="listed"):
-        commit_version(plan.store, plan.build, wrong, DuplicateCounts(0, 0), 0)
+        commit_version(plan.store, plan.build, wrong, RejectionLog(tmp_path), DuplicateCounts(0, 0), 0)
     assert plan.store.stat(manifest_path(1)) is None
 
 
@@ -142,7 +145,7 @@ def test_files_of_lost_attempts_are_never_read(tmp_path: Path):
     plan = plan_for(tmp_path)
     for unit in plan.units:
         write_unit(unit, plan.task)
-    commit_results(plan, [write_unit(unit, plan.task) for unit in plan.units])
+    commit_results(plan, Finished(plan.listing, [write_unit(unit, plan.task) for unit in plan.units]))
     dataset = open_dataset(str(tmp_path / "dataset"))
     on_disk = list((tmp_path / "dataset" / "shards").rglob("*.parquet"))
     assert len(on_disk) == 2 * len(dataset.shards)
