@@ -104,12 +104,11 @@ def limit_error(limit: Limit, plan: BuildPlan, rejections: RejectionLog, ledger:
         counted[each.reason] += 1
         if len(named) < _NUM_EXAMPLES:
             named.append(f"{printable(each.key)}: {each.reason}")
-    beside = f"; not counted: {_by_reason(others)}" if others else ""
+    such, beside = ", ".join(named), f"; not counted: {_by_reason(others)}" if others else ""
     shown = "all of them" if len(rejections) <= SEGMENT_ROWS else f"the first {SEGMENT_ROWS:,} of them"
     build = plan.build
     return limit.kind(
-        f"{counted.total()} of {build.num_listed} inputs {limit.verb} ({_by_reason(counted)}), such as {', '.join(named)}"
-        f"{beside}",
+        f"{counted.total()} of {build.num_listed} inputs {limit.verb} ({_by_reason(counted)}), such as {such}{beside}",
         f"etl.{limit.key} allows {getattr(plan.task.config, limit.key):g}; nothing was published",
         f"{shown}: `shardmill inspect --rejects {shlex.quote(ledger)}`; {limit.fix}",
         detail={"ledger": ledger, "source": build.source.uri, "num_listed": build.num_listed},

@@ -173,9 +173,9 @@ def test_files_that_a_table_names_and_that_are_not_there_are_rejected(
     results = [write_unit(unit, plan.task) for unit in plan.units]
     if is_refused:
         with pytest.raises(RejectLimitExceeded, match=rf"{num_missing} of 60 inputs were rejected \(missing"):
-            commit_results(plan, results)
+            commit_results(plan, Finished(plan.listing, results))
     else:
-        assert commit_results(plan, results).counts.by_reason == {"missing": num_missing}
+        assert commit_results(plan, Finished(plan.listing, results)).counts.by_reason == {"missing": num_missing}
     # Without the table nothing tells whether the folder is there at all.
     shutil.rmtree(tmp_path / "images")
     with pytest.raises(StorageError, match="does not see the source"):
