@@ -1,28 +1,20 @@
-"""What a person should know of a build before it is committed: inferred facts, warnings, and limits that end it."""
+"""What a person should know of a build before it is committed: inferred facts, and warnings."""
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from etl.config import SPLITS, EtlConfig
+from etl.config import SPLITS
 from shardmill.dataset.duplicates import first_conflict
 from shardmill.dataset.index import read_shards
-from shardmill.dataset.ledger import SEGMENT_ROWS, write_ledger
 from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.rejection_log import RejectionLog
-from shardmill.errors import RejectLimitExceeded, ShardmillError, StorageError, UsageError
+from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.observer import FieldValue
 from shardmill.printable import printable
-from shardmill.storage import Store, join_uri
+from shardmill.storage import Store
 from shardmill.values import (
-    NO_SUCH_FILE,
-    REASONS_OUTSIDE_REJECT_FRACTION,
-    TRANSIENT_REASONS,
-    Rejection,
     RejectReason,
 )
 
@@ -37,87 +29,6 @@ _NUM_NAMED = 5
 # Of the section `etl`: rows that were accepted under other ones may not stand, or not in their split.
 _EQUAL_SETTINGS = ("split_fractions", "duplicates")
 _NO_CLASSES = "no classes: the images lie in no folders"
-
-
-def check_limits(plan: BuildPlan, rejections: RejectionLog) -> None:
-    """Raise StorageError (4) or RejectLimitExceeded (7) if more was refused than a limit of the config allows."""
-    config, num_listed = plan.task.config, plan.build.num_listed
-    limit = broken_limit(config, rejections, num_listed)
-    if limit is not None:
-        ledger, *_ = write_ledger(plan.store, rejections)
-        raise limit_error(limit, plan, rejections, join_uri(plan.store.uri, ledger.path))
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """A share of the inputs, and the reasons that count against it."""
-
-    key: str
-    """The config key, in section `etl`, that holds the share."""
-    reasons: frozenset[RejectReason]
-    kind: type[ShardmillError]
-    verb: str
-    fix: str
-
-    def counts(self, rejection: Rejection) -> bool:
-        """Whether it counts against this limit."""
-        if rejection.detail == NO_SUCH_FILE:
-            return self.kind is RejectLimitExceeded
-        return rejection.reason in self.reasons
-
-
-# Access first: while it fails, nothing can be said about the images themselves.
-LIMITS = (
-    Limit(
-        "max_unreadable_fraction", frozenset({RejectReason.UNREADABLE}), StorageError,
-        "could not be read", "give this user access to them on every host, or raise the limit",
-    ),
-    Limit(
-        "max_changed_fraction", frozenset({RejectReason.MISSING, RejectReason.SOURCE_CHANGED}), StorageError,
-        "vanished or changed after they were listed", "run it again when the source is at rest, or raise the limit",
-    ),
-    Limit(
-        "max_reject_fraction", frozenset(RejectReason) - TRANSIENT_REASONS - REASONS_OUTSIDE_REJECT_FRACTION,
-        RejectLimitExceeded, "were rejected", "fix the source or raise the limit",
-    ),
-)  # fmt: skip
-
-
-def broken_limit(config: EtlConfig, rejections: RejectionLog, num_listed: int) -> Limit | None:
-    """The first limit that the rejections exceed. More rejections never undo it, so a part of them may be enough."""
-    num_images = num_listed - sum(rejections.by_reason[reason] for reason in REASONS_OUTSIDE_REJECT_FRACTION)
-    counted = Counter(limit.key for each in rejections for limit in LIMITS if limit.counts(each))
-    for limit in LIMITS:
-        if counted[limit.key] > getattr(config, limit.key) * num_images:
-            return limit
-    return None
-
-
-def limit_error(limit: Limit, plan: BuildPlan, rejections: RejectionLog, ledger: str) -> ShardmillError:
-    """The error for a broken limit: how many, why, three examples, and where the rest is listed."""
-    counted, others = Counter[RejectReason](), Counter[RejectReason]()
-    named: list[str] = []
-    for each in rejections:
-        if not limit.counts(each):
-            others[each.reason] += 1
-            continue
-        counted[each.reason] += 1
-        if len(named) < _NUM_EXAMPLES:
-            named.append(f"{printable(each.key)}: {each.reason}")
-    such, beside = ", ".join(named), f"; not counted: {_by_reason(others)}" if others else ""
-    shown = "all of them" if len(rejections) <= SEGMENT_ROWS else f"the first {SEGMENT_ROWS:,} of them"
-    build = plan.build
-    return limit.kind(
-        f"{counted.total()} of {build.num_listed} inputs {limit.verb} ({_by_reason(counted)}), such as {such}{beside}",
-        f"etl.{limit.key} allows {getattr(plan.task.config, limit.key):g}; nothing was published",
-        f"{shown}: `shardmill inspect --rejects {shlex.quote(ledger)}`; {limit.fix}",
-        detail={"ledger": ledger, "source": build.source.uri, "num_listed": build.num_listed},
-    )
-
-
-def _by_reason(counts: Counter[RejectReason]) -> str:
-    """Every reason with its count, the most frequent one first."""
-    return ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
 
 
 def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from etl.append import append
 from etl.carry import carry, changes_nothing
 from etl.changes import Changes
-from etl.checks import check_limits
 from etl.duplicates import resolve_duplicates
 from etl.finished import Finished
 from etl.grouping import Group, group_here
+from etl.limits import check_limits
 from etl.pending import clear_pending
 from etl.plan import BuildPlan
 from etl.same_content import with_same_content

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from etl.checks import (
     check_classes,
-    check_limits,
     check_same_source,
     inferred_facts,
     inferred_warnings,
@@ -30,6 +29,7 @@ from etl.config import EtlTree
 from etl.engines import ENGINES, EngineSettings
 from etl.finished import Finished
 from etl.grouping import Group
+from etl.limits import check_limits
 from etl.pending import clear_pending, kept_results
 from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
 from etl.vanished import check_vanished

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from etl.checks import Limit, broken_limit
 from etl.config import EtlTree
 from etl.engines import EngineSettings
 from etl.engines.local import run_locally
 from etl.finished import Finished
+from etl.limits import Limit, broken_limit
 from etl.plan import plan_build
 from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.jobs.observer import Observer

@@ -161,8 +161,9 @@ def _listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:
 
     Raises what the ETL and the training would raise for this listing.
     """
-    from etl.checks import check_classes, check_limits, inferred_facts, inferred_warnings
+    from etl.checks import check_classes, inferred_facts, inferred_warnings
     from etl.config import EtlTree
+    from etl.limits import check_limits
     from etl.plan import plan_build
 
     plan = plan_build(tree.part(EtlTree), run_id="preflight")
