@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from etl.checks import LIMITS
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.finished import Finished
 from etl.job import build_dataset
+from etl.limits import LIMITS
 from etl.plan import plan_build
 from etl.write_unit import write_unit
 from pipeline.inspection import list_rejections
