@@ -141,7 +141,7 @@ def _preflight(tree: PipelineTree, workdir: str, *, has_config: bool) -> Iterato
     uris = {**tree.source.uris(), "dataset.uri": tree.dataset.uri, "models.uri": tree.models.uri}
     unset = [subject for subject, uri in uris.items() if not uri]
     if has_config:
-        yield from (Finding("warn", subject, "not set", f"set {subject} in the config") for subject in unset)
+        yield from (_unset(subject, tree) for subject in unset)
     is_refused = bool(unset)
     for check in checks(tree, workdir):
         if check.subject not in unset:
@@ -154,6 +154,25 @@ def _preflight(tree: PipelineTree, workdir: str, *, has_config: bool) -> Iterato
                 yield Finding("warn" if subject == "warning" else "ok", f"source: {subject}", found)
         except ShardmillError as error:
             yield _failed("source", error)
+
+
+def _unset(subject: str, tree: PipelineTree) -> Finding:
+    """A run needs all of them; training needs no source if there is a version to train on."""
+    fix = f"set {subject} in the config"
+    try:
+        is_built = subject != "dataset.uri" and bool(tree.dataset.uri) and _has_version(tree.dataset.uri)
+    except ShardmillError:
+        is_built = False
+    if is_built:
+        return Finding("warn", subject, f"not set; training on {tree.dataset.uri} needs none, a whole run does", fix)
+    return Finding("fail", subject, "not set", fix)
+
+
+def _has_version(uri: str) -> bool:
+    from shardmill.dataset.versions import latest_version, split_version
+    from shardmill.stores import open_store
+
+    return latest_version(open_store(split_version(uri)[0])) > 0
 
 
 def _listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:
@@ -210,13 +229,11 @@ def _slots(tree: PipelineTree) -> Iterator[Finding]:
 def _window_memory(tree: PipelineTree) -> Iterator[Finding]:
     """What the shuffle windows of one rank need on the committed dataset, if there is one."""
     from shardmill.dataset.open import open_dataset
-    from shardmill.dataset.versions import latest_version, split_version
-    from shardmill.stores import open_store
     from train.preflight import check_trainable, window_memory
 
     subject = "train.window_budget_bytes"
     try:
-        if not tree.dataset.uri or not latest_version(open_store(split_version(tree.dataset.uri)[0])):
+        if not tree.dataset.uri or not _has_version(tree.dataset.uri):
             return
         dataset = open_dataset(tree.dataset.uri)
         check_trainable(tree.train, dataset)

@@ -70,6 +70,18 @@ def test_doctor_without_a_config_misses_no_key_of_it(tmp_path: Path):
         assert rows["--workdir"].status == "ok" and "second writer" in rows["--workdir"].found
 
 
+def test_a_config_that_cannot_run_fails_and_one_that_can_train_is_warned_of(tmp_path: Path):
+    def unset(uri: str) -> dict[str, str]:
+        found = diagnose(str(config), (f"dataset.uri={uri}",), str(tmp_path / "work"))
+        return {each.subject: each.status for each in found if each.found.startswith("not set")}
+
+    config = tmp_path / "c.toml"
+    config.touch()
+    assert unset("") == {"source.uri": "fail", "dataset.uri": "fail"}
+    assert unset(str(tmp_path / "none")) == {"source.uri": "fail"}
+    assert unset(make_dataset(tmp_path, num_images=20)) == {"source.uri": "warn"}
+
+
 def test_the_models_of_a_promotion_are_named_once():
     promotion = {"decision": "promoted", "reason": "better", "models": "/models"}
     rows = stage_rows(StageRecord(stage="promote", sections={"promotion": promotion}))

@@ -17,7 +17,7 @@ from shardmill.errors import StorageError
 from tests.etl.test_incremental import paint
 from tests.support import write_images
 
-_SETTINGS = ("etl.engine=tests.extending_entries:new_engine", "etl.image_size=16", "etl.unit_min_images=16")
+_SETTINGS = ("etl.engine=tests.extending_entries:NEW_ENGINE", "etl.image_size=16", "etl.unit_min_images=16")
 
 
 def plan(folder: Path, *overrides: str) -> DryRun:
