@@ -1,0 +1,113 @@
+"""Archives of image files, listed one after the other in any format; what is damaged or gone is told."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import BinaryIO
+
+from etl.sources.containers import Containers, gone, image_file, reading, splits_of
+from etl.sources.extra import ExtraColumns
+from etl.sources.names import is_utf8
+from etl.sources.tar import ArchiveMember
+from etl.sources.tar_samples import TarImage, TarLayout, TarReject, read_samples
+from etl.stored_file import open_file
+from shardmill.errors import IntegrityError
+from shardmill.storage import StoredFile
+from shardmill.values import Rejection, RejectReason, SourceImage
+
+# Images of a block are read by one task, one after the other: few jumps, and units stay small.
+BLOCK_IMAGES = 64
+_PEEKED_MEMBERS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveFormat:
+    """How the archives of one kind are listed; each function raises IntegrityError for damage."""
+
+    unpack: Callable[[BinaryIO, StoredFile], BinaryIO]
+    """The file's own bytes -> those in which members have their places."""
+    members: Callable[[BinaryIO, StoredFile], Iterator[ArchiveMember]]
+    """Every member of an unpacked archive, in its order."""
+    check_end: Callable[[BinaryIO], None] = lambda stream: None
+    """What remains to be checked behind the last member."""
+    block_images: Callable[[StoredFile], int] = lambda archive: BLOCK_IMAGES
+
+
+class Archives:
+    """All archives that a source names."""
+
+    def __init__(self, files: Containers, archive_format: ArchiveFormat, extra: ExtraColumns) -> None:
+        self._files = files
+        self._format = archive_format
+        self._extra = extra
+
+    def entries(self, layout_of: Callable[[Iterable[ArchiveMember]], TarLayout]) -> Iterator[SourceImage | Rejection]:
+        """Every image and every refused member; a file that is damaged or gone is one rejection.
+
+        `layout_of` is given the first members of the first archive. Raises UsageError if there is no archive, or if
+        only some of their names name a split.
+        """
+        found = self._files.find()
+        yield from found.rejections
+        splits = splits_of(archive.path for archive in found.containers)
+        layout = layout_of(self._first_members(found.containers[0]))
+        for archive in found.containers:
+            try:
+                yield from self._list(archive, layout, splits[archive.path])
+            except FileNotFoundError:
+                yield gone(archive)
+
+    def _first_members(self, archive: StoredFile) -> Iterator[ArchiveMember]:
+        """As many as are sound; the listing will tell what is not."""
+        with open_file(self._files.store, archive) as stream, suppress(IntegrityError), reading(archive.path):
+            members = self._format.members(self._format.unpack(stream, archive), archive)
+            yield from itertools.islice(members, _PEEKED_MEMBERS)
+
+    def _list(self, archive: StoredFile, layout: TarLayout, split: str | None) -> Iterator[SourceImage | Rejection]:
+        """The archive's images; if it is damaged, those before the damage and one rejection for the rest."""
+        num_images, block_images = 0, self._format.block_images(archive)
+        with open_file(self._files.store, archive) as stream:
+            try:
+                with reading(archive.path):
+                    file = self._format.unpack(stream, archive)
+                    for found in read_samples(self._format.members(file, archive), file, layout):
+                        entry = _entry(found, archive, num_images // block_images, split)
+                        yield _with_extra(entry, found, self._extra) if self._extra.given else entry
+                        num_images += isinstance(found, TarImage)
+                    self._format.check_end(file)
+            except IntegrityError as error:
+                detail = f"{error}; the {num_images} images before that are listed"
+                yield image_file(archive).rejected(RejectReason.DAMAGED_CONTAINER, detail, "list")
+
+
+def _entry(found: TarImage | TarReject, archive: StoredFile, block: int, split: str | None) -> SourceImage | Rejection:
+    """A member as a listed image, or why it is refused; `split` is what the archive's name says."""
+    member = found.member
+    image = SourceImage(
+        key=f"{archive.path}\0{member.name}",
+        size_bytes=member.size_bytes,
+        mtime_ns=archive.mtime_ns,
+        etag=archive.etag,
+        container=archive.path,
+        place=member.start,
+        block=block,
+    )
+    if isinstance(found, TarReject):
+        return image.rejected(found.reason, found.detail, "list")
+    if not is_utf8(image.key):
+        return image.rejected(RejectReason.PATH_NOT_UTF8, "the name is not UTF-8", "list")
+    if found.problem:
+        return image.rejected(RejectReason.BAD_LABEL, found.problem, "list")
+    return replace(image, label=found.label, split=found.split or split)
+
+
+def _with_extra(
+    entry: SourceImage | Rejection, found: TarImage | TarReject, extra: ExtraColumns
+) -> SourceImage | Rejection:
+    if isinstance(entry, Rejection) or isinstance(found, TarReject):
+        return entry
+    text, problem = extra.of_record(found.extra, entry.container)
+    return entry.rejected(RejectReason.BAD_ROW, problem, "list") if problem else replace(entry, extra=text)
