@@ -61,8 +61,19 @@ def find_uv() -> str:
     raise SystemExit("uv is missing: `make setup` installs it, or `pip install uv`")
 
 
+OURS = HERE.parent / ".venv" / "benchmark"
+"""An environment of our own, as a user installs it: with the development's, pyarrow loads pandas in each process."""
+
+
 def prepare(contestant: Contestant) -> None:
-    """Install what a peer's script declares; nothing to do for the others. Raises CalledProcessError."""
+    """Install what a peer's script declares, or shardmill. Raises CalledProcessError."""
+    if contestant.name in _OWN_ENGINES:
+        environment = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(OURS)}
+        install = ["sync", "--quiet", "--frozen", "--inexact", "--no-dev", "--extra", "spark"]
+        subprocess.run([find_uv(), *install], cwd=HERE.parent, env=environment, check=True, stdout=sys.stderr)
+        # Without a compiler the kernel is left out, as `make setup` does.
+        native = ["pip", "install", "--quiet", "--python", str(OURS), "--no-deps", str(HERE.parent / "native")]
+        subprocess.run([find_uv(), *native], check=False, stdout=sys.stderr)
     if contestant.name in _SCRIPTS:
         script = _SCRIPTS[contestant.name][0]
         subprocess.run(
@@ -74,8 +85,15 @@ def _ours(engine: str, kernel: str = "auto") -> Callable[[Job], list[str]]:
     def command(job: Job) -> list[str]:
         settings = {"engine": engine, "kernel": kernel, "image_size": job.image_size, "jpeg_quality": job.quality}
         overrides = [part for name, value in settings.items() for part in ("--set", f"etl.{name}={value}")]
-        shardmill = str(Path(sys.executable).parent / "shardmill")
-        return [shardmill, "etl", str(job.images), "--workdir", str(job.out), "--json", *overrides]
+        return [
+            str(OURS / "bin" / "shardmill"),
+            "etl",
+            str(job.images),
+            "--workdir",
+            str(job.out),
+            "--json",
+            *overrides,
+        ]
 
     return command
 
@@ -145,6 +163,7 @@ def peer_version(name: str) -> str:
     return pinned[1] if pinned else ""
 
 
+_OWN_ENGINES = ("local", "local_wheels", "spark")
 CONTESTANTS = {
     contestant.name: contestant
     for contestant in (

@@ -4,7 +4,8 @@ python benchmarks/etl_peers.py --images DIR [--workload photos|big|small] [--num
 
 A round runs each contestant once, from the start of its process to its end; every other round in reverse order. Results
 go into a JSON file, which keeps those of other workloads and sizes, and from there onto a page. Peers are installed by
-uv from their scripts in peers/, each into an environment of its own. Progress is on standard error.
+uv from their scripts in peers/, each into an environment of its own, and so is shardmill. Progress is on
+standard error.
 """
 
 from __future__ import annotations
