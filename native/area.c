@@ -6,12 +6,7 @@
 #include <emmintrin.h>
 #endif
 
-/* The loader takes the variant for this processor; without it (musl, other architectures) there is the baseline. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define FOR_EACH_INSTRUCTION_SET __attribute__((target_clones("avx2", "default")))
-#else
-#define FOR_EACH_INSTRUCTION_SET
-#endif
+#include "dispatch.h"
 
 enum { ONE = 65535, PAIR_LANES = 2 * PIXEL_LANES };
 

@@ -6,6 +6,7 @@
 
 #include "area.h"
 #include "jpeg.h"
+#include "sums.h"
 
 /* Numbers the arithmetic: another one may give other pixels. */
 #define KERNEL_VERSION "1"
@@ -78,12 +79,48 @@ static PyObject *py_shrink_jpeg(PyObject *module, PyObject *arguments) {
     return result;
 }
 
+static PyObject *tuple_of(const uint64_t *numbers, Py_ssize_t count) {
+    PyObject *tuple = PyTuple_New(count);
+    for (Py_ssize_t i = 0; tuple && i < count; i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(numbers[i]);
+        if (!number) Py_CLEAR(tuple);
+        else PyTuple_SET_ITEM(tuple, i, number);
+    }
+    return tuple;
+}
+
+static PyObject *py_channel_sums(PyObject *module, PyObject *image) {
+    (void)module;
+    Py_buffer pixels;
+    if (PyObject_GetBuffer(image, &pixels, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) return NULL;
+    PyObject *result = NULL;
+    if (pixels.ndim != 3 || pixels.itemsize != 1 || (pixels.shape[2] != 1 && pixels.shape[2] != MOST_CHANNELS)) {
+        PyErr_SetString(PyExc_ValueError, "pixels of uint8 and shape H x W x 1 or H x W x 3");
+    } else {
+        channel_sums sums;
+        Py_BEGIN_ALLOW_THREADS;
+        sums = sum_channels(pixels.buf, (size_t)pixels.len, (size_t)pixels.shape[2]);
+        Py_END_ALLOW_THREADS;
+        PyObject *values = tuple_of(sums.values, pixels.shape[2]);
+        PyObject *squares = tuple_of(sums.squares, pixels.shape[2]);
+        if (values && squares) result = PyTuple_Pack(2, values, squares);
+        Py_XDECREF(values);
+        Py_XDECREF(squares);
+    }
+    PyBuffer_Release(&pixels);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"shrink_jpeg", py_shrink_jpeg, METH_VARARGS,
      "shrink_jpeg(data, pixels_HWC, (height, width), scale, (top, left, kept_height, kept_width)) -> bool\n\n"
      "Decodes the JPEG `data` of `height` x `width` pixels at 1 / `scale`, and shrinks the kept region of the result\n"
      "into `pixels_HWC` (uint8, 1 or 3 channels). False, with any pixels, if libjpeg has an objection to the file or\n"
      "it is neither gray nor YCbCr. Raises MemoryError, and ValueError for a region outside of the image."},
+    {"channel_sums", py_channel_sums, METH_O,
+     "channel_sums(pixels_HWC) -> (sums, square_sums)\n\n"
+     "For each channel of C-contiguous uint8 pixels (1 or 3 channels) the exact sum of its values, and of their squares.\n"
+     "Raises ValueError for pixels of another type or shape."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -19,9 +19,12 @@ LUMA_WEIGHTS_RGB = np.array([19595, 38470, 7471], dtype=np.uint32)
 
 
 def normalize(pixels_HWC: np.ndarray, options: NormalizeOptions) -> np.ndarray:
-    """A fresh uint8 array from gray or RGB pixels of any size; of `options.one_shape_HWC`, if there is one."""
+    """Gray or RGB pixels of any size as a uint8 array of `options.one_shape_HWC`, if there is one.
+
+    It is the given array itself if nothing is left to do.
+    """
     if pixels_HWC.shape == options.one_shape_HWC:
-        return np.array(pixels_HWC, order="C")
+        return np.ascontiguousarray(pixels_HWC)
     prepare_opencv()
     rows, columns = kept_spans(pixels_HWC.shape[0], pixels_HWC.shape[1], options)
     kept_HWC = pixels_HWC[rows.start : rows.end, columns.start : columns.end]

@@ -211,3 +211,21 @@ def test_threads_do_not_disturb_each_other() -> None:
     for thread in threads:
         thread.join()
     assert found == [True] * 80
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3), (3, 5, 1), (7, 9, 3), (64, 48, 3), (1100, 2900, 1), (1300, 2500, 3)])
+def test_channel_sums_are_exact(shape: tuple[int, int, int]) -> None:
+    """The largest are nearly white: more than 65,536 squares for each lane of a register."""
+    generator = np.random.default_rng(3)
+    pixels_HWC = generator.integers(250 if shape[0] > 1000 else 0, 256, shape, np.uint8)
+    values = pixels_HWC.reshape(-1, shape[2]).astype(np.uint64)
+    expected_sums = tuple(map(int, values.sum(axis=0))), tuple(map(int, (values**2).sum(axis=0)))
+    assert native.channel_sums(pixels_HWC) == expected_sums
+
+
+def test_channel_sums_refuse_what_they_would_misread() -> None:
+    for wrong in (np.zeros((4, 4), np.uint8), np.zeros((4, 4, 4), np.uint8), np.zeros((4, 4, 3), np.uint16)):
+        with pytest.raises(ValueError, match="uint8"):
+            native.channel_sums(wrong)
+    with pytest.raises((ValueError, BufferError), match="contiguous"):
+        native.channel_sums(np.zeros((4, 8, 3), np.uint8)[:, ::2])
