@@ -18,7 +18,7 @@ from train.backends.keras.optimizers import sgd
 from train.launching.inline import INLINE
 from train.models.small_cnn import small_cnn
 from train.schedules import STEP
-from train.strategies.strategy import SINGLE
+from train.strategies.single import SINGLE
 
 NEW_SOURCE = FolderSource
 NEW_FORMAT = replace(PARQUET, suffix="new.parquet")

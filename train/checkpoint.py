@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -18,12 +19,9 @@ from shardmill.sealed import SealedFile, check_relative_path, read_sealed, seal,
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
 from train.progress import Progress
-from train.strategies.strategy import Collective
 from train.values import ModelIdentity, from_json, to_json
 
 MARKER = "MARKER.json"
-WEIGHTS = "weights.npz"
-OPTIMIZER = "optimizer.npz"
 
 _DAMAGED = "restore it from a backup, or train again: a training goes on from its newest whole checkpoint"
 
@@ -141,9 +139,18 @@ def check_resumable(found: FoundCheckpoint, now: TrainingIdentity) -> None:
         )
 
 
+class Ranks(Protocol):
+    """Those that write a checkpoint together; see train/strategies/member.py."""
+
+    rank: int
+    world_size: int
+
+    def gather_bytes(self, data: bytes) -> list[bytes]: ...
+
+
 def save_checkpoint(
     folder: CheckpointFolder,
-    collective: Collective,
+    ranks: Ranks,
     files: dict[str, bytes],
     identity: TrainingIdentity,
     progress: Progress,
@@ -160,20 +167,15 @@ def save_checkpoint(
         folder.store.put(f"{path}/{name}", data)
         written.append(seal_file(name, data))
     kind = TypeAdapter(tuple[SealedFile, ...])
-    of_all_ranks = [kind.validate_json(part) for part in collective.gather_bytes(kind.dump_json(tuple(written)))]
+    of_all_ranks = [kind.validate_json(part) for part in ranks.gather_bytes(kind.dump_json(tuple(written)))]
     # The gather is also the barrier: rank 0 has every rank's list only after every rank has stored (and synced) its
     # files, so a marker never names a file that a crash has lost.
-    if collective.rank == 0:
+    if ranks.rank == 0:
         all_files = tuple(file for of_rank in of_all_ranks for file in of_rank)
-        marker = CheckpointMarker(identity, collective.world_size, global_step, progress, all_files)
+        marker = CheckpointMarker(identity, ranks.world_size, global_step, progress, all_files)
         folder.store.put(f"{path}/{MARKER}", seal(to_json(marker)))
         _delete_older(folder, keep={path, progress.best.checkpoint} if progress.best else {path})
     return path
-
-
-def rank_file(rank: int) -> str:
-    """The name of a rank's own file."""
-    return f"rank-{rank:05d}.npz"
 
 
 def _read_marker(store: Store, path: str) -> CheckpointMarker:

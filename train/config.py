@@ -11,6 +11,7 @@ from shardmill.formats import SHARD_FORMATS
 from shardmill.options import AugmentOptions
 from shardmill.registry import OneOf
 from shardmill.section import Section
+from train.backends import BACKENDS
 from train.launching import LAUNCHERS
 from train.models import MODELS
 from train.optimizers import OPTIMIZERS
@@ -55,7 +56,9 @@ class TrainConfig(Section):
     num_workers: int = Field(default=1, ge=1)
     """Ranks: training processes."""
     strategy: Annotated[str, OneOf(STRATEGIES)] = "single"
-    """How ranks combine gradients."""
+    """How ranks share the training."""
+    backend: Annotated[str, OneOf(BACKENDS, also=("auto",))] = "auto"
+    """The framework; `auto` follows from strategy and model."""
     launcher: Annotated[str, OneOf(LAUNCHERS)] = "inline"
     """How ranks start."""
     format: Annotated[str, OneOf(SHARD_FORMATS, also=("auto",))] = "auto"

@@ -7,20 +7,20 @@ Shape legend: N batch, H height, W width, C channels, K classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 
-from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import TrainingError
 from shardmill.values import Batch
-from train.strategies.strategy import Collective, SingleCollective
 from train.values import ClassFigures, Evaluation
 
 # Keeps the logarithm of a probability of 0 finite, and no more than that. The training loss clips at 1e-7
 # (backends/keras/build.py) to bound its gradient; none is taken here, and errors made with confidence should differ.
 SMALLEST_PROBABILITY = float(np.finfo(np.float32).tiny)
 TOP = 5
+
+SumArray = Callable[[np.ndarray], np.ndarray]
+"""A float64 array -> its sum over all ranks."""
 
 
 class EvaluationSums:
@@ -44,12 +44,9 @@ class EvaluationSums:
         self.num_top5 += int((((outputs_NK > of_true_N1) | is_tied_before_NK).sum(axis=1) < TOP).sum())
         np.add.at(self.confusion_KK, (labels_N, outputs_NK.argmax(axis=1)), 1)
 
-    def summed_over_ranks(self, collective: Collective) -> EvaluationSums:
+    def summed(self, sum_array: SumArray) -> EvaluationSums:
         """One vector in one collective. Counts travel as float64, which is exact below 2^53."""
-        import tensorflow as tf
-
-        mine = np.concatenate([[self.loss_sum, self.num_top5], self.confusion_KK.ravel()])
-        total = np.asarray(collective.sum_tensors([tf.constant(mine, tf.float64)])[0])
+        total = sum_array(np.concatenate([[self.loss_sum, self.num_top5], self.confusion_KK.ravel()]))
         summed = EvaluationSums(len(self.confusion_KK))
         summed.loss_sum, summed.num_top5 = float(total[0]), int(total[1])
         summed.confusion_KK = total[2:].astype(np.int64).reshape(self.confusion_KK.shape)
@@ -62,7 +59,7 @@ def evaluate_batches(
     split: str,
     class_names: tuple[str, ...],
     *,
-    collective: Collective,
+    sum_array: SumArray,
     outputs_are_logits: bool,
 ) -> Evaluation:
     """Figures of a model over the batches of one split; all ranks call it, each with its own, and all get the same.
@@ -72,7 +69,7 @@ def evaluate_batches(
     sums = EvaluationSums(len(class_names))
     for batch in batches:
         sums.add(outputs_of(batch.images_NHWC), outputs_are_logits, batch)
-    return build_evaluation(split, class_names, sums.summed_over_ranks(collective))
+    return build_evaluation(split, class_names, sums.summed(sum_array))
 
 
 def evaluate_predictions(
@@ -83,7 +80,7 @@ def evaluate_predictions(
 ) -> Evaluation:
     """The same figures in one process, for anything that maps images_NHWC uint8 to probabilities_NK (an export)."""
     return evaluate_batches(
-        probabilities_of, batches, split, class_names, collective=SingleCollective(), outputs_are_logits=False
+        probabilities_of, batches, split, class_names, sum_array=lambda array: array, outputs_are_logits=False
     )
 
 
@@ -128,23 +125,6 @@ def evaluation_section(evaluation: Evaluation | None) -> dict[str, str | int | f
     if evaluation is None:
         return None
     return {name: getattr(evaluation, name) for name in ("split", "num_samples", "loss", "accuracy", "top5_accuracy")}
-
-
-def average_moving_statistics(model: Any, collective: Collective, num_streams: int) -> None:
-    """Give all ranks the same floating non-trainable variables: their mean, weighted by the streams of each rank.
-
-    Batch norm updates them from local batches, so they differ from rank to rank. In float64 and with integer weights,
-    so that values that are equal on all ranks (frozen weights) keep their exact bits.
-    """
-    import tensorflow as tf
-
-    variables = [variable for variable in model.non_trainable_variables if "float" in str(variable.dtype)]
-    if not variables or collective.world_size == 1:
-        return
-    num_streams_here = len(streams_of_rank(collective.rank, collective.world_size, num_streams))
-    mine = [tf.cast(variable.value, tf.float64) * num_streams_here for variable in variables]
-    for variable, total in zip(variables, collective.sum_tensors(mine), strict=True):
-        variable.assign(tf.cast(total / num_streams, variable.dtype))
 
 
 def _log_probabilities(outputs_NK: np.ndarray, outputs_are_logits: bool) -> np.ndarray:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import IntegrityError
-from train.backends.keras.build import BuiltModel
-from train.backends.keras.optimizers import ChosenOptimizer
-from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, dump_variables
-from train.backends.keras.step import TrainStep
 from train.checkpoint import (
-    OPTIMIZER,
-    WEIGHTS,
     CheckpointFolder,
     FoundCheckpoint,
     TrainingIdentity,
@@ -24,26 +17,13 @@ from train.checkpoint import (
     complete_checkpoints,
     delete_checkpoint,
     open_checkpoint,
-    rank_file,
     save_checkpoint,
 )
 from train.progress import BestEpoch, Progress, TimeSpent
-from train.strategies.strategy import Collective
+from train.stopwatch import Stopwatch
+from train.strategies.member import Member
 from train.task import WorkerTask
 from train.values import Reporter, from_json, to_json
-
-
-class Stopwatch:
-    """Cuts time into laps without gaps, so that the parts of a training's time add up to all of it."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last call."""
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +36,7 @@ class Session:
     steps_per_epoch: int
     streams: range
     """The logical streams that this rank owns."""
-    built: BuiltModel
-    chosen: ChosenOptimizer
-    step: TrainStep
-    collective: Collective
+    member: Member
     checkpoints: CheckpointFolder
     identity: TrainingIdentity
     reporter: Reporter
@@ -70,7 +47,7 @@ class Session:
 
     def event(self, name: str, fields: dict[str, str | int | float]) -> None:
         """Report an event, once for all ranks."""
-        if self.collective.rank == 0:
+        if self.member.rank == 0:
             self.reporter.event(name, fields)
 
 
@@ -79,21 +56,11 @@ def resume(session: Session) -> FoundCheckpoint | None:
 
     Without one of its own a training begins where the shorter one ended that it continues, if there is one.
     """
-    collective = session.collective
-    model, optimizer = session.built.model, session.chosen.optimizer
-
     found, files = _choose_checkpoint(session)
-    source = f"the checkpoint {found.path}" if found else ""
-    if found and collective.rank == 0:
-        assign_variables(model.trainable_variables, files[WEIGHTS], source)
-        assign_variables(optimizer.variables, files[OPTIMIZER], source)
-        assign_variables(model.non_trainable_variables, files[rank_file(0)], source)
-    collective.broadcast_variables([*model.trainable_variables, *optimizer.variables, *model.non_trainable_variables])
-    # After the broadcast, which has just given every rank the moving statistics and seed states of rank 0.
-    if found and found.marker.world_size == collective.world_size:
-        assign_variables(model.non_trainable_variables, files[rank_file(collective.rank)], source)
+    if found:
+        session.member.start(files, found.marker.world_size, f"the checkpoint {found.path}")
     else:
-        decorrelate_seed_states(model, collective.rank)
+        session.member.start({}, 0, "")
     if found:
         cursor = found.marker.progress.cursor
         fields = {"path": found.path, "epoch": cursor.epoch, "step": cursor.step, "world_size": found.marker.world_size}
@@ -107,11 +74,11 @@ def _choose_checkpoint(session: Session) -> tuple[FoundCheckpoint | None, dict[s
     Rank 0 proposes the newest; each rank reads its own files and verifies them as it reads. If any of them is damaged,
     all ranks go on to the next older one together: no other rank reads that file, so the problem is gathered from all.
     """
-    collective, store = session.collective, session.checkpoints.store
-    candidates = _candidates(session) if collective.rank == 0 else iter(())
+    member, store = session.member, session.checkpoints.store
+    candidates = _candidates(session) if member.rank == 0 else iter(())
     while True:
         proposed = next(candidates, None)
-        proposal = collective.broadcast_bytes(to_json(proposed) if proposed else b"")
+        proposal = member.broadcast_bytes(to_json(proposed) if proposed else b"")
         if not proposal:
             return None, {}
         found = from_json(FoundCheckpoint, proposal)
@@ -119,15 +86,15 @@ def _choose_checkpoint(session: Session) -> tuple[FoundCheckpoint | None, dict[s
         files: dict[str, bytes] = {}
         problem = ""
         try:
-            files = {name: found.read(store, name) for name in _files_of_rank(found, collective)}
+            files = {name: found.read(store, name) for name in member.files_to_resume(found.marker.world_size)}
         except IntegrityError as error:
             problem = str(error)
         # As JSON, because Horovod cannot gather tensors that are empty on every rank.
-        problems = [json.loads(each) for each in collective.gather_bytes(json.dumps(problem).encode())]
+        problems = [json.loads(each) for each in member.gather_bytes(json.dumps(problem).encode())]
         if not any(problems):
             return found, files
         session.event("checkpoint_discarded", {"path": found.path, "reason": "; ".join(filter(None, problems))})
-        if collective.rank == 0 and found.path != session.task.continues:
+        if member.rank == 0 and found.path != session.task.continues:
             # It must not count among those to keep. What belongs to the shorter training is not ours to delete.
             delete_checkpoint(store, found.path)
 
@@ -147,22 +114,12 @@ def _candidates(session: Session) -> Iterator[FoundCheckpoint]:
             report_discarded(continues, str(error))
 
 
-def _files_of_rank(found: FoundCheckpoint, collective: Collective) -> list[str]:
-    """Weights and optimizer reach other ranks by broadcast; a rank's own state counts only at an equal world size."""
-    if collective.rank == 0:
-        return [WEIGHTS, OPTIMIZER, rank_file(0)]
-    return [rank_file(collective.rank)] if found.marker.world_size == collective.world_size else []
-
-
 def save(session: Session, progress: Progress) -> tuple[Progress, str]:
     """Write a checkpoint of this very moment. -> progress with the time it took, and the checkpoint's path."""
-    collective, model = session.collective, session.built.model
-    files = {rank_file(collective.rank): dump_variables(model.non_trainable_variables)}
-    if collective.rank == 0:
-        files[WEIGHTS] = dump_variables(model.trainable_variables)
-        files[OPTIMIZER] = dump_variables(session.chosen.optimizer.variables)
     global_step = session.global_step(progress)
-    path = save_checkpoint(session.checkpoints, collective, files, session.identity, progress, global_step)
+    path = save_checkpoint(
+        session.checkpoints, session.member, session.member.state_files(), session.identity, progress, global_step
+    )
     seconds = session.stopwatch.lap()
     cursor = progress.cursor
     fields = {"path": path, "epoch": cursor.epoch, "step": cursor.step, "global_step": global_step, "seconds": seconds}
@@ -179,10 +136,9 @@ def load_best(session: Session, best: BestEpoch | None, last_checkpoint: str) ->
         return None
     if best.checkpoint == last_checkpoint:
         return best
-    collective, store, model = session.collective, session.checkpoints.store, session.built.model
-    if collective.rank == 0:
+    store, files = session.checkpoints.store, {}
+    if names := session.member.weight_files():
         found = open_checkpoint(store, best.checkpoint)
-        assign_variables(model.trainable_variables, found.read(store, WEIGHTS), found.path)
-        assign_variables(model.non_trainable_variables, found.read(store, rank_file(0)), found.path)
-    collective.broadcast_variables([*model.trainable_variables, *model.non_trainable_variables])
+        files = {name: found.read(store, name) for name in names}
+    session.member.take_weights(files, f"the checkpoint {best.checkpoint}")
     return best

@@ -6,7 +6,8 @@ Every rank runs this same story. Rank 0 alone reports events and writes markers 
 from __future__ import annotations
 
 import secrets
-from typing import Any
+
+import numpy as np
 
 from shardmill.dataset.open import open_pinned
 from shardmill.epoch_plan import streams_of_rank
@@ -17,23 +18,22 @@ from shardmill.reader import ReaderOptions, read_batches
 from shardmill.sealed import seal
 from shardmill.stores import open_store
 from shardmill.values import Batch
-from train.backends.keras.build import build_model, identify_model, inputs_hint
-from train.backends.keras.inputs import input_scale
-from train.backends.keras.optimizers import build_optimizer
-from train.backends.keras.runtime import start_tensorflow, weights_sha256
-from train.backends.keras.step import TrainStep
+from train.backends import BACKENDS
+from train.backends.backend import Learner, model_spec
+from train.backends.choose import choose_backend
 from train.checkpoint import CheckpointFolder, TrainingIdentity
 from train.config import TrainConfig, settings_that_matter
-from train.evaluate import average_moving_statistics, evaluate_batches
+from train.evaluate import evaluate_batches
+from train.models.identity import check_source, inputs_hint
 from train.progress import EarlyStop, Progress, TimeSpent, has_not_learned
 from train.session import Session, load_best, resume, save
 from train.strategies import find_strategy
-from train.strategies.strategy import AnnouncedCollective
 from train.task import WorkerTask
 from train.values import (
     RESULT,
     EpochRecord,
     Evaluation,
+    ModelIdentity,
     Reporter,
     StepReport,
     TrainResult,
@@ -50,41 +50,37 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     """
     config = task.config
 
-    # The world: who takes part, and on which terms.
+    # The owners: one of all framework code, one of how ranks share the work.
+    backend = BACKENDS[choose_backend(config)]
     strategy = find_strategy(config.strategy, world.world_size)
-    start_tensorflow(world.ranks_per_node, config.seed)
+    backend.start(world.ranks_per_node, config.seed)
 
-    # The data: the version that the driver pinned, cut into streams; each rank owns some of them.
+    # The data: the version that the driver pinned.
     dataset = open_pinned(task.dataset)
     manifest = dataset.manifest
-    streams = streams_of_rank(world.rank, world.world_size, config.num_streams)
     plan_spec = config.plan_spec(dataset)
 
-    # The model and its optimizer, with fresh variables.
-    built = build_model(config, manifest.normalize.image_shape_HWC, len(manifest.class_names))
-    chosen = build_optimizer(config, built.model, built.compiled_optimizer)
-    model = identify_model(config.model, built, task.model_source_sha256)
-    step = TrainStep(built, chosen, input_scale(manifest, config.standardize), len(streams) / config.num_streams)
+    # The model and its optimizer, with fresh variables, as a member of the world; from here on the ranks communicate.
+    def build() -> Learner:
+        check_source(config.model, task.model_source_sha256)
+        return backend.build(config, model_spec(manifest, config.standardize))
 
-    # From here on the ranks communicate.
-    collective = AnnouncedCollective(strategy, world, reporter)
-    attempt = collective.broadcast_bytes(secrets.token_hex(4).encode()).decode()
+    member = strategy.join(world, config, build, reporter)
+    model = ModelIdentity(task.model_source_sha256, member.learner.config_sha256)
+    attempt = member.broadcast_bytes(secrets.token_hex(4).encode()).decode()
     session = Session(
         task=task,
         dataset=dataset,
         plan_spec=plan_spec,
         steps_per_epoch=dataset.plan_epoch(plan_spec, 0).num_steps,
-        streams=streams,
-        built=built,
-        chosen=chosen,
-        step=step,
-        collective=collective,
+        streams=streams_of_rank(member.data.index, member.data.count, config.num_streams),
+        member=member,
         checkpoints=CheckpointFolder(open_store(task.models_uri), task.training_dir, attempt, config.keep_checkpoints),
         identity=TrainingIdentity(task.dataset, plan_spec.fingerprint, model, settings_that_matter(config)),
         reporter=reporter,
     )
 
-    # Go on from the last complete checkpoint, if there is one; in any case all ranks start with rank 0's variables.
+    # Go on from the last complete checkpoint, if there is one; in any case all ranks start with the same variables.
     found = resume(session)
     progress = found.marker.progress if found else Progress()
     last_checkpoint = found.path if found else ""
@@ -118,24 +114,24 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         images_per_second=progress.cursor.epoch * manifest.splits["train"].num_rows / progress.spent.total,
         time_shares=progress.spent.shares(),
         final_loss_hex=progress.last_loss_hex,
-        weights_sha256=weights_sha256(built.model),
+        weights_sha256=member.learner.weights_sha256(),
         stopped_early=progress.early_stop.stopped,
         resumed_from=found.marker.progress.cursor if found else None,
         history=progress.history,
         evaluation=evaluation,
     )
-    if world.rank == 0:
+    if member.rank == 0:
         session.checkpoints.store.put(f"{task.training_dir}/{RESULT}", seal(to_json(result)))
 
     # Leave together: if one rank failed, its own error must reach the driver before its peers report a lost connection.
-    collective.barrier()
-    collective.close()
+    member.barrier()
+    member.close()
     return result
 
 
 def _train_steps(session: Session, progress: Progress) -> Progress:
-    """The rest of the running epoch: batch, gradients, one allreduce, update; a checkpoint every N steps."""
-    config, collective = session.task.config, session.collective
+    """The rest of the running epoch: a batch, a step of all members, a report; a checkpoint every N steps."""
+    config, member = session.task.config, session.member
     epoch, first_step = progress.cursor.epoch, progress.cursor.step
     plan = session.dataset.plan_epoch(session.plan_spec, epoch)
     options = _reader_options(config)
@@ -150,23 +146,18 @@ def _train_steps(session: Session, progress: Progress) -> Progress:
             input_wait = lap()
 
             num_rows = plan.num_rows_of_step(step)
-            addends = session.step.gradients(batch, num_rows)
-            compute = lap()
-
-            sums = collective.sum_tensors(addends)
-            allreduce = lap()
-
-            outcome = session.step.apply(sums, _scheduled_learning_rate(session, progress))
+            done = member.train_step(batch, num_rows, _scheduled_learning_rate(session, progress))
+            outcome = done.outcome
             if not outcome.is_applied:
                 raise _not_finite_error(session, progress, outcome.loss, outcome.gradient_norm)
-            compute += lap()
-
-            spent = TimeSpent(input_wait=input_wait, compute=compute, allreduce=allreduce)
+            # What the member did not count as exchange is computation.
+            compute = lap() - done.allreduce_seconds
+            spent = TimeSpent(input_wait=input_wait, compute=compute, allreduce=done.allreduce_seconds)
             progress = progress.after_step(outcome.loss, outcome.num_correct, num_rows, spent)
             # Reported before its checkpoint is written: a step that a resumed run will not repeat must be on record.
             session.reporter.step(
                 StepReport(
-                    rank=collective.rank,
+                    rank=member.rank,
                     epoch=epoch,
                     step=step,
                     num_steps=plan.num_steps,
@@ -175,7 +166,7 @@ def _train_steps(session: Session, progress: Progress) -> Progress:
                     seconds={
                         "input_wait": input_wait,
                         "compute": compute,
-                        "allreduce": allreduce,
+                        "allreduce": done.allreduce_seconds,
                         "checkpoint": checkpoint_seconds,
                         "total": spent.total + checkpoint_seconds,
                     },
@@ -196,11 +187,11 @@ def _train_steps(session: Session, progress: Progress) -> Progress:
 def _finish_epoch(session: Session, progress: Progress) -> Progress:
     """Make the ranks' models equal, validate, and decide whether to stop and which epoch is the best."""
     config, manifest = session.task.config, session.dataset.manifest
-    average_moving_statistics(session.built.model, session.collective, config.num_streams)
+    session.member.average_moving_statistics()
     validation = None
     if "validation" in manifest.splits:
         # Best epoch and early stop follow from these figures. All ranks must decide alike, so all use rank 0's bits.
-        of_rank_0 = session.collective.broadcast_bytes(to_json(_evaluate(session, "validation").without_classes()))
+        of_rank_0 = session.member.broadcast_bytes(to_json(_evaluate(session, "validation").without_classes()))
         validation = from_json(Evaluation, of_rank_0)
     progress = progress.after_time(TimeSpent(other=session.stopwatch.lap()))
     num_rows = manifest.splits["train"].num_rows
@@ -209,7 +200,7 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
         num_steps=session.steps_per_epoch,
         train_loss=progress.loss_sum / num_rows,
         train_accuracy=progress.num_correct / num_rows,
-        learning_rate=float(session.chosen.optimizer.learning_rate),
+        learning_rate=session.member.learner.learning_rate,
         seconds=progress.epoch_seconds,
         validation=validation,
     )
@@ -248,9 +239,9 @@ def _evaluate(session: Session, split: str) -> Evaluation:
         shuffle=False,
     )
 
-    def outputs_of(images_NHWC: Any) -> Any:
+    def outputs_of(images_NHWC: np.ndarray) -> np.ndarray:
         session.reporter.doing(f"the evaluation on {split}")
-        return session.step.outputs(images_NHWC)
+        return session.member.learner.outputs(images_NHWC)
 
     with read_batches(
         dataset, dataset.plan_epoch(spec, 0), streams=session.streams, options=_reader_options(config)
@@ -260,8 +251,8 @@ def _evaluate(session: Session, split: str) -> Evaluation:
             batches,
             split,
             dataset.manifest.class_names,
-            collective=session.collective,
-            outputs_are_logits=session.built.outputs_are_logits,
+            sum_array=session.member.sum_array,
+            outputs_are_logits=session.member.learner.outputs_are_logits,
         )
 
 
@@ -270,7 +261,7 @@ def _reader_options(config: TrainConfig) -> ReaderOptions:
 
 
 def _scheduled_learning_rate(session: Session, progress: Progress) -> float | None:
-    if not session.chosen.follows_schedule:
+    if not session.member.learner.follows_schedule:
         return None
     return session.task.config.learning_rate_at(session.global_step(progress), session.steps_per_epoch)
 

@@ -12,10 +12,11 @@ from shardmill.dataset.open import open_dataset
 from shardmill.reader import read_samples, read_split
 from shardmill.sealed import seal_file
 from shardmill.stores import open_store
-from train.backends.keras.inputs import InputScale
+from train.backends.backend import InputScale, ModelSpec
+from train.backends.keras.backend import SAVED_MODEL
 from train.backends.keras.serving import ServingModel, load_saved_model, write_saved_model
 from train.evaluate import evaluate_predictions
-from train.published.exported import ARTIFACTS, EXPORTS, SAVED_MODEL, Export, ExportRecord
+from train.published.exported import ARTIFACTS, EXPORTS, Export, ExportRecord
 from train.records import put_record, record_numbers
 
 
@@ -36,7 +37,7 @@ def put_export(models_uri: str, dataset_uri: str, *, is_good: bool = True, split
     model.set_weights([each / 1e5 for each in weights])
     channels = shape_HWC[2]
     scale = InputScale((128.0,) * channels, (1.0,) * channels)
-    serving = ServingModel(model, True, manifest.class_names, shape_HWC, scale)
+    serving = ServingModel(model, True, ModelSpec(shape_HWC, manifest.class_names, scale))
     artifact_dir, files = f"{ARTIFACTS}/{secrets.token_hex(8)}", []
     with tempfile.TemporaryDirectory() as scratch:
         write_saved_model(serving, Path(scratch, SAVED_MODEL))

@@ -13,19 +13,17 @@ from shardmill.errors import SecurityRefusal, StorageError
 from shardmill.sealed import seal
 from shardmill.stores import STORES, open_store
 from tests.counting_store import BYTES_READ, ENTRY, SCHEME
-from tests.train.checkpoints import CONFIG, KILLED_AT, newest
+from tests.train.checkpoints import CONFIG, KILLED_AT, OneRank, newest
 from tests.train.training import Killed, Recorder, train_here
 from train.checkpoint import (
     MARKER,
-    OPTIMIZER,
-    WEIGHTS,
     CheckpointFolder,
     complete_checkpoints,
     open_checkpoint,
     save_checkpoint,
 )
 from train.progress import BestEpoch, Progress
-from train.strategies.strategy import SingleCollective
+from train.state import OPTIMIZER, WEIGHTS
 
 
 def checkpoints(models: Path) -> list[str]:
@@ -124,7 +122,7 @@ def test_an_attempt_keeps_what_it_wrote_beside_newer_checkpoints_of_an_older_one
     late = CheckpointFolder(store, "t", "late", keep_checkpoints=1)
     progress = Progress(best=BestEpoch(0, 1.0, late.path_of(0)))
     for step in (0, 1):
-        save_checkpoint(late, SingleCollective(), {WEIGHTS: b"w"}, identity, progress, step)
+        save_checkpoint(late, OneRank(), {WEIGHTS: b"w"}, identity, progress, step)
     for step in (0, 1):
         assert open_checkpoint(store, late.path_of(step)).marker.global_step == step
 

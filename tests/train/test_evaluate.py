@@ -13,7 +13,6 @@ from shardmill.errors import TrainingError
 from shardmill.reader import read_batches, read_samples, read_split
 from tests.support import make_dataset
 from train.evaluate import EvaluationSums, evaluate_batches, evaluate_predictions
-from train.strategies.strategy import SingleCollective
 from train.values import Evaluation
 
 NUM_CLASSES = 7
@@ -43,7 +42,7 @@ def evaluate_logits(dataset: Dataset, split: str, batch_size: int, num_streams: 
     names = dataset.manifest.class_names
     with read_batches(dataset, dataset.plan_epoch(spec, 0)) as batches:
         return evaluate_batches(
-            logits_of, batches, split, names, collective=SingleCollective(), outputs_are_logits=True
+            logits_of, batches, split, names, sum_array=lambda array: array, outputs_are_logits=True
         )
 
 
@@ -125,6 +124,6 @@ def test_sums_travel_without_loss():
     sums = EvaluationSums(2)
     sums.loss_sum, sums.num_top5 = 0.1, 3
     sums.confusion_KK[:] = [[2**53 - 1, 1], [0, 5]]
-    summed = sums.summed_over_ranks(SingleCollective())
+    summed = sums.summed(lambda array: array)
     assert (summed.loss_sum, summed.num_top5) == (0.1, 3)
     assert summed.confusion_KK.tolist() == sums.confusion_KK.tolist()

@@ -22,11 +22,12 @@ from shardmill.section import Section
 from shardmill.stores import open_store
 from tests.services.faulty_store import FaultyStore, send_twice
 from tests.support import make_dataset
+from train.backends.keras.backend import KERAS_FILE
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
 from train.published.export import export_training
-from train.published.exported import EXPORTS, KERAS_FILE, number_of_artifact, read_export, verify_export
+from train.published.exported import EXPORTS, number_of_artifact, read_export, verify_export
 from train.published.load import load_exported
 from train.records import put_record, read_record, record_numbers
 from train.run_log import RunLog
@@ -240,7 +241,7 @@ def test_users_own_model_classes_are_exported(dataset, tmp_path, model, keras_no
 def test_a_model_that_computes_something_else_each_time_is_not_exported(dataset, tmp_path):
     config = config_of(model=f"{MODELS}:moody", epochs=1)
     result = trained(dataset, tmp_path, config)
-    with pytest.raises(TrainingError, match="the exported SavedModel differs from the training model by 0"):
+    with pytest.raises(TrainingError, match="the exported model differs from the training model by 0"):
         export_training(str(tmp_path), config, result, "run-1")
     assert record_numbers(open_store(tmp_path), EXPORTS) == []
 

@@ -14,13 +14,13 @@ from shardmill.options import NormalizeOptions
 from shardmill.sealed import seal, seal_file
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
+from tests.train.checkpoints import OneRank
 from train.checkpoint import CheckpointFolder, TrainingIdentity, save_checkpoint
 from train.garbage import ModelsReport, collect_models, plan_models
 from train.progress import BestEpoch, Progress
 from train.published.current import CURRENT, Pointer
 from train.published.exported import EXPORTS, ExportRecord
 from train.records import put_record, record_numbers
-from train.strategies.strategy import SingleCollective
 from train.trainings import TRAININGS
 from train.values import RESULT, ModelIdentity, TimeShares, TrainResult, to_json
 
@@ -34,7 +34,7 @@ def training(models: Path, number: int, *, result: bool = True, uses: str = "") 
     best = BestEpoch(0, 1.0, uses) if uses else None
     identity = TrainingIdentity(_PIN, "plan", _MODEL, {})
     keeps = CheckpointFolder(store, folder, "attempt", 1)
-    checkpoint = save_checkpoint(keeps, SingleCollective(), {"weights.npz": b"w"}, identity, Progress(best=best), 7)
+    checkpoint = save_checkpoint(keeps, OneRank(), {"weights.npz": b"w"}, identity, Progress(best=best), 7)
     if result:
         done = TrainResult(
             dataset=_PIN, training_dir=folder, exported="best", weights_epoch=0, checkpoint=uses or checkpoint,

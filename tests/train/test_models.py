@@ -18,8 +18,8 @@ from shardmill.jobs.config import load_tree
 from shardmill.values import Batch
 from tests.train.training import MODELS as USER_MODELS
 from tests.train.training import Recorder, train_here
+from train.backends.backend import InputScale, ModelSpec
 from train.backends.keras.build import build_model
-from train.backends.keras.inputs import InputScale
 from train.backends.keras.optimizers import build_optimizer
 from train.backends.keras.serving import KerasCheck, ServingModel, write_keras_file
 from train.backends.keras.step import TrainStep
@@ -45,14 +45,14 @@ def batch_of(shape_HWC: tuple[int, int, int], num_rows: int = 4, num_classes: in
     )
 
 
-def step_of(config: TrainConfig, shape_HWC: tuple[int, int, int], share_of_streams: float = 1.0):
+def step_of(config: TrainConfig, shape_HWC: tuple[int, int, int]):
     import keras
 
     keras.utils.set_random_seed(0)
     built = build_model(config, shape_HWC, 3)
     chosen = build_optimizer(config, built.model, built.compiled_optimizer)
     channels = shape_HWC[2]
-    return built, TrainStep(built, chosen, InputScale((120.0,) * channels, (60.0,) * channels), share_of_streams)
+    return built, TrainStep(built, chosen, InputScale((120.0,) * channels, (60.0,) * channels))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -61,7 +61,7 @@ def test_every_model_takes_a_step(name, shape_HWC):
     built, step = step_of(TrainConfig(model=name, optimizer="sgd"), shape_HWC)
     assert built.outputs_are_logits and built.compiled_optimizer is None
     before = [np.array(variable) for variable in built.model.trainable_variables]
-    outcome = step.apply(step.gradients(batch_of(shape_HWC), 4), 0.1)
+    outcome = step.apply(step.gradients(batch_of(shape_HWC), 4, 1.0), 0.1)
     assert outcome.is_applied and np.isfinite(outcome.loss) and outcome.gradient_norm > 0
     after = [np.array(variable) for variable in built.model.trainable_variables]
     assert any((old != new).any() for old, new in zip(before, after, strict=True))
@@ -77,7 +77,7 @@ def test_the_example_fine_tunes(monkeypatch):
     assert not config.standardize, "the example's model scales pixels by itself"
     built, step = step_of(config, (32, 32, 3))
     assert built.outputs_are_logits
-    outcome = step.apply(step.gradients(batch_of((32, 32, 3)), 4), 0.001)
+    outcome = step.apply(step.gradients(batch_of((32, 32, 3)), 4, 1.0), 0.001)
     assert outcome.is_applied and np.isfinite(outcome.loss) and outcome.gradient_norm > 0
 
 
@@ -88,8 +88,10 @@ def test_the_examples_second_phase_starts_from_the_first_ones_export(monkeypatch
     config = load_pipeline(str(root / "examples/finetune.toml"), (), "work").train
     images_NHWC = batch_of((32, 32, 3)).images_NHWC
     head, step = step_of(config, (32, 32, 3))
-    step.apply(step.gradients(batch_of((32, 32, 3)), 4), 0.1)
-    serving = ServingModel(head.model, True, ("a", "b", "c"), (32, 32, 3), InputScale((0.0,) * 3, (1.0,) * 3))
+    step.apply(step.gradients(batch_of((32, 32, 3)), 4, 1.0), 0.1)
+    serving = ServingModel(
+        head.model, True, ModelSpec((32, 32, 3), ("a", "b", "c"), InputScale((0.0,) * 3, (1.0,) * 3))
+    )
     exported_NK = serving.predict(images_NHWC)
     assert write_keras_file(serving, tmp_path / "model.keras", KerasCheck(images_NHWC, exported_NK, 1e-5)) == ""
 
@@ -101,7 +103,7 @@ def test_the_examples_second_phase_starts_from_the_first_ones_export(monkeypatch
         whole.model(images_NHWC.astype(np.float32)), head.model(images_NHWC.astype(np.float32)), atol=1e-5
     )
     assert len(whole.model.trainable_variables) > len(head.model.trainable_variables) == 2
-    outcome = step.apply(step.gradients(batch_of((32, 32, 3)), 4), 0.001)
+    outcome = step.apply(step.gradients(batch_of((32, 32, 3)), 4, 1.0), 0.001)
     assert outcome.is_applied and np.isfinite(outcome.loss)
 
 
@@ -117,12 +119,12 @@ def test_small_cnn_fits_images_of_any_size(side):
 def test_the_parts_of_a_batch_add_up_to_its_gradient(model):
     whole_batch = batch_of(SHAPE, num_rows=6)
     config = TrainConfig(model=model, label_smoothing=0.1)
-    whole = step_of(config, SHAPE)[1].gradients(whole_batch, 6)
+    whole = step_of(config, SHAPE)[1].gradients(whole_batch, 6, 1.0)
     sums = None
     for rows, share in ((slice(0, 4), 4 / 6), (slice(4, 6), 2 / 6)):
         part = Batch(*(getattr(whole_batch, name)[rows] for name in ("images_NHWC", "labels_N", "weights_N")),
                      whole_batch.sample_ids_N[rows], 0, 0)  # fmt: skip
-        addends = [np.array(addend) for addend in step_of(config, SHAPE, share)[1].gradients(part, 6)]
+        addends = [np.array(addend) for addend in step_of(config, SHAPE)[1].gradients(part, 6, share)]
         sums = addends if sums is None else [a + b for a, b in zip(sums, addends, strict=True)]
     assert sums is not None
     for expected, total in zip(whole, sums, strict=True):
@@ -136,7 +138,7 @@ def test_rows_of_weight_zero_change_nothing():
     )
     short = Batch(batch.images_NHWC[:4], batch.labels_N[:4], batch.weights_N[:4], batch.sample_ids_N[:4], 0, 0)
     step = step_of(TrainConfig(), SHAPE)[1]
-    for left, right in zip(step.gradients(padded, 4), step.gradients(short, 4), strict=True):
+    for left, right in zip(step.gradients(padded, 4, 1.0), step.gradients(short, 4, 1.0), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
 
 

@@ -14,9 +14,10 @@ from shardmill.errors import TrainingError
 from shardmill.jobs.config import SparkConfig
 from tests.train.multi_rank_workers import KILL_AT
 from tests.train.training import MODELS, Recorder, task_of, train_here
-from train.checkpoint import MARKER, OPTIMIZER, WEIGHTS, rank_file
+from train.checkpoint import MARKER
 from train.launching import LAUNCHERS
 from train.observer import GlobalStep
+from train.state import OPTIMIZER, WEIGHTS, rank_file
 from train.strategies import STRATEGIES
 from train.values import TrainResult
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.train.training import Recorder, train_here
-from train.backends.keras.build import inputs_hint
 from train.config import TrainConfig
+from train.models.identity import inputs_hint
 from train.progress import has_not_learned
 from train.values import EpochRecord
 

@@ -19,7 +19,8 @@ from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.sealed import seal
 from shardmill.stores import open_store
 from tests.train.training import Recorder as Reporter
-from train.backends.keras.inputs import input_scale, standardize
+from train.backends.backend import model_spec
+from train.backends.keras.standardize import standardize
 from train.config import TrainConfig
 from train.models.user import source_sha256
 from train.preflight import window_memory
@@ -259,9 +260,9 @@ def test_the_budget_is_told(finished):
 
 def test_without_standardize_the_model_gets_pixels(tiny_uri):
     manifest = open_dataset(tiny_uri).manifest
-    scaled = input_scale(manifest, True)
+    scaled = model_spec(manifest, True).scale
     assert (scaled.mean, scaled.std) == (manifest.channel_mean, manifest.channel_std)
-    raw = input_scale(manifest, False)
+    raw = model_spec(manifest, False).scale
     images = np.arange(12, dtype=np.uint8).reshape(1, 2, 2, 3)
     assert np.array_equal(np.asarray(standardize(images, raw)), images.astype(np.float32))
 

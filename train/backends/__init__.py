@@ -1,0 +1,22 @@
+"""The frameworks that train; a new one is a folder and an entry here, and the shared tests run over it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardmill.registry import Entry, Registry
+
+if TYPE_CHECKING:
+    from train.backends.backend import Backend
+
+BACKENDS: Registry[Backend] = Registry(
+    "train.backend",
+    {
+        "keras": Entry(
+            "train.backends.keras.backend:KERAS",
+            "Keras 3 on TensorFlow",
+            extra="tensorflow",
+            packages=("tensorflow", "keras"),
+        ),
+    },
+)

@@ -33,6 +33,16 @@ def source_sha256(name: str) -> str:
     return digest.hexdigest()
 
 
+def imported_packages(name: str) -> set[str]:
+    """The top-level packages that a user's factory and the modules beside it import; empty for a model of ours."""
+    if not MODELS.is_own(name):
+        return set()
+    sources = _own_sources(name.partition(":")[0], name)
+    return {
+        each.partition(".")[0] for module, data in sources.items() for each in _imports(data, module, is_package=False)
+    }
+
+
 def call_factory(name: str, image_shape_HWC: tuple[int, int, int], num_classes: int) -> Any:
     """The Keras 3 model that the factory returns. Raises UsageError if it raises or returns something else."""
     import keras

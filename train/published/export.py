@@ -18,25 +18,24 @@ from shardmill.reader import read_samples, read_split
 from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
-from train.backends.keras.build import build_model, check_same_model
-from train.backends.keras.inputs import input_scale
-from train.backends.keras.runtime import assign_variables, start_tensorflow, weights_sha256
-from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
-from train.checkpoint import WEIGHTS, open_checkpoint, rank_file
+from train.backends import BACKENDS
+from train.backends.backend import Backend, Learner, StatePart, model_spec
+from train.backends.choose import choose_backend
+from train.checkpoint import open_checkpoint
 from train.config import TrainConfig
 from train.evaluate import evaluate_predictions
+from train.models.identity import check_same_model
 from train.models.user import source_sha256
 from train.published.exported import (
     ARTIFACTS,
     EXPORTS,
-    KERAS_FILE,
-    SAVED_MODEL,
     Export,
     ExportRecord,
     read_export,
     verify_export,
 )
 from train.records import put_record, record_numbers
+from train.state import WEIGHTS, load_arrays, rank_file
 from train.values import Evaluation, ModelIdentity, TrainResult
 
 MAX_PARITY_DIFF = 1e-5
@@ -57,7 +56,7 @@ class _Comparison:
     parity_max_abs_diff: float
     parity_num_images: int
     evaluation: Evaluation | None
-    keras_note: str
+    portable_note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +80,29 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
         return ExportOutcome(earlier, models_uri, skipped=True)
     store = open_store(models_uri)
     dataset = open_pinned(result.dataset)
-    serving = _restore(store, config, result, dataset)
+    backend_name = choose_backend(config)
+    backend = BACKENDS[backend_name]
+    learner = _restore(backend, store, config, result, dataset)
     with tempfile.TemporaryDirectory(prefix="shardmill-export-") as scratch:
         # Compared with the training model while nothing is visible yet, then published below a name of its own.
-        comparison = _write_and_compare(serving, Path(scratch), dataset, config, result.evaluation)
+        comparison = _write_and_compare(backend, learner, Path(scratch), dataset, config, result.evaluation)
         artifact_dir = f"{ARTIFACTS}/{secrets.token_hex(8)}"
         files = _publish(store, Path(scratch), artifact_dir)
-    manifest = dataset.manifest
+    manifest, scale = dataset.manifest, model_spec(dataset.manifest, config.standardize).scale
     record = ExportRecord(
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         run_id=run_id,
         artifact_dir=artifact_dir,
         files=files,
-        keras_note=comparison.keras_note,
+        backend=backend_name,
+        keras_note=comparison.portable_note,
         model=config.model,
         class_names=manifest.class_names,
         normalize=manifest.normalize,
         normalization_fingerprint=manifest.normalization_fingerprint,
         decoder_id=manifest.decoder_id,
-        channel_mean=serving.scale.mean,
-        channel_std=serving.scale.std,
+        channel_mean=scale.mean,
+        channel_std=scale.std,
         dataset=result.dataset,
         content_digest=manifest.content_digest,
         layout_digest=manifest.layout_digest,
@@ -169,32 +171,25 @@ def _find_whole_export(models_uri: str, result: TrainResult) -> Export | None:
     return None
 
 
-def _restore(store: Store, config: TrainConfig, result: TrainResult, dataset: Dataset) -> ServingModel:
+def _restore(backend: Backend, store: Store, config: TrainConfig, result: TrainResult, dataset: Dataset) -> Learner:
     """The training model with its final weights."""
-    start_tensorflow(1, config.seed)
-    manifest = dataset.manifest
+    backend.start(1, config.seed)
     # An export computes in float32, whatever the training saved time with; the weights are float32 in any case.
     config = config.model_copy(update={"mixed_precision": "off"})
-    built = build_model(config, manifest.normalize.image_shape_HWC, len(manifest.class_names))
+    learner = backend.build(config, model_spec(dataset.manifest, config.standardize))
     saved = _read_weights(store, result)
     source = f"the checkpoint {result.checkpoint}"
-    now = ModelIdentity(source_sha256(config.model), built.config_sha256)
+    now = ModelIdentity(source_sha256(config.model), learner.config_sha256)
     check_same_model(result.model, now, config.model, source)
-    assign_variables(built.model.trainable_variables, saved.trainable, source)
-    assign_variables(built.model.non_trainable_variables, saved.non_trainable, source)
-    if weights_sha256(built.model) != result.weights_sha256:
+    learner.assign(StatePart.WEIGHTS, load_arrays(saved.trainable), source)
+    learner.assign(StatePart.OWN, load_arrays(saved.non_trainable), source)
+    if learner.weights_sha256() != result.weights_sha256:
         raise IntegrityError(
-            f"{source} gives weights {weights_sha256(built.model)}",
+            f"{source} gives weights {learner.weights_sha256()}",
             f"expected {result.weights_sha256}, which the training recorded",
             "train.model must build the model that it built then",
         )
-    return ServingModel(
-        model=built.model,
-        outputs_are_logits=built.outputs_are_logits,
-        class_names=manifest.class_names,
-        image_shape_HWC=manifest.normalize.image_shape_HWC,
-        scale=input_scale(manifest, config.standardize),
-    )
+    return learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,17 +214,21 @@ def _read_weights(store: Store, result: TrainResult) -> _SavedWeights:
 
 
 def _write_and_compare(
-    serving: ServingModel, scratch: Path, dataset: Dataset, config: TrainConfig, recorded: Evaluation | None
+    backend: Backend,
+    learner: Learner,
+    scratch: Path,
+    dataset: Dataset,
+    config: TrainConfig,
+    recorded: Evaluation | None,
 ) -> _Comparison:
     """Write both forms into `scratch`, load them again, and compare them with the model and with what was recorded."""
     images_NHWC = _parity_images(dataset)
-    write_saved_model(serving, scratch / SAVED_MODEL)
-    served = load_saved_model(scratch / SAVED_MODEL)
-    expected_NK = serving.predict(images_NHWC)
-    difference = float(np.abs(served(images_NHWC) - expected_NK).max())
+    learner.write_served(scratch)
+    served = backend.load_served(scratch)
+    difference = float(np.abs(served(images_NHWC) - learner.probabilities(images_NHWC)).max())
     if not difference <= MAX_PARITY_DIFF:
         raise TrainingError(
-            f"the exported SavedModel differs from the training model by {difference:g} on {len(images_NHWC)} images",
+            f"the exported model differs from the training model by {difference:g} on {len(images_NHWC)} images",
             f"expected at most {MAX_PARITY_DIFF:g}",
             "the model must compute the same with training=False each time",
         )
@@ -239,9 +238,8 @@ def _write_and_compare(
             measured = evaluate_predictions(served, batches, recorded.split, dataset.manifest.class_names)
         measured = measured.without_classes()
         check_figures(measured, recorded, config)
-    agrees = KerasCheck(images_NHWC, expected_NK, MAX_PARITY_DIFF)
-    keras_note = write_keras_file(serving, scratch / KERAS_FILE, agrees)
-    return _Comparison(difference, len(images_NHWC), measured, keras_note)
+    note = learner.write_portable(scratch, images_NHWC, MAX_PARITY_DIFF)
+    return _Comparison(difference, len(images_NHWC), measured, note)
 
 
 def _publish(store: Store, scratch: Path, artifact_dir: str) -> tuple[SealedFile, ...]:

@@ -23,8 +23,6 @@ from train.values import Evaluation
 
 EXPORTS = "exports"
 ARTIFACTS = "artifacts"
-SAVED_MODEL = "saved_model"
-KERAS_FILE = "model.keras"
 
 
 class ExportRecord(Section):
@@ -34,11 +32,13 @@ class ExportRecord(Section):
     """UTC, ISO 8601."""
     run_id: str
     artifact_dir: str
-    """Relative to the models' root: holds `saved_model/` and `model.keras`."""
+    """Relative to the models' root: holds `saved_model/` and `model.keras`, or what another backend writes."""
     files: tuple[SealedFile, ...]
     """Their paths are relative to the models' root."""
     keras_note: str
     """What a reader of `model.keras` must know (classes to register, or why there is none); most often empty."""
+    backend: str = "keras"
+    """Which of the backends wrote the files, and reads them."""
     model: str
     """`train.model` of the training."""
     class_names: tuple[str, ...]

@@ -8,9 +8,9 @@ from pathlib import Path
 from shardmill.errors import UsageError
 from shardmill.sealed import check_relative_path, read_sealed
 from shardmill.stores import open_store
-from train.backends.keras.serving import load_saved_model
+from train.backends import BACKENDS
 from train.published.current import read_history, unknown_current
-from train.published.exported import SAVED_MODEL, Export, ExportedModel, read_export, require_exports
+from train.published.exported import Export, ExportedModel, read_export, require_exports
 
 
 def current_export(models_uri: str) -> Export:
@@ -29,14 +29,14 @@ def current_export(models_uri: str) -> Export:
 
 
 def load_exported(models_uri: str, number: int) -> ExportedModel:
-    """Fetch an export's SavedModel, verify every byte of it, load it. Raises IntegrityError that names the file."""
+    """Fetch an export's served form, verify every byte of it, load it. Raises IntegrityError that names the file."""
     export = read_export(models_uri, number)
-    store = open_store(models_uri)
-    prefix = f"{export.record.artifact_dir}/{SAVED_MODEL}/"
+    store, backend = open_store(models_uri), BACKENDS[export.record.backend]
+    root = f"{export.record.artifact_dir}/"
     with tempfile.TemporaryDirectory(prefix="shardmill-model-") as scratch:
         for file in export.record.files:
-            if file.path.startswith(prefix):
-                target = Path(scratch, check_relative_path(file.path)[len(prefix) :])
+            if file.path.startswith(f"{root}{backend.served}/"):
+                target = Path(scratch, check_relative_path(file.path)[len(root) :])
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(read_sealed(store, file))
-        return ExportedModel(export, load_saved_model(Path(scratch)))
+        return ExportedModel(export, backend.load_served(Path(scratch)))

@@ -1,4 +1,4 @@
-"""The ways in which ranks combine gradients; a new one is a module and an entry here; the shared tests run over it."""
+"""The ways in which ranks share a training; a new one is a module and an entry here; the shared tests run over it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 STRATEGIES: Registry[Strategy] = Registry(
     "train.strategy",
     {
-        "single": Entry("train.strategies.strategy:SINGLE", "one process, one device"),
+        "single": Entry("train.strategies.single:SINGLE", "one process, one device"),
         "horovod": Entry(
             "train.strategies.horovod:HOROVOD",
             "one grouped allreduce a step",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import TrainingError
+from train.strategies.replicated import replicated
 from train.strategies.strategy import Strategy
 from train.values import World
 
@@ -30,27 +31,17 @@ class HorovodCollective:
                 f"the launcher said rank {world.rank} of {world.world_size}",
                 "start all ranks with one launcher of ours",
             )
-        self.rank: int = world.rank
-        self.world_size: int = world.world_size
+        self._rank: int = world.rank
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
         return self._hvd.grouped_allreduce(tensors, op=self._hvd.Sum)
 
-    def broadcast_variables(self, variables: list[Any]) -> None:
-        # Keras 3 variables lack `.ref()`; `.value` is the tf.Variable below. Horovod's broadcast has no 32-bit unsigned
-        # type, which the states of Keras's seed generators are: those go as the same bits under another name.
-        plain = [variable.value for variable in variables if "uint" not in str(variable.dtype)]
-        if plain:
-            self._hvd.broadcast_variables(plain, root_rank=0)
-        for variable in variables:
-            if "uint" in str(variable.dtype):
-                array = np.asarray(variable)
-                received = self.broadcast_bytes(array.tobytes())
-                variable.assign(np.frombuffer(received, dtype=array.dtype).reshape(array.shape))
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        return np.asarray(self._hvd.grouped_allreduce([array], op=self._hvd.Sum)[0])
 
     def broadcast_bytes(self, data: bytes) -> bytes:
         size = int(self._hvd.broadcast(np.array([len(data)], dtype=np.int64), root_rank=0).numpy()[0])
-        mine = np.frombuffer(data, dtype=np.uint8) if self.rank == 0 else np.zeros(size, dtype=np.uint8)
+        mine = np.frombuffer(data, dtype=np.uint8) if self._rank == 0 else np.zeros(size, dtype=np.uint8)
         # An empty tensor cannot be broadcast.
         return self._hvd.broadcast(mine, root_rank=0).numpy().tobytes() if size else b""
 
@@ -68,9 +59,10 @@ class HorovodCollective:
 
 
 HOROVOD = Strategy(
+    backends=("keras",),
     synchronous=True,
     exact_resume=True,
     checkpoint_layout="replicated",
     max_world_size=None,
-    open_collective=HorovodCollective,
+    join=replicated(HorovodCollective),
 )

@@ -14,8 +14,7 @@ from shardmill.errors import UsageError
 from train.backends.keras.runtime import config_sha256
 from train.config import TrainConfig
 from train.models import MODELS
-from train.models.user import call_factory, source_sha256
-from train.values import ModelIdentity
+from train.models.user import call_factory
 
 PerSampleLoss = Callable[[Any, Any], Any]
 """(labels_N int64, outputs_NK float32) -> losses_N float32."""
@@ -71,21 +70,6 @@ def build_model(config: TrainConfig, image_shape_HWC: tuple[int, int, int], num_
     return BuiltModel(model, outputs_are_logits, loss, optimizer, config_sha256(model))
 
 
-def inputs_hint(config: TrainConfig) -> str:
-    """The most frequent cause when a user's model does not learn, as the end of a sentence; empty for a model of ours.
-
-    It cannot be seen in the model itself.
-    """
-    if not MODELS.is_own(config.model):
-        return ""
-    if config.standardize:
-        arrives, otherwise = "as (x - mean) / std per channel of the train split", "pixels from 0 to 255"
-    else:
-        arrives, otherwise = "with pixels from 0 to 255", "(x - mean) / std"
-    wanted = str(not config.standardize).lower()
-    return f"; the model gets float32 images {arrives}; one that expects {otherwise} wants train.standardize = {wanted}"
-
-
 def choose_loss(config: TrainConfig, model: Any, outputs_are_logits: bool, num_classes: int) -> PerSampleLoss:
     """The compiled model's own loss under `train.loss = "auto"`, else softmax cross-entropy."""
     own = compiled_loss(model) if config.loss == "auto" else None
@@ -136,30 +120,6 @@ def are_outputs_logits(config: TrainConfig, model: Any) -> bool:
     if isinstance(last_layer, keras.layers.Softmax):
         return False
     return getattr(last_layer, "activation", None) is not keras.activations.softmax
-
-
-def identify_model(name: str, built: BuiltModel, source_of_driver: str) -> ModelIdentity:
-    """What this rank has built. Raises UsageError if its source is not the one that the driver found."""
-    source = source_sha256(name)
-    if source != source_of_driver:
-        raise UsageError(
-            f"train.model = {name!r}: the source here has SHA-256 {source}",
-            f"expected {source_of_driver}, which the driver found",
-            "give all machines the same file (--py-files), and do not change it while a training starts",
-        )
-    return ModelIdentity(source, built.config_sha256)
-
-
-def check_same_model(then: ModelIdentity, now: ModelIdentity, name: str, where: str) -> None:
-    """Raises UsageError if `where` holds the weights of another model than `train.model` is now."""
-    differences = then.differences(now)
-    if differences:
-        raise UsageError(
-            f"{where} holds the weights of another model than train.model = {name!r} builds now: "
-            f"{'; '.join(differences)}",
-            "expected the factory, its settings and Keras as they were then",
-            "restore them, or train again (`shardmill train --fresh`)",
-        )
 
 
 def _check_outputs(

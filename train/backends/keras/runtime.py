@@ -1,12 +1,8 @@
-"""TensorFlow and Keras in this process: started deterministic, and their variables as bytes and back.
-
-One hash identifies weights, another the configuration of a model; npz files hold no code.
-"""
+"""TensorFlow and Keras in this process: started deterministic, their variables assigned, their models identified."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import warnings
@@ -66,17 +62,6 @@ def decorrelate_seed_states(model: Any, rank: int) -> None:
             variable.assign(np.array([seed + np.uint32(rank), counter], dtype=np.uint32))
 
 
-def weights_sha256(model: Any) -> str:
-    """Over shape, dtype and little-endian bytes of all weights of a Keras model in its own order; no seed states."""
-    digest = hashlib.sha256()
-    for variable in model.weights:
-        array = np.asarray(variable)
-        little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-        digest.update(f"{array.shape}{array.dtype.name};".encode())
-        digest.update(little.tobytes())
-    return digest.hexdigest()
-
-
 def config_sha256(model: Any) -> str:
     """Over the configuration and the variables' shapes of a built Keras model, compiled optimizer and loss included.
 
@@ -96,17 +81,8 @@ def config_sha256(model: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def dump_variables(variables: Sequence[Any]) -> bytes:
-    """The values of Keras variables as an npz file; equal values give equal bytes."""
-    buffer = io.BytesIO()
-    np.savez(buffer, **{f"{index:05d}": np.asarray(variable) for index, variable in enumerate(variables)})
-    return buffer.getvalue()
-
-
-def assign_variables(variables: Sequence[Any], data: bytes, source: str) -> None:
-    """Assign what `dump_variables` wrote. Raises UsageError, before any assignment, if number or shapes differ."""
-    with np.load(io.BytesIO(data), allow_pickle=False) as stored:
-        arrays = [stored[name] for name in sorted(stored.files)]
+def assign_variables(variables: Sequence[Any], arrays: Sequence[np.ndarray], source: str) -> None:
+    """Give Keras variables these values. Raises UsageError, before any assignment, if they do not fit."""
     fix = "train.model must build what it built then; or train under another models.uri"
     if len(arrays) != len(variables):
         raise UsageError(f"{source} holds {len(arrays)} variables", f"this model has {len(variables)}", fix)

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from train.backends.keras.inputs import InputScale, standardize
+from train.backends.backend import ModelSpec
 from train.backends.keras.runtime import import_tensorflow
+from train.backends.keras.standardize import standardize
 
 # A class may have any name; this one is never asked for, because every index has its own.
 _UNKNOWN = "\0unknown"
@@ -26,15 +27,13 @@ class ServingModel:
     model: Any
     """A Keras 3 model: standardized float32 images_NHWC -> outputs_NK."""
     outputs_are_logits: bool
-    class_names: tuple[str, ...]
-    image_shape_HWC: tuple[int, int, int]
-    scale: InputScale
+    spec: ModelSpec
 
     def probabilities(self, images_NHWC: Any) -> Any:
         """uint8 images -> float32 probabilities_NK, by the same operations as in training."""
         import tensorflow as tf
 
-        outputs_NK = self.model(standardize(images_NHWC, self.scale), training=False)
+        outputs_NK = self.model(standardize(images_NHWC, self.spec.scale), training=False)
         outputs_NK = tf.cast(outputs_NK, tf.float32)
         return tf.nn.softmax(outputs_NK) if self.outputs_are_logits else outputs_NK
 
@@ -52,10 +51,10 @@ def write_saved_model(serving: ServingModel, folder: Path) -> None:
 
     def serve(images: Any) -> dict[str, Any]:
         probabilities_NK = serving.probabilities(images)
-        label_N = tf.gather(tf.constant(serving.class_names), tf.argmax(probabilities_NK, axis=-1))
+        label_N = tf.gather(tf.constant(serving.spec.class_names), tf.argmax(probabilities_NK, axis=-1))
         return {"probabilities": probabilities_NK, "label": label_N}
 
-    signature = tf.TensorSpec((None, *serving.image_shape_HWC), tf.uint8, name="images")
+    signature = tf.TensorSpec((None, *serving.spec.image_shape_HWC), tf.uint8, name="images")
     archive: Any = keras.export.ExportArchive()
     archive.track(serving.model)
     archive.add_endpoint("serve", serve, input_signature=[signature])
@@ -119,10 +118,10 @@ def _functional(serving: ServingModel, inlined: bool) -> Any:
     """Keras's own layers around the trained model, which is one layer among them or, inlined, the layers it calls."""
     import keras
 
-    variances = [deviation**2 for deviation in serving.scale.std]
-    images = keras.Input(serving.image_shape_HWC, dtype="uint8", name="images")
+    variances = [deviation**2 for deviation in serving.spec.scale.std]
+    images = keras.Input(serving.spec.image_shape_HWC, dtype="uint8", name="images")
     standardized = keras.layers.Normalization(
-        axis=-1, mean=list(serving.scale.mean), variance=variances, dtype="float32", name="standardize"
+        axis=-1, mean=list(serving.spec.scale.mean), variance=variances, dtype="float32", name="standardize"
     )(images)
     if inlined:
         takes_training = "training" in inspect.signature(serving.model.call).parameters
@@ -132,7 +131,7 @@ def _functional(serving: ServingModel, inlined: bool) -> Any:
     last = "softmax" if serving.outputs_are_logits else "linear"
     probabilities = keras.layers.Activation(last, dtype="float32", name="probabilities")(outputs)
     label = keras.layers.StringLookup(
-        vocabulary=list(serving.class_names), invert=True, num_oov_indices=0, oov_token=_UNKNOWN, name="label"
+        vocabulary=list(serving.spec.class_names), invert=True, num_oov_indices=0, oov_token=_UNKNOWN, name="label"
     )(keras.ops.argmax(probabilities, axis=-1))
     return keras.Model(images, {"probabilities": probabilities, "label": label})
 

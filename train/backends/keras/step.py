@@ -5,53 +5,31 @@ Shape legend: N batch, H height, W width, C channels, K classes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from shardmill.values import Batch
+from train.backends.backend import InputScale, StepOutcome
 from train.backends.keras.build import BuiltModel
-from train.backends.keras.inputs import InputScale, standardize
 from train.backends.keras.optimizers import ChosenOptimizer
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """What one update was, equal on every rank."""
-
-    loss: float
-    num_correct: float
-    gradient_norm: float
-    """Global norm before clipping."""
-    is_applied: bool
-    """False if loss or gradients were not finite; nothing was changed then."""
+from train.backends.keras.standardize import standardize
 
 
 class TrainStep:
-    """The objective is the mean over the GLOBAL batch, so the sum of all ranks' gradients is its gradient exactly."""
+    """The step of `train.backends.backend.Learner`, which says what goes in and comes out."""
 
-    def __init__(
-        self,
-        built: BuiltModel,
-        chosen: ChosenOptimizer,
-        scale: InputScale,
-        share_of_streams: float,
-    ) -> None:
-        """`share_of_streams`: this rank's part of the regularisation losses, which belong to no sample."""
+    def __init__(self, built: BuiltModel, chosen: ChosenOptimizer, scale: InputScale) -> None:
         import tensorflow as tf
 
         self._built = built
         self._chosen = chosen
         self._scale = scale
-        self._share_of_streams = share_of_streams
         self._compiled_gradients = tf.function(self._gradients)
         self._compiled_update = tf.function(self._update)
         self._compiled_outputs = tf.function(self._outputs)
 
-    def gradients(self, batch: Batch, global_weight: int) -> list[Any]:
-        """This rank's addends: one gradient per trainable variable, then (loss, number correct) as one float32 pair.
-
-        `global_weight` is the sum of all ranks' weights at this step. Summed over ranks they are what `apply` takes.
-        """
+    def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
         import tensorflow as tf
 
         addends = self._compiled_gradients(
@@ -59,26 +37,27 @@ class TrainStep:
             tf.constant(batch.labels_N),
             tf.constant(batch.weights_N, tf.float32),
             tf.constant(global_weight, tf.float32),
+            tf.constant(share_of_streams, tf.float32),
         )
         # An accelerator computes asynchronously: waiting here keeps its time out of the time of the allreduce.
         addends[-1].numpy()
         return addends
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
-        """Update the variables, unless the loss or the gradient is not finite."""
         if learning_rate is not None:
             self._chosen.optimizer.learning_rate = learning_rate
         is_applied, gradient_norm = self._compiled_update(sums)
         loss, num_correct = sums[-1].numpy().tolist()
         return StepOutcome(loss, num_correct, float(gradient_norm), bool(is_applied))
 
-    def outputs(self, images_NHWC: Any) -> Any:
-        """uint8 images -> the model's outputs_NK in inference mode, as a NumPy array."""
+    def outputs(self, images_NHWC: np.ndarray) -> np.ndarray:
         import tensorflow as tf
 
         return self._compiled_outputs(tf.constant(images_NHWC)).numpy()
 
-    def _gradients(self, images_NHWC: Any, labels_N: Any, weights_N: Any, global_weight: Any) -> list[Any]:
+    def _gradients(
+        self, images_NHWC: Any, labels_N: Any, weights_N: Any, global_weight: Any, share_of_streams: Any
+    ) -> list[Any]:
         import tensorflow as tf
 
         model, optimizer = self._built.model, self._chosen.optimizer
@@ -90,7 +69,7 @@ class TrainStep:
             # mean over all samples, also if padding leaves the ranks with different numbers of them.
             loss = tf.reduce_sum(weights_N * losses_N) / global_weight
             if model.losses:
-                loss += tf.cast(tf.add_n(model.losses), tf.float32) * self._share_of_streams
+                loss += tf.cast(tf.add_n(model.losses), tf.float32) * share_of_streams
             objective = optimizer.scale_loss(loss) if self._chosen.scales_loss else loss
         gradients = tape.gradient(objective, variables)
         is_correct_N = tf.cast(tf.argmax(outputs_NK, axis=1) == labels_N, tf.float32)

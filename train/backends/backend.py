@@ -1,0 +1,158 @@
+"""What a backend is: the owner of one framework, and of all code that imports it.
+
+Outside it, an image is a NumPy array, state is a list of NumPy arrays, and the tensors that pass between ranks are
+lists that nothing but the backend and its strategies look into.
+
+Shape legend: N batch, H height, W width, C channels, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from shardmill.values import Batch
+
+if TYPE_CHECKING:
+    from shardmill.dataset.manifest import Manifest
+    from train.config import TrainConfig
+
+Predict = Callable[[np.ndarray], np.ndarray]
+"""images_NHWC uint8 -> probabilities_NK float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputScale:
+    """What is subtracted from the pixels of each channel, and what they are then divided by; on the 0..255 scale."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What a model is given and must answer; the same in training, export and serving."""
+
+    image_shape_HWC: tuple[int, int, int]
+    class_names: tuple[str, ...]
+    scale: InputScale
+
+
+def model_spec(manifest: Manifest, is_standardized: bool) -> ModelSpec:
+    """The images and classes of a dataset; pixels standardized over the train split, or untouched."""
+    num_channels = len(manifest.channel_mean)
+    scale = InputScale((0.0,) * num_channels, (1.0,) * num_channels)
+    if is_standardized:
+        scale = InputScale(manifest.channel_mean, manifest.channel_std)
+    return ModelSpec(manifest.normalize.image_shape_HWC, manifest.class_names, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one update was, equal on every rank."""
+
+    loss: float
+    num_correct: float
+    gradient_norm: float
+    """Global norm before clipping."""
+    is_applied: bool
+    """False if loss or gradients were not finite; nothing was changed then."""
+
+
+class StatePart(Enum):
+    """The three parts of a learner's state."""
+
+    WEIGHTS = "what gradients change; the same on all ranks between two steps"
+    OPTIMIZER = "what the optimizer remembers; likewise"
+    OWN = "moving statistics and states of random generators: each rank has its own"
+
+
+class Learner(Protocol):
+    """A model whose variables exist, with its loss and its optimizer."""
+
+    config_sha256: str
+    """Of what was built, before any step has changed it: two factories that build the same model agree in it."""
+    outputs_are_logits: bool
+    follows_schedule: bool
+    """False if the optimizer of a compiled user model keeps the learning rate that it was compiled with."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        ...
+
+    def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
+        """This rank's addends, as tensors: one gradient per weight, then (loss, number correct) as one float32 pair.
+
+        The objective is the mean over the GLOBAL batch, of which `global_weight` is the number of samples: summed over
+        all ranks, the addends are its gradient exactly. `share_of_streams` is this rank's part of the regularisation
+        losses, which belong to no sample.
+        """
+        ...
+
+    def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
+        """Update the weights by the summed addends, unless the loss or the gradient is not finite.
+
+        `learning_rate`: what the schedule says; None to leave it to the optimizer.
+        """
+        ...
+
+    def outputs(self, images_NHWC: np.ndarray) -> np.ndarray:
+        """uint8 images -> the model's outputs_NK in inference mode, float32."""
+        ...
+
+    def arrays(self, part: StatePart) -> list[np.ndarray]:
+        """A part of the state, in an order that the model's configuration fixes."""
+        ...
+
+    def assign(self, part: StatePart, arrays: Sequence[np.ndarray], source: str) -> None:
+        """Take over what `arrays` gave. Raises UsageError, before any assignment, if number, shapes or types differ."""
+        ...
+
+    def moving_statistics(self) -> list[int]:
+        """Which of the arrays of `StatePart.OWN` are floating: averages over batches, that ranks can average again."""
+        ...
+
+    def decorrelate(self, rank: int) -> None:
+        """Let each rank's random layers draw numbers of their own, after all were given rank 0's generators."""
+        ...
+
+    def weights_sha256(self) -> str:
+        """Over shape, type and bytes of all weights in the model's own order; not of generators."""
+        ...
+
+    def probabilities(self, images_NHWC: np.ndarray) -> np.ndarray:
+        """uint8 images -> float32 probabilities_NK, by the same operations as in training."""
+        ...
+
+    def write_served(self, folder: Path) -> None:
+        """The trained model with standardization and class names inside, as `Backend.load_served` reads it."""
+        ...
+
+    def write_portable(self, folder: Path, images_NHWC: np.ndarray, max_abs_diff: float) -> str:
+        """A file in the framework's own format, if one loads again and agrees. -> what its reader must know."""
+        ...
+
+
+class Backend(Protocol):
+    """One framework."""
+
+    served: str
+    """The folder of an export that holds the form that `load_served` reads."""
+
+    def start(self, ranks_per_node: int, seed: int) -> None:
+        """Threads for this rank's share of the node, seeds, deterministic kernels."""
+        ...
+
+    def build(self, config: TrainConfig, spec: ModelSpec) -> Learner:
+        """What `train.model` names, with fresh weights from `train.seed`. Raises UsageError if it does not fit."""
+        ...
+
+    def load_served(self, folder: Path) -> Predict:
+        """The function inside an export."""
+        ...

@@ -1,0 +1,104 @@
+"""Keras 3 on TensorFlow: a learner made of its model, its optimizer and its compiled step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardmill.values import Batch
+from train.backends.backend import ModelSpec, Predict, StatePart, StepOutcome
+from train.backends.keras.build import BuiltModel, build_model
+from train.backends.keras.optimizers import ChosenOptimizer, build_optimizer
+from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, start_tensorflow
+from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
+from train.backends.keras.step import TrainStep
+from train.state import arrays_sha256
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
+
+SAVED_MODEL = "saved_model"
+KERAS_FILE = "model.keras"
+
+
+class KerasLearner:
+    """`train.backends.backend.Learner` of a Keras model."""
+
+    def __init__(self, built: BuiltModel, chosen: ChosenOptimizer, spec: ModelSpec) -> None:
+        self.config_sha256 = built.config_sha256
+        self.outputs_are_logits = built.outputs_are_logits
+        self.follows_schedule = chosen.follows_schedule
+        self.step = TrainStep(built, chosen, spec.scale)
+        self._model = built.model
+        self._optimizer = chosen.optimizer
+        self._serving = ServingModel(built.model, built.outputs_are_logits, spec)
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self._optimizer.learning_rate)
+
+    def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
+        return self.step.gradients(batch, global_weight, share_of_streams)
+
+    def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
+        return self.step.apply(sums, learning_rate)
+
+    def outputs(self, images_NHWC: np.ndarray) -> np.ndarray:
+        return self.step.outputs(images_NHWC)
+
+    def arrays(self, part: StatePart) -> list[np.ndarray]:
+        return [np.asarray(variable) for variable in self._variables(part)]
+
+    def assign(self, part: StatePart, arrays: Sequence[np.ndarray], source: str) -> None:
+        assign_variables(self._variables(part), arrays, source)
+
+    def moving_statistics(self) -> list[int]:
+        variables = self._variables(StatePart.OWN)
+        return [index for index, variable in enumerate(variables) if "float" in str(variable.dtype)]
+
+    def decorrelate(self, rank: int) -> None:
+        decorrelate_seed_states(self._model, rank)
+
+    def weights_sha256(self) -> str:
+        return arrays_sha256(np.asarray(variable) for variable in self._model.weights)
+
+    def probabilities(self, images_NHWC: np.ndarray) -> np.ndarray:
+        return self._serving.predict(images_NHWC)
+
+    def write_served(self, folder: Path) -> None:
+        write_saved_model(self._serving, folder / SAVED_MODEL)
+
+    def write_portable(self, folder: Path, images_NHWC: np.ndarray, max_abs_diff: float) -> str:
+        agrees = KerasCheck(images_NHWC, self.probabilities(images_NHWC), max_abs_diff)
+        return write_keras_file(self._serving, folder / KERAS_FILE, agrees)
+
+    def _variables(self, part: StatePart) -> Sequence[Any]:
+        match part:
+            case StatePart.WEIGHTS:
+                return self._model.trainable_variables
+            case StatePart.OPTIMIZER:
+                return self._optimizer.variables
+            case StatePart.OWN:
+                return self._model.non_trainable_variables
+
+
+class KerasBackend:
+    """`train.backends.backend.Backend` of Keras 3 on TensorFlow."""
+
+    served = SAVED_MODEL
+
+    def start(self, ranks_per_node: int, seed: int) -> None:
+        start_tensorflow(ranks_per_node, seed)
+
+    def build(self, config: TrainConfig, spec: ModelSpec) -> KerasLearner:
+        built = build_model(config, spec.image_shape_HWC, len(spec.class_names))
+        return KerasLearner(built, build_optimizer(config, built.model, built.compiled_optimizer), spec)
+
+    def load_served(self, folder: Path) -> Predict:
+        return load_saved_model(folder / SAVED_MODEL)
+
+
+KERAS = KerasBackend()

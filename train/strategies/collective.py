@@ -1,0 +1,103 @@
+"""The operations through which ranks exchange data: declared, announced to the driver, and of a world of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from train.values import Reporter, World
+
+
+class Collective(Protocol):
+    """Operations that every rank calls in the same order; each call returns when all ranks have joined it."""
+
+    def sum_tensors(self, tensors: list[Any]) -> list[Any]:
+        """Each tensor of the backend (all of one dtype) summed over all ranks, in ONE grouped operation.
+
+        Equal bits on every rank and in every run of the same world size.
+        """
+        ...
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        """Likewise a NumPy array."""
+        ...
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Rank 0's bytes, on every rank; what the others pass is ignored."""
+        ...
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes in rank order, on every rank. Empty ones are allowed unless all are."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived."""
+        ...
+
+    def close(self) -> None:
+        """Leave the world; no call may follow."""
+        ...
+
+
+class AnnouncedCollective:
+    """A collective that reports each operation, so that the driver knows which rank waits for which."""
+
+    def __init__(self, join: Callable[[World], Collective], world: World, reporter: Reporter) -> None:
+        self._reporter = reporter
+        with self._waiting("joining the world"):
+            self._collective = join(world)
+
+    def sum_tensors(self, tensors: list[Any]) -> list[Any]:
+        with self._waiting("an allreduce"):
+            return self._collective.sum_tensors(tensors)
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        with self._waiting("an allreduce"):
+            return self._collective.sum_array(array)
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        with self._waiting("a broadcast"):
+            return self._collective.broadcast_bytes(data)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        with self._waiting("a gather"):
+            return self._collective.gather_bytes(data)
+
+    def barrier(self) -> None:
+        with self._waiting("a barrier"):
+            self._collective.barrier()
+
+    def close(self) -> None:
+        with self._waiting("leaving the world"):
+            self._collective.close()
+
+    @contextmanager
+    def _waiting(self, where: str) -> Iterator[None]:
+        self._reporter.doing(where, waits=True)
+        yield
+        self._reporter.doing("its own work")
+
+
+class SingleCollective:
+    """A world of one rank: every operation is the identity."""
+
+    def sum_tensors(self, tensors: list[Any]) -> list[Any]:
+        return tensors
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        return data
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def barrier(self) -> None:
+        return
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,89 @@
+"""What a rank is while it trains: a member of a running world. The loop talks to it alone, whatever the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from shardmill.values import Batch
+from train.backends.backend import Learner, StepOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class DataIndex:
+    """Which share of the streams a member reads: number `index` of `count`. Members that share a model share one."""
+
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStep:
+    """One step as a member saw it."""
+
+    outcome: StepOutcome
+    allreduce_seconds: float
+    """Of its time, what went into the exchange with other ranks; the rest was computation."""
+
+
+class Member(Protocol):
+    """Every rank calls each method at the same place of the loop; those that exchange data return together."""
+
+    rank: int
+    world_size: int
+    data: DataIndex
+    learner: Learner
+
+    def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
+        """One update of the model by the global batch, of which this member has `batch`."""
+        ...
+
+    def average_moving_statistics(self) -> None:
+        """After an epoch: give all members the same moving statistics."""
+        ...
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        """The sum over all members' data, in the array's own type."""
+        ...
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Rank 0's bytes."""
+        ...
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes in rank order; not all of them may be empty."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every member has arrived."""
+        ...
+
+    def close(self) -> None:
+        """Leave the world."""
+        ...
+
+    def state_files(self) -> dict[str, bytes]:
+        """This member's part of a checkpoint, by name."""
+        ...
+
+    def files_to_resume(self, saved_world_size: int) -> list[str]:
+        """The files of a checkpoint of so many members that this one needs."""
+        ...
+
+    def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
+        """Begin with the state in `files` (those of `files_to_resume`; none for fresh weights), alike on all members.
+
+        Raises UsageError if they hold the state of another model.
+        """
+        ...
+
+    def weight_files(self) -> list[str]:
+        """The files of a checkpoint that hold the whole model, if this member needs them for `take_weights`."""
+        ...
+
+    def take_weights(self, files: Mapping[str, bytes], source: str) -> None:
+        """Exchange the model's weights for those in `files`, on all members."""
+        ...

@@ -1,0 +1,136 @@
+"""Data parallelism: every rank has the whole model and reads its own streams; a collective sums the gradients.
+
+A strategy of this kind is its collective. A checkpoint holds weights and optimizer once, written by rank 0, and each
+rank's own state (moving statistics, generators) in a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmill.epoch_plan import streams_of_rank
+from shardmill.values import Batch
+from train.backends.backend import Learner, StatePart
+from train.config import TrainConfig
+from train.state import OPTIMIZER, WEIGHTS, dump_arrays, load_arrays, rank_file
+from train.stopwatch import Stopwatch
+from train.strategies.collective import AnnouncedCollective, Collective
+from train.strategies.member import DataIndex, Member, MemberStep
+from train.strategies.strategy import Join
+from train.values import Reporter, World
+
+
+def replicated(join_collective: Callable[[World], Collective]) -> Join:
+    """The `Strategy.join` of replicas that exchange data through a collective."""
+
+    def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+        data = DataIndex(world.rank, world.world_size)
+        share = len(streams_of_rank(data.index, data.count, config.num_streams))
+        # A model that does not build is a user's error on every rank: none should wait for the others then.
+        learner = build()
+        collective = AnnouncedCollective(join_collective, world, reporter)
+        return ReplicatedMember(learner, collective, data, StreamShare(share, config.num_streams))
+
+    return join
+
+
+@dataclass(frozen=True, slots=True)
+class StreamShare:
+    """How many of all logical streams a rank reads."""
+
+    here: int
+    total: int
+
+
+class ReplicatedMember:
+    """`train.strategies.member.Member` with the whole model."""
+
+    def __init__(self, learner: Learner, collective: Collective, data: DataIndex, streams: StreamShare) -> None:
+        self.rank = data.index
+        self.world_size = data.count
+        self.data = data
+        self.learner = learner
+        self._collective = collective
+        self._streams = streams
+
+    def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
+        addends = self.learner.gradients(batch, global_weight, self._streams.here / self._streams.total)
+        stopwatch = Stopwatch()
+        sums = self._collective.sum_tensors(addends)
+        allreduce_seconds = stopwatch.lap()
+        return MemberStep(self.learner.apply(sums, learning_rate), allreduce_seconds)
+
+    def average_moving_statistics(self) -> None:
+        """Their mean, weighted by the streams of each rank: batch norm updates them from local batches.
+
+        In float64 and with integer weights, so that values that are equal on all ranks (frozen weights) keep their
+        exact bits.
+        """
+        places = self.learner.moving_statistics()
+        if not places or self.world_size == 1:
+            return
+        arrays = self.learner.arrays(StatePart.OWN)
+        mine = np.concatenate([arrays[place].ravel().astype(np.float64) for place in places])
+        means = self._collective.sum_array(mine * self._streams.here) / self._streams.total
+        for place in places:
+            array = arrays[place]
+            arrays[place] = means[: array.size].astype(array.dtype).reshape(array.shape)
+            means = means[array.size :]
+        self.learner.assign(StatePart.OWN, arrays, "the mean over all ranks")
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        return self._collective.sum_array(array)
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        return self._collective.broadcast_bytes(data)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return self._collective.gather_bytes(data)
+
+    def barrier(self) -> None:
+        self._collective.barrier()
+
+    def close(self) -> None:
+        self._collective.close()
+
+    def state_files(self) -> dict[str, bytes]:
+        files = {rank_file(self.rank): dump_arrays(self.learner.arrays(StatePart.OWN))}
+        if self.rank == 0:
+            files[WEIGHTS] = dump_arrays(self.learner.arrays(StatePart.WEIGHTS))
+            files[OPTIMIZER] = dump_arrays(self.learner.arrays(StatePart.OPTIMIZER))
+        return files
+
+    def files_to_resume(self, saved_world_size: int) -> list[str]:
+        """Weights and optimizer reach other ranks by broadcast; a rank's own state counts at an equal world size."""
+        if self.rank == 0:
+            return [WEIGHTS, OPTIMIZER, rank_file(0)]
+        return [rank_file(self.rank)] if saved_world_size == self.world_size else []
+
+    def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
+        parts = {WEIGHTS: StatePart.WEIGHTS, OPTIMIZER: StatePart.OPTIMIZER, rank_file(0): StatePart.OWN}
+        self._take(parts, files if self.rank == 0 else {}, source)
+        # After the broadcast, which has just given every rank the moving statistics and generators of rank 0.
+        if saved_world_size == self.world_size:
+            self.learner.assign(StatePart.OWN, load_arrays(files[rank_file(self.rank)]), source)
+        else:
+            self.learner.decorrelate(self.rank)
+
+    def weight_files(self) -> list[str]:
+        return [WEIGHTS, rank_file(0)] if self.rank == 0 else []
+
+    def take_weights(self, files: Mapping[str, bytes], source: str) -> None:
+        self._take({WEIGHTS: StatePart.WEIGHTS, rank_file(0): StatePart.OWN}, files, source)
+
+    def _take(self, parts: Mapping[str, StatePart], files: Mapping[str, bytes], source: str) -> None:
+        """Give all ranks rank 0's state: what `files` hold of it, else what it has."""
+        for name, part in parts.items():
+            if name in files:
+                self.learner.assign(part, load_arrays(files[name]), source)
+            if self.world_size > 1:
+                mine = dump_arrays(self.learner.arrays(part)) if self.rank == 0 else b""
+                received = self._collective.broadcast_bytes(mine)
+                if self.rank > 0:
+                    self.learner.assign(part, load_arrays(received), "rank 0")

@@ -1,0 +1,23 @@
+"""The strategy of a single process: the reference for all others."""
+
+from __future__ import annotations
+
+from train.strategies.collective import SingleCollective
+from train.strategies.replicated import replicated
+from train.strategies.strategy import Strategy
+from train.values import World
+
+
+def open_single(world: World) -> SingleCollective:
+    assert world.world_size == 1, world
+    return SingleCollective()
+
+
+SINGLE = Strategy(
+    backends=("keras",),
+    synchronous=True,
+    exact_resume=True,
+    checkpoint_layout="replicated",
+    max_world_size=1,
+    join=replicated(open_single),
+)
