@@ -17,6 +17,7 @@ from shardmill.stores.local import LocalStore
 from train.backends.keras.optimizers import sgd
 from train.launching.inline import INLINE
 from train.models.small_cnn import small_cnn
+from train.optimizers import Optimizer
 from train.schedules import STEP
 from train.strategies.single import SINGLE
 
@@ -27,7 +28,7 @@ NEW_STRATEGY = replace(SINGLE)
 NEW_LAUNCHER = replace(INLINE)
 NEW_MODEL = small_cnn
 NEW_SCHEDULE = replace(STEP)
-new_optimizer = sgd
+new_optimizer = Optimizer(keras=sgd)
 
 
 def run_here(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar
 
@@ -15,13 +16,27 @@ Value = TypeVar("Value")
 RESULT = "result.json"
 
 
+LOOPBACK = "127.0.0.1"
+
+
+def _alone(data: bytes) -> list[bytes]:
+    return [data]
+
+
 @dataclass(frozen=True, slots=True)
 class World:
-    """This rank's place among all ranks. Names follow Horovod's."""
+    """This process's place among all ranks, and how it meets the others."""
 
     rank: int = 0
     world_size: int = 1
+    local_rank: int = 0
+    """Among those of its host."""
     ranks_per_node: int = 1
+    address: str = LOOPBACK
+    """Of this host, as the other ranks reach it."""
+    exchange: Callable[[bytes], list[bytes]] = _alone
+    """Every rank's bytes in rank order. They go through the driver, authenticated: for addresses, not for work. All
+    ranks call it equally often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +148,8 @@ class TrainResult:
     history: tuple[EpochRecord, ...]
     evaluation: Evaluation | None
     """On the test split, or on validation if there is no test split; None if there is neither."""
+    export_backend: str = "keras"
+    """The backend that exports this model."""
 
 
 @dataclass(frozen=True, slots=True)

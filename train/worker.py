@@ -53,7 +53,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     # The owners: one of all framework code, one of how ranks share the work.
     backend = BACKENDS[choose_backend(config)]
     strategy = find_strategy(config.strategy, world.world_size)
-    backend.start(world.ranks_per_node, config.seed)
+    backend.start(world, config.seed)
 
     # The data: the version that the driver pinned.
     dataset = open_pinned(task.dataset)
@@ -107,6 +107,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         continued_from=task.continues,
         model=model,
         strategy=config.strategy,
+        export_backend=member.learner.export_backend,
         world_size=world.world_size,
         num_epochs=progress.cursor.epoch,
         num_steps=session.global_step(progress),

@@ -28,7 +28,7 @@ class _Tick(keras.layers.Layer):
         self._num_calls += 1
         if (
             self._num_calls == FAULTY_CALL
-            and int(os.environ.get("HOROVOD_RANK", "0")) == int(os.environ.get("HOROVOD_SIZE", "1")) - 1
+            and int(os.environ.get("SHARDMILL_RANK", "0")) == int(os.environ.get("SHARDMILL_WORLD_SIZE", "1")) - 1
         ):
             self._on_call()
 

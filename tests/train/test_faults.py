@@ -9,12 +9,14 @@ import pytest
 from shardmill.errors import IntegrityError
 from shardmill.values import Cursor
 from train.launching.faults import FaultKind, RankFault, error_of, failure_of, merged, root_cause
+from train.strategies import STRATEGIES
 
+HOROVODS_ECHO = STRATEGIES["horovod"].echo
 ECHO = RuntimeError("HorovodInternalError: [gloo/transport/tcp/pair.cc:598] Connection closed by peer")
 
 
 def fault(kind: FaultKind, rank: int, seen_seconds: float, error: Exception | None = None, **more) -> RankFault:
-    failure = failure_of(error) if error is not None else None
+    failure = failure_of(error, HOROVODS_ECHO) if error is not None else None
     return RankFault(kind, rank, "host a, pid 1", seen_seconds, failure=failure, **more)
 
 
@@ -62,8 +64,8 @@ def fault(kind: FaultKind, rank: int, seen_seconds: float, error: Exception | No
     ],
 )
 def test_the_cause_is_chosen(faults, rank):
-    assert root_cause(faults).rank == rank
-    assert root_cause(reversed(faults)).rank == rank
+    assert root_cause(faults, HOROVODS_ECHO).rank == rank
+    assert root_cause(reversed(faults), HOROVODS_ECHO).rank == rank
 
 
 def test_two_sights_of_one_end_become_one():
@@ -94,12 +96,12 @@ def test_a_traceback_is_a_note_and_the_line_names_its_place():
 
 
 def test_what_horovod_says_of_another_rank_is_an_echo_however_it_is_wrapped():
-    assert failure_of(ECHO).collective
+    assert failure_of(ECHO, HOROVODS_ECHO).collective
     try:
         try:
             raise ECHO
         except RuntimeError as inner:
             raise ValueError("step failed") from inner
     except ValueError as outer:
-        assert failure_of(outer).collective
-    assert not failure_of(ValueError("connection to the database refused")).collective
+        assert failure_of(outer, HOROVODS_ECHO).collective
+    assert not failure_of(ValueError("connection to the database refused"), HOROVODS_ECHO).collective

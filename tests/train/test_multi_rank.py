@@ -5,6 +5,7 @@ Which strategy is held to which promise follows from what it declares.
 
 from __future__ import annotations
 
+import functools
 import shutil
 from dataclasses import dataclass, field
 
@@ -22,11 +23,15 @@ from train.strategies import STRATEGIES
 from train.values import TrainResult
 
 WORKERS = "tests.train.multi_rank_workers"
-STATEFUL = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 2, "num_streams": 6, "global_batch_size": 24,
-            "record_samples": True, "epochs": 3}  # fmt: skip
+STATEFUL = {"checkpoint_every_steps": 2, "num_streams": 6, "global_batch_size": 24, "record_samples": True,
+            "epochs": 3}  # fmt: skip
 # 100 steps and more of the demo's model. Smoothed labels keep the loss from 0, where a relative bound means nothing.
 SMALL_CNN = {"num_streams": 12, "global_batch_size": 24, "epochs": 27, "label_smoothing": 0.1, "record_samples": True,
              "checkpoint_every_steps": 5}  # fmt: skip
+
+TORCH_MODELS = "tests.train.torch_models"
+STATEFUL_MODEL = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
+SMOOTH_MODEL = {"keras": "small_cnn", "torch": f"{TORCH_MODELS}:smooth"}
 
 EXACT = [name for name, strategy in STRATEGIES.items() if strategy.exact_resume]
 EXACT_WORLDS = [(name, ranks) for name in EXACT for ranks in (2, 3) if STRATEGIES[name].allows_world_size(ranks)]
@@ -39,6 +44,14 @@ SYNCHRONOUS_WORLDS = [
 FILES_OF_LAYOUT = {
     "replicated": lambda world_size: {MARKER, WEIGHTS, OPTIMIZER, *(rank_file(rank) for rank in range(world_size))}
 }
+
+
+def stateful(strategy: str) -> dict:
+    return {**STATEFUL, "strategy": strategy, "model": STATEFUL_MODEL[STRATEGIES[strategy].backends[0]]}
+
+
+def smooth(strategy: str) -> dict:
+    return {**SMALL_CNN, "strategy": strategy, "model": SMOOTH_MODEL[STRATEGIES[strategy].backends[0]]}
 
 
 @dataclass
@@ -82,7 +95,7 @@ def kill_on_ranks(uri, models, world_size, config, monkeypatch, killed_at) -> Wa
 @pytest.mark.parametrize("strategy", EXACT)
 def test_a_killed_process_resumes_exactly(tiny_uri, tmp_path, monkeypatch, strategy):
     recorder, resumed = Recorder(), Recorder()
-    config = {**STATEFUL, "strategy": strategy}
+    config = stateful(strategy)
     fresh = train_here(tiny_uri, tmp_path / "fresh", recorder, **config)
     killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 1, config, monkeypatch, killed_at=7)
     result = train_here(tiny_uri, tmp_path / "killed", resumed, **config)
@@ -94,7 +107,7 @@ def test_a_killed_process_resumes_exactly(tiny_uri, tmp_path, monkeypatch, strat
 @pytest.mark.drill
 @pytest.mark.parametrize(("strategy", "world_size"), EXACT_WORLDS)
 def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkeypatch, strategy, world_size):
-    config = {**STATEFUL, "strategy": strategy}
+    config = stateful(strategy)
     fresh, undisturbed = train_on_ranks(tiny_uri, tmp_path / "fresh", world_size, config)
     killed = kill_on_ranks(tiny_uri, tmp_path / "killed", world_size, config, monkeypatch, killed_at=7)
     resumed_result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", world_size, config)
@@ -114,7 +127,7 @@ def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkey
 def test_all_ranks_go_one_checkpoint_back_if_one_rank_cannot_read_its_own_file(
     tiny_uri, tmp_path, monkeypatch, strategy
 ):
-    config = {**STATEFUL, "strategy": strategy}
+    config = stateful(strategy)
     killed = kill_on_ranks(tiny_uri, tmp_path, 2, config, monkeypatch, killed_at=7)
     damaged = sorted(tmp_path.glob(f"t/checkpoints/*/{MARKER}"))[-1].with_name(rank_file(1))
     data = bytearray(damaged.read_bytes())
@@ -129,19 +142,25 @@ def test_all_ranks_go_one_checkpoint_back_if_one_rank_cannot_read_its_own_file(
 
 @pytest.fixture(scope="module")
 def at_one_rank(tiny_uri, tmp_path_factory):
-    recorder = Recorder()
-    return train_here(tiny_uri, tmp_path_factory.mktemp("one"), recorder, **SMALL_CNN), recorder
+    """at_one_rank(model) -> the training under `single`, and what was seen of it."""
+
+    @functools.cache
+    def train(model):
+        recorder = Recorder()
+        return train_here(tiny_uri, tmp_path_factory.mktemp("one"), recorder, **SMALL_CNN, model=model), recorder
+
+    return train
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), SYNCHRONOUS_WORLDS)
 def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypatch, at_one_rank, strategy, world_size):
     """Most of a training on several ranks, the rest of it resumed at one: all the way the losses of one rank alone."""
-    one_result, one = at_one_rank
-    config = {**SMALL_CNN, "strategy": strategy}
+    config = smooth(strategy)
+    one_result, one = at_one_rank(config["model"])
     several = kill_on_ranks(tiny_uri, tmp_path / "killed", world_size, config, monkeypatch, killed_at=88)
     rest = Recorder()
     shutil.copytree(tmp_path / "killed", tmp_path / "resumed")
-    result = train_here(tiny_uri, tmp_path / "resumed", rest, **SMALL_CNN)
+    result = train_here(tiny_uri, tmp_path / "resumed", rest, **SMALL_CNN, model=config["model"])
 
     assert result.resumed_from is not None and len(several.losses) == 88
     assert len(one.steps) > 100 and len(rest.steps) < 30
@@ -158,8 +177,8 @@ def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypa
 @pytest.mark.parametrize("strategy", [name for name, each in STRATEGIES.items() if each.allows_world_size(2)])
 def test_evaluation_on_ranks_is_that_of_one(tiny_uri, tmp_path, strategy):
     """Nothing to train is left, so the ranks only load the same weights and evaluate."""
-    config = {**SMALL_CNN, "epochs": 1, "strategy": strategy}
-    one = train_here(tiny_uri, tmp_path, **config)
+    config = {**smooth(strategy), "epochs": 1}
+    one = train_here(tiny_uri, tmp_path, **{**config, "strategy": "single"})
     (tmp_path / "t" / "result.json").unlink()
     result, watcher = train_on_ranks(tiny_uri, tmp_path, 2, config)
     assert not watcher.losses

@@ -30,7 +30,7 @@ def test_every_optimizer_learns_and_resumes(tiny_uri, tmp_path, name):
 
 def test_momentum_and_weight_decay_reach_the_optimizer():
     for config in (TrainConfig(optimizer="sgd", momentum=0.5), TrainConfig(optimizer="adamw", weight_decay=0.25)):
-        optimizer = OPTIMIZERS[config.optimizer](config)
+        optimizer = OPTIMIZERS[config.optimizer].keras(config)
         assert (optimizer.momentum if config.optimizer == "sgd" else optimizer.weight_decay) in (0.5, 0.25)
 
 

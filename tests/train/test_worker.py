@@ -205,7 +205,7 @@ def test_data_that_cannot_be_trained_on_is_refused(tiny_uri, tmp_path):
         check_trainable(TrainConfig(early_stop_epochs=1), open_dataset(str(no_validation)))
 
     with pytest.raises(UsageError, match=r"9 ranks for 8 streams; expected 1 to 8"):
-        run_worker(task_of(tiny_uri, tmp_path, strategy="horovod"), World(0, 9, 9), Recorder())
+        run_worker(task_of(tiny_uri, tmp_path, strategy="horovod"), World(0, 9), Recorder())
 
 
 @pytest.mark.parametrize("format_name", ["parquet", "tfrecord"])

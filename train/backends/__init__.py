@@ -18,5 +18,6 @@ BACKENDS: Registry[Backend] = Registry(
             extra="tensorflow",
             packages=("tensorflow", "keras"),
         ),
+        "torch": Entry("train.backends.torch.backend:TORCH", "PyTorch", extra="torch", packages=("torch",)),
     },
 )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from shardmill.values import Batch
+from train.values import World
 
 if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest
@@ -80,6 +81,9 @@ class Learner(Protocol):
     outputs_are_logits: bool
     follows_schedule: bool
     """False if the optimizer of a compiled user model keeps the learning rate that it was compiled with."""
+
+    export_backend: str
+    """The backend that exports this kind of model, from the same arrays."""
 
     @property
     def learning_rate(self) -> float:
@@ -145,7 +149,7 @@ class Backend(Protocol):
     served: str
     """The folder of an export that holds the form that `load_served` reads."""
 
-    def start(self, ranks_per_node: int, seed: int) -> None:
+    def start(self, world: World, seed: int) -> None:
         """Threads for this rank's share of the node, seeds, deterministic kernels."""
         ...
 

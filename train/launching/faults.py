@@ -15,12 +15,6 @@ from shardmill.values import Cursor
 
 FIX = "fix the cause, then run the same command again: it continues at the last complete checkpoint"
 NUM_TRACEBACK_LINES = 30
-# Messages of Horovod's and Gloo's C++ code on a rank whose peer has disappeared.
-COLLECTIVE_TEXTS = re.compile(
-    r"HorovodInternalError|Horovod has been shut down|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Barrier)"
-    r"|gloo::|gloo/transport|Connection (closed|reset) by peer",
-    re.IGNORECASE,
-)
 
 
 class FaultKind(StrEnum):
@@ -81,16 +75,16 @@ class RankFault:
     output_tail: str = ""
 
 
-def failure_of(error: BaseException) -> Failure:
-    """What a rank sends to its driver when its function raises."""
+def failure_of(error: BaseException, echo: re.Pattern[str]) -> Failure:
+    """What a rank sends to its driver when its function raises. `echo`: that of the strategy."""
     text = "".join(traceback.format_exception(error))
     tail = "\n".join(text.rstrip().splitlines()[-NUM_TRACEBACK_LINES:])
     if isinstance(error, ShardmillError):
         # Other errors of ours are about data or config: a store's "connection reset" says nothing of another rank.
-        collective = isinstance(error, TrainingError) and _is_collective(error)
+        collective = isinstance(error, TrainingError) and _is_echo(error, echo)
         return Failure(type(error).__name__, error.what, error.expected, error.fix, error.exit_code, collective, tail)
     what = " ".join(str(error).split())
-    return Failure(type(error).__name__, what, "", "", TrainingError.exit_code, _is_collective(error), tail)
+    return Failure(type(error).__name__, what, "", "", TrainingError.exit_code, _is_echo(error, echo), tail)
 
 
 def merged(older: RankFault | None, newer: RankFault) -> RankFault:
@@ -108,9 +102,15 @@ def merged(older: RankFault | None, newer: RankFault) -> RankFault:
     )
 
 
-def root_cause(faults: Iterable[RankFault]) -> RankFault:
-    """The earliest fault that can be a cause; else what the launcher reports; else the earliest echo."""
-    return min(map(_reclassified, faults), key=lambda fault: (RANK_OF_KIND[fault.kind], fault.seen_seconds))
+def root_cause(faults: Iterable[RankFault], echo: re.Pattern[str]) -> RankFault:
+    """The earliest fault that can be a cause; else what the launcher reports; else the earliest echo.
+
+    `echo`: `Strategy.echo`, by which a survivor's last words are told from a cause.
+    """
+    return min(
+        (_reclassified(fault, echo) for fault in faults),
+        key=lambda fault: (RANK_OF_KIND[fault.kind], fault.seen_seconds),
+    )
 
 
 def error_of(fault: RankFault) -> ShardmillError:
@@ -129,20 +129,16 @@ def error_of(fault: RankFault) -> ShardmillError:
     return error
 
 
-def _reclassified(fault: RankFault) -> RankFault:
+def _reclassified(fault: RankFault, echo: re.Pattern[str]) -> RankFault:
     # Gloo may also end a survivor with an uncaught C++ exception: it dies of SIGABRT, and stderr holds the text.
-    if (
-        fault.kind is FaultKind.KILLED
-        and COLLECTIVE_TEXTS.search(fault.output_tail)
-        and fault.returncode == -signal.SIGABRT
-    ):
+    if fault.kind is FaultKind.KILLED and echo.search(fault.output_tail) and fault.returncode == -signal.SIGABRT:
         return replace(fault, kind=FaultKind.COLLECTIVE)
     return fault
 
 
-def _is_collective(error: BaseException | None) -> bool:
+def _is_echo(error: BaseException | None, echo: re.Pattern[str]) -> bool:
     while error is not None:
-        if COLLECTIVE_TEXTS.search(f"{type(error).__name__}: {error}"):
+        if echo.search(f"{type(error).__name__}: {error}"):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -22,23 +22,23 @@ from shardmill.jobs.spark_settings import is_under_spark_submit
 from train.launching import Launcher
 from train.launching.faults import FIX
 from train.launching.keeper import keep_rank
+from train.launching.place import HOROVODS, place_from_environment
 from train.launching.rank import DEFAULT_WORKER
-from train.launching.rendezvous import (
+from train.launching.watchdog import Watchdog
+from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE
+from train.observer import TrainObserver
+from train.strategies.horovod_rendezvous import (
     GLOO_ADDRESS,
     GLOO_PORT,
     GLOO_TIMEOUT_SECONDS,
-    LOOPBACK,
     GuardedRendezvous,
     address_variables,
     derive,
     guarded_mapper,
     listening_on,
 )
-from train.launching.watchdog import Watchdog
-from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE
-from train.observer import TrainObserver
 from train.task import WorkerTask
-from train.values import TrainResult
+from train.values import LOOPBACK, TrainResult
 
 TOKEN_PURPOSE, PATH_PURPOSE = "shardmill watchdog", "shardmill rendezvous"
 APPLICATION_NAME = "shardmill-train"
@@ -129,6 +129,7 @@ def keep_rank_of_horovod() -> int:
     os.environ[TOKEN_VARIABLE] = derive(key, TOKEN_PURPOSE)
     host, port = os.environ[GLOO_ADDRESS], int(os.environ[GLOO_PORT])
     os.environ.update(address_variables(host, port, derive(key, PATH_PURPOSE)))
+    os.environ.update(place_from_environment(HOROVODS).environment())
     return keep_rank()
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 
 from shardmill.jobs.process import SAFE_PATH, Scratch
+from train.launching.place import place_from_environment
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, RankExit, call_driver, wait_for_abort
 
 NUM_OUTPUT_LINES = 40
@@ -67,7 +68,7 @@ def keep_rank() -> int:
     Everything comes from the environment: the driver's address and token, and the rank's place in the world.
     """
     address, token = os.environ[ADDRESS_VARIABLE], os.environ[TOKEN_VARIABLE]
-    connection, _ = call_driver(address, token, "keeper", int(os.environ["HOROVOD_RANK"]), os.getpid())
+    connection, _ = call_driver(address, token, "keeper", place_from_environment().rank, os.getpid())
     process = RankProcess(dict(os.environ))
     threading.Thread(target=_end_on_abort, args=(connection, process), name="keeper-abort", daemon=True).start()
     note = process.wait()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from train.launching.wire import Abort, Connection, Message, ProtocolError, answer_caller, message_adapter
+from train.launching.wire import Abort, Connection, Exchanged, Message, ProtocolError, answer_caller, message_adapter
 from train.task import WorkerTask
 
 MAX_PENDING = 64
@@ -57,7 +57,7 @@ class RankListener:
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="watchdog-accept", daemon=True).start()
 
-    def send_to_all(self, message: Abort) -> None:
+    def send_to_all(self, message: Abort | Exchanged) -> None:
         """Send to every authenticated connection that is still open."""
         with self._lock:
             connections = list(self._connections)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -13,12 +12,12 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import python_path
 from train.launching import Launcher
 from train.launching.keeper import RankProcess
+from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
-from train.launching.rendezvous import GLOO_TIMEOUT_SECONDS, LOOPBACK, GuardedRendezvous, address_variables
 from train.launching.watchdog import Watchdog
 from train.observer import TrainObserver
 from train.task import WorkerTask
-from train.values import TrainResult
+from train.values import LOOPBACK, TrainResult
 
 # Ranks end by themselves when they have finished; native libraries may take this long to shut down.
 EXIT_SECONDS = 5.0
@@ -29,16 +28,13 @@ def launch_local(
 ) -> TrainResult:
     """Run every rank as a process here. Raises the first failing rank's own error."""
     world_size = task.config.num_workers
-    with (
-        _rendezvous(world_size) as gloo,
-        Watchdog(task, worker, observer, LOOPBACK) as watchdog,
-        _processes(
-            [_rank_environment(rank, world_size, gloo | watchdog.environment()) for rank in range(world_size)]
-        ) as processes,
-    ):
-        for rank, process in enumerate(processes):
-            threading.Thread(target=_report_exit, args=(watchdog, rank, process), daemon=True).start()
-        return watchdog.watch()
+    with Watchdog(task, worker, observer, LOOPBACK) as watchdog:
+        shared = {**os.environ, "PYTHONPATH": python_path(), **watchdog.environment()}
+        places = [Place(rank, world_size, local_rank=rank, ranks_per_node=world_size) for rank in range(world_size)]
+        with _processes([shared | place.environment() for place in places]) as processes:
+            for rank, process in enumerate(processes):
+                threading.Thread(target=_report_exit, args=(watchdog, rank, process), daemon=True).start()
+            return watchdog.watch()
 
 
 @contextmanager
@@ -61,40 +57,6 @@ def _processes(environments: list[dict[str, str]]) -> Iterator[list[RankProcess]
 
 def _report_exit(watchdog: Watchdog, rank: int, process: RankProcess) -> None:
     watchdog.report_exit(rank, process.wait())
-
-
-def _rank_environment(rank: int, world_size: int, more: dict[str, str]) -> dict[str, str]:
-    place = {
-        "HOROVOD_RANK": rank,
-        "HOROVOD_SIZE": world_size,
-        "HOROVOD_LOCAL_RANK": rank,
-        "HOROVOD_LOCAL_SIZE": world_size,
-        "HOROVOD_CROSS_RANK": 0,
-        "HOROVOD_CROSS_SIZE": 1,
-        "HOROVOD_HOSTNAME": LOOPBACK,
-    }
-    return {**os.environ, "PYTHONPATH": python_path(), **{key: str(value) for key, value in place.items()}, **more}
-
-
-@contextmanager
-def _rendezvous(world_size: int) -> Iterator[dict[str, str]]:
-    """Where Gloo's processes find each other."""
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-
-    path = secrets.token_hex(32)
-    server = GuardedRendezvous(LOOPBACK, path)
-    try:
-        server.init(get_host_assignments(parse_hosts(f"{LOOPBACK}:{world_size}"), world_size))
-        port = server.start()
-        yield {
-            **address_variables(LOOPBACK, port, path),
-            "HOROVOD_GLOO_IFACE": "lo",
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT_SECONDS),
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-        }
-    finally:
-        server.stop()
 
 
 LOCAL = Launcher(launch_local, ranks_here=lambda world_size, spark: world_size)

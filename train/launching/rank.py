@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import queue
 import socket
 import sys
 import threading
@@ -17,18 +18,22 @@ from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.reach import check_nonce
 from shardmill.parent_death import die_with_parent
 from train.launching.faults import failure_of
+from train.launching.place import place_from_environment
 from train.launching.wire import (
     ADDRESS_VARIABLE,
     TOKEN_VARIABLE,
+    Abort,
     Connection,
     Event,
+    Exchange,
+    Exchanged,
     Failure,
     Finished,
     Heartbeat,
     Step,
     call_driver,
-    wait_for_abort,
 )
+from train.strategies import STRATEGIES
 from train.task import WorkerTask
 from train.values import Reporter, StepReport, TrainResult, World
 
@@ -61,25 +66,44 @@ class DriverReporter:
         self.heartbeat = Heartbeat(self.heartbeat.num_calls + 1, what, waits)
 
 
+class DriverExchange:
+    """`World.exchange` by way of the driver."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._answers: queue.SimpleQueue[Exchanged] = queue.SimpleQueue()
+
+    def __call__(self, data: bytes) -> list[bytes]:
+        self._connection.send(Exchange(data.hex()))
+        return [bytes.fromhex(each) for each in self._answers.get().data_hex_of_ranks]
+
+    def answer(self, message: Exchanged) -> None:
+        self._answers.put(message)
+
+
 def main() -> NoReturn:
     """Run the worker function that the driver names and end this process: 0 when it returned, 1 when it raised."""
     # The closed connection ends a running rank; a stopped one cannot notice that, so the kernel is asked to kill it.
     die_with_parent(int(sys.argv[1]), EXIT_ABORTED)
-    world = world_from_environment()
+    place = place_from_environment()
     # The token is removed from the environment, which user code may print. /proc still shows it to the driver, which
     # identifies its ranks by it.
     address, token = os.environ[ADDRESS_VARIABLE], os.environ.pop(TOKEN_VARIABLE)
-    connection, welcome = call_driver(address, token, "rank", world.rank, os.getpid())
-    threading.Thread(target=_end_on_abort, args=(connection,), name="rank-abort", daemon=True).start()
+    connection, welcome = call_driver(address, token, "rank", place.rank, os.getpid())
+    exchange = DriverExchange(connection)
+    threading.Thread(target=_hear_driver, args=(connection, exchange), name="rank-abort", daemon=True).start()
     reporter = DriverReporter(connection)
     threading.Thread(target=_beat, args=(connection, reporter), name="rank-heartbeat", daemon=True).start()
+    world = World(
+        place.rank, place.world_size, place.local_rank, place.ranks_per_node, connection.own_address, exchange
+    )
     try:
         check_places(welcome.task)
         worker = load_worker(welcome.worker)
         outcome: Finished | Failure = Finished(worker(welcome.task, world, reporter))
     except BaseException as error:
         # Anything, also a SystemExit of a user's code: the driver must get it before this process ends.
-        outcome = failure_of(error)
+        outcome = failure_of(error, STRATEGIES[welcome.task.config.strategy].echo)
     try:
         connection.send(outcome)
     except OSError:
@@ -108,15 +132,6 @@ def check_places(task: WorkerTask) -> None:
         ) from error
 
 
-def world_from_environment() -> World:
-    """This rank's place, from the variables that every launcher sets, with Horovod's names."""
-    return World(
-        rank=int(os.environ["HOROVOD_RANK"]),
-        world_size=int(os.environ["HOROVOD_SIZE"]),
-        ranks_per_node=int(os.environ["HOROVOD_LOCAL_SIZE"]),
-    )
-
-
 def load_worker(name: str) -> Worker:
     """The function that `package.module:function` names."""
     module_name, _, function_name = name.partition(":")
@@ -124,8 +139,11 @@ def load_worker(name: str) -> Worker:
     return getattr(module, function_name)
 
 
-def _end_on_abort(connection: Connection) -> NoReturn:
-    wait_for_abort(connection)
+def _hear_driver(connection: Connection, exchange: DriverExchange) -> NoReturn:
+    """Hand over the answers of exchanges until the driver wants this process to end, or is gone."""
+    while (message := connection.receive()) is not None and not isinstance(message, Abort):
+        if isinstance(message, Exchanged):
+            exchange.answer(message)
     os._exit(EXIT_ABORTED)
 
 

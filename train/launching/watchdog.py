@@ -11,6 +11,7 @@ import queue
 import signal
 import socket
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from train.launching.wire import (
     TOKEN_VARIABLE,
     Abort,
     Event,
+    Exchange,
+    Exchanged,
     Failure,
     Finished,
     Heartbeat,
@@ -32,6 +35,7 @@ from train.launching.wire import (
     new_token,
 )
 from train.observer import StepAssembler, TrainObserver
+from train.strategies import STRATEGIES
 from train.task import WorkerTask
 from train.values import TrainResult
 
@@ -42,6 +46,20 @@ ECHO_GRACE_SECONDS = 4.0
 # After an abort, ranks have this long to end; then those on this host are killed.
 ABORT_SECONDS = 1.5
 TICK_SECONDS = 0.1
+
+
+class ExchangeAssembler:
+    """Puts what the ranks give to one exchange together."""
+
+    def __init__(self, world_size: int) -> None:
+        self._waiting: list[deque[str]] = [deque() for _ in range(world_size)]
+
+    def add(self, rank: int, data_hex: str) -> Exchanged | None:
+        """The answer to all ranks that this completes, or None."""
+        self._waiting[rank].append(data_hex)
+        if not all(self._waiting):
+            return None
+        return Exchanged(tuple(of_rank.popleft() for of_rank in self._waiting))
 
 
 class Watchdog:
@@ -65,6 +83,7 @@ class Watchdog:
         self._ranks = self._deadlines.ranks
         self._faults: dict[int, RankFault] = {}
         self._steps = StepAssembler(task.config.num_workers)
+        self._exchanges = ExchangeAssembler(task.config.num_workers)
         self._listener = RankListener(bind_host, self._token, task, worker, self._on_received)
         self._address = f"{advertised_host or bind_host}:{self._listener.port}"
 
@@ -108,7 +127,7 @@ class Watchdog:
             for fault in self._deadlines.missed(now):
                 self._record_fault(fault)
             if self._faults and self._is_cause_known(now):
-                cause = root_cause(self._faults.values())
+                cause = root_cause(self._faults.values(), STRATEGIES[self._task.config.strategy].echo)
                 fields = {"rank": cause.rank, "kind": str(cause.kind), "where": cause.where}
                 self._observer.event("rank_failed", fields)
                 raise error_of(cause)
@@ -164,6 +183,10 @@ class Watchdog:
             case Event(name, fields):
                 self._deadlines.progress(rank, received.seen_seconds)
                 self._observer.event(name, {"rank": received.rank, **fields})
+            case Exchange(data_hex):
+                self._deadlines.progress(rank, received.seen_seconds)
+                if (answer := self._exchanges.add(received.rank, data_hex)) is not None:
+                    self._listener.send_to_all(answer)
             case Finished(result):
                 rank.result = result
                 # The exit of its process may have been seen before its result was read from the connection.

@@ -99,6 +99,22 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """`World.exchange`: what this rank gives."""
+
+    data_hex: str
+    kind: Literal["exchange"] = "exchange"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """The driver's answer to every rank, once all have given theirs."""
+
+    data_hex_of_ranks: tuple[str, ...]
+    kind: Literal["exchanged"] = "exchanged"
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The rank's function returned. It is the last message before the connection closes."""
 
@@ -124,7 +140,20 @@ class Abort:
     kind: Literal["abort"] = "abort"
 
 
-Message = Challenge | Hello | Welcome | Heartbeat | Step | Event | Failure | Finished | RankExit | Abort
+Message = (
+    Challenge
+    | Hello
+    | Welcome
+    | Heartbeat
+    | Step
+    | Event
+    | Exchange
+    | Exchanged
+    | Failure
+    | Finished
+    | RankExit
+    | Abort
+)
 
 
 class ProtocolError(Exception):
@@ -183,6 +212,11 @@ class Connection:
             return message_adapter().validate_json(line)
         except ValidationError as error:
             raise ProtocolError(str(error)) from None
+
+    @property
+    def own_address(self) -> str:
+        """Of this host, on the network that the other side is reached by."""
+        return self._socket.getsockname()[0]
 
     def set_timeout(self, until_seconds: float | None) -> None:
         """What is sent and received must be done until then; None takes the deadline away. Raises TimeoutError."""

@@ -1,7 +1,7 @@
 """The models that can be trained by name; a new one is a module and an entry here, and the shared tests run over it.
 
-Each entry is called as `factory((H, W, C), num_classes)` and returns a Keras 3 model that takes float32 images_NHWC,
-standardized unless `train.standardize` is false.
+Each entry is called as `factory((H, W, C), num_classes)` and returns a Keras 3 model that takes float32 images_NHWC, or
+a PyTorch module that takes images_NCHW; standardized unless `train.standardize` is false.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ MODELS: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
             "train.models.small_cnn:small_cnn",
             "a few convolutions, for small images and CPUs",
             extra="tensorflow",
-            packages=("tensorflow", "keras"),
+            packages=("keras",),
         ),
         "resnet50": Entry(
             "train.models.resnet50:resnet50",
             "ResNet-50, for images of at least 32 x 32",
             extra="tensorflow",
-            packages=("tensorflow", "keras"),
+            packages=("keras",),
         ),
     },
     takes_own=True,
-    # A user's own is a Keras model as well.
-    own=Entry("", "your own", extra="tensorflow", packages=("tensorflow", "keras")),
 )

@@ -20,7 +20,6 @@ from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from train.backends import BACKENDS
 from train.backends.backend import Backend, Learner, StatePart, model_spec
-from train.backends.choose import choose_backend
 from train.checkpoint import open_checkpoint
 from train.config import TrainConfig
 from train.evaluate import evaluate_predictions
@@ -36,7 +35,7 @@ from train.published.exported import (
 )
 from train.records import put_record, record_numbers
 from train.state import WEIGHTS, load_arrays, rank_file
-from train.values import Evaluation, ModelIdentity, TrainResult
+from train.values import Evaluation, ModelIdentity, TrainResult, World
 
 MAX_PARITY_DIFF = 1e-5
 NUM_PARITY_IMAGES = 64
@@ -80,8 +79,7 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
         return ExportOutcome(earlier, models_uri, skipped=True)
     store = open_store(models_uri)
     dataset = open_pinned(result.dataset)
-    backend_name = choose_backend(config)
-    backend = BACKENDS[backend_name]
+    backend = BACKENDS[result.export_backend]
     learner = _restore(backend, store, config, result, dataset)
     with tempfile.TemporaryDirectory(prefix="shardmill-export-") as scratch:
         # Compared with the training model while nothing is visible yet, then published below a name of its own.
@@ -94,7 +92,7 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
         run_id=run_id,
         artifact_dir=artifact_dir,
         files=files,
-        backend=backend_name,
+        backend=result.export_backend,
         keras_note=comparison.portable_note,
         model=config.model,
         class_names=manifest.class_names,
@@ -173,7 +171,7 @@ def _find_whole_export(models_uri: str, result: TrainResult) -> Export | None:
 
 def _restore(backend: Backend, store: Store, config: TrainConfig, result: TrainResult, dataset: Dataset) -> Learner:
     """The training model with its final weights."""
-    backend.start(1, config.seed)
+    backend.start(World(), config.seed)
     # An export computes in float32, whatever the training saved time with; the weights are float32 in any case.
     config = config.model_copy(update={"mixed_precision": "off"})
     learner = backend.build(config, model_spec(dataset.manifest, config.standardize))

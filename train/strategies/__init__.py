@@ -20,6 +20,12 @@ STRATEGIES: Registry[Strategy] = Registry(
             extra="horovod",
             packages=("horovod",),
         ),
+        "torch_ddp": Entry(
+            "train.strategies.torch_ddp:TORCH_DDP",
+            "PyTorch's DistributedDataParallel",
+            extra="torch",
+            packages=("torch",),
+        ),
     },
     takes_own=True,
 )

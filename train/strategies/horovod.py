@@ -7,23 +7,31 @@ Horovod's own `broadcast_object` and `allgather_object` are not used: they unpic
 
 from __future__ import annotations
 
+import os
+import re
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
 from shardmill.errors import TrainingError
+from train.strategies.horovod_rendezvous import GLOO_ADDRESS, meeting
 from train.strategies.replicated import replicated
-from train.strategies.strategy import Strategy
+from train.strategies.strategy import GLOO_ECHO, Strategy
 from train.values import World
 
 
 class HorovodCollective:
-    """Horovod's TensorFlow binding, eager. Needs the launcher's HOROVOD_* environment, else the world is one rank."""
+    """Horovod's TensorFlow binding, eager."""
 
     def __init__(self, world: World) -> None:
         import horovod.tensorflow as hvd
 
         self._hvd = hvd
+        self._meeting = ExitStack()
+        # If Horovod itself has started this process (`horovod_spark`), it has also said where the others are.
+        if world.world_size > 1 and GLOO_ADDRESS not in os.environ:
+            os.environ.update(self._meeting.enter_context(meeting(world)))
         hvd.init()
         if (hvd.rank(), hvd.size()) != (world.rank, world.world_size):
             raise TrainingError(
@@ -56,6 +64,7 @@ class HorovodCollective:
 
     def close(self) -> None:
         self._hvd.shutdown()
+        self._meeting.close()
 
 
 HOROVOD = Strategy(
@@ -65,4 +74,9 @@ HOROVOD = Strategy(
     checkpoint_layout="replicated",
     max_world_size=None,
     join=replicated(HorovodCollective),
+    echo=re.compile(
+        r"HorovodInternalError|Horovod has been shut down|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Barrier)"
+        rf"|{GLOO_ECHO}",
+        re.IGNORECASE,
+    ),
 )

@@ -14,7 +14,7 @@ def open_single(world: World) -> SingleCollective:
 
 
 SINGLE = Strategy(
-    backends=("keras",),
+    backends=("keras", "torch"),
     synchronous=True,
     exact_resume=True,
     checkpoint_layout="replicated",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -23,6 +24,12 @@ class Join(Protocol):
         ...
 
 
+NO_ECHO = re.compile(r"(?!)")
+"""Matches nothing: a rank without peers fails by itself."""
+GLOO_ECHO = r"gloo::|gloo/transport|Connection (closed|reset) by peer"
+"""Of Gloo's C++ code, on which several strategies stand."""
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """A way to spread a training over ranks; the shared tests follow what is declared."""
@@ -38,6 +45,8 @@ class Strategy:
     max_world_size: int | None
     """Largest world size, or None if only `train.num_streams` bounds it."""
     join: Join
+    echo: re.Pattern[str] = NO_ECHO
+    """What an error, or the last words, of a rank say that only lost its peer: another rank's fault is the cause."""
 
     def allows_world_size(self, world_size: int) -> bool:
         return world_size >= 1 and (self.max_world_size is None or world_size <= self.max_world_size)

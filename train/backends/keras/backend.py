@@ -16,6 +16,7 @@ from train.backends.keras.runtime import assign_variables, decorrelate_seed_stat
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.backends.keras.step import TrainStep
 from train.state import arrays_sha256
+from train.values import World
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -26,6 +27,8 @@ KERAS_FILE = "model.keras"
 
 class KerasLearner:
     """`train.backends.backend.Learner` of a Keras model."""
+
+    export_backend = "keras"
 
     def __init__(self, built: BuiltModel, chosen: ChosenOptimizer, spec: ModelSpec) -> None:
         self.config_sha256 = built.config_sha256
@@ -90,8 +93,8 @@ class KerasBackend:
 
     served = SAVED_MODEL
 
-    def start(self, ranks_per_node: int, seed: int) -> None:
-        start_tensorflow(ranks_per_node, seed)
+    def start(self, world: World, seed: int) -> None:
+        start_tensorflow(world.ranks_per_node, seed)
 
     def build(self, config: TrainConfig, spec: ModelSpec) -> KerasLearner:
         built = build_model(config, spec.image_shape_HWC, len(spec.class_names))

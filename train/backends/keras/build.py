@@ -58,6 +58,13 @@ def build_model(config: TrainConfig, image_shape_HWC: tuple[int, int, int], num_
     try:
         if MODELS.is_own(config.model):
             model = call_factory(config.model, image_shape_HWC, num_classes)
+            if not isinstance(model, keras.Model):
+                raise UsageError(
+                    f"train.model = {config.model!r}: the factory returned "
+                    f"{type(model).__module__}.{type(model).__name__}",
+                    "expected a Keras 3 model (keras.Model, keras.Sequential or a subclass)",
+                    'return the model itself; for a PyTorch module set train.backend = "torch"',
+                )
         else:
             model = MODELS[config.model](image_shape_HWC, num_classes)
         outputs_are_logits = are_outputs_logits(config, model)

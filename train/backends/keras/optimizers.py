@@ -7,7 +7,7 @@ from typing import Any
 
 from shardmill.errors import UsageError
 from train.config import TrainConfig
-from train.optimizers import OPTIMIZERS
+from train.optimizers import OPTIMIZERS, not_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,11 @@ def build_optimizer(config: TrainConfig, model: Any, compiled_optimizer: Any | N
                 "set train.optimizer to one of ours, or pass `global_clipnorm` to your own",
             )
     else:
-        optimizer = OPTIMIZERS["adam" if config.optimizer == "auto" else config.optimizer](config)
+        name = "adam" if config.optimizer == "auto" else config.optimizer
+        create = OPTIMIZERS[name].keras
+        if create is None:
+            raise not_in(name, "keras")
+        optimizer = create(config)
     if config.mixed_precision == "float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     if not optimizer.built:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
-import socket
+import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from shardmill.errors import UsageError
 from shardmill.jobs.process import python_path
+from train.strategies.nics import ipv4_of, nic_with
+from train.values import World
 
 GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 GLOO_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
-LOOPBACK = "127.0.0.1"
 # The watchdog finds lost ranks. Gloo's default of 30 s would end a job in which one rank is only slow.
 GLOO_TIMEOUT_SECONDS = 3600
 # What Gloo stores is a few hundred bytes for each pair of ranks.
@@ -85,10 +86,16 @@ class GuardedRendezvous:
     """What `launch_gloo` takes for Horovod's `RendezvousServer`."""
 
     def __init__(self, host: str, path: str) -> None:
+        self._host, self._path = host, path
         self._server = open_rendezvous(host, path)
         # A peer that keeps its connection open must not hold up the end.
         self._server.daemon_threads, self._server.block_on_close = True, False
         self._is_serving = False
+
+    def serve(self) -> dict[str, str]:
+        """Start, and say where: the variables of `address_variables`."""
+        self._server.init([])
+        return address_variables(self._host, self.start(), self._path)
 
     def start(self) -> int:
         threading.Thread(target=self._server.serve_forever, name="gloo-rendezvous", daemon=True).start()
@@ -110,7 +117,7 @@ def listening_on(nics: set[str] | None) -> Iterator[None]:
     """Let Horovod's services in this process listen on the chosen interface alone; on all if there is no single one."""
     import horovod.runner.common.util.network as network
 
-    host = _ipv4_of(next(iter(nics))) if nics and len(nics) == 1 else ""
+    host = ipv4_of(next(iter(nics))) if nics and len(nics) == 1 else ""
     find_port = network.find_port
 
     def open_port(server_at: Callable[[tuple[str, int]], Any]) -> tuple[Any, int]:
@@ -145,16 +152,44 @@ def guarded_mapper(driver_addresses: Any, settings: Any, use_gloo: bool, is_elas
     return mapper
 
 
-def _ipv4_of(nic: str) -> str:
-    import psutil
+@contextmanager
+def meeting(world: World) -> Iterator[dict[str, str]]:
+    """The variables with which Horovod finds the other ranks of this world; rank 0 keeps the store while it lasts."""
+    place = places(world.exchange(world.address.encode()))[world.rank]
+    server = GuardedRendezvous(world.address, secrets.token_hex(32)) if world.rank == 0 else None
+    try:
+        store = server.serve() if server is not None else {}
+        [store_of_rank_0, *_] = world.exchange(json.dumps(store).encode())
+        yield {
+            **place,
+            **json.loads(store_of_rank_0),
+            "HOROVOD_GLOO_IFACE": nic_with(world.address),
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT_SECONDS),
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+        }
+    finally:
+        if server is not None:
+            server.stop()
 
-    nics = psutil.net_if_addrs()
-    address = next((each.address for each in nics.get(nic, []) if each.family == socket.AF_INET), "")
-    if not address:
-        # An empty address would listen on every interface.
-        raise UsageError(
-            f"train.nics: {socket.gethostname()} has no interface {nic!r} with an IPv4 address",
-            f"it has {', '.join(sorted(nics))}",
-            "name one that every host has, or leave train.nics empty",
-        )
-    return address
+
+def places(hosts: Sequence[bytes]) -> list[dict[str, str]]:
+    """Horovod's variables for each rank's place, from the host of each rank in rank order.
+
+    "Local" ranks share a host; "cross" ranks are those with the same local rank on different hosts.
+    """
+    local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    found = []
+    for rank, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True)):
+        cross = list(dict.fromkeys(h for h, local in zip(hosts, local_ranks, strict=True) if local == local_rank))
+        place = {
+            "RANK": rank,
+            "SIZE": len(hosts),
+            "LOCAL_RANK": local_rank,
+            "LOCAL_SIZE": hosts.count(host),
+            "CROSS_RANK": cross.index(host),
+            "CROSS_SIZE": len(cross),
+            "HOSTNAME": host.decode(),
+        }
+        found.append({f"HOROVOD_{name}": str(value) for name, value in place.items()})
+    return found

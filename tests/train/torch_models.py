@@ -1,0 +1,64 @@
+"""PyTorch modules as users write them, for the tests of the torch backend; this file imports no Keras."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def linear(image_shape, num_classes):
+    height, width, channels = image_shape
+    return nn.Sequential(nn.Flatten(), nn.Linear(height * width * channels, num_classes))
+
+
+def smooth(image_shape, num_classes):
+    """Without a kink and without anything that mixes samples: the same at every world size."""
+    channels = image_shape[2]
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3, stride=2, padding=1),
+        nn.GELU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(32 * -(-image_shape[0] // 4) * -(-image_shape[1] // 4), num_classes),
+    )
+
+
+def stateful(image_shape, num_classes):
+    """Batch norm and dropout: state that is not weights and differs from rank to rank."""
+    return nn.Sequential(
+        nn.Conv2d(image_shape[2], 8, 3, stride=2),
+        nn.BatchNorm2d(8, momentum=0.2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.5),
+        nn.Linear(8 * ((image_shape[0] - 3) // 2 + 1) ** 2, num_classes),
+    )
+
+
+class WithUnused(nn.Module):
+    """Has a weight that nothing depends on."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.out = linear(image_shape, num_classes)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, images_NCHW):
+        return self.out(images_NCHW)
+
+
+def with_unused(image_shape, num_classes):
+    return WithUnused(image_shape, num_classes)
+
+
+def one_class_too_many(image_shape, num_classes):
+    return linear(image_shape, num_classes + 1)
+
+
+def frozen(image_shape, num_classes):
+    return linear(image_shape, num_classes).requires_grad_(False)
+
+
+def no_model(image_shape, num_classes):
+    return "a module"

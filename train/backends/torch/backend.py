@@ -1,0 +1,251 @@
+"""PyTorch: a learner made of a module, a `torch.optim` optimizer and one step of automatic differentiation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardmill.errors import UsageError
+from shardmill.values import Batch
+from train.backends.backend import ModelSpec, Predict, StatePart, StepOutcome
+from train.backends.torch.model import BuiltModule, build_module, per_sample_losses
+from train.backends.torch.optimizers import create_state, state_tensors
+from train.backends.torch.runtime import (
+    decorrelate_generators,
+    device,
+    generator_states,
+    import_torch,
+    restore_generators,
+    start_torch,
+)
+from train.config import TrainConfig
+from train.optimizers import OPTIMIZERS, not_in
+from train.state import arrays_sha256
+from train.values import World
+
+SERVED = "torch_export"
+PROGRAM = "model.pt2"
+STATE_FILE = "state_dict.pt"
+
+
+class TorchLearner:
+    """`train.backends.backend.Learner` of a PyTorch module, or of a Keras model on PyTorch."""
+
+    follows_schedule = True
+
+    def __init__(self, config: TrainConfig, built: BuiltModule, spec: ModelSpec) -> None:
+        self.config_sha256 = built.config_sha256
+        self.outputs_are_logits = built.outputs_are_logits
+        # A Keras model is exported by Keras on TensorFlow, from the same arrays.
+        self.export_backend = "keras" if built.is_keras else "torch"
+        self._config = config
+        self._built = built
+        self._spec = spec
+        self._classifier = built.classifier
+        self._in_training: Callable[[Any], Any] = built.classifier
+        self._weights = self._of_part(StatePart.WEIGHTS)
+        name = "adam" if config.optimizer == "auto" else config.optimizer
+        create = OPTIMIZERS[name].torch
+        if create is None:
+            raise not_in(name, "torch")
+        self._optimizer = create(config, self._weights)
+        create_state(self._optimizer, self._weights)
+
+    def wrap(self, wrapper: Callable[[Any], Any]) -> None:
+        """Train through `wrapper(module)`, which may exchange gradients while they are computed."""
+        self._in_training = wrapper(self._classifier)
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
+        torch = import_torch()
+        images_NHWC, labels_N, weights_N = (
+            torch.from_numpy(array).to(device(), non_blocking=True)
+            for array in (batch.images_NHWC, batch.labels_N, batch.weights_N)
+        )
+        self._classifier.train()
+        self._optimizer.zero_grad(set_to_none=True)
+        with self._precision():
+            outputs_NK = self._in_training(images_NHWC)
+        outputs_NK = outputs_NK.float()
+        losses_N = per_sample_losses(outputs_NK, labels_N, self.outputs_are_logits, self._config.label_smoothing)
+        # Divided by the weight of the GLOBAL batch: see train/backends/keras/step.py.
+        loss = (weights_N * losses_N).sum() / global_weight
+        if self._built.is_keras and self._built.model.losses:
+            loss = loss + sum(self._built.model.losses) * share_of_streams
+        loss.backward()
+        num_correct = (weights_N * (outputs_NK.argmax(dim=1) == labels_N)).sum()
+        gradients = [
+            torch.zeros_like(weight) if weight.grad is None else weight.grad.float() for weight in self._weights
+        ]
+        return [*gradients, torch.stack([loss.detach(), num_correct]).float()]
+
+    def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
+        torch = import_torch()
+        *gradients, figures = sums
+        loss, num_correct = figures.tolist()
+        gradient_norm = float(torch.linalg.vector_norm(torch.stack([each.norm() for each in gradients])))
+        is_usable = np.isfinite(loss) and np.isfinite(gradient_norm)
+        if is_usable:
+            for group in self._optimizer.param_groups:
+                group["lr"] = group["lr"] if learning_rate is None else learning_rate
+            limit = self._config.gradient_clip_norm
+            if limit and gradient_norm > limit:
+                gradients = [each * (limit / gradient_norm) for each in gradients]
+            for weight, gradient in zip(self._weights, gradients, strict=True):
+                weight.grad = gradient.to(weight.dtype)
+            self._optimizer.step()
+        return StepOutcome(loss, num_correct, gradient_norm, bool(is_usable))
+
+    def outputs(self, images_NHWC: np.ndarray) -> np.ndarray:
+        torch = import_torch()
+        self._classifier.eval()
+        with torch.no_grad(), self._precision():
+            return self._classifier(torch.from_numpy(images_NHWC).to(device())).float().cpu().numpy()
+
+    def arrays(self, part: StatePart) -> list[np.ndarray]:
+        arrays = [tensor.detach().cpu().numpy() for tensor in self._of_part(part)]
+        if part is StatePart.OWN and not self._built.is_keras:
+            arrays += generator_states()
+        # PyTorch has no unsigned 32-bit seeds; on TensorFlow, where the model is exported, Keras has.
+        return [array.astype(np.uint32) if self._is_seed(array) else array.copy() for array in arrays]
+
+    def assign(self, part: StatePart, arrays: Sequence[np.ndarray], source: str) -> None:
+        torch = import_torch()
+        tensors, given = self._of_part(part), list(arrays)
+        generators = []
+        if part is StatePart.OWN and not self._built.is_keras:
+            given, generators = given[: len(tensors)], given[len(tensors) :]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if [array.shape for array in given] != shapes or (generators == []) != (not self._has_generators(part)):
+            raise UsageError(
+                f"{source} holds {len(given)} arrays of other number or shapes",
+                f"this model has {len(tensors)} tensors as its {part.name.lower()}",
+                "train.model must build what it built then; or train under another models.uri",
+            )
+        with torch.no_grad():
+            for tensor, array in zip(tensors, given, strict=True):
+                tensor.copy_(torch.from_numpy(array.astype(np.int64) if array.dtype == np.uint32 else array.copy()))
+        if generators:
+            restore_generators(generators)
+
+    def moving_statistics(self) -> list[int]:
+        tensors = self._of_part(StatePart.OWN)
+        return [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
+
+    def decorrelate(self, rank: int) -> None:
+        if not self._built.is_keras:
+            decorrelate_generators(rank)
+            return
+        arrays = self.arrays(StatePart.OWN)
+        moved = [array + np.array([rank, 0], np.uint32) if array.dtype == np.uint32 else array for array in arrays]
+        self.assign(StatePart.OWN, moved, f"rank {rank}")
+
+    def weights_sha256(self) -> str:
+        if self._built.is_keras:
+            return arrays_sha256(weight.value.detach().cpu().numpy() for weight in self._built.model.weights)
+        return arrays_sha256(tensor.detach().cpu().numpy() for tensor in self._built.model.state_dict().values())
+
+    def probabilities(self, images_NHWC: np.ndarray) -> np.ndarray:
+        torch = import_torch()
+        served = _served(self._classifier, self.outputs_are_logits).eval()
+        with torch.no_grad():
+            return served(torch.from_numpy(images_NHWC).to(device())).cpu().numpy()
+
+    def write_served(self, folder: Path) -> None:
+        torch = import_torch()
+        images_NHWC = torch.zeros((2, *self._spec.image_shape_HWC), dtype=torch.uint8, device=device())
+        program = torch.export.export(
+            _served(self._classifier, self.outputs_are_logits).eval(),
+            (images_NHWC,),
+            dynamic_shapes=({0: torch.export.Dim("N")},),
+        )
+        (folder / SERVED).mkdir()
+        names = json.dumps(self._spec.class_names)
+        torch.export.save(program, folder / SERVED / PROGRAM, extra_files={"class_names.json": names})
+
+    def write_portable(self, folder: Path, images_NHWC: np.ndarray, max_abs_diff: float) -> str:
+        torch = import_torch()
+        state = {name: tensor.detach().cpu() for name, tensor in self._built.model.state_dict().items()}
+        torch.save(state, folder / STATE_FILE)
+        loaded = torch.load(folder / STATE_FILE, weights_only=True)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+        return f"{STATE_FILE} holds the weights alone: load them into what train.model builds"
+
+    def _of_part(self, part: StatePart) -> list[Any]:
+        model = self._built.model
+        if part is StatePart.OPTIMIZER:
+            return state_tensors(self._optimizer, self._weights)
+        is_weight = part is StatePart.WEIGHTS
+        if self._built.is_keras:
+            variables = model.trainable_variables if is_weight else model.non_trainable_variables
+            return [variable.value for variable in variables]
+        parameters = [each for each in model.parameters() if each.requires_grad == is_weight]
+        return parameters if is_weight else [*parameters, *model.buffers()]
+
+    def _has_generators(self, part: StatePart) -> bool:
+        return part is StatePart.OWN and not self._built.is_keras
+
+    def _is_seed(self, array: np.ndarray) -> bool:
+        return self._built.is_keras and array.shape == (2,) and array.dtype.kind in "iu"
+
+    def _precision(self) -> Any:
+        torch = import_torch()
+        if self._config.mixed_precision == "off":
+            return nullcontext()
+        return torch.autocast(device().type, dtype=torch.bfloat16)
+
+
+def _served(classifier: Any, outputs_are_logits: bool) -> Any:
+    torch = import_torch()
+
+    class Served(torch.nn.Module):
+        """uint8 images_NHWC -> probabilities_NK."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.classifier = classifier
+
+        def forward(self, images_NHWC: Any) -> Any:
+            outputs_NK = self.classifier(images_NHWC)
+            return outputs_NK.softmax(dim=1) if outputs_are_logits else outputs_NK
+
+    return Served()
+
+
+class TorchBackend:
+    """`train.backends.backend.Backend` of PyTorch."""
+
+    served = SERVED
+
+    def start(self, world: World, seed: int) -> None:
+        start_torch(world, seed)
+
+    def build(self, config: TrainConfig, spec: ModelSpec) -> TorchLearner:
+        if config.mixed_precision == "float16":
+            raise UsageError(
+                "train.mixed_precision = 'float16' with the backend 'torch'",
+                "it has no loss scaling here",
+                "set train.mixed_precision = 'bfloat16'",
+            )
+        return TorchLearner(config, build_module(config, spec), spec)
+
+    def load_served(self, folder: Path) -> Predict:
+        torch = import_torch()
+        module = torch.export.load(folder / SERVED / PROGRAM).module().to(device())
+
+        def predict(images_NHWC: np.ndarray) -> np.ndarray:
+            with torch.no_grad():
+                return module(torch.from_numpy(np.ascontiguousarray(images_NHWC)).to(device())).cpu().numpy()
+
+        return predict
+
+
+TORCH = TorchBackend()

@@ -1,0 +1,53 @@
+"""From section `train` to a PyTorch optimizer whose state exists before the first step, so that it can be restored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from train.backends.torch.runtime import import_torch
+from train.config import TrainConfig
+
+# Keras's, so that the backends train alike; PyTorch has 1e-8.
+ADAM_EPSILON = 1e-7
+
+
+def sgd(config: TrainConfig, weights: list[Any]) -> Any:
+    """Stochastic gradient descent with `train.momentum`."""
+    return import_torch().optim.SGD(weights, config.base_learning_rate, momentum=config.momentum)
+
+
+def adam(config: TrainConfig, weights: list[Any]) -> Any:
+    """Adam (Kingma, Ba, arXiv:1412.6980)."""
+    return import_torch().optim.Adam(weights, config.base_learning_rate, eps=ADAM_EPSILON)
+
+
+def adamw(config: TrainConfig, weights: list[Any]) -> Any:
+    """AdamW (Loshchilov, Hutter, arXiv:1711.05101) with `train.weight_decay`."""
+    return import_torch().optim.AdamW(
+        weights, config.base_learning_rate, eps=ADAM_EPSILON, weight_decay=config.weight_decay
+    )
+
+
+def create_state(optimizer: Any, weights: list[Any]) -> None:
+    """Let a fresh optimizer have the state that it would create in its first step, all of it zero.
+
+    PyTorch's optimizers have none before. A step with zero gradients creates it; what it did to weights is undone.
+    """
+    torch = import_torch()
+    kept = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for weight, value in zip(weights, kept, strict=True):
+            weight.copy_(value)
+        for tensor in state_tensors(optimizer, weights):
+            tensor.zero_()
+
+
+def state_tensors(optimizer: Any, weights: list[Any]) -> list[Any]:
+    """What the optimizer remembers, in the order of the weights."""
+    torch = import_torch()
+    states = [optimizer.state[weight] for weight in weights]
+    return [state[name] for state in states for name in sorted(state) if isinstance(state[name], torch.Tensor)]

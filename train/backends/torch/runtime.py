@@ -1,0 +1,65 @@
+"""PyTorch in this process: started deterministic on one device, and the state of its random generators as arrays."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from shardmill.errors import UsageError
+from shardmill.registry import install_hint
+from train.values import World
+
+
+def import_torch() -> Any:
+    """The module `torch`. Raises UsageError that names the extra if it cannot be imported."""
+    try:
+        import torch
+    except ImportError as error:
+        raise UsageError(f"this needs PyTorch: {error}", "which is an extra", install_hint("torch")) from None
+    return torch
+
+
+def start_torch(world: World, seed: int) -> None:
+    """Threads for this rank's share of the node, seeds, deterministic kernels; Keras models run on PyTorch."""
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    # Without it cuBLAS is not deterministic, and PyTorch refuses to run.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch = import_torch()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.ranks_per_node))
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    if torch.cuda.is_available():
+        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
+
+
+def device() -> Any:
+    """The one on which this process computes."""
+    torch = import_torch()
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def generator_states() -> list[np.ndarray]:
+    """Of the generators from which dropout and the like draw."""
+    torch = import_torch()
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return [state.numpy() for state in states]
+
+
+def restore_generators(states: list[np.ndarray]) -> None:
+    """Take over what `generator_states` gave on a machine of the same kind; a GPU's is left out where there is none."""
+    torch = import_torch()
+    torch.set_rng_state(torch.from_numpy(states[0].copy()))
+    if torch.cuda.is_available() and len(states) > 1:
+        torch.cuda.set_rng_state(torch.from_numpy(states[1].copy()))
+
+
+def decorrelate_generators(rank: int) -> None:
+    """Let each rank draw numbers of its own, by a seed that follows from the state that all have and the rank."""
+    torch = import_torch()
+    if rank:
+        torch.manual_seed(int(torch.randint(2**62, ())) + rank)

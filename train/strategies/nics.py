@@ -1,0 +1,37 @@
+"""Network interfaces by name and by address; each strategy binds to one of them, never to all."""
+
+from __future__ import annotations
+
+import socket
+
+from shardmill.errors import UsageError
+
+
+def nic_with(address: str) -> str:
+    """The interface that has this IPv4 address. Raises UsageError if none has."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == socket.AF_INET and each.address == address for each in addresses):
+            return name
+    raise UsageError(
+        f"{socket.gethostname()} has no interface with the address {address}",
+        "expected the one by which the driver is reached",
+        "see that the driver's connections are not translated on their way (NAT)",
+    )
+
+
+def ipv4_of(nic: str) -> str:
+    """The IPv4 address of an interface. Raises UsageError if it has none."""
+    import psutil
+
+    nics = psutil.net_if_addrs()
+    address = next((each.address for each in nics.get(nic, []) if each.family == socket.AF_INET), "")
+    if not address:
+        # An empty address would listen on every interface.
+        raise UsageError(
+            f"train.nics: {socket.gethostname()} has no interface {nic!r} with an IPv4 address",
+            f"it has {', '.join(sorted(nics))}",
+            "name one that every host has, or leave train.nics empty",
+        )
+    return address

@@ -1,0 +1,184 @@
+"""The strategy of PyTorch's DistributedDataParallel: gradients are exchanged while the backward pass computes them.
+
+Gloo on CPUs, NCCL on GPUs. Ranks meet at a store of rank 0 on its own address; the port travels through the driver.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from shardmill.epoch_plan import streams_of_rank
+from shardmill.errors import TrainingError
+from shardmill.values import Batch
+from train.backends.backend import Learner
+from train.config import TrainConfig
+from train.strategies.collective import AnnouncedCollective
+from train.strategies.member import DataIndex, Member, MemberStep
+from train.strategies.nics import nic_with
+from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.strategy import GLOO_ECHO, Strategy
+from train.values import Reporter, World
+
+# The watchdog finds lost ranks; a timeout here would end a job in which one rank is only slow.
+TIMEOUT = timedelta(hours=1)
+
+
+class TorchCollective:
+    """`torch.distributed`."""
+
+    def __init__(self, world: World) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._torch, self._dist, self._rank = torch, dist, world.rank
+        self._world_size = world.world_size
+        os.environ["GLOO_SOCKET_IFNAME"] = nic_with(world.address)
+        is_cuda = torch.cuda.is_available()
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            store=_meet(world),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=TIMEOUT,
+        )
+        # What is not a gradient stays in the host's memory.
+        self._hosts = dist.new_group(backend="gloo", timeout=TIMEOUT) if is_cuda else dist.group.WORLD
+
+    def sum_tensors(self, tensors: list[Any]) -> list[Any]:
+        """As one flat tensor: the order of additions depends on a value's place in it."""
+        flat = self._torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self._dist.all_reduce(flat)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        tensor = self._torch.from_numpy(np.array(array))
+        self._dist.all_reduce(tensor, group=self._hosts)
+        return tensor.numpy()
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        size = self._torch.tensor([len(data)])
+        self._dist.broadcast(size, 0, group=self._hosts)
+        if not int(size):
+            return b""
+        mine = np.frombuffer(data, np.uint8).copy() if self._rank == 0 else np.zeros(int(size), np.uint8)
+        tensor = self._torch.from_numpy(mine)
+        self._dist.broadcast(tensor, 0, group=self._hosts)
+        return tensor.numpy().tobytes()
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        sizes = self._gather(np.array([len(data)]))
+        # All must be of one size.
+        longest = max(int(size[0]) for size in sizes)
+        padded = np.frombuffer(data.ljust(longest, b"\0"), np.uint8).copy()
+        parts = self._gather(padded) if longest else [padded] * self._world_size
+        return [part[: int(size[0])].tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        self._dist.barrier(group=self._hosts)
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+
+    def _gather(self, array: np.ndarray) -> list[np.ndarray]:
+        mine = self._torch.from_numpy(array)
+        parts = [self._torch.empty_like(mine) for _ in range(self._world_size)]
+        self._dist.all_gather(parts, mine, group=self._hosts)
+        return [part.numpy() for part in parts]
+
+
+class DdpMember(ReplicatedMember):
+    """A replica whose gradients are summed bucket by bucket as the backward pass fills them."""
+
+    def __init__(self, learner: Any, collective: AnnouncedCollective, data: DataIndex, streams: StreamShare) -> None:
+        super().__init__(learner, collective, data, streams)
+        self._ready_seconds = 0.0
+        learner.wrap(self._distributed)
+
+    def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
+        # They come back summed already; what is left of the exchange after the last bucket was filled could not be
+        # hidden behind the computation.
+        *gradients, figures = self.learner.gradients(batch, global_weight, self._streams.here / self._streams.total)
+        exposed_seconds = time.perf_counter() - self._ready_seconds
+        started_seconds = time.perf_counter()
+        sums = [*gradients, *self._collective.sum_tensors([figures])]
+        seconds = exposed_seconds + time.perf_counter() - started_seconds
+        return MemberStep(self.learner.apply(sums, learning_rate), seconds)
+
+    def _distributed(self, module: Any) -> Any:
+        from torch.nn.parallel import DistributedDataParallel
+
+        wrapped = DistributedDataParallel(
+            module,
+            # All ranks get rank 0's state when they start, and average moving statistics after each epoch.
+            init_sync=False,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            # Without it buckets are laid out anew after the first step, in the order of arrival: a resumed training
+            # would add the values of three ranks in another order than one that never stopped.
+            find_unused_parameters=True,
+        )
+        # A lambda, because PyTorch compares a function's annotations, which are text in this file, with its types.
+        wrapped.register_comm_hook(None, lambda _, bucket: self._sum_bucket(bucket))
+        return wrapped
+
+    def _sum_bucket(self, bucket: Any) -> Any:
+        """Start to sum a bucket. PyTorch's own hook divides by the world size: the objective here is a sum already."""
+        import torch.distributed as dist
+
+        self._ready_seconds = time.perf_counter()
+        work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+
+def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+    """`train.strategies.strategy.Join`."""
+    data = DataIndex(world.rank, world.world_size)
+    share = len(streams_of_rank(data.index, data.count, config.num_streams))
+    learner = build()
+    collective = AnnouncedCollective(TorchCollective, world, reporter)
+    return DdpMember(learner, collective, data, StreamShare(share, config.num_streams))
+
+
+def _meet(world: World) -> Any:
+    """The store in which the ranks leave their addresses: at rank 0, on the one address that the others know."""
+    import torch.distributed as dist
+
+    open_store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    store, told = None, b"{}"
+    if world.rank == 0:
+        # PyTorch would listen on every interface; the store takes over the socket, and closes it.
+        listener = socket.create_server((world.address, 0))
+        port = listener.getsockname()[1]
+        store = open_store(
+            world.address, port, world.world_size, True, TIMEOUT, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+        told = json.dumps({"host": world.address, "port": port}).encode()
+    [of_rank_0, *_] = world.exchange(told)
+    if store is not None:
+        return store
+    there = json.loads(of_rank_0)
+    if not there:
+        raise TrainingError("rank 0 opened no store", "expected its address", "start all ranks with one launcher")
+    return open_store(there["host"], there["port"], world.world_size, False, TIMEOUT, wait_for_workers=False)
+
+
+TORCH_DDP = Strategy(
+    backends=("torch",),
+    synchronous=True,
+    exact_resume=True,
+    checkpoint_layout="replicated",
+    max_world_size=None,
+    join=join_ddp,
+    echo=re.compile(rf"{GLOO_ECHO}|DistBackendError|NCCL error|ProcessGroup\w+.*(timeout|abort)", re.IGNORECASE),
+)
