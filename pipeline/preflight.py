@@ -58,7 +58,9 @@ def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequ
         try:
             check.look()
         except ShardmillError as error:
-            errors.append(error)
+            # A model that is not there is found twice: it also decides about the backend.
+            if str(error) not in map(str, errors):
+                errors.append(error)
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -124,10 +126,8 @@ def _look_at_model(tree: PipelineTree) -> str:
 
 
 def _look_at_launch(tree: PipelineTree) -> str:
-    from train.launching import LAUNCHERS
-    from train.strategies import find_strategy
+    from train.preflight import check_terms
 
     train = tree.train
-    find_strategy(train.strategy, train.num_workers)
-    LAUNCHERS[train.launcher].check(train.num_workers, tree.spark)
-    return f"{train.num_workers} rank(s) by {train.launcher}, strategy {train.strategy}"
+    backend = check_terms(train, tree.spark)
+    return f"{train.num_workers} rank(s) by {train.launcher}, strategy {train.strategy}, backend {backend}"

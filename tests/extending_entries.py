@@ -14,6 +14,7 @@ from shardmill.dataset.unit_result import UnitResult
 from shardmill.formats.encodings import PNG
 from shardmill.formats.parquet import PARQUET
 from shardmill.stores.local import LocalStore
+from train.backends.keras.backend import KerasBackend
 from train.backends.keras.optimizers import sgd
 from train.launching.inline import INLINE
 from train.models.small_cnn import small_cnn
@@ -24,7 +25,8 @@ from train.strategies.single import SINGLE
 NEW_SOURCE = FolderSource
 NEW_FORMAT = replace(PARQUET, suffix="new.parquet")
 NEW_ENCODING = replace(PNG)
-NEW_STRATEGY = replace(SINGLE)
+NEW_STRATEGY = replace(SINGLE, backends=("keras", "new"))
+NEW_BACKEND = KerasBackend()
 NEW_LAUNCHER = replace(INLINE)
 NEW_MODEL = small_cnn
 NEW_SCHEDULE = replace(STEP)

@@ -34,6 +34,7 @@ NEW_ENTRIES = {
     "etl.formats": "NEW_FORMAT",
     "train.model": "NEW_MODEL",
     "train.strategy": "NEW_STRATEGY",
+    "train.backend": "NEW_BACKEND",
     "train.optimizer": "new_optimizer",
     "train.schedule": "NEW_SCHEDULE",
     "train.launcher": "NEW_LAUNCHER",

@@ -6,10 +6,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
+from train.choose_backend import choose_backend
 from train.config import TrainConfig
+from train.launching import LAUNCHERS
+from train.strategies import find_strategy
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
+    from shardmill.jobs.config import SparkConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,24 @@ class WindowMemory:
     def as_fields(self) -> dict[str, str | int | float]:
         """For an event."""
         return {**asdict(self), "bytes_per_rank": self.bytes_per_rank}
+
+
+def check_terms(config: TrainConfig, spark: SparkConfig) -> str:
+    """What needs no dataset: strategy, launcher, backend and their numbers fit each other. -> the backend's name.
+
+    Raises UsageError otherwise. Nothing is imported that trains.
+    """
+    find_strategy(config.strategy, config.num_workers)
+    launcher = LAUNCHERS[config.launcher]
+    if launcher.strategies is not None and config.strategy not in launcher.strategies:
+        others = [name for name in LAUNCHERS if LAUNCHERS[name].strategies is None and name != "inline"]
+        raise UsageError(
+            f"train.launcher = {config.launcher!r} with train.strategy = {config.strategy!r}",
+            f"it starts ranks of {' and '.join(launcher.strategies)}",
+            f"set train.launcher to {' or '.join(map(repr, others))}",
+        )
+    launcher.check(config.num_workers, spark)
+    return choose_backend(config)
 
 
 def check_trainable(config: TrainConfig, dataset: Dataset) -> None:

@@ -22,9 +22,8 @@ from shardmill.values import DatasetPin
 from train.evaluate import evaluation_section
 from train.launching import LAUNCHERS
 from train.observer import TrainObserver
-from train.preflight import check_trainable, window_memory
+from train.preflight import check_terms, check_trainable, window_memory
 from train.run_log import RunLog, StepsLog
-from train.strategies import find_strategy
 from train.trainings import TrainingChoice, choose_training, read_result
 from train.tree import TrainTree
 from train.values import TrainResult
@@ -53,8 +52,8 @@ def train_model(
     Raises UsageError (2), IntegrityError (3), StorageError (4), or TrainingError (5), that of the first failed rank.
     """
     # What can be said before anything starts: names, numbers, places.
+    check_terms(tree.train, tree.spark)
     launcher = LAUNCHERS[tree.train.launcher]
-    find_strategy(tree.train.strategy, tree.train.num_workers)
     models = open_store(require_uri("models.uri", tree.models.uri))
 
     # The version: the latest, or the one that `dataset.uri` names. What is unfinished on another one stays as it is.

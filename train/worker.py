@@ -20,8 +20,8 @@ from shardmill.stores import open_store
 from shardmill.values import Batch
 from train.backends import BACKENDS
 from train.backends.backend import Learner, model_spec
-from train.backends.choose import choose_backend
 from train.checkpoint import CheckpointFolder, TrainingIdentity
+from train.choose_backend import choose_backend
 from train.config import TrainConfig, settings_that_matter
 from train.evaluate import evaluate_batches
 from train.models.identity import check_source, inputs_hint

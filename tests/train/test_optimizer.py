@@ -38,7 +38,7 @@ def test_clipping_bounds_the_update():
     config = TrainConfig(optimizer="sgd", momentum=0, gradient_clip_norm=0.01)
     built, step = step_of(config, SHAPE)
     before = [np.array(variable) for variable in built.model.trainable_variables]
-    outcome = step.apply(step.gradients(batch_of(SHAPE), 4), 1.0)
+    outcome = step.apply(step.gradients(batch_of(SHAPE), 4, 1.0), 1.0)
     assert outcome.gradient_norm > 0.01, "reported as it was before clipping"
     changes = [np.array(v) - old for v, old in zip(built.model.trainable_variables, before, strict=True)]
     assert math.sqrt(sum(float((change**2).sum()) for change in changes)) == pytest.approx(0.01, rel=1e-3)
@@ -62,7 +62,7 @@ def test_float16_skips_a_step_that_overflows_and_goes_on():
     optimizer = step._chosen.optimizer
     optimizer.dynamic_scale.assign(1e30)
     before = np.array(built.model.trainable_variables[0])
-    assert step.apply(step.gradients(batch_of(SHAPE), 4), 0.1).is_applied
+    assert step.apply(step.gradients(batch_of(SHAPE), 4, 1.0), 0.1).is_applied
     np.testing.assert_array_equal(before, np.array(built.model.trainable_variables[0]))
     assert float(optimizer.dynamic_scale.value) == pytest.approx(5e29)
 

@@ -42,6 +42,8 @@ class Launcher:
     launch: Launch
     check: Callable[[int, SparkConfig], None] = _no_limit
     """(world size, section `spark`): raises UsageError if so many ranks cannot start, as far as that is known."""
+    strategies: tuple[str, ...] | None = None
+    """Whose ranks it can start; None for all, because ranks meet through their driver."""
     ranks_here: Callable[[int, SparkConfig], int] = _none_here
     """(world size, section `spark`) -> how many of the ranks run on this machine and share its cores."""
 
@@ -53,8 +55,6 @@ LAUNCHERS: Registry[Launcher] = Registry(
         "local": Entry(
             "train.launching.local:LOCAL",
             "processes on this machine",
-            extra="horovod",
-            packages=("horovod",),
         ),
         "horovod_spark": Entry(
             "train.launching.horovod_spark:HOROVOD_SPARK",

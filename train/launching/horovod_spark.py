@@ -281,4 +281,10 @@ def _patched_horovod(stop: threading.Event, output: _Tail, secret: bytes) -> Ite
                 rendezvous.stop()
 
 
-HOROVOD_SPARK = Launcher(launch_horovod_spark, check=check_configured_slots, ranks_here=ranks_on_this_machine)
+HOROVOD_SPARK = Launcher(
+    launch_horovod_spark,
+    check=check_configured_slots,
+    # Horovod tells its ranks where the others are; other strategies ask their driver, but this is Horovod's own way.
+    strategies=("single", "horovod"),
+    ranks_here=ranks_on_this_machine,
+)

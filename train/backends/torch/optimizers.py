@@ -7,7 +7,8 @@ from typing import Any
 from train.backends.torch.runtime import import_torch
 from train.config import TrainConfig
 
-# Keras's, so that the backends train alike; PyTorch has 1e-8.
+# PyTorch's own 1e-8 makes full steps of gradients that are rounding errors. Keras has 1e-7 too, but adds it before the
+# correction of the bias: the backends' Adams agree only where gradients are larger.
 ADAM_EPSILON = 1e-7
 
 

@@ -23,7 +23,8 @@ def import_torch() -> Any:
 
 def start_torch(world: World, seed: int) -> None:
     """Threads for this rank's share of the node, seeds, deterministic kernels; Keras models run on PyTorch."""
-    os.environ.setdefault("KERAS_BACKEND", "torch")
+    # A driver that has imported TensorFlow leaves its own choice to the ranks. Keras reads this once.
+    os.environ["KERAS_BACKEND"] = "torch"
     # Without it cuBLAS is not deterministic, and PyTorch refuses to run.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch = import_torch()

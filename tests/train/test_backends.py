@@ -1,0 +1,206 @@
+"""Every backend keeps what `train.backends.backend` says: sums that are gradients, state that comes back, exports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardmill.errors import UsageError
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.observer import SilentObserver
+from tests.train.test_models import batch_of
+from tests.train.training import MODELS, task_of, train_here
+from train.backends import BACKENDS
+from train.backends.backend import InputScale, ModelSpec, StatePart
+from train.choose_backend import choose_backend
+from train.config import TrainConfig
+from train.launching import LAUNCHERS
+from train.preflight import check_terms
+from train.published.export import export_training
+from train.published.load import load_exported
+from train.run_log import RunLog
+from train.values import World
+
+TORCH_MODELS = "tests.train.torch_models"
+SHAPE = (16, 16, 3)
+SPEC = ModelSpec(SHAPE, ("a", "b", "c"), InputScale((120.0,) * 3, (60.0,) * 3))
+STATEFUL = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
+LINEAR = {"keras": f"{MODELS}:linear", "torch": f"{TORCH_MODELS}:linear"}
+
+
+def learner(name: str, model: str, **config: object):
+    backend = BACKENDS[name]
+    backend.start(World(), int(config.get("seed", 0)))
+    return backend.build(TrainConfig(model=model, **config), SPEC)
+
+
+def state(learner) -> dict[StatePart, list[bytes]]:
+    return {part: [array.tobytes() for array in learner.arrays(part)] for part in StatePart}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_state_of_one_moment_gives_the_same_next_step(name, optimizer):
+    batch, config = batch_of(SHAPE, num_rows=6), {"optimizer": optimizer, "weight_decay": 0.1}
+    first = learner(name, STATEFUL[name], **config)
+    untouched = state(first)
+    first.apply(first.gradients(batch, 6, 1.0), 0.1)
+    saved = {part: first.arrays(part) for part in StatePart}
+    outcome = first.apply(first.gradients(batch, 6, 1.0), 0.1)
+    after = state(first)
+
+    second = learner(name, STATEFUL[name], seed=1, **config)
+    assert state(second)[StatePart.WEIGHTS] != untouched[StatePart.WEIGHTS]
+    for part, arrays in saved.items():
+        second.assign(part, arrays, "the first")
+    again = second.apply(second.gradients(batch, 6, 1.0), 0.1)
+    assert (again, state(second)) == (outcome, after)
+    assert second.weights_sha256() == first.weights_sha256()
+    assert second.config_sha256 == first.config_sha256
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_parts_of_a_batch_add_up_to_its_gradient(name):
+    whole = batch_of(SHAPE, num_rows=6)
+    one = learner(name, LINEAR[name], label_smoothing=0.1)
+    expected = [np.array(each) for each in one.gradients(whole, 6, 1.0)]
+    parts = []
+    for rows in (slice(0, 4), slice(4, 6)):
+        names = ("images_NHWC", "labels_N", "weights_N", "sample_ids_N")
+        part = replace(whole, **{each: getattr(whole, each)[rows] for each in names})
+        parts.append([np.array(each) for each in one.gradients(part, 6, (rows.stop - rows.start) / 6)])
+    for total, left, right in zip(expected, *parts, strict=True):
+        np.testing.assert_allclose(left + right, total, rtol=1e-4, atol=1e-6)
+
+
+def test_backends_agree_on_loss_and_gradient():
+    """The same linear model with the same weights, in each framework."""
+    kernel = np.random.default_rng(0).normal(0, 0.05, (16 * 16 * 3, 3)).astype(np.float32)
+    bias, batch = np.array([0.1, 0.2, 0.3], np.float32), batch_of(SHAPE, num_rows=6)
+    # PyTorch has channels first, and a kernel's outputs first.
+    in_torch = kernel.reshape(16, 16, 3, 3).transpose(3, 2, 0, 1).reshape(3, -1)
+    found = {}
+    for name, weights in {"keras": [kernel, bias], "torch": [in_torch, bias]}.items():
+        one = learner(name, LINEAR[name], label_smoothing=0.2, optimizer="sgd", gradient_clip_norm=0.5)
+        one.assign(StatePart.WEIGHTS, [np.ascontiguousarray(each) for each in weights], "the test")
+        outcome = one.apply(one.gradients(batch, 6, 1.0), 0.01)
+        after, bias_after = one.arrays(StatePart.WEIGHTS)
+        if name == "torch":
+            after = after.reshape(3, 3, 16, 16).transpose(2, 3, 1, 0).reshape(-1, 3)
+        found[name] = (outcome, after, bias_after)
+    (one, after, bias_after), (other, other_after, other_bias) = found["keras"], found["torch"]
+    assert one.loss == pytest.approx(other.loss, rel=1e-5) and one.num_correct == other.num_correct
+    assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-4) and one.gradient_norm > 0.5
+    np.testing.assert_allclose(after, other_after, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(bias_after, other_bias, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_loss_that_is_not_a_number_changes_nothing(name):
+    one = learner(name, LINEAR[name])
+    one.assign(StatePart.WEIGHTS, [np.full_like(each, np.inf) for each in one.arrays(StatePart.WEIGHTS)], "the test")
+    before = state(one)
+    assert not one.apply(one.gradients(batch_of(SHAPE), 4, 1.0), None).is_applied
+    assert state(one) == before
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_state_of_another_model_is_refused(name):
+    one = learner(name, LINEAR[name])
+    for part in (StatePart.WEIGHTS, StatePart.OPTIMIZER):
+        arrays = one.arrays(part)
+        with pytest.raises(UsageError, match="a file holds"):
+            one.assign(part, arrays[1:], "a file")
+        with pytest.raises(UsageError, match="a file holds"):
+            one.assign(part, [np.zeros((2, 2), np.float32), *arrays[1:]], "a file")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_export_answers_as_the_model_does(name, tmp_path):
+    one = learner(name, STATEFUL[name])
+    one.apply(one.gradients(batch_of(SHAPE), 4, 1.0), 0.1)
+    assert one.export_backend == name
+    one.write_served(tmp_path)
+    served = BACKENDS[name].load_served(tmp_path)
+    for num_rows in (1, 5):
+        images_NHWC = batch_of(SHAPE, num_rows).images_NHWC
+        answers_NK = served(images_NHWC)
+        assert answers_NK.shape == (num_rows, 3) and answers_NK.dtype == np.float32
+        np.testing.assert_allclose(answers_NK.sum(axis=1), 1, rtol=1e-5)
+        np.testing.assert_allclose(answers_NK, one.probabilities(images_NHWC), atol=1e-5)
+    one.write_portable(tmp_path, batch_of(SHAPE).images_NHWC, 1e-5)
+    assert any(path.is_file() for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("no_model", r"the factory returned builtins.str; expected an nn.Module"),
+        ("one_class_too_many", r"gives an output of shape \(2, 4\) for 2 images; expected 3 outputs"),
+        ("frozen", r"has no trainable variables"),
+    ],
+)
+def test_a_module_that_does_not_fit_is_refused(factory, message):
+    with pytest.raises(UsageError, match=message):
+        learner("torch", f"{TORCH_MODELS}:{factory}")
+
+
+def test_the_backend_follows_from_strategy_and_model():
+    assert choose_backend(TrainConfig()) == "keras"
+    assert choose_backend(TrainConfig(model=LINEAR["torch"])) == "torch"
+    assert choose_backend(TrainConfig(model=LINEAR["keras"])) == "keras"
+    assert choose_backend(TrainConfig(strategy="torch_ddp")) == "torch"
+    assert choose_backend(TrainConfig(backend="torch")) == "torch"
+    with pytest.raises(UsageError, match=r"'horovod' with the backend 'torch', which train.model = .*'torch_ddp'"):
+        choose_backend(TrainConfig(model=LINEAR["torch"], strategy="horovod"))
+    with pytest.raises(UsageError, match=r"'torch_ddp' with the backend 'keras'; it runs with torch; set train.strat"):
+        choose_backend(TrainConfig(strategy="torch_ddp", backend="keras"))
+
+
+def test_a_launcher_refuses_a_strategy_that_it_cannot_start():
+    config = TrainConfig(strategy="torch_ddp", launcher="horovod_spark", num_workers=2)
+    with pytest.raises(UsageError, match=r"'horovod_spark' with train.strategy = 'torch_ddp'; .* set .* to 'local'"):
+        check_terms(config, SparkConfig(master="local[2]"))
+
+
+def test_a_torch_training_is_exported_and_loaded_by_torch(tiny_uri, tmp_path):
+    config = TrainConfig(model=LINEAR["torch"], epochs=8, learning_rate=0.01)
+    result = train_here(tiny_uri, tmp_path, **config.model_dump(exclude_unset=True))
+    outcome = export_training(str(tmp_path), config, result, "run")
+    record = outcome.export.record
+    assert (record.backend, record.parity_max_abs_diff <= 1e-5) == ("torch", True)
+    assert record.evaluation.accuracy == result.evaluation.accuracy == 1.0
+    model = load_exported(str(tmp_path), outcome.export.number)
+    assert model.predict(batch_of(SHAPE).images_NHWC).shape == (4, 3)
+
+
+def test_a_keras_model_trained_by_torch_is_exported_by_keras(tiny_uri, tmp_path):
+    """Two ranks of `torch_ddp` train the demo's model; the process that exports has TensorFlow."""
+    given = {"strategy": "torch_ddp", "launcher": "local", "num_workers": 2, "epochs": 8, "learning_rate": 0.003}
+    task = task_of(tiny_uri, tmp_path, **given)
+    result = LAUNCHERS["local"].launch(task, SparkConfig(), RunLog(SilentObserver()))
+    assert result.export_backend == "keras"
+    export = export_training(str(tmp_path), task.config, result, "run").export
+    assert export.record.backend == "keras"
+    assert export.record.evaluation.accuracy == result.evaluation.accuracy >= 0.9
+
+
+def test_a_torch_rank_imports_no_tensorflow(tiny_uri, tmp_path):
+    code = f"""
+import sys, json
+from pathlib import Path
+from tests.train.training import train_here
+result = train_here({tiny_uri!r}, Path({str(tmp_path)!r}), model="{TORCH_MODELS}:linear", epochs=1)
+print(json.dumps([name for name in ("tensorflow", "keras") if name in sys.modules]))
+"""
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr[-1000:]
