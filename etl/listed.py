@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import pyarrow as pa
 
@@ -64,5 +65,7 @@ def batches_of(
 
 def listed_table(images: list[SourceImage]) -> pa.Table:
     """The columns of `LISTED_SCHEMA`."""
-    columns = [pa.array([getattr(image, field.name) for image in images], field.type) for field in LISTED_SCHEMA]
-    return pa.table(columns, schema=LISTED_SCHEMA)
+    rows = map(attrgetter(*LISTED_SCHEMA.names), images)
+    columns = list(zip(*rows, strict=True)) or [()] * len(LISTED_SCHEMA)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, LISTED_SCHEMA, strict=True)]
+    return pa.table(arrays, schema=LISTED_SCHEMA)

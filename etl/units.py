@@ -140,7 +140,8 @@ def fingerprint_config(
 
 def images_of_table(table: pa.Table) -> Iterator[SourceImage]:
     """The rows of a segment's table."""
-    columns = [table.column(each.name).to_pylist() for each in fields(SourceImage)]
+    # By way of NumPy: `to_pylist` alone makes an object of Arrow's for each value, and takes 20 times as long.
+    columns = [table.column(each.name).to_numpy().tolist() for each in fields(SourceImage)]
     return itertools.starmap(SourceImage, zip(*columns, strict=True))
 
 

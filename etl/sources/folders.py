@@ -50,7 +50,7 @@ class FolderSource:
         layout = _Layout()
         with Spool() as spool:
             for batch in batches_of(self._found()):
-                for path in set(map(_folder_of, batch.images.column("key").to_pylist())):
+                for path in set(map(_folder_of, batch.images.column("key").to_numpy().tolist())):
                     layout.add(path)
                 spool.write(batch.images)
                 if batch.rejections:
@@ -216,7 +216,7 @@ class _LabelPlace:
 
     def labelled(self, images: pa.Table) -> ListingBatch:
         """Listed images with split and class; folder by folder, because folders are few."""
-        keys = images.column("key").to_pylist()
+        keys = images.column("key").to_numpy().tolist()
         paths = [_folder_of(key) for key in keys]
         folders = {path: self._judge(path) for path in set(paths)}
         deeper = [key for key, path in zip(keys, paths, strict=True) if folders[path].is_deeper]
