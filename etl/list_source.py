@@ -112,7 +112,7 @@ class _Segments:
         self.num_listed += images.num_rows + len(batch.rejections)
         if not images.num_rows:
             return
-        keys_N32 = key_digests(images)
+        keys_N32 = key_digests(images) if batch.keys_N32 is None else batch.keys_N32
         ids_N = sample_ids(keys_N32)
         cells_N = _cells(images, ids_N, self.seed)
         self.key_sum += sum_limbs(limbs(keys_N32))
@@ -233,7 +233,7 @@ def _judged(batch: ListingBatch, max_source_bytes: int) -> ListingBatch:
         for row, bad_label in _marked(images, is_bad_label, pc.or_(is_bad_label, is_too_large))
     ]
     kept = images.filter(pc.invert(pc.or_(is_bad_label, is_too_large)))
-    return replace(batch, images=kept, rejections=(*batch.rejections, *refused), groups=None)
+    return replace(batch, images=kept, rejections=(*batch.rejections, *refused), groups=None, keys_N32=None)
 
 
 def _marked(images: pa.Table, mark: pa.ChunkedArray, chosen: pa.ChunkedArray) -> Iterator[tuple[dict, bool]]:

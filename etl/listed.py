@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import numpy as np
 import pyarrow as pa
 
 from shardmill.values import Rejection, SourceImage
@@ -41,6 +42,8 @@ class ListingBatch:
     """What looks wrong to the source and ends nothing: one sentence each."""
     groups: pa.Array | None = None
     """A string for each image, null for none: images of one group are not to be in different splits."""
+    keys_N32: np.ndarray | None = None
+    """SHA-256 of each image's key, uint8, if they were computed already; see `key_digests`."""
     extra_types: Mapping[str, str] = field(default_factory=dict)
     """The type of each extra column of the source, as far as its values have told; see `ARROW_TYPES`."""
 

@@ -81,7 +81,8 @@ class WithStratifiedSplits:
         names, edges_CS = self._cut_classes()
         for batch in self._source.list():
             images = batch.images
-            ids_N = sample_ids(key_digests(images))
+            keys_N32 = key_digests(images)
+            ids_N = sample_ids(keys_N32)
             classes_N = pc.index_in(images.column("label"), pa.array(names, pa.string())).fill_null(len(names))
             positions_N1 = mix64_array(ids_N, _SEED)[:, None]
             # How many edges of its class an image has passed is its split.
@@ -90,7 +91,8 @@ class WithStratifiedSplits:
             chosen = pa.array(SPLITS).take(pa.array(np.where(known_N == _UNKNOWN, new_N, known_N)))
             place = images.schema.get_field_index("split")
             column = pc.coalesce(images.column("split"), chosen)
-            yield replace(batch, images=images.set_column(place, images.field(place), column))
+            split = images.set_column(place, images.field(place), column)
+            yield replace(batch, images=split, keys_N32=keys_N32)
 
     def _cut_classes(self) -> tuple[list[str | None], np.ndarray]:
         """Class names in order, and for each the hash positions where its splits end; the last row is of no class."""
