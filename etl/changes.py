@@ -53,6 +53,8 @@ class Changes:
     """Rows whose source is gone or has changed."""
     rows: OlderRows | None = None
     """The older version's, if there are contents to compare."""
+    rereads: bool = False
+    """Whether the next run has to read the same inputs again: their contents count, and nothing tells of them."""
 
     @property
     def may_keep_rows(self) -> bool:
@@ -84,7 +86,7 @@ class Compared:
             lambda: (each for each in refused() if each.stage != "list" and each.reason not in asked_again),
             lambda each: _fact_name(each.key, each.size_bytes, each.mtime_ns, each.etag),
         )
-        self._has_known = False
+        self._has_known = self._rereads = False
         self._is_found_N = np.zeros(sum(rows.sizes), bool)
 
     def list(self) -> Iterator[ListingBatch]:
@@ -92,9 +94,7 @@ class Compared:
         for segment in self._listing.segments:
             for batch in pq.ParquetFile(self._listing.folder / segment).iter_batches():
                 images = pa.Table.from_batches([batch]).select(LISTED_SCHEMA.names)
-                if self._is_same_source:
-                    images = self._with_known(images.filter(pa.array(~self._find(images))))
-                yield ListingBatch(self._without_refused(images))
+                yield ListingBatch(self._changed(images) if self._is_same_source else images)
 
     def changes(self) -> Changes:
         """What is left of the older version."""
@@ -103,21 +103,28 @@ class Compared:
         num_unchanged = int(self._is_found_N.sum())
         num_removed = len(self._is_found_N) - num_unchanged
         rows = self._rows if self._has_known else None
-        return Changes(shards, self._refused, num_unchanged, num_removed, rows)
+        return Changes(shards, self._refused, num_unchanged, num_removed, rows, self._rereads)
+
+    def _changed(self, images: pa.Table) -> pa.Table:
+        """Those that have to be read, with the contents of the rows that they may still be."""
+        if not self._rows.compares_content:
+            return self._without_same(images)
+        # Equal facts of a file of which nothing was listed but its name say nothing of its bytes.
+        is_named_only_N = _are_named_only(images)
+        self._rereads |= bool(is_named_only_N.any())
+        changed = self._without_same(images.filter(pa.array(~is_named_only_N)))
+        return self._with_known(pa.concat_tables([changed, images.filter(pa.array(is_named_only_N))]))
+
+    def _without_same(self, images: pa.Table) -> pa.Table:
+        return self._without_refused(images.filter(pa.array(~self._find(images))))
 
     def _find(self, images: pa.Table) -> np.ndarray:
         """Which of these are rows already; marks them."""
         rows_N, found_N = self._rows.find(images)
-        if self._rows.compares_content:
-            # Equal facts of a file of which nothing was listed but its name say nothing of its bytes.
-            found_N &= ~_tells_only_names(images)
         self._is_found_N[rows_N[found_N]] = True
         return found_N
 
     def _with_known(self, images: pa.Table) -> pa.Table:
-        """With the contents of the rows that these images may still be, if they are compared."""
-        if not self._rows.compares_content:
-            return images
         place = LISTED_SCHEMA.get_field_index("known_sha256")
         known = self._rows.known_sha256(images)
         self._has_known |= pc.any(pc.not_equal(known, ""), min_count=0).as_py()
@@ -125,7 +132,7 @@ class Compared:
 
     def _without_refused(self, images: pa.Table) -> pa.Table:
         """Take out what was refused before for a reason that still holds, since the input is the same."""
-        if not self._is_same_source or not len(self._refused):
+        if not len(self._refused):
             return images
         facts = (images.column(name).to_pylist() for name in ("key", "size_bytes", "mtime_ns", "etag"))
         is_refused_N = self._refused.mark(itertools.starmap(_fact_name, zip(*facts, strict=True)))
@@ -136,6 +143,6 @@ def _fact_name(key: str, size_bytes: int, mtime_ns: int, etag: str) -> str:
     return f"{key}\0{size_bytes}\0{mtime_ns}\0{etag}"
 
 
-def _tells_only_names(images: pa.Table) -> np.ndarray:
+def _are_named_only(images: pa.Table) -> np.ndarray:
     is_unknown = pc.and_(pc.equal(images.column("size_bytes"), UNKNOWN_SIZE), pc.equal(images.column("mtime_ns"), 0))
     return pc.and_(is_unknown, pc.equal(images.column("etag"), "")).to_numpy()

@@ -32,7 +32,8 @@ def commit_results(
 
     `before_commit` may still refuse, when all files are written and only the manifest is not. `group` brings rows of
     equal bytes together.
-    If no new version came of it, the records stay: the same listing (of touched files, say) is not processed again.
+    If no new version came of it, the records stay, unless `changes` asks to read again: the same listing (of touched
+    files, say) is not processed again.
     """
     if changes is not None:
         changes = with_same_content(changes, plan.work, finished.results)
@@ -43,6 +44,8 @@ def commit_results(
         if changes is not None and plan.parent is not None:
             beside = _beside_parent(plan, plan.parent, changes, finished, copier)
             if beside is None:
+                if changes.rereads:
+                    clear_pending(plan.store, plan.units, plan.parent_version)
                 return plan.parent
             build, results = beside
         resolved = resolve_duplicates(results, rejections, plan.task.config, copier, group)

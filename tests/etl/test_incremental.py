@@ -68,7 +68,8 @@ def test_any_series_of_changes_ends_with_the_content_of_a_full_build(tmp_path: P
             left = [file for file in files if file.exists()]
             shutil.copy(rng.choice(left), tmp_path / "images" / "class_0" / f"copy_{step}.png")
         outcome = build(tmp_path)
-        whole = build(tmp_path, f"whole_{step}")
+        # A class whose last image is gone keeps its number.
+        whole = build(tmp_path, f"whole_{step}", label_map=outcome.manifest.class_names)
         assert outcome.manifest.content_digest == whole.manifest.content_digest
         assert outcome.manifest.counts == whole.manifest.counts
         assert outcome.manifest.ledger_digest == whole.manifest.ledger_digest
