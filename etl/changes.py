@@ -55,6 +55,8 @@ class Changes:
     """The older version's, if there are contents to compare."""
     rereads: bool = False
     """Whether the next run has to read the same inputs again: their contents count, and nothing tells of them."""
+    num_to_compare: int = 0
+    """Of the removed rows: those whose inputs may still hold the same bytes."""
 
     @property
     def may_keep_rows(self) -> bool:
@@ -86,7 +88,7 @@ class Compared:
             lambda: (each for each in refused() if each.stage != "list" and each.reason not in asked_again),
             lambda each: _fact_name(each.key, each.size_bytes, each.mtime_ns, each.etag),
         )
-        self._has_known = self._rereads = False
+        self._num_known, self._rereads = 0, False
         self._is_found_N = np.zeros(sum(rows.sizes), bool)
 
     def list(self) -> Iterator[ListingBatch]:
@@ -102,8 +104,8 @@ class Compared:
         shards = tuple(ShardRows(copies, each) for copies, each in zip(self._shards, kept, strict=True))
         num_unchanged = int(self._is_found_N.sum())
         num_removed = len(self._is_found_N) - num_unchanged
-        rows = self._rows if self._has_known else None
-        return Changes(shards, self._refused, num_unchanged, num_removed, rows, self._rereads)
+        rows = self._rows if self._num_known else None
+        return Changes(shards, self._refused, num_unchanged, num_removed, rows, self._rereads, self._num_known)
 
     def _changed(self, images: pa.Table) -> pa.Table:
         """Those that have to be read, with the contents of the rows that they may still be."""
@@ -127,7 +129,7 @@ class Compared:
     def _with_known(self, images: pa.Table) -> pa.Table:
         place = LISTED_SCHEMA.get_field_index("known_sha256")
         known = self._rows.known_sha256(images)
-        self._has_known |= pc.any(pc.not_equal(known, ""), min_count=0).as_py()
+        self._num_known += pc.sum(pc.not_equal(known, ""), min_count=0).as_py()
         return images.set_column(place, LISTED_SCHEMA.field(place), known)
 
     def _without_refused(self, images: pa.Table) -> pa.Table:

@@ -204,9 +204,11 @@ def plan_changes(plan: BuildPlan, observer: Observer) -> tuple[BuildPlan, Change
         {
             "unchanged": changes.num_unchanged,
             "to_process": work.num_images,
-            "removed": 0 if plan.is_append else changes.num_removed,
+            "removed": 0 if plan.is_append else changes.num_removed - changes.num_to_compare,
         },
     )
+    if changes.num_to_compare:
+        observer.event("etl.comparing", {"inputs": changes.num_to_compare})
     task = replace(
         plan.task, listing=ListingPlace(str(work.folder), work.segments), probes=work.probes or plan.task.probes
     )

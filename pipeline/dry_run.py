@@ -36,6 +36,8 @@ class DryRun:
     """Its rows that would stay."""
     num_removed: int
     """Its rows that would go: their inputs are gone, have changed, or are made anew with all others."""
+    num_to_compare: int
+    """Its rows whose inputs would be read first, to see whether their bytes are the same; then they stay."""
     num_to_process: int
     """Images that work units would read."""
     num_units: int
@@ -65,9 +67,10 @@ class DryRun:
     def _beside_latest(self) -> str:
         if self.latest_version is None:
             return "no version yet"
-        if not self.num_unchanged and self.num_to_process:
+        if not self.num_unchanged + self.num_to_compare and self.num_to_process:
             return f"version {self.latest_version}; no row of it can stay as it is"
-        return f"version {self.latest_version}: {self.num_unchanged:,} rows stay, {self.num_removed:,} go"
+        compared = f", {self.num_to_compare:,} are compared by their bytes" if self.num_to_compare else ""
+        return f"version {self.latest_version}: {self.num_unchanged:,} rows stay{compared}, {self.num_removed:,} go"
 
 
 def dry_run(source_or_config: str, common: Common, *, replace_source: bool = False) -> DryRun:
@@ -88,6 +91,8 @@ def dry_run(source_or_config: str, common: Common, *, replace_source: bool = Fal
         work, changes = plan_changes(plan, SilentObserver()) or (plan, None)
         if not replace_source:
             check_vanished(plan, changes)
+    num_staying = _num_staying(plan, changes)
+    num_to_compare = 0 if changes is None or plan.is_append else changes.num_to_compare
     return DryRun(
         num_listed=plan.build.num_listed,
         num_images=plan.num_images,
@@ -95,8 +100,9 @@ def dry_run(source_or_config: str, common: Common, *, replace_source: bool = Fal
         by_reason=plan.listing.num_rejected_by_reason,
         class_names=plan.build.class_names,
         latest_version=plan.parent_version or None,
-        num_unchanged=_num_staying(plan, changes),
-        num_removed=0 if plan.parent is None else plan.parent.counts.accepted - _num_staying(plan, changes),
+        num_unchanged=num_staying,
+        num_removed=(plan.parent.counts.accepted if plan.parent is not None else 0) - num_staying - num_to_compare,
+        num_to_compare=num_to_compare,
         num_to_process=work.num_images,
         num_units=len(work.units),
         plan_digest=plan.digest,

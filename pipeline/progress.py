@@ -20,6 +20,7 @@ SENTENCES = {
     "etl.inferred": "etl: {num_classes} classes ({classes}); splits {splits}; stored as {image}; dataset {dataset}",
     "etl.changes": "etl: rows of the latest version that stay: {unchanged:,}; that go: {removed:,}; inputs to process: "
     "{to_process:,}",
+    "etl.comparing": "etl: of these, inputs with another size or time, to be compared by their bytes: {inputs:,}",
     "etl.rebased": "etl: another writer committed version {version} meanwhile; appends to that one",
     "etl.units_kept": "etl: work units kept of an interrupted run: {kept:,}; left to do: {missing:,}",
     "train.resumed": "train: continues at epoch {epoch}, step {step}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import uuid
 from pathlib import Path
@@ -57,8 +58,12 @@ def test_it_tells_what_would_stay_and_what_would_be_made(tmp_path: Path):
     changed = plan(tmp_path)
     assert (*of_dataset(changed), changed.num_units) == (1, 58, 2, 2, 1)
     assert ("dataset", "version 1: 58 rows stay, 2 go") in changed.rows()
+    os.utime(files[2], ns=(1, 1))
+    compared = plan(tmp_path, "etl.detect_changes=content")
+    assert (*of_dataset(compared), compared.num_to_compare) == (1, 57, 1, 3, 2)
+    assert of_dataset(plan(tmp_path)) == (1, 57, 3, 3)
     assert of_dataset(plan(tmp_path, "etl.image_size=8")) == (1, 0, 60, 60)
-    assert of_dataset(plan(tmp_path, "etl.write_mode=append")) == (1, 60, 0, 2)
+    assert of_dataset(plan(tmp_path, "etl.write_mode=append")) == (1, 60, 0, 3)
     for file in files[2:40]:
         file.unlink()
     with pytest.raises(StorageError, match="max_vanished_fraction"):
