@@ -15,7 +15,7 @@ import pytest
 
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
-from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.jobs.reach import plant_nonce, remove_nonce
 from shardmill.stores import open_store
@@ -24,8 +24,9 @@ from tests.support import make_dataset
 from tests.train.driver_process import MARK, PIN, ROOT, WORKERS, Driver
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
-from train.launching.horovod_spark import num_slots_of
 from train.launching.rank import EXIT_ABORTED
+from train.launching.spark_slots import num_slots_of
+from train.preflight import check_terms
 from train.run_log import RunLog
 from train.task import WorkerTask
 
@@ -34,7 +35,7 @@ MODELS = "tests.train.launch_models"
 SHORTEST_PATIENCE_SECONDS = min(TrainConfig().silent_seconds, TrainConfig().progress_timeout_seconds)
 
 # Every launcher with the world sizes at which it is tried.
-WORLDS = [("inline", 1), ("local", 1), ("local", 2), ("local", 3), ("horovod_spark", 2)]
+WORLDS = [("inline", 1), ("local", 1), ("local", 2), ("local", 3), ("horovod_spark", 2), ("spark_barrier", 2)]
 
 
 @pytest.fixture
@@ -141,9 +142,17 @@ def test_first_failing_rank_speaks_and_nothing_is_left(start, worker, error, sai
     driver.assert_nothing_left()
 
 
-@pytest.mark.parametrize("worker", ["is_killed", pytest.param("is_stopped", marks=pytest.mark.drill)])
-def test_dead_rank_on_spark_ends_the_job_in_time(start, worker):
-    driver = start("horovod_spark", 2, f"{WORKERS}:{worker}", silent_seconds=5)
+@pytest.mark.parametrize(
+    ("launcher", "worker"),
+    [
+        ("spark_barrier", "is_killed"),
+        pytest.param("spark_barrier", "is_stopped", marks=pytest.mark.drill),
+        pytest.param("horovod_spark", "is_killed", marks=pytest.mark.drill),
+        pytest.param("horovod_spark", "is_stopped", marks=pytest.mark.drill),
+    ],
+)
+def test_dead_rank_on_spark_ends_the_job_in_time(start, launcher, worker):
+    driver = start(launcher, 2, f"{WORKERS}:{worker}", silent_seconds=5)
     outcome = driver.outcome()
     how = {"is_killed": "was killed by SIGKILL after step 0", "is_stopped": "went silent after step 0"}[worker]
     assert outcome["error"] == "TrainingError" and how in outcome["message"], outcome
@@ -194,7 +203,7 @@ def test_straggler_is_not_killed(start, worker, limits):
     assert outcome.get("world_size") == 2, outcome
 
 
-@pytest.mark.parametrize("launcher", ["local", "horovod_spark"])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("horovod_spark", marks=pytest.mark.drill), "spark_barrier"])
 def test_killed_driver_leaves_no_rank(start, launcher):
     driver = start(launcher, 2, f"{WORKERS}:sleeps")
     driver.wait_for_step()
@@ -222,7 +231,7 @@ def test_a_rank_whose_parent_died_before_it_started_ends_at_once():
 
 def test_inline_runs_one_rank_only():
     task = WorkerTask(TrainConfig(num_workers=2, strategy="horovod"), PIN, "/nowhere", "trainings/test", "")
-    with pytest.raises(UsageError, match="num_workers = 2.*'local' or 'horovod_spark'"):
+    with pytest.raises(UsageError, match="num_workers = 2.*'local' or 'spark_barrier'"):
         LAUNCHERS["inline"].launch(task, SparkConfig(), RunLog(SilentObserver()))
 
 
@@ -231,6 +240,14 @@ def test_spark_with_too_few_slots_is_refused_before_it_starts():
     task = WorkerTask(config, PIN, "/nowhere", "trainings/test", "")
     with pytest.raises(UsageError, match=r"num_workers = 3, but Spark at 'local\[2\]' runs 2 task.*local\[3\]"):
         LAUNCHERS["horovod_spark"].launch(task, SparkConfig(master="local[2]"), RunLog(SilentObserver()))
+
+
+def test_dynamic_allocation_is_refused_with_the_setting_to_change():
+    config = TrainConfig(num_workers=2, strategy="torch_ddp", launcher="spark_barrier")
+    conf = {"spark.dynamicAllocation.enabled": "true"}
+    spark = SparkConfig(master="yarn", train=SparkApplicationConfig(conf=conf))
+    with pytest.raises(UsageError, match=r"set spark.dynamicAllocation.enabled = false and spark.executor.instances"):
+        check_terms(config, spark)
 
 
 @pytest.mark.parametrize(

@@ -186,3 +186,14 @@ def test_evaluation_on_ranks_is_that_of_one(tiny_uri, tmp_path, strategy):
     assert result.evaluation.confusion == one.evaluation.confusion
     assert result.evaluation.top5_accuracy == one.evaluation.top5_accuracy
     assert result.evaluation.loss == pytest.approx(one.evaluation.loss, rel=1e-6)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("strategy", [name for name, each in STRATEGIES.items() if each.allows_world_size(2)])
+def test_every_strategy_trains_in_a_barrier_stage_as_it_does_in_processes_here(tiny_uri, tmp_path, strategy):
+    config = {**stateful(strategy), "num_workers": 2}
+    here, _ = train_on_ranks(tiny_uri, tmp_path / "here", 2, stateful(strategy))
+    task = task_of(tiny_uri, tmp_path / "spark", launcher="spark_barrier", **config)
+    watcher = Watcher()
+    result = LAUNCHERS["spark_barrier"].launch(task, SparkConfig(master="local[2]"), watcher)
+    assert (result.weights_sha256, result.final_loss_hex) == (here.weights_sha256, here.final_loss_hex)

@@ -56,6 +56,12 @@ LAUNCHERS: Registry[Launcher] = Registry(
             "train.launching.local:LOCAL",
             "processes on this machine",
         ),
+        "spark_barrier": Entry(
+            "train.launching.spark_barrier:SPARK_BARRIER",
+            "Spark tasks of one barrier stage, for any strategy",
+            extra="spark",
+            packages=("pyspark",),
+        ),
         "horovod_spark": Entry(
             "train.launching.horovod_spark:HOROVOD_SPARK",
             "Spark tasks, through horovod.spark.run",

@@ -6,7 +6,6 @@ Driver and executors share nothing but the network: task, reports and result tra
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import sys
 import threading
@@ -14,16 +13,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from shardmill.errors import TrainingError, UsageError
+from shardmill.errors import TrainingError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH
 from shardmill.jobs.spark import spark_context
-from shardmill.jobs.spark_settings import is_under_spark_submit
 from train.launching import Launcher
 from train.launching.faults import FIX
 from train.launching.keeper import keep_rank
 from train.launching.place import HOROVODS, place_from_environment
 from train.launching.rank import DEFAULT_WORKER
+from train.launching.spark_slots import check_configured_slots, check_slots, ranks_on_this_machine, text_of
 from train.launching.watchdog import Watchdog
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from train.observer import TrainObserver
@@ -74,49 +73,6 @@ def launch_horovod_spark(
                 raise
 
 
-def check_configured_slots(world_size: int, spark: SparkConfig) -> None:
-    """`check_slots` for the config, which `spark-submit` overrules."""
-    if not is_under_spark_submit():
-        check_slots(world_size, spark.master, spark.train.conf)
-
-
-def ranks_on_this_machine(world_size: int, spark: SparkConfig) -> int:
-    """All of them with a local master, else none."""
-    return world_size if spark.master.startswith("local") else 0
-
-
-def check_slots(world_size: int, master: str, conf: dict[str, str]) -> None:
-    """Raises UsageError with the numbers if fewer than `world_size` tasks can run at once, as far as that is known.
-
-    Spark would start as many as fit and wait forever with the rest.
-    """
-    num_slots = num_slots_of(master, conf)
-    if num_slots is not None and num_slots < world_size:
-        raise UsageError(
-            f"train.num_workers = {world_size}, but Spark at {master!r} runs {num_slots} task(s) at a time",
-            f"expected at least {world_size} slots: each rank is a Spark task, and all must run at once",
-            f'set spark.master = "local[{world_size}]"'
-            if master.startswith("local")
-            else "ask for more executors or cores",
-        )
-
-
-def num_slots_of(master: str, conf: dict[str, str]) -> int | None:
-    """Tasks that can run at the same time, or None if that is not known yet (dynamic allocation, defaults)."""
-    cpus_per_task = int(conf.get("spark.task.cpus", "1"))
-    if master == "local":
-        return 1 // cpus_per_task
-    if threads := re.fullmatch(r"local\[(\d+|\*)(?:,\d+)?\]", master):
-        num_cpus = os.cpu_count() or 1 if threads[1] == "*" else int(threads[1])
-        return num_cpus // cpus_per_task
-    if cluster := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
-        return int(cluster[1]) * (int(cluster[2]) // cpus_per_task)
-    is_fixed = conf.get("spark.dynamicAllocation.enabled", "false") == "false"
-    if is_fixed and "spark.executor.instances" in conf and "spark.executor.cores" in conf:
-        return int(conf["spark.executor.instances"]) * (int(conf["spark.executor.cores"]) // cpus_per_task)
-    return None
-
-
 def keep_rank_of_horovod() -> int:
     """What Horovod runs in the process that it starts for each rank, on the executor.
 
@@ -129,8 +85,7 @@ def keep_rank_of_horovod() -> int:
     os.environ[TOKEN_VARIABLE] = derive(key, TOKEN_PURPOSE)
     host, port = os.environ[GLOO_ADDRESS], int(os.environ[GLOO_PORT])
     os.environ.update(address_variables(host, port, derive(key, PATH_PURPOSE)))
-    os.environ.update(place_from_environment(HOROVODS).environment())
-    return keep_rank()
+    return keep_rank(place_from_environment(HOROVODS), dict(os.environ))
 
 
 class _HorovodRun:
@@ -195,16 +150,8 @@ class _HorovodRun:
                 )
         except BaseException as error:
             # Horovod raises plain Exceptions with texts; whatever it is, the main thread decides what it means.
-            self._failure = _text_of(error)
+            self._failure = text_of(error)
             self._watchdog.report_launcher_failure(f"horovod.spark.run failed: {self._failure}", self._output.text())
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return " ".join(f"{type(error).__name__}: {error}".split())
-    except Exception:
-        # The text of a Java exception comes from the JVM, which may be gone.
-        return type(error).__name__
 
 
 class _Tail:
@@ -260,7 +207,7 @@ def _patched_horovod(stop: threading.Event, output: _Tail, secret: bytes) -> Ite
         launch_gloo(*arguments)
 
     def write_thread_error(args: threading.ExceptHookArgs) -> None:
-        output.write_if_empty(_text_of(args.exc_value or args.exc_type()))
+        output.write_if_empty(text_of(args.exc_value or args.exc_type()))
 
     with ExitStack() as stack:
         for module, name, replacement in (

@@ -44,7 +44,7 @@ def check_one_rank(world_size: int, spark: SparkConfig) -> None:
         raise UsageError(
             f"train.launcher = 'inline' with train.num_workers = {world_size}",
             "it runs one worker, in this process",
-            "set train.launcher to 'local' or 'horovod_spark', or train.num_workers to 1",
+            "set train.launcher to 'local' or 'spark_barrier', or train.num_workers to 1",
         )
 
 

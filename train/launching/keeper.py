@@ -10,7 +10,7 @@ import sys
 import threading
 
 from shardmill.jobs.process import SAFE_PATH, Scratch
-from train.launching.place import place_from_environment
+from train.launching.place import Place
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, RankExit, call_driver, wait_for_abort
 
 NUM_OUTPUT_LINES = 40
@@ -62,14 +62,14 @@ class RankProcess:
             self._lines.append(line[-2000:])
 
 
-def keep_rank() -> int:
+def keep_rank(place: Place, environment: dict[str, str]) -> int:
     """For launchers whose processes start elsewhere: run one rank and report its exit to the driver. -> its exit code.
 
-    Everything comes from the environment: the driver's address and token, and the rank's place in the world.
+    `environment` holds the driver's address and token.
     """
-    address, token = os.environ[ADDRESS_VARIABLE], os.environ[TOKEN_VARIABLE]
-    connection, _ = call_driver(address, token, "keeper", place_from_environment().rank, os.getpid())
-    process = RankProcess(dict(os.environ))
+    address, token = environment[ADDRESS_VARIABLE], environment[TOKEN_VARIABLE]
+    connection, _ = call_driver(address, token, "keeper", place.rank, os.getpid())
+    process = RankProcess(environment | place.environment())
     threading.Thread(target=_end_on_abort, args=(connection, process), name="keeper-abort", daemon=True).start()
     note = process.wait()
     # A rank that is gone may have left children in its session.

@@ -1,0 +1,132 @@
+"""The launcher of Spark's barrier stages: all tasks start together, and each starts a rank's process on its executor.
+
+It knows no strategy: ranks meet through their driver. Driver and executors share nothing but the network.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from shardmill.errors import TrainingError, UsageError
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.process import SAFE_PATH, python_path
+from shardmill.jobs.spark import spark_context
+from train.launching import Launcher
+from train.launching.faults import FIX
+from train.launching.keeper import keep_rank
+from train.launching.place import Place
+from train.launching.rank import DEFAULT_WORKER
+from train.launching.spark_slots import check_configured_slots, check_slots, ranks_on_this_machine, text_of
+from train.launching.watchdog import Watchdog
+from train.observer import TrainObserver
+from train.task import WorkerTask
+from train.values import LOOPBACK, TrainResult
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+APPLICATION_NAME = "shardmill-train"
+FINISH_SECONDS = 30.0
+CANCEL_SECONDS = 2.0
+
+
+def launch_spark_barrier(
+    task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
+) -> TrainResult:
+    """Run every rank in a Spark task. Raises UsageError at once if Spark cannot run them all at the same time."""
+    check_barrier(task.config.num_workers, spark)
+    with spark_context(APPLICATION_NAME, spark, spark.train.conf) as context:
+        master, conf = str(context.master), dict(context.getConf().getAll())
+        check_slots(task.config.num_workers, master, conf)
+        check_no_dynamic_allocation(conf)
+        bind_host, advertised_host = LOOPBACK, LOOPBACK
+        if not master.startswith("local"):
+            bind_host, advertised_host = "", conf["spark.driver.host"]
+        with Watchdog(task, worker, observer, bind_host, advertised_host) as watchdog:
+            job = _BarrierJob(context, task.config.num_workers, watchdog)
+            try:
+                result = watchdog.watch()
+                job.finish()
+                return result
+            except BaseException:
+                # First the ranks, at once; then Spark, which needs its time to take tasks down.
+                watchdog.abort()
+                job.cancel()
+                raise
+
+
+def check_barrier(world_size: int, spark: SparkConfig) -> None:
+    """What is known from the config: slots for all ranks, and no dynamic allocation. Raises UsageError."""
+    check_configured_slots(world_size, spark)
+    check_no_dynamic_allocation(spark.train.conf)
+
+
+def check_no_dynamic_allocation(conf: dict[str, str]) -> None:
+    """Spark refuses barrier stages with it, but late and in its own words. Raises UsageError."""
+    if conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+        raise UsageError(
+            "train.launcher = 'spark_barrier' with spark.dynamicAllocation.enabled = true",
+            "Spark runs no barrier stage with dynamic allocation: all ranks must run at once",
+            "set spark.dynamicAllocation.enabled = false and spark.executor.instances for the training",
+        )
+
+
+class _BarrierJob:
+    """The barrier stage, in a thread of its own, so that the main thread is free to watch the ranks."""
+
+    def __init__(self, context: SparkContext, world_size: int, watchdog: Watchdog) -> None:
+        self._context = context
+        self._failure = ""
+        self._watchdog = watchdog
+        ranks = context.parallelize(range(world_size), world_size).barrier()
+        self._ranks = ranks.mapPartitions(_rank_of_task(watchdog.environment()))
+        self._thread = threading.Thread(target=self._run, name="spark-barrier", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for Spark's tasks to end too. Raises TrainingError if they fail although all ranks finished."""
+        self._thread.join(FINISH_SECONDS)
+        if self._thread.is_alive() or self._failure:
+            what = self._failure or f"Spark's tasks still run {FINISH_SECONDS:g} s later"
+            raise TrainingError(f"all ranks finished, but Spark's barrier stage did not: {what}", fix=FIX)
+
+    def cancel(self) -> None:
+        """End Spark's tasks in bounded time. The ranks have been aborted: most often that ends the tasks, too."""
+        self._thread.join(CANCEL_SECONDS)
+        if self._thread.is_alive():
+            canceller = threading.Thread(target=self._context.cancelAllJobs, name="spark-cancel", daemon=True)
+            canceller.start()
+            canceller.join(CANCEL_SECONDS)
+            self._thread.join(CANCEL_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self._ranks.collect()
+        except Exception as error:  # the main thread decides what it means
+            self._failure = text_of(error).split(" at ")[0]
+            with suppress(Exception):
+                self._watchdog.report_launcher_failure(f"Spark's barrier stage failed: {self._failure}")
+
+
+def _rank_of_task(environment: dict[str, str]) -> Callable[[Iterable[int]], Iterable[int]]:
+    """The function that Spark ships to its tasks. What it carries is a secret, as everything in Spark's own tasks."""
+
+    def run(_: Iterable[int]) -> Iterator[int]:
+        from pyspark import BarrierTaskContext
+
+        context: Any = BarrierTaskContext.get()
+        rank = context.partitionId()
+        hosts = [each.address.rpartition(":")[0] or each.address for each in context.getTaskInfos()]
+        place = Place(rank, len(hosts), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
+        # What Spark added to this process's path is not in its environment.
+        # A rank's failure is its driver's to judge: a task that fails would be tried again by Spark.
+        yield keep_rank(place, {**os.environ, "PYTHONPATH": python_path(), **SAFE_PATH, **environment})
+
+    return run
+
+
+SPARK_BARRIER = Launcher(launch_spark_barrier, check=check_barrier, ranks_here=ranks_on_this_machine)

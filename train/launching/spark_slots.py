@@ -1,0 +1,62 @@
+"""How many ranks Spark can run at the same time, as far as that is known before it starts."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from shardmill.errors import UsageError
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.spark_settings import is_under_spark_submit
+
+
+def check_configured_slots(world_size: int, spark: SparkConfig) -> None:
+    """`check_slots` for the config, which `spark-submit` overrules."""
+    if not is_under_spark_submit():
+        check_slots(world_size, spark.master, spark.train.conf)
+
+
+def ranks_on_this_machine(world_size: int, spark: SparkConfig) -> int:
+    """All of them with a local master, else none."""
+    return world_size if spark.master.startswith("local") else 0
+
+
+def check_slots(world_size: int, master: str, conf: dict[str, str]) -> None:
+    """Raises UsageError with the numbers if fewer than `world_size` tasks can run at once, as far as that is known.
+
+    Spark would start as many as fit and wait forever with the rest.
+    """
+    num_slots = num_slots_of(master, conf)
+    if num_slots is not None and num_slots < world_size:
+        raise UsageError(
+            f"train.num_workers = {world_size}, but Spark at {master!r} runs {num_slots} task(s) at a time",
+            f"expected at least {world_size} slots: each rank is a Spark task, and all must run at once",
+            f'set spark.master = "local[{world_size}]"'
+            if master.startswith("local")
+            else "ask for more executors or cores",
+        )
+
+
+def num_slots_of(master: str, conf: dict[str, str]) -> int | None:
+    """Tasks that can run at the same time, or None if that is not known yet (dynamic allocation, defaults)."""
+    cpus_per_task = int(conf.get("spark.task.cpus", "1"))
+    if master == "local":
+        return 1 // cpus_per_task
+    if threads := re.fullmatch(r"local\[(\d+|\*)(?:,\d+)?\]", master):
+        num_cpus = os.cpu_count() or 1 if threads[1] == "*" else int(threads[1])
+        return num_cpus // cpus_per_task
+    if cluster := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
+        return int(cluster[1]) * (int(cluster[2]) // cpus_per_task)
+    is_fixed = conf.get("spark.dynamicAllocation.enabled", "false") == "false"
+    if is_fixed and "spark.executor.instances" in conf and "spark.executor.cores" in conf:
+        return int(conf["spark.executor.instances"]) * (int(conf["spark.executor.cores"]) // cpus_per_task)
+    return None
+
+
+def text_of(error: BaseException) -> str:
+    """One line of an exception that may be Java's."""
+    try:
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    except Exception:
+        # The text of a Java exception comes from the JVM, which may be gone.
+        return type(error).__name__
