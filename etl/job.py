@@ -123,7 +123,7 @@ def _build_on_latest(
     `started`: by the monotonic clock.
     """
     # The lease keeps `gc` away from what no manifest names yet, and from the parent's shards.
-    with writing(plan.store, f"etl, run {plan.build.run_id},") as lease:
+    with ENGINES[tree.etl.engine].opened(), writing(plan.store, f"etl, run {plan.build.run_id},") as lease:
         for num_lost in itertools.count(1):
             # Leave out what the latest version holds already.
             changed = plan_changes(plan, observer)

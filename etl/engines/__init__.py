@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ class Engine:
     """Each unit's result once, as the units finish, in any order."""
     group_rows: Callable[[GroupBy, EngineSettings], Iterator[pa.Table]]
     """The answer of each part of a group-by, in the order of the parts; `etl.grouping.group_here` will do."""
+    opened: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered once for all the work of a build: what its parts can share stays open inside."""
 
 
 ENGINES: Registry[Engine] = Registry(

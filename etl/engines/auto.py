@@ -10,6 +10,7 @@ from etl.engines import ENGINES, Engine, EngineSettings
 from etl.grouping import GroupBy
 from etl.units import UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult
+from shardmill.jobs.spark import one_spark
 from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
 
 # About eleven hours of two cores at 250 images a second (docs/benchmarks/etl_engine.md).
@@ -33,4 +34,4 @@ def choose_engine(num_images: int, settings: EngineSettings) -> str:
     return "spark" if has_cluster or num_images > MAX_LOCAL_IMAGES else "local"
 
 
-AUTO = Engine(run_automatically, group_automatically)
+AUTO = Engine(run_automatically, group_automatically, one_spark)

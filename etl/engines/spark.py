@@ -19,7 +19,7 @@ from etl.units import ListingPlace, UnitTask, WorkUnit
 from shardmill import errors
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.jobs.reach import planted
-from shardmill.jobs.spark import spark_context
+from shardmill.jobs.spark import one_spark, spark_context
 from shardmill.storage import Store
 from shardmill.stores import open_store
 
@@ -76,4 +76,4 @@ def _shared_listing(task: UnitTask, store: Store) -> Iterator[ListingPlace]:
                 store.delete(path)
 
 
-SPARK = Engine(run_on_spark, group_on_spark)
+SPARK = Engine(run_on_spark, group_on_spark, one_spark)

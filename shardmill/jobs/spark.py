@@ -14,7 +14,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +56,51 @@ REDACTION = {
 _JAVA_USAGE_ERRORS = frozenset({"java.lang.IllegalArgumentException", "java.lang.ClassNotFoundException"})
 
 
+_shared: _Shared | None = None
+
+
+@dataclass(slots=True)
+class _Shared:
+    """The context of a `one_spark` block, if it has been opened."""
+
+    stack: ExitStack
+    context: SparkContext | None = None
+
+
+@contextmanager
+def one_spark() -> Iterator[None]:
+    """Every `spark_context` that is opened inside is the first one again, which is stopped at the end of the block.
+
+    An application whose driver runs on the cluster can have no second one (YARN gives it no executors), and anywhere
+    else it would be queued anew.
+    """
+    global _shared
+    with ExitStack() as stack:
+        _shared = _Shared(stack)
+        try:
+            yield
+        finally:
+            _shared = None
+
+
 @contextmanager
 def spark_context(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iterator[SparkContext]:
     """Start (or under `spark-submit` join) a context with `conf` passed through, and stop it at the end.
+
+    Inside a `one_spark` block the first call decides, and the end of the block is the end. Raises as `_started` does.
+    """
+    if _shared is None:
+        with _started(app_name, spark, conf) as context:
+            yield context
+        return
+    if _shared.context is None:
+        _shared.context = _shared.stack.enter_context(_started(app_name, spark, conf))
+    yield _shared.context
+
+
+@contextmanager
+def _started(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iterator[SparkContext]:
+    """A context of its own.
 
     No session: neither application needs Spark SQL, which takes seconds to start.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from pyspark import SparkContext
 
 from etl.config import EtlConfig
 from etl.duplicates import count_copies, find_copies
@@ -22,6 +23,7 @@ from shardmill.dataset.duplicates import DuplicateCounts
 from shardmill.dataset.shard import publish_shard
 from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.spark import one_spark, spark_context
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import ImageSample, ShardInfo, SourceImage
@@ -103,9 +105,18 @@ def test_spark_gives_what_one_machine_gives_and_leaves_no_file(
     def on_spark(asked: GroupBy) -> Iterator[pa.Table]:
         return group_on_spark(asked, settings)
 
-    here, there = (list(find_copies(store, shards, CONFIG, in_small_parts(each))) for each in (group_here, on_spark))
-    assert len(here) == len(there) == 7
-    assert here == there
+    with one_spark():
+        here, there = (
+            list(find_copies(store, shards, CONFIG, in_small_parts(each))) for each in (group_here, on_spark)
+        )
+        assert len(here) == len(there) == 7
+        assert here == there
+        with spark_context("another", settings.spark, {}) as context:
+            application = context.applicationId
+        assert count_copies(store, shards, CONFIG, in_small_parts(on_spark)) == counted_by_hand(rows)
+        with spark_context("another", settings.spark, {}) as context:
+            assert context.applicationId == application
+    assert SparkContext._active_spark_context is None
     assert [file.path for file in store.list("listings")] == []
 
 

@@ -1,0 +1,124 @@
+"""What a commit costs the driver as a dataset grows: finding equal bytes among its rows, and holding its rejections.
+
+python benchmarks/driver_memory.py [--rows 1000000 10000000] [--engines local spark]
+
+Row segments and rejections are made up: one row in twenty repeats the bytes of another one, and for ten rows there is
+one rejection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from etl.config import EtlConfig
+from etl.duplicates import count_copies, find_copies
+from etl.engines import ENGINES, EngineSettings
+from shardmill.dataset.ledger import write_ledger
+from shardmill.dataset.rejection_log import RejectionLog
+from shardmill.dataset.row_segments import ROWS_SCHEMA
+from shardmill.dataset.segment import put_segment
+from shardmill.jobs.config import SparkConfig
+from shardmill.stores import open_store
+from shardmill.values import Rejection, RejectReason, ShardInfo
+
+_ROWS_PER_SEGMENT = 20_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", type=int, default=[1_000_000, 10_000_000])
+    parser.add_argument("--engines", nargs="+", default=["local", "spark"])
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measured(arguments.measure[0], Path(arguments.measure[1]))))
+        return
+    print("| rows | what | found | seconds | driver peak RSS, MB |")
+    print("|---|---|---|---|---|")
+    for num_rows in arguments.rows:
+        with tempfile.TemporaryDirectory() as folder:
+            write_segments(Path(folder), num_rows)
+            ways = [f"{kind}, {engine}" for kind in ("count", "find") for engine in arguments.engines]
+            for way in [*ways, "reject"]:
+                command = [sys.executable, __file__, "--measure", way, folder]
+                done = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
+                found, seconds, memory = done["found"], done["seconds"], done["rss_bytes"] / 1e6
+                print(f"| {num_rows:,} | {way} | {found:,} | {seconds:.1f} | {memory:,.0f} |", flush=True)
+
+
+def measured(way: str, folder: Path) -> dict[str, float]:
+    """In this process: what was found, the seconds, and the peak of memory."""
+    store, config, started = open_store(folder / "dataset"), EtlConfig(), time.monotonic()
+    shards = [ShardInfo(**{**each, "chunks": ()}) for each in json.loads((folder / "shards.json").read_text())]
+    if way == "reject":
+        log = RejectionLog(folder, rejections(sum(shard.num_rows for shard in shards) // 10))
+        write_ledger(store, log)
+        found = len(log)
+    else:
+        kind, _, engine = way.partition(", ")
+        settings = EngineSettings(SparkConfig(), 0)
+
+        def group(asked):
+            return ENGINES[engine].group_rows(asked, settings)
+
+        if kind == "count":
+            found = count_copies(store, shards, config, group).duplicates
+        else:
+            found = sum(part.num_rows for part in find_copies(store, shards, config, group))
+    seconds = time.monotonic() - started
+    return {
+        "found": found, "seconds": seconds, "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }  # fmt: skip
+
+
+def write_segments(folder: Path, num_rows: int) -> None:
+    store, rng, shards = open_store(folder / "dataset"), np.random.default_rng(0), []
+    for first in range(0, num_rows, _ROWS_PER_SEGMENT):
+        numbers_N = np.arange(first, min(first + _ROWS_PER_SEGMENT, num_rows))
+        repeats_N = rng.random(len(numbers_N)) < 0.05
+        contents_N = np.where(repeats_N, rng.integers(0, num_rows, len(numbers_N)), numbers_N)
+        columns = {
+            "sample_id": numbers_N,
+            "source": [f"photos/2026/class_{number % 1000}/{number}_original.jpg" for number in numbers_N.tolist()],
+            "source_bytes": numbers_N % 100_000,
+            "source_mtime_ns": numbers_N,
+            "source_etag": [""] * len(numbers_N),
+            "source_sha256": [f"{number * 0x9E3779B97F4A7C15 % 2**64:016x}" * 4 for number in contents_N.tolist()],
+            "label": numbers_N % 1000,
+            "row_sha256": [number.to_bytes(32, "big") for number in numbers_N.tolist()],
+            "notes": [""] * len(numbers_N),
+            "channel_sums": [[1, 2, 3]] * len(numbers_N),
+            "channel_square_sums": [[1, 2, 3]] * len(numbers_N),
+        }
+        table = pa.table([pa.array(columns[field.name], field.type) for field in ROWS_SCHEMA], schema=ROWS_SCHEMA)
+        file = put_segment(store, "rows", table)
+        shards.append(
+            asdict(
+                ShardInfo("train", "parquet", "", 0, "", len(numbers_N), 0, 0, 0, file.path, file.size_bytes,
+                          file.sha256, ())
+            )
+        )  # fmt: skip
+    (folder / "shards.json").write_text(json.dumps(shards))
+
+
+def rejections(number: int) -> Iterator[Rejection]:
+    """In no order."""
+    for place in range(number):
+        key = f"photos/2026/{place * 7919 % number:09d}_original.jpg"
+        yield Rejection(key, RejectReason.NOT_AN_IMAGE, "the first bytes are those of no image", 1_000, 1, "e")
+
+
+if __name__ == "__main__":
+    main()
