@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from pipeline.choices import choices_of
+from shardmill.section import field_docstrings
 
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument
@@ -56,12 +57,12 @@ def _fill(target: Container | Table, section: BaseModel, path: str, comments: Co
     """Add the keys of `section`, then its inner sections as tables of their own."""
     import tomlkit
 
-    fields = type(section).model_fields
+    fields, docstrings = type(section).model_fields, field_docstrings(type(section))
     inner = {name: getattr(section, name) for name in fields if isinstance(getattr(section, name), BaseModel)}
     for name, field in fields.items():
         if name in inner:
             continue
-        for line in _comment_lines(field.description or "", comments, field.annotation, *field.metadata):
+        for line in _comment_lines(docstrings.get(name, ""), comments, field.annotation, *field.metadata):
             target.add(tomlkit.comment(line))
         item = _item(getattr(section, name))
         is_default = getattr(section, name) == field.get_default(call_default_factory=True)
