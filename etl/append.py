@@ -10,7 +10,7 @@ bytes or another class than before is refused, because an append replaces nothin
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -65,9 +65,11 @@ def append(
     Raises UsageError if an input has the key, or the sample id, of a row that differs from it.
     """
     results, refused_now = finished.results, finished.rejections
-    known = _Known.of(store, changes, _new_ids(store, results, refused_now))
+    new_ids = {shard.path: _rows(store, shard).column("sample_id").to_numpy() for shard in _first_format(results)}
+    refused_ids_N = np.fromiter((sample_id_of(each.key) for each in refused_now), np.int64)
+    known = _Known.of(store, changes, np.concatenate([refused_ids_N, *new_ids.values()]))
     known.check_refused(refused_now)
-    new = tuple(part for result in results for part in _without_known(store, result, known, copier))
+    new = tuple(part for result in results for part in _without_known(store, result, new_ids, known, copier))
 
     # What was refused before and is listed again counts once, as what it is now.
     refused_before = RefusedBefore(partial(read_rejections, store, parent), lambda each: each.key)
@@ -121,6 +123,12 @@ class _Known:
                 known.candidates[row["sample_id"]] = row["source"], row["row_sha256"]
         return known
 
+    def holds_rows(self, store: Store, shard: ShardInfo, ids_N: np.ndarray) -> np.ndarray:
+        """As `holds`, for each row of a new shard; it is read only if the ids say that one may be there."""
+        if self.candidates.keys().isdisjoint(ids_N.tolist()):
+            return np.zeros(len(ids_N), bool)
+        return np.array([self.holds(row) for row in _rows(store, shard).to_pylist()], bool)
+
     def holds(self, row: dict) -> bool:
         """Whether this new row is there already; counts it. Raises UsageError if another one is in its place."""
         key, digest = self.candidates.get(row["sample_id"], (None, b""))
@@ -149,17 +157,13 @@ def _taken(key: str, what: str) -> UsageError:
     )
 
 
-def _without_known(store: Store, result: UnitResult, known: _Known, copier: RowCopier) -> Iterator[UnitResult]:
-    is_kept = {
-        group[0].path: ~np.array([known.holds(row) for row in _rows(store, group[0]).to_pylist()], bool)
-        for group in in_all_formats(result.shards)
-    }
+def _without_known(
+    store: Store, result: UnitResult, new_ids: Mapping[str, np.ndarray], known: _Known, copier: RowCopier
+) -> Iterator[UnitResult]:
+    """`new_ids`: the sample ids of each new shard, by its path in the first format."""
+    shards = [group[0] for group in in_all_formats(result.shards)]
+    is_kept = {shard.path: ~known.holds_rows(store, shard, new_ids[shard.path]) for shard in shards}
     yield from copier.only_kept(result, is_kept)
-
-
-def _new_ids(store: Store, results: Sequence[UnitResult], rejections: Iterable[Rejection]) -> np.ndarray:
-    ids = [_rows(store, shard).column("sample_id").to_numpy() for shard in _first_format(results)]
-    return np.concatenate([np.fromiter((sample_id_of(each.key) for each in rejections), np.int64), *ids])
 
 
 def _new_keys(store: Store, results: Sequence[UnitResult]) -> Iterator[list[str]]:
