@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from shardmill.dataset.build import Build
 from shardmill.dataset.duplicates import DuplicateCounts
-from shardmill.dataset.index import check_files, index_table, read_shards
+from shardmill.dataset.index import check_files, read_shards, write_index
 from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.manifest import (
     Counts,
@@ -26,7 +26,6 @@ from shardmill.dataset.manifest import (
     parse_manifest,
 )
 from shardmill.dataset.rejection_log import RejectionLog
-from shardmill.dataset.segment import put_segment
 from shardmill.dataset.statistics import ChannelSums, add_sizes
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import read_manifest, read_manifest_bytes, record_commit, record_if_missing
@@ -35,8 +34,6 @@ from shardmill.failpoints import failpoint
 from shardmill.ids import add_digests, format_digest
 from shardmill.storage import Store
 from shardmill.values import ShardInfo
-
-INDEXES = "indexes"
 
 
 def check_accounting(build: Build, results: Sequence[UnitResult], rejections: RejectionLog) -> None:
@@ -148,7 +145,7 @@ def _draft(
         config_fingerprint=build.config_fingerprint,
         source=build.source,
         other_sources=build.other_sources,
-        index_segments=(put_segment(store, INDEXES, index_table(shards)),),
+        index_segments=write_index(store, shards),
         ledger_segments=write_ledger(store, rejections),
         ledger_digest=rejections.digest,
     )

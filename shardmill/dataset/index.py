@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from shardmill.dataset.segment import RESTORE, read_segment
+from shardmill.dataset.segment import RESTORE, put_segment, read_segment
 from shardmill.errors import IntegrityError
 from shardmill.sealed import SealedFile, check_relative_path
 from shardmill.storage import Store, join_uri
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 # Two folders, so that a tool that is given the folder of a split's shards finds images alone.
 SHARDS, ROWS = "shards", "rows"
+INDEXES = "indexes"
+# Of an index segment: about 60 MB while it is written or read.
+_SEGMENT_CHUNKS = 50_000
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -105,6 +108,20 @@ def index_table(shards: Iterable[ShardInfo]) -> pa.Table:
     return pa.table(
         [pa.array(column, field.type) for column, field in zip(columns, INDEX_SCHEMA, strict=True)], schema=INDEX_SCHEMA
     )
+
+
+def write_index(store: Store, shards: Iterable[ShardInfo]) -> tuple[SealedFile, ...]:
+    """Publish the index in segments of whole shards, one of which is in memory as a table at a time."""
+    segments: list[SealedFile] = []
+    waiting: list[ShardInfo] = []
+    num_chunks = 0
+    for shard in shards:
+        if waiting and num_chunks + len(shard.chunks) > _SEGMENT_CHUNKS:
+            segments.append(put_segment(store, INDEXES, index_table(waiting)))
+            waiting, num_chunks = [], 0
+        waiting.append(shard)
+        num_chunks += len(shard.chunks)
+    return (*segments, put_segment(store, INDEXES, index_table(waiting)))
 
 
 def shards_of_table(table: pa.Table) -> list[ShardInfo]:

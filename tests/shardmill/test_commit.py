@@ -191,3 +191,17 @@ def test_a_store_counts_as_uncommitted_until_the_manifest_is_there(tmp_path: Pat
     assert isinstance(plan.store, LocalStore)
     with pytest.raises(IntegrityError, match="not a committed dataset.*shardmill etl"):
         open_dataset(str(tmp_path / "dataset"))
+
+
+def test_an_index_in_several_segments_is_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    root = make_dataset(tmp_path, num_images=60)
+    whole = open_dataset(root)
+    monkeypatch.setattr("shardmill.dataset.index._SEGMENT_CHUNKS", 2)
+    other = build_here(str(tmp_path / "images"), str(tmp_path / "other"), EtlConfig(**whole.manifest.config))
+    cut = open_dataset(other)
+    assert len(cut.manifest.index_segments) > len(whole.manifest.index_segments) == 1
+    assert cut.manifest.layout_digest == whole.manifest.layout_digest
+    assert [(each.split, each.format, each.num_rows) for each in cut.shards] == [
+        (each.split, each.format, each.num_rows) for each in whole.shards
+    ]
+    verify_dataset(cut, deep=True).raise_if_failed()

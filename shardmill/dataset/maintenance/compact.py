@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardmill.dataset.commit import INDEXES, publish
+from shardmill.dataset.commit import publish
 from shardmill.dataset.copy_rows import read_stored_rows
 from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.index import index_table
+from shardmill.dataset.index import write_index
 from shardmill.dataset.leases import writing
 from shardmill.dataset.maintenance.child import child_of
 from shardmill.dataset.manifest import Manifest, layout_digest
-from shardmill.dataset.segment import put_segment
 from shardmill.dataset.shard import publish_shard
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import cut_chunks, cut_shards
@@ -154,7 +153,7 @@ def _draft(dataset: Dataset, after: dict[str, list[_Copies]], run_id: str) -> Ma
         content=manifest,
         splits=splits,
         layout_digest=layout_digest(manifest.content_digest, one_format, manifest.class_names),
-        index_segments=(put_segment(dataset.store, INDEXES, index_table(shards)),),
+        index_segments=write_index(dataset.store, shards),
     )
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from shardmill.dataset.commit import INDEXES, publish
+from shardmill.dataset.commit import publish
 from shardmill.dataset.dataset import read_shards
-from shardmill.dataset.index import ROWS, SHARDS
+from shardmill.dataset.index import INDEXES, ROWS, SHARDS
 from shardmill.dataset.leases import LEASES, HeldLease, collecting, list_leases
 from shardmill.dataset.ledger import REJECTS
 from shardmill.dataset.maintenance.child import child_of
