@@ -9,7 +9,7 @@ import numpy as np
 import simplejpeg
 
 from shardmill.images.exif import count_mpo_images, orient_by_exif, read_orientation
-from shardmill.images.geometry import choose_reduction, reduced_length
+from shardmill.images.geometry import choose_reduction, kept_spans, reduced_length
 from shardmill.images.icc import changes_pixels, cmyk_to_srgb, to_srgb
 from shardmill.images.jpeg_markers import JpegHeader, find_end, has_later_metadata, read_header, strip_metadata
 from shardmill.images.jpeg_native import decode_shrunk
@@ -39,15 +39,22 @@ def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
     shrunk_HWC = None
     shape_HWC = header.height, header.width, header.num_components
     has_stored_shape = shape_HWC == options.one_shape_HWC
-    if options.kernel == "native" and not has_stored_shape and not changes_pixels(profile, header.num_components):
+    is_converted = changes_pixels(profile, header.num_components)
+    if options.kernel == "native" and not has_stored_shape and not is_converted:
         shrunk_HWC = decode_shrunk(data, shape_HWC, scale, read_orientation(header.exif), options)
     pixels_HWC = _decode_reduced(data, header, scale) if shrunk_HWC is None else shrunk_HWC
+    turned: list[str] = []
+    pixels_HWC = orient_by_exif(pixels_HWC, header.exif, turned)
+    if is_converted:
+        # It takes nearly as long as decoding: only what will be kept.
+        rows, columns = kept_spans(pixels_HWC.shape[0], pixels_HWC.shape[1], options)
+        pixels_HWC = pixels_HWC[rows.start : rows.end, columns.start : columns.end]
     if header.num_components == 4:
         # Adobe's writers, and others that copy their marker, store 255 for "no ink"; without the marker 0 is.
         pixels_HWC = cmyk_to_srgb(pixels_HWC, profile, notes, stored_inverted=header.has_adobe)
     else:
         pixels_HWC = to_srgb(pixels_HWC, profile, notes)
-    pixels_HWC = orient_by_exif(pixels_HWC, header.exif, notes)
+    notes += turned
     is_whole = shrunk_HWC is None and header.num_components < 4
     is_bare = options.keep_bytes and is_whole and not has_later_metadata(data, header, end)
     is_turned = read_orientation(header.exif) in SWAPS_SIDES

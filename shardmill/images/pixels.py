@@ -41,7 +41,8 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DecodedImage:
-    """Upright uint8 pixels of one source image: whole, at a reduced scale, or shrunk to what `normalize` would keep.
+    """Upright uint8 pixels of one source image: whole, at a reduced scale, cut to the part that `normalize` keeps, or
+    shrunk to what it would make of that part.
 
     The array may be a view with any strides.
     """

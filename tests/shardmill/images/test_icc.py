@@ -12,6 +12,8 @@ import simplejpeg
 from PIL import ImageCms
 
 from shardmill.images.icc import MAX_PROFILE_BYTES
+from shardmill.images.kernel import NATIVE_ID
+from shardmill.images.normalize import normalize
 from tests.shardmill.images.make import (
     ADOBE_RGB_XYZ,
     OPTIONS,
@@ -29,6 +31,7 @@ from tests.shardmill.images.make import (
     rgb_profile,
     tiff_of,
     webp,
+    with_orientation,
     with_profile,
 )
 
@@ -76,7 +79,7 @@ def webp_with_profile(data: bytes, profile: bytes, *, has_alpha: bool = False) -
     ids=["jpeg", "png", "tiff", "webp"],
 )
 def test_adobe_rgb_becomes_srgb_in_every_format(data: bytes) -> None:
-    decoded = decode(data)
+    decoded = decode(data, OPTIONS.model_copy(update={"resize_mode": "none"}))
     assert decoded.notes == ("icc_converted",)
     expected_HWC = adobe_to_srgb(photo())
     difference_HWC = np.abs(decoded.pixels_HWC - expected_HWC)
@@ -186,3 +189,14 @@ def test_a_profile_in_several_segments_is_put_together_by_number() -> None:
     assert swapped != parts
     assert np.array_equal(decode(swapped).pixels_HWC, whole.pixels_HWC)
     assert decode(parts[:first] + parts[second:]).notes == ("icc_ignored",)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kernel", ["wheels", "native"] if NATIVE_ID else ["wheels"])
+def test_only_what_is_kept_is_converted_and_its_pixels_are_those_of_the_whole(orientation: int, kernel: str) -> None:
+    data = with_orientation(with_profile(jpeg(photo(41, 60), 95), rgb_profile()), orientation)
+    whole = decode(data, OPTIONS.model_copy(update={"resize_mode": "none", "kernel": kernel}))
+    crop = OPTIONS.model_copy(update={"resize_mode": "crop", "image_size": 17, "kernel": kernel})
+    kept = decode(data, crop)
+    assert (kept.notes, kept.pixels_HWC.shape) == (whole.notes, (41, 41, 3))
+    assert np.array_equal(normalize(kept.pixels_HWC, crop), normalize(whole.pixels_HWC, crop))
