@@ -15,7 +15,7 @@ from shardmill.errors import ERROR_BY_EXIT_CODE
 from tests.demo import Demo
 from tests.pipeline.command import ENVIRONMENT
 from tests.support import write_images
-from train.config import FREE_SETTINGS
+from train.config import HOW, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -61,7 +61,7 @@ def test_the_python_of_the_readme_runs(demo: Demo):
 def test_the_readme_names_the_settings_that_make_no_other_training():
     paragraph = next(part for part in README.split("\n\n") if "except those that" in part)
     named = set(re.findall(r"`(\w+)`", paragraph.partition("except those that")[2].partition(". ")[0]))
-    assert named == FREE_SETTINGS
+    assert named == settings_of(HOW)
 
 
 def test_what_the_readme_shows_is_what_the_demo_says(demo: Demo):

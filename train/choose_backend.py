@@ -9,6 +9,11 @@ from train.models.user import imported_packages
 from train.strategies import STRATEGIES
 
 
+def with_backend(config: TrainConfig) -> TrainConfig:
+    """`config` with `auto` replaced: strategies may differ between attempts at one training, the framework may not."""
+    return config.model_copy(update={"backend": choose_backend(config)})
+
+
 def choose_backend(config: TrainConfig) -> str:
     """The backend's name. Raises UsageError if the strategy does not run with it, or its packages are missing.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -22,26 +23,16 @@ if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.epoch_plan import PlanSpec
 
-# What may differ between two attempts at one training. Everything else of the config decides the numbers that come out.
-FREE_SETTINGS = frozenset(
-    {
-        "num_workers",
-        "strategy",
-        "launcher",
-        "format",
-        "checkpoint_every_steps",
-        "keep_checkpoints",
-        "record_samples",
-        "prefetch_bytes",
-        "reader_threads",
-        "silent_seconds",
-        "progress_timeout_seconds",
-        "start_timeout_seconds",
-        "nics",
-    }
-)
-# What the name of a training's folder says (train/trainings.py): a longer training may go on from a shorter one.
-FOLDER_SETTINGS = frozenset({"epochs", "export"})
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What a change of a setting means for a training that was begun; without one it makes another training."""
+
+    meaning: str
+
+
+HOW = Resume("it decides how a training is done, not which numbers come out: it may differ between two attempts")
+LENGTH = Resume("the name of a training's folder says it (train/trainings.py): a longer one may go on from a shorter")
 
 
 class TrainConfig(Section):
@@ -49,19 +40,19 @@ class TrainConfig(Section):
 
     model: Annotated[str, OneOf(MODELS)] = "small_cnn"
     """What is trained: a name, or your own factory as `package.module:function` (see `standardize`)."""
-    epochs: int = Field(default=10, ge=1)
+    epochs: Annotated[int, LENGTH] = Field(default=10, ge=1)
     """Passes over the train split; each uses every sample exactly once. Raised later, a finished training goes on."""
     global_batch_size: int = Field(default=64, ge=1)
     """Samples of one optimizer step, summed over all ranks."""
-    num_workers: int = Field(default=1, ge=1)
+    num_workers: Annotated[int, HOW] = Field(default=1, ge=1)
     """Ranks: training processes."""
-    strategy: Annotated[str, OneOf(STRATEGIES)] = "single"
+    strategy: Annotated[str, OneOf(STRATEGIES), HOW] = "single"
     """How ranks share the training."""
     backend: Annotated[str, OneOf(BACKENDS, also=("auto",))] = "auto"
     """The framework; `auto` follows from strategy and model."""
-    launcher: Annotated[str, OneOf(LAUNCHERS)] = "inline"
+    launcher: Annotated[str, OneOf(LAUNCHERS), HOW] = "inline"
     """How ranks start."""
-    format: Annotated[str, OneOf(SHARD_FORMATS, also=("auto",))] = "auto"
+    format: Annotated[str, OneOf(SHARD_FORMATS, also=("auto",)), HOW] = "auto"
     """Which of the dataset's formats to read; `auto` takes Parquet if there is a choice."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Decides initial weights, order and augmentation."""
@@ -102,32 +93,32 @@ class TrainConfig(Section):
     """Compute precision; weights stay float32."""
     early_stop_epochs: int = Field(default=0, ge=0)
     """Stop after so many epochs without a better validation loss; 0 switches it off."""
-    export: Literal["best", "last"] = "best"
+    export: Annotated[Literal["best", "last"], LENGTH] = "best"
     """Which weights are evaluated and exported: those of the epoch with the lowest validation loss, or the last ones
     (also if there is no validation split)."""
 
-    checkpoint_every_steps: int = Field(default=200, ge=0)
+    checkpoint_every_steps: Annotated[int, HOW] = Field(default=200, ge=0)
     """Also at every epoch's end; 0 for only there."""
-    keep_checkpoints: int = Field(default=2, ge=2)
+    keep_checkpoints: Annotated[int, HOW] = Field(default=2, ge=2)
     """How many of the newest checkpoints stay."""
-    record_samples: bool = False
+    record_samples: Annotated[bool, HOW] = False
     """Write `steps.jsonl`: loss and sample ids of every step."""
     window_budget_bytes: int = Field(default=256_000_000, ge=1)
     """Memory for the shuffle windows of one rank. The window follows from it and `num_streams` (at least one chunk),
     never from `num_workers`; what each rank then needs is checked before anything starts."""
-    prefetch_bytes: int = Field(default=64_000_000, ge=1)
+    prefetch_bytes: Annotated[int, HOW] = Field(default=64_000_000, ge=1)
     """Bound of the queue of decoded batches in each rank."""
-    reader_threads: int = Field(default=2, ge=1)
+    reader_threads: Annotated[int, HOW] = Field(default=2, ge=1)
     """Threads in each rank that read, verify, decode and augment."""
-    silent_seconds: float = Field(default=60.0, gt=0)
+    silent_seconds: Annotated[float, HOW] = Field(default=60.0, gt=0)
     """A rank that sends no heartbeat for this long is declared silent, and the job ends."""
-    progress_timeout_seconds: float = Field(default=600.0, gt=0)
+    progress_timeout_seconds: Annotated[float, HOW] = Field(default=600.0, gt=0)
     """A rank that is alive but makes no progress for this long (and for 10 times the longest pause of any rank so far,
     so that a straggler is spared) counts as hung and the job ends; before its first step it also has
     `start_timeout_seconds`."""
-    start_timeout_seconds: float = Field(default=300.0, gt=0)
+    start_timeout_seconds: Annotated[float, HOW] = Field(default=300.0, gt=0)
     """All ranks must have started within this time."""
-    nics: tuple[str, ...] = ()
+    nics: Annotated[tuple[str, ...], HOW] = ()
     """Network interfaces for the ranks' traffic; empty lets Horovod choose (local launchers use loopback)."""
 
     def plan_spec(self, dataset: Dataset) -> PlanSpec:
@@ -178,8 +169,15 @@ class GateConfig(Section):
     """How far top-1 accuracy may fall behind the current model's on the same split."""
 
 
+def settings_of(meaning: Resume) -> frozenset[str]:
+    """The settings of section `train` that are declared so."""
+    return frozenset(name for name, field in TrainConfig.model_fields.items() if meaning in field.metadata)
+
+
 def settings_that_matter(config: TrainConfig) -> dict[str, str]:
     """The settings that decide a training's outcome, name -> JSON."""
+    free = settings_of(HOW) | settings_of(LENGTH)
+    # Trainings that began when there was one backend do not name it.
+    free |= {"backend"} if config.backend in ("auto", "keras") else set()
     values = config.model_dump(mode="json")
-    free = FREE_SETTINGS | FOLDER_SETTINGS
     return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in free}

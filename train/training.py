@@ -19,6 +19,7 @@ from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
+from train.choose_backend import with_backend
 from train.evaluate import evaluation_section
 from train.launching import LAUNCHERS
 from train.observer import TrainObserver
@@ -72,7 +73,7 @@ def train_model(
         # Every shard is present; the ranks verify the bytes of each chunk when they first read it.
         verify_present(dataset)
         observer.event("plan", {"rank": 0, **memory.as_fields()})
-        result = launcher.launch(choice.task(tree.train, nonce), tree.spark, observer)
+        result = launcher.launch(choice.task(with_backend(tree.train), nonce), tree.spark, observer)
     # The ranks reported success over the network. Only the result in the store proves that they wrote to our `models`,
     # and the next call and the export find the training there.
     if read_result(models, choice.training_dir) is None:
@@ -144,4 +145,5 @@ def _choose(tree: TrainTree, version: DatasetPin | None = None, fresh_for: str =
     version = version or open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin
     # An expiry or a rollback makes a version and changes no row: what was trained on those rows is not trained again.
     same_rows = first_alike(version)
-    return choose_training(open_store(require_uri("models.uri", tree.models.uri)), tree.train, same_rows, fresh_for)
+    models = open_store(require_uri("models.uri", tree.models.uri))
+    return choose_training(models, with_backend(tree.train), same_rows, fresh_for)

@@ -13,7 +13,7 @@ from tests.train.training import Killed, Recorder, train_here
 from train.checkpoint import (
     MARKER,
 )
-from train.config import FOLDER_SETTINGS, FREE_SETTINGS, TrainConfig, settings_that_matter
+from train.config import HOW, LENGTH, TrainConfig, settings_of, settings_that_matter
 from train.values import to_json
 
 
@@ -92,14 +92,14 @@ def test_what_does_not_change_the_outcome_may_change(tiny_uri, models, whole):
         "checkpoint_every_steps": 0,
         "strategy": "horovod",
     }
-    assert free.keys() <= FREE_SETTINGS
+    assert free.keys() <= settings_of(HOW)
     result = train_here(tiny_uri, models, recorder, **{**CONFIG, **free})
     assert recorder.named("resumed")
     assert result.weights_sha256 == whole.weights_sha256
 
 
 def test_every_free_setting_exists():
-    free = FREE_SETTINGS | FOLDER_SETTINGS
+    free = settings_of(HOW) | settings_of(LENGTH) | {"backend"}
     assert TrainConfig.model_fields.keys() >= free
     assert settings_that_matter(TrainConfig()).keys() == TrainConfig.model_fields.keys() - free
 
