@@ -9,6 +9,8 @@ from shardmill.errors import UsageError
 from train.choose_backend import choose_backend
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
+from train.models import MODELS
+from train.models.user import imported_packages
 from train.strategies import find_strategy
 
 if TYPE_CHECKING:
@@ -53,7 +55,15 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> str:
             f"set train.launcher to {' or '.join(map(repr, others))}",
         )
     launcher.check(config.num_workers, spark)
-    return choose_backend(config)
+    backend = choose_backend(config)
+    is_keras = not MODELS.is_own(config.model) or "keras" in imported_packages(config.model)
+    if backend == "torch" and is_keras and config.launcher == "inline":
+        raise UsageError(
+            f"train.model = {config.model!r} is a Keras model, to be trained by PyTorch in this process",
+            "Keras on TensorFlow exports it afterwards, and one process has one of them",
+            "set train.launcher = 'local'",
+        )
+    return backend
 
 
 def check_trainable(config: TrainConfig, dataset: Dataset) -> None:

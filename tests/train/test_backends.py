@@ -170,6 +170,14 @@ def test_a_launcher_refuses_a_strategy_that_it_cannot_start():
         check_terms(config, SparkConfig(master="local[2]"))
 
 
+def test_a_keras_model_is_not_trained_by_torch_in_the_process_that_exports_it():
+    for model in ("small_cnn", LINEAR["keras"]):
+        with pytest.raises(UsageError, match="one process has one of them; set train.launcher = 'local'"):
+            check_terms(TrainConfig(model=model, backend="torch"), SparkConfig())
+    assert check_terms(TrainConfig(model=LINEAR["torch"]), SparkConfig()) == "torch"
+    assert check_terms(TrainConfig(backend="torch", launcher="local"), SparkConfig()) == "torch"
+
+
 def test_a_torch_training_is_exported_and_loaded_by_torch(tiny_uri, tmp_path):
     config = TrainConfig(model=LINEAR["torch"], epochs=8, learning_rate=0.01)
     result = train_here(tiny_uri, tmp_path, **config.model_dump(exclude_unset=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -239,7 +240,10 @@ class TorchBackend:
 
     def load_served(self, folder: Path) -> Predict:
         torch = import_torch()
-        module = torch.export.load(folder / SERVED / PROGRAM).module().to(device())
+        with warnings.catch_warnings():
+            # That the file's bytes, which nothing writes to, are read-only.
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            module = torch.export.load(folder / SERVED / PROGRAM).module().to(device())
 
         def predict(images_NHWC: np.ndarray) -> np.ndarray:
             with torch.no_grad():
