@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver
@@ -19,13 +20,14 @@ from tests.train.test_models import batch_of
 from tests.train.training import MODELS, task_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
-from train.choose_backend import choose_backend
+from train.choose_backend import choose_backend, with_backend
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.preflight import check_terms
 from train.published.export import export_training
 from train.published.load import load_exported
 from train.run_log import RunLog
+from train.trainings import training_dir
 from train.values import World
 
 TORCH_MODELS = "tests.train.torch_models"
@@ -212,3 +214,13 @@ print(json.dumps([name for name in ("tensorflow", "keras") if name in sys.module
     environment = {**os.environ, "PYTHONPATH": root}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr[-1000:]
+
+
+def test_another_framework_is_another_training(tiny_uri):
+    pin = open_dataset(tiny_uri).pin
+    folders = {
+        (strategy, backend): training_dir(with_backend(TrainConfig(strategy=strategy, backend=backend)), pin, "")
+        for strategy, backend in (("single", "auto"), ("single", "keras"), ("horovod", "auto"), ("torch_ddp", "auto"))
+    }
+    assert len(set(folders.values())) == 2
+    assert folders["torch_ddp", "auto"] == training_dir(with_backend(TrainConfig(backend="torch")), pin, "")

@@ -21,13 +21,12 @@ from shardmill.stores import open_store
 from tests.train.training import Recorder as Reporter
 from train.backends.backend import model_spec
 from train.backends.keras.standardize import standardize
-from train.choose_backend import with_backend
 from train.config import TrainConfig
 from train.models.user import source_sha256
 from train.preflight import window_memory
 from train.published.export import export_training
 from train.training import train_model
-from train.trainings import RESULT, choose_training, read_result, training_dir
+from train.trainings import RESULT, choose_training, read_result
 from train.tree import TrainTree
 
 FACTORY = """
@@ -289,13 +288,3 @@ def test_another_number_of_ranks_is_no_other_training_and_that_is_reported(finis
     assert [(told["world_size"], told["num_workers"]) for told in observer.named("other_world_size")] == [(1, 2)]
     again = Observer()
     assert train_model(finished, again).skipped and not again.named("other_world_size")
-
-
-def test_another_framework_is_another_training(tiny_uri):
-    pin = open_dataset(tiny_uri).pin
-    folders = {
-        (strategy, backend): training_dir(with_backend(TrainConfig(strategy=strategy, backend=backend)), pin, "")
-        for strategy, backend in (("single", "auto"), ("single", "keras"), ("horovod", "auto"), ("torch_ddp", "auto"))
-    }
-    assert len(set(folders.values())) == 2
-    assert folders["torch_ddp", "auto"] == training_dir(with_backend(TrainConfig(backend="torch")), pin, "")
