@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.ids import DIGEST_MODULUS, format_digest, key_bytes, key_hash
@@ -17,6 +17,9 @@ from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
+
+if TYPE_CHECKING:
+    from shardmill.dataset.manifest import Manifest
 
 REJECTS = "rejects"
 SEGMENT_ROWS = 100_000
