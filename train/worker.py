@@ -5,6 +5,7 @@ Every rank runs this same story. Rank 0 alone reports events and writes markers 
 
 from __future__ import annotations
 
+import json
 import secrets
 
 import numpy as np
@@ -19,7 +20,7 @@ from shardmill.sealed import seal
 from shardmill.stores import open_store
 from shardmill.values import Batch
 from train.backends import BACKENDS
-from train.backends.backend import Learner, model_spec
+from train.backends.backend import Learner, StepOutcome, model_spec
 from train.checkpoint import CheckpointFolder, TrainingIdentity
 from train.choose_backend import choose_backend
 from train.config import TrainConfig, settings_that_matter
@@ -41,6 +42,9 @@ from train.values import (
     from_json,
     to_json,
 )
+
+# Of a step that gave no finite loss.
+MAX_NAMED_SAMPLES = 5
 
 
 def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
@@ -150,7 +154,7 @@ def _train_steps(session: Session, progress: Progress) -> Progress:
             done = member.train_step(batch, num_rows, _scheduled_learning_rate(session, progress))
             outcome = done.outcome
             if not outcome.is_applied:
-                raise _not_finite_error(session, progress, outcome.loss, outcome.gradient_norm)
+                raise _not_finite_error(session, progress, batch, outcome)
             # What the member did not count as exchange is computation.
             compute = lap() - done.allreduce_seconds
             spent = TimeSpent(input_wait=input_wait, compute=compute, allreduce=done.allreduce_seconds)
@@ -267,11 +271,17 @@ def _scheduled_learning_rate(session: Session, progress: Progress) -> float | No
     return session.task.config.learning_rate_at(session.global_step(progress), session.steps_per_epoch)
 
 
-def _not_finite_error(session: Session, progress: Progress, loss: float, gradient_norm: float) -> TrainingError:
-    config, cursor = session.task.config, progress.cursor
+def _not_finite_error(session: Session, progress: Progress, batch: Batch, outcome: StepOutcome) -> TrainingError:
+    """All ranks call it; the model answers for this very batch once more, so that its samples can be named."""
+    config, cursor, member = session.task.config, progress.cursor, session.member
+    is_bad_N = ~np.isfinite(member.learner.outputs(batch.images_NHWC)).all(axis=1) & (batch.weights_N > 0)
+    here = [format_sample_id(sample_id) for sample_id in batch.sample_ids_N[is_bad_N].tolist()]
+    bad = [each for of_rank in member.gather_bytes(json.dumps(here).encode()) for each in json.loads(of_rank)]
+    samples = f"the model's outputs are not finite for {len(bad)} samples: {', '.join(bad[:MAX_NAMED_SAMPLES])}"
     return TrainingError(
-        f"loss {loss}, gradient norm {gradient_norm} at epoch {cursor.epoch}, step {cursor.step} "
-        f"(global step {session.global_step(progress)}); the update was not applied",
+        f"loss {outcome.loss}, gradient norm {outcome.gradient_norm} at epoch {cursor.epoch}, step {cursor.step} "
+        f"(global step {session.global_step(progress)}); the update was not applied; "
+        + (samples if bad else "the model's outputs are finite for every sample"),
         "expected finite numbers",
         f"lower train.learning_rate, or set train.gradient_clip_norm or train.warmup_steps{inputs_hint(config)}",
     )

@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 
 from shardmill.dataset.open import open_dataset
-from shardmill.errors import UsageError
+from shardmill.errors import TrainingError, UsageError
+from shardmill.ids import format_sample_id
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver
+from shardmill.reader import read_samples
+from tests.train import torch_models
 from tests.train.test_models import batch_of
 from tests.train.training import MODELS, task_of, train_here
 from train.backends import BACKENDS
@@ -224,3 +227,12 @@ def test_another_framework_is_another_training(tiny_uri):
     }
     assert len(set(folders.values())) == 2
     assert folders["torch_ddp", "auto"] == training_dir(with_backend(TrainConfig(backend="torch")), pin, "")
+
+
+def test_a_sample_for_which_the_model_gives_no_number_is_named(tiny_uri, tmp_path, monkeypatch):
+    samples = read_samples(open_dataset(tiny_uri), "train", 1000)
+    *_, second, brightest = sorted(samples, key=lambda sample: int(sample.image_HWC.astype(int).sum()))
+    monkeypatch.setattr(torch_models.Fragile, "limit", float(second.image_HWC.astype(int).sum()) + 0.5)
+    name, still = format_sample_id(brightest.sample_id), {"random_crop_padding": 0}
+    with pytest.raises(TrainingError, match=rf"not applied; the model's outputs are not finite for 1 samples: {name};"):
+        train_here(tiny_uri, tmp_path, model=f"{TORCH_MODELS}:fragile", standardize=False, augment=still)
