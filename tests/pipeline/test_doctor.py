@@ -12,8 +12,9 @@ from pipeline.printing import stage_rows, stage_title
 from pipeline.tree import PipelineTree
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.run_files import StageRecord
+from shardmill.registry import Entry
 from tests.support import make_dataset
-from train.models import MODELS
+from train.backends import BACKENDS
 
 
 def test_doctor_shows_the_window_budget_of_the_committed_dataset(tmp_path: Path):
@@ -57,8 +58,18 @@ def test_the_kernel_has_a_row_with_its_fix(tmp_path: Path, monkeypatch: pytest.M
     assert "pip install ./native" in row("auto").fix and "etl.kernel = wheels" in row("native").fix
 
 
-def test_a_users_own_model_needs_what_ours_need():
-    assert MODELS.entry("mine:build").packages == MODELS.entry("small_cnn").packages != ()
+@pytest.mark.parametrize("model", ["small_cnn", "mine:build"])
+def test_a_model_needs_the_packages_of_its_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("import keras\n\n\ndef build(image_shape, num_classes): ...\n")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "c.toml").write_text('source.uri = "images"\n')
+    gone = Entry("no_such_package:X", "", extra="tensorflow", packages=("no_such_package",))
+    monkeypatch.setitem(BACKENDS.entries, "keras", gone)
+    rows = {each.subject: each for each in diagnose("c.toml", (f"train.model={model}",), str(tmp_path / "work"))}
+    assert rows["train.num_workers"].status == "fail"
+    assert "train.backend = 'keras' needs no_such_package" in rows["train.num_workers"].found
+    assert rows["train.num_workers"].fix == "pip install '.[tensorflow]'"
 
 
 def test_doctor_without_a_config_misses_no_key_of_it(tmp_path: Path):
