@@ -26,7 +26,8 @@ def choose_backend(config: TrainConfig) -> str:
         packages = imported_packages(config.model)
         name = "torch" if "torch" in packages and not packages & {"keras", "tensorflow"} else backends[0]
     if name not in backends:
-        others = [each for each in STRATEGIES if name in STRATEGIES[each].backends]
+        installed = [each for each, entry in STRATEGIES.entries.items() if not entry.missing_packages()]
+        others = [each for each in installed if name in STRATEGIES[each].backends]
         raise UsageError(
             f"train.strategy = {config.strategy!r} with the backend {name!r}"
             + (f", which train.model = {config.model!r} needs" if config.backend == "auto" else ""),

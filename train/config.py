@@ -119,7 +119,8 @@ class TrainConfig(Section):
     start_timeout_seconds: Annotated[float, HOW] = Field(default=300.0, gt=0)
     """All ranks must have started within this time."""
     nics: Annotated[tuple[str, ...], HOW] = ()
-    """Network interfaces for the ranks' traffic; empty lets Horovod choose (local launchers use loopback)."""
+    """Network interfaces for the ranks' traffic; empty for the one by which a rank reaches the driver (`horovod_spark`:
+    Horovod chooses). Of several, `horovod_spark` uses all, other launchers the first."""
 
     def plan_spec(self, dataset: Dataset) -> PlanSpec:
         """The plan of every epoch: the same at every world size, because nothing in it depends on `num_workers`."""

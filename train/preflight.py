@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
+from train.backends import BACKENDS
 from train.choose_backend import choose_backend
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
@@ -62,6 +63,14 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> str:
             f"train.model = {config.model!r} is a Keras model, to be trained by PyTorch in this process",
             "Keras on TensorFlow exports it afterwards, and one process has one of them",
             "set train.launcher = 'local'",
+        )
+    if backend == "torch" and is_keras:
+        BACKENDS.usable("keras")
+    if backend == "torch" and config.mixed_precision == "float16":
+        raise UsageError(
+            "train.mixed_precision = 'float16' with the backend 'torch'",
+            "it scales no losses",
+            "set train.mixed_precision = 'bfloat16'",
         )
     return backend
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 from shardmill.stores import open_store
 from train.task import WorkerTask
@@ -29,6 +30,20 @@ class DyingReporter:
 
     def doing(self, what: str, *, waits: bool = False) -> None:
         self._reporter.doing(what, waits=waits)
+
+
+class StallingReporter(DyingReporter):
+    """Reports, but stands still instead of reporting the third step."""
+
+    def step(self, report: StepReport) -> None:
+        if report.step == 2:
+            time.sleep(600)
+        self._reporter.step(report)
+
+
+def last_rank_stalls(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    stalls = world.rank == world.world_size - 1
+    return run_worker(task, world, StallingReporter(reporter) if stalls else reporter)
 
 
 def last_rank_dies(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

@@ -150,11 +150,23 @@ def test_an_export_answers_as_the_model_does(name, tmp_path):
         ("no_model", r"the factory returned builtins.str; expected an nn.Module"),
         ("one_class_too_many", r"gives an output of shape \(2, 4\) for 2 images; expected 3 outputs"),
         ("frozen", r"has no trainable variables"),
+        ("softmax_elsewhere", r"outputs do not add up to 1; .*; set train.model_outputs = \"logits\""),
     ],
 )
 def test_a_module_that_does_not_fit_is_refused(factory, message):
     with pytest.raises(UsageError, match=message):
         learner("torch", f"{TORCH_MODELS}:{factory}")
+
+
+def test_a_softmax_at_the_end_gives_probabilities():
+    assert not learner("torch", f"{TORCH_MODELS}:with_softmax").outputs_are_logits
+    assert learner("torch", f"{TORCH_MODELS}:softmax_elsewhere", model_outputs="logits").outputs_are_logits
+
+
+def test_a_module_that_cannot_be_exported_is_told_so(tmp_path):
+    one = learner("torch", f"{TORCH_MODELS}:branching")
+    with pytest.raises(TrainingError, match=r"torch.export cannot follow train.model = .*branching'"):
+        one.write_served(tmp_path)
 
 
 def test_the_backend_follows_from_strategy_and_model():
@@ -180,6 +192,8 @@ def test_a_keras_model_is_not_trained_by_torch_in_the_process_that_exports_it():
         with pytest.raises(UsageError, match="one process has one of them; set train.launcher = 'local'"):
             check_terms(TrainConfig(model=model, backend="torch"), SparkConfig())
     assert check_terms(TrainConfig(model=LINEAR["torch"]), SparkConfig()) == "torch"
+    with pytest.raises(UsageError, match=r"'float16' with the backend 'torch'"):
+        check_terms(TrainConfig(model=LINEAR["torch"], mixed_precision="float16"), SparkConfig())
     assert check_terms(TrainConfig(backend="torch", launcher="local"), SparkConfig()) == "torch"
 
 

@@ -197,3 +197,13 @@ def test_every_strategy_trains_in_a_barrier_stage_as_it_does_in_processes_here(t
     watcher = Watcher()
     result = LAUNCHERS["spark_barrier"].launch(task, SparkConfig(master="local[2]"), watcher)
     assert (result.weights_sha256, result.final_loss_hex) == (here.weights_sha256, here.final_loss_hex)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("strategy", [name for name, each in STRATEGIES.items() if each.allows_world_size(2)])
+def test_the_rank_that_stands_still_is_named_and_not_the_one_that_waits_for_it(tiny_uri, tmp_path, strategy):
+    config = {**stateful(strategy), "num_workers": 2, "launcher": "local"}
+    limits = {"progress_timeout_seconds": 2, "start_timeout_seconds": 120}
+    task = task_of(tiny_uri, tmp_path, **config, **limits)
+    with pytest.raises(TrainingError, match=r"^rank 1 .* hangs .* rank 0 waiting in an allreduce"):
+        LAUNCHERS["local"].launch(task, SparkConfig(), Watcher(), worker=f"{WORKERS}:last_rank_stalls")

@@ -80,3 +80,38 @@ class Fragile(nn.Module):
 
 def fragile(image_shape, num_classes):
     return Fragile(image_shape, num_classes)
+
+
+class SoftmaxElsewhere(nn.Module):
+    """Has a softmax, last in order, that training does not use."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.out = linear(image_shape, num_classes)
+        self.softmax = nn.Softmax(dim=1)
+
+    def forward(self, images_NCHW):
+        return self.out(images_NCHW)
+
+
+def softmax_elsewhere(image_shape, num_classes):
+    return SoftmaxElsewhere(image_shape, num_classes)
+
+
+def with_softmax(image_shape, num_classes):
+    return nn.Sequential(linear(image_shape, num_classes), nn.Softmax(dim=1))
+
+
+class Branching(nn.Module):
+    """Looks at a value of a tensor, which torch.export cannot follow."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.out = linear(image_shape, num_classes)
+
+    def forward(self, images_NCHW):
+        return self.out(images_NCHW) if images_NCHW.max() > -1e9 else self.out(-images_NCHW)
+
+
+def branching(image_shape, num_classes):
+    return Branching(image_shape, num_classes)

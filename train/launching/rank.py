@@ -34,6 +34,7 @@ from train.launching.wire import (
     call_driver,
 )
 from train.strategies import STRATEGIES
+from train.strategies.nics import ipv4_of
 from train.task import WorkerTask
 from train.values import Reporter, StepReport, TrainResult, World
 
@@ -94,11 +95,11 @@ def main() -> NoReturn:
     threading.Thread(target=_hear_driver, args=(connection, exchange), name="rank-abort", daemon=True).start()
     reporter = DriverReporter(connection)
     threading.Thread(target=_beat, args=(connection, reporter), name="rank-heartbeat", daemon=True).start()
-    world = World(
-        place.rank, place.world_size, place.local_rank, place.ranks_per_node, connection.own_address, exchange
-    )
     try:
         check_places(welcome.task)
+        nics = welcome.task.config.nics
+        address = ipv4_of(nics[0]) if nics else connection.own_address
+        world = World(place.rank, place.world_size, place.local_rank, place.ranks_per_node, address, exchange)
         worker = load_worker(welcome.worker)
         outcome: Finished | Failure = Finished(worker(welcome.task, world, reporter))
     except BaseException as error:

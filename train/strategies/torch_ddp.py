@@ -41,7 +41,7 @@ class TorchCollective:
 
         self._torch, self._dist, self._rank = torch, dist, world.rank
         self._world_size = world.world_size
-        os.environ["GLOO_SOCKET_IFNAME"] = nic_with(world.address)
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = nic_with(world.address)
         is_cuda = torch.cuda.is_available()
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
@@ -99,8 +99,11 @@ class TorchCollective:
 class DdpMember(ReplicatedMember):
     """A replica whose gradients are summed bucket by bucket as the backward pass fills them."""
 
-    def __init__(self, learner: Any, collective: AnnouncedCollective, data: DataIndex, streams: StreamShare) -> None:
+    def __init__(
+        self, learner: Any, collective: AnnouncedCollective, data: DataIndex, streams: StreamShare, reporter: Reporter
+    ) -> None:
         super().__init__(learner, collective, data, streams)
+        self._reporter = reporter
         self._ready_seconds = 0.0
         learner.wrap(self._distributed)
 
@@ -108,6 +111,7 @@ class DdpMember(ReplicatedMember):
         # They come back summed already; what is left of the exchange after the last bucket was filled could not be
         # hidden behind the computation.
         *gradients, figures = self.learner.gradients(batch, global_weight, self._streams.here / self._streams.total)
+        self._reporter.doing("its own work")
         exposed_seconds = time.perf_counter() - self._ready_seconds
         started_seconds = time.perf_counter()
         sums = [*gradients, *self._collective.sum_tensors([figures])]
@@ -136,6 +140,9 @@ class DdpMember(ReplicatedMember):
         import torch.distributed as dist
 
         self._ready_seconds = time.perf_counter()
+        if bucket.is_last():
+            # The backward pass returns when all ranks have sent theirs.
+            self._reporter.doing("an allreduce", waits=True)
         work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
@@ -146,7 +153,7 @@ def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], re
     share = len(streams_of_rank(data.index, data.count, config.num_streams))
     learner = build()
     collective = AnnouncedCollective(TorchCollective, world, reporter)
-    return DdpMember(learner, collective, data, StreamShare(share, config.num_streams))
+    return DdpMember(learner, collective, data, StreamShare(share, config.num_streams), reporter)
 
 
 def _meet(world: World) -> Any:
@@ -180,5 +187,7 @@ TORCH_DDP = Strategy(
     checkpoint_layout="replicated",
     max_world_size=None,
     join=join_ddp,
-    echo=re.compile(rf"{GLOO_ECHO}|DistBackendError|NCCL error|ProcessGroup\w+.*(timeout|abort)", re.IGNORECASE),
+    echo=re.compile(
+        rf"{GLOO_ECHO}|Dist(Backend|Network|Store)Error|NCCL error|ProcessGroup\w+.*(timeout|abort)", re.IGNORECASE
+    ),
 )

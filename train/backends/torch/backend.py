@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmill.errors import UsageError
+from shardmill.errors import TrainingError, UsageError
 from shardmill.values import Batch
 from train.backends.backend import ModelSpec, Predict, StatePart, StepOutcome
 from train.backends.torch.model import BuiltModule, build_module, per_sample_losses
@@ -162,12 +163,19 @@ class TorchLearner:
 
     def write_served(self, folder: Path) -> None:
         torch = import_torch()
-        images_NHWC = torch.zeros((2, *self._spec.image_shape_HWC), dtype=torch.uint8, device=device())
-        program = torch.export.export(
-            _served(self._classifier, self.outputs_are_logits).eval(),
-            (images_NHWC,),
-            dynamic_shapes=({0: torch.export.Dim("N")},),
-        )
+        # On the CPU, which every machine has: a program remembers its device, and is moved when it is loaded.
+        served = copy.deepcopy(_served(self._classifier, self.outputs_are_logits)).cpu().eval()
+        images_NHWC = torch.zeros((2, *self._spec.image_shape_HWC), dtype=torch.uint8)
+        try:
+            program = torch.export.export(served, (images_NHWC,), dynamic_shapes=({0: torch.export.Dim("N")},))
+        except Exception as error:
+            # A user's forward may do anything; what torch.export cannot follow, it says in errors of many kinds.
+            raise TrainingError(
+                f"torch.export cannot follow train.model = {self._config.model!r}: "
+                f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
+                "expected a forward without branches on the values of tensors",
+                "rewrite it (torch.where, torch.cond), then run the same command again: the training is kept",
+            ) from error
         (folder / SERVED).mkdir()
         names = json.dumps(self._spec.class_names)
         torch.export.save(program, folder / SERVED / PROGRAM, extra_files={"class_names.json": names})
@@ -230,20 +238,18 @@ class TorchBackend:
         start_torch(world, seed)
 
     def build(self, config: TrainConfig, spec: ModelSpec) -> TorchLearner:
-        if config.mixed_precision == "float16":
-            raise UsageError(
-                "train.mixed_precision = 'float16' with the backend 'torch'",
-                "it has no loss scaling here",
-                "set train.mixed_precision = 'bfloat16'",
-            )
         return TorchLearner(config, build_module(config, spec), spec)
 
     def load_served(self, folder: Path) -> Predict:
         torch = import_torch()
+        from torch.export.passes import move_to_device_pass
+
         with warnings.catch_warnings():
             # That the file's bytes, which nothing writes to, are read-only.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
-            module = torch.export.load(folder / SERVED / PROGRAM).module().to(device())
+            program = torch.export.load(folder / SERVED / PROGRAM)
+        # `to` alone would leave the device that the program asserts.
+        module = move_to_device_pass(program, device()).module()
 
         def predict(images_NHWC: np.ndarray) -> np.ndarray:
             with torch.no_grad():

@@ -7,6 +7,7 @@ both float32, standardized unless `train.standardize` is false.
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from train.backends.backend import ModelSpec
 from train.backends.torch.runtime import device, import_torch
 from train.config import TrainConfig
 from train.models import MODELS
-from train.models.user import call_factory
+from train.models.user import call_factory, imported_packages
 
 # As in train/backends/keras/build.py.
 SMALLEST_PROBABILITY = 1e-7
@@ -44,10 +45,11 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
             "expected at least 2 to train a classifier",
             "add images of another",
         )
+    if not MODELS.is_own(config.model) or "keras" in imported_packages(config.model):
+        _start_keras(config)
     if MODELS.is_own(config.model):
         model = call_factory(config.model, spec.image_shape_HWC, num_classes)
     else:
-        _seed_keras(config)
         model = MODELS[config.model](spec.image_shape_HWC, num_classes)
     is_keras = _is_keras(model)
     if not isinstance(model, torch.nn.Module):
@@ -57,14 +59,14 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
             "return the model itself from the factory; unset KERAS_BACKEND",
         )
     classifier = _classifier(model.to(device()), is_keras, spec).to(device())
-    _check_outputs(config.model, classifier, spec)
+    are_logits = _are_logits(config, model, is_keras)
+    _check_outputs(config.model, classifier, spec, are_logits)
     if is_keras:
-        from train.backends.keras.build import are_outputs_logits
         from train.backends.keras.runtime import config_sha256
 
         _refuse_compiled(config, model)
-        return BuiltModule(classifier, model, True, are_outputs_logits(config, model), config_sha256(model))
-    return BuiltModule(classifier, model, False, _are_logits(config, model), _structure_sha256(model))
+        return BuiltModule(classifier, model, True, are_logits, config_sha256(model))
+    return BuiltModule(classifier, model, False, are_logits, _structure_sha256(model))
 
 
 def per_sample_losses(outputs_NK: Any, labels_N: Any, are_logits: bool, label_smoothing: float) -> Any:
@@ -101,14 +103,17 @@ def _classifier(model: Any, is_keras: bool, spec: ModelSpec) -> Any:
     return Classifier()
 
 
-def _seed_keras(config: TrainConfig) -> None:
+def _start_keras(config: TrainConfig) -> None:
+    """On PyTorch, if it is not running yet; Keras reads the variable once."""
+    # A driver that has imported TensorFlow leaves its own choice in the environment of its ranks.
+    os.environ["KERAS_BACKEND"] = "torch"
     import keras
 
     if keras.backend.backend() != "torch":
         raise UsageError(
             f"Keras runs on {keras.backend.backend()!r} here",
             "expected the backend 'torch'",
-            "unset KERAS_BACKEND, or set it to torch",
+            "start the ranks in processes of their own: train.launcher = 'local'",
         )
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(config.seed)
@@ -127,9 +132,13 @@ def _refuse_compiled(config: TrainConfig, model: Any) -> None:
         )
 
 
-def _are_logits(config: TrainConfig, model: Any) -> bool:
-    """What the config says; under `auto` whether the last module is no softmax."""
+def _are_logits(config: TrainConfig, model: Any, is_keras: bool) -> bool:
+    """What the config says; under `auto` whether the last layer or module is no softmax."""
     torch = import_torch()
+    if is_keras:
+        from train.backends.keras.build import are_outputs_logits
+
+        return are_outputs_logits(config, model)
     if config.model_outputs != "auto":
         return config.model_outputs == "logits"
     return not isinstance(list(model.modules())[-1], torch.nn.Softmax)
@@ -141,7 +150,7 @@ def _structure_sha256(model: Any) -> str:
     return hashlib.sha256(f"{model!r}{shapes}".encode()).hexdigest()
 
 
-def _check_outputs(name: str, classifier: Any, spec: ModelSpec) -> None:
+def _check_outputs(name: str, classifier: Any, spec: ModelSpec, are_logits: bool) -> None:
     """Call it on two black images: builds lazy layers, and shows the output's shape."""
     torch = import_torch()
     height, width, channels = spec.image_shape_HWC
@@ -161,6 +170,14 @@ def _check_outputs(name: str, classifier: Any, spec: ModelSpec) -> None:
             f"train.model = {name!r} gives an output of shape {tuple(outputs.shape)} for 2 images",
             f"expected {len(spec.class_names)} outputs: the dataset has {len(spec.class_names)} classes",
             "use the num_classes that the factory is called with in the last layer",
+        )
+    is_distribution = bool((outputs >= 0).all()) and bool(((outputs.sum(dim=1) - 1).abs() < 1e-3).all())
+    if not are_logits and not is_distribution:
+        # A softmax that is built but used elsewhere looks like the last layer.
+        raise UsageError(
+            f"train.model = {name!r} is taken to give probabilities, and its outputs do not add up to 1",
+            "expected a softmax at its end, or logits",
+            'set train.model_outputs = "logits"',
         )
     if not any(parameter.requires_grad for parameter in classifier.parameters()):
         raise UsageError(

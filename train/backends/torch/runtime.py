@@ -22,15 +22,15 @@ def import_torch() -> Any:
 
 
 def start_torch(world: World, seed: int) -> None:
-    """Threads for this rank's share of the node, seeds, deterministic kernels; Keras models run on PyTorch."""
-    # A driver that has imported TensorFlow leaves its own choice to the ranks. Keras reads this once.
-    os.environ["KERAS_BACKEND"] = "torch"
+    """Threads for this rank's share of the node, seeds, deterministic kernels."""
     # Without it cuBLAS is not deterministic, and PyTorch refuses to run.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch = import_torch()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.ranks_per_node))
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True)
+    # By default it also fills all fresh memory, to show who reads what was never written: a sixth of a step.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     if torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
