@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from etl.listing import limbs, sum_limbs
 from etl.refused_before import RefusedBefore
-from etl.segments import key_digests
+from etl.segments import find_sorted, key_digests
 from shardmill.dataset.index import in_all_formats, rows_file
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
@@ -112,13 +112,13 @@ class _Known:
     @classmethod
     def of(cls, store: Store, changes: Changes, new_ids_N: np.ndarray) -> _Known:
         """One row segment is in memory at a time."""
-        known = cls(0, 0, {})
+        known, new_ids_N = cls(0, 0, {}), np.sort(new_ids_N)
         for shard in changes.shards:
             rows = _rows(store, shard.copies[0])
             found = rows.filter(pa.array(shard.is_kept_N))
             known.num_rows += found.num_rows
             known.key_sum += _key_sum(found)
-            is_candidate_N = np.isin(rows.column("sample_id").to_numpy(), new_ids_N)
+            _, is_candidate_N = find_sorted(new_ids_N, rows.column("sample_id").to_numpy())
             for row in rows.filter(pa.array(is_candidate_N)).to_pylist():
                 known.candidates[row["sample_id"]] = row["source"], row["row_sha256"]
         return known

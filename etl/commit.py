@@ -16,7 +16,7 @@ from etl.plan import BuildPlan
 from etl.same_content import with_same_content
 from etl.shard_rows import RowCopier
 from shardmill.dataset.build import Build
-from shardmill.dataset.commit import commit_version
+from shardmill.dataset.commit import commit_version, has_all_files
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.unit_result import UnitResult
 
@@ -44,16 +44,20 @@ def commit_results(
         if changes is not None and plan.parent is not None:
             beside = _beside_parent(plan, plan.parent, changes, finished, copier)
             if beside is None:
-                if changes.rereads:
-                    clear_pending(plan.store, plan.units, plan.parent_version)
+                _clear_pending(plan, plan.parent, changes)
                 return plan.parent
             build, results = beside
         resolved = resolve_duplicates(results, rejections, plan.task.config, copier, group)
     before_commit()
     manifest = commit_version(plan.store, build, resolved.results, rejections, resolved.counts, plan.parent_version)
-    if manifest.version > plan.parent_version:
-        clear_pending(plan.store, plan.units, manifest.version)
+    _clear_pending(plan, manifest, changes)
     return manifest
+
+
+def _clear_pending(plan: BuildPlan, latest: Manifest, changes: Changes | None) -> None:
+    # The commit itself may find the parent again, if what was read again is a copy that is dropped, say.
+    if latest.version > plan.parent_version or (changes is not None and changes.rereads):
+        clear_pending(plan.store, plan.units, latest.version)
 
 
 def _beside_parent(
@@ -67,7 +71,8 @@ def _beside_parent(
         build, results, changes = added.build, added.results, added.changes
         has_its_rows = not any(result.splits for result in results)
     else:
-        has_its_rows = changes_nothing(plan.store, changes, results)
+        # Rows of a lost shard are not among the changes; if their sources are gone as well, nothing else tells of them.
+        has_its_rows = changes_nothing(plan.store, changes, results) and has_all_files(plan.store, parent)
     same_ledger = finished.rejections.digest == parent.ledger_digest
     if has_its_rows and same_ledger and build.class_names == parent.class_names:
         return None

@@ -1,5 +1,8 @@
 """Inputs with equal bytes, once all units have run: they are counted, they end the build, or one of them stays."""
 
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import heapq
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from etl.config import EtlConfig
 from etl.grouping import Group, GroupBy, RowSegment, group_here, with_equals
@@ -102,14 +106,14 @@ def _pick_places(rows: pa.Table, place: int) -> pa.Table:
 
 
 def _fold_places(rows: pa.Table) -> pa.Table:
-    same: dict[bytes, list[dict[str, Any]]] = {}
-    for record in with_equals(rows).to_pylist():
-        same.setdefault(record["source_sha256"], []).append(record)
-    found = []
-    for records in same.values():
-        first, *others = sorted(records, key=lambda record: key_bytes(record["source"]))
-        found += [{**record, "original": first["source"]} for record in others]
-    return pa.Table.from_pylist(found, schema=_COPIES)
+    # In columns throughout: one digest may be that of very many rows, and all of them are in one part.
+    rows = with_equals(rows).sort_by([("source_sha256", "ascending"), ("source", "ascending")])
+    digests = rows.column("source_sha256")
+    is_first_N = np.ones(rows.num_rows, bool)
+    is_first_N[1:] = pc.not_equal(digests[1:], digests[:-1]).to_numpy()
+    firsts_N = np.flatnonzero(is_first_N)[np.cumsum(is_first_N) - 1]
+    originals = rows.column("source").take(pa.array(firsts_N, pa.int64()))
+    return rows.append_column("original", originals).filter(pa.array(~is_first_N)).select(_COPIES.names)
 
 
 def _digests(rows: pa.Table) -> pa.Array:
@@ -124,7 +128,8 @@ def _require_none(copies: Iterable[pa.Table]) -> None:
     num_copies, examples = 0, []
     for found in copies:
         num_copies += found.num_rows
-        examples = heapq.nsmallest(_NUM_EXAMPLES, [*examples, *found.to_pylist()], key=_key_of)
+        smallest = found.sort_by("source").slice(0, _NUM_EXAMPLES).to_pylist()
+        examples = heapq.nsmallest(_NUM_EXAMPLES, [*examples, *smallest], key=_key_of)
     if num_copies:
         named = ", ".join(f"{printable(each['source'])} = {printable(each['original'])}" for each in examples)
         raise RejectLimitExceeded(

@@ -99,8 +99,13 @@ def _contributions(group: GroupBy, store: Store) -> Iterator[pa.Table]:
 
 def digest_prefixes(digests: pa.ChunkedArray) -> np.ndarray:
     """The first 8 bytes of each 32-byte digest as one number; uint64, shape (N,)."""
-    joined = b"".join(digests.to_pylist())
-    return np.frombuffer(joined, ">u8").reshape(-1, 4)[:, 0].astype(np.uint64)
+    firsts = [np.empty(0, np.uint64)]
+    for chunk in (each for each in digests.chunks if len(each)):
+        # From the buffers, without a Python object for each: there may be very many rows of one digest.
+        _, offsets, data = chunk.buffers()
+        start = int(np.frombuffer(offsets, np.int32)[chunk.offset])
+        firsts.append(np.frombuffer(data, ">u8", 4 * len(chunk), start)[::4].astype(np.uint64))
+    return np.concatenate(firsts)
 
 
 def with_equals(rows: pa.Table) -> pa.Table:

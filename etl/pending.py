@@ -54,9 +54,12 @@ def kept_results(store: Store, units: Sequence[WorkUnit]) -> Iterator[UnitResult
 def finished_units(store: Store, units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
     """The results of those of `units` that have finished by now, as their own tasks recorded them."""
     present = {file.path for file in store.list(PENDING)}
+    recorded = [unit for unit in units if pending_path(unit) in present]
     with ThreadPoolExecutor(_NUM_READERS, "shardmill-finished") as pool:
-        paths = [pending_path(unit) for unit in units if pending_path(unit) in present]
-        yield from filter(None, pool.map(lambda path: _read_if_there(store, path), paths))
+        results = pool.map(lambda unit: _read_if_there(store, pending_path(unit)), recorded)
+        for unit, result in zip(recorded, results, strict=True):
+            if result is not None and _is_of(result, unit):
+                yield result
 
 
 def kept_result(store: Store, unit: WorkUnit) -> UnitResult | None:
@@ -66,8 +69,7 @@ def kept_result(store: Store, unit: WorkUnit) -> UnitResult | None:
     """
     try:
         result = _read_record(store, pending_path(unit))
-        # Equal units have equal fingerprints; only their place in the plan may differ.
-        if (result.fingerprint, result.unit_index) != (unit.fingerprint, unit.index):
+        if not _is_of(result, unit):
             return None
         if any(rejection.reason in TRANSIENT_REASONS for rejection in result.rejections):
             return None
@@ -113,6 +115,11 @@ def _is_settled(store: Store, file: StoredFile, committed: Callable[[], frozense
     except IntegrityError:
         # The parent is damaged: `verify` says so; tidying up is no reason to fail.
         return False
+
+
+def _is_of(result: UnitResult, unit: WorkUnit) -> bool:
+    # Units of two builds that are equal have one fingerprint, and so one record; their places in the plans may differ.
+    return (result.fingerprint, result.unit_index) == (unit.fingerprint, unit.index)
 
 
 def _read_if_there(store: Store, path: str) -> UnitResult | None:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from etl.changes import Changes, ShardRows
 from etl.listing import Listing
 from etl.older_rows import OlderRows
+from etl.segments import find_sorted
 from shardmill.dataset.unit_result import UnitResult, decode_sample_ids
 
 _RESTATED = ("size_bytes", "mtime_ns", "etag")
@@ -26,7 +27,7 @@ def with_same_content(changes: Changes, work: Listing, results: Sequence[UnitRes
     Such rows stay, and are stated with their new sizes and times: the version that is made next remembers them, so that
     they are not read again. About 50 bytes for each of them are in memory.
     """
-    ids_N = decode_sample_ids(result.unchanged_ids for result in results)
+    ids_N = np.sort(decode_sample_ids(result.unchanged_ids for result in results))
     if changes.rows is None or not len(ids_N):
         return changes
     restated = _restated(changes.rows, work, ids_N)
@@ -46,11 +47,11 @@ def with_same_content(changes: Changes, work: Listing, results: Sequence[UnitRes
 
 
 def _restated(rows: OlderRows, work: Listing, ids_N: np.ndarray) -> pa.Table:
-    """The row of each unchanged image, ascending, and what is listed of it now."""
+    """The row of each unchanged image, ascending, and what is listed of it now. `ids_N` is ascending as well."""
     tables = []
     for segment in work.segments:
         for batch in pq.ParquetFile(work.folder / segment).iter_batches():
-            is_unchanged_N = np.isin(batch.column("sample_id").to_numpy(), ids_N)
+            _, is_unchanged_N = find_sorted(ids_N, batch.column("sample_id").to_numpy())
             images = pa.Table.from_batches([batch]).filter(pa.array(is_unchanged_N))
             rows_N, _ = rows.find_renewed(images)
             columns = [images.column(name) for name in _RESTATED]

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from shardmill.storage_errors import as_storage_error
+
 ROWS_PER_PART = 500_000
 """How many rows, of 100 to 200 bytes, are in memory at once."""
 
@@ -15,7 +17,7 @@ ROWS_PER_PART = 500_000
 class SpilledRows:
     """Rows that are added in any order and read part by part; inside a part they keep their order.
 
-    `folder` must exist; nothing else may write to it.
+    `folder` must exist; nothing else may write to it. Both methods raise StorageError for a disk that is full or fails.
     """
 
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
@@ -37,7 +39,7 @@ class SpilledRows:
         file = self._folder / f"part-{part:06d}"
         tables = [self._schema.empty_table()]
         if file.exists():
-            with file.open("rb") as stream:
+            with as_storage_error(file), file.open("rb") as stream:
                 # One stream for each time that rows were written.
                 while stream.peek(1):
                     tables.append(pa.ipc.open_stream(stream).read_all())
@@ -45,8 +47,10 @@ class SpilledRows:
 
     def _write(self) -> None:
         for part, rows in split_rows(self._waiting):
+            file = self._folder / f"part-{part:06d}"
             with (
-                (self._folder / f"part-{part:06d}").open("ab") as stream,
+                as_storage_error(file, rows.nbytes),
+                file.open("ab") as stream,
                 pa.ipc.new_stream(stream, self._schema) as writer,
             ):
                 writer.write_table(rows)

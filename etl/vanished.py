@@ -34,8 +34,9 @@ def check_vanished(plan: BuildPlan, changes: Changes | None) -> None:
     if parent is None or plan.is_append or not plan.build.source.continues(parent.source):
         return
     num_allowed = limit * parent.counts.accepted
-    # The names are looked up only if they can tell: a row that is unchanged has not vanished.
-    if num_allowed >= (parent.counts.accepted if changes is None else changes.num_removed):
+    # The names are looked up only if they can tell: a row that is unchanged has not vanished. One of a lost shard may.
+    num_unchanged = 0 if changes is None else changes.num_unchanged
+    if num_allowed >= parent.counts.accepted - num_unchanged:
         return
     num_vanished = _num_vanished(plan.store, parent, plan.listing)
     if num_vanished > num_allowed:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from etl.engines import ENGINES, Engine, EngineSettings
-from etl.grouping import GroupBy
+from etl.grouping import GroupBy, group_here
 from etl.units import UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.jobs.spark import one_spark
@@ -24,14 +24,17 @@ def run_automatically(units: Sequence[WorkUnit], task: UnitTask, settings: Engin
 
 
 def group_automatically(group: GroupBy, settings: EngineSettings) -> Iterator[pa.Table]:
-    """Group the rows on the engine that `choose_engine` names for so many."""
-    return ENGINES[choose_engine(group.num_rows, settings)].group_rows(group, settings)
+    """Group the rows on the cluster, if there is one; else here, however many: nothing of it needs a JVM."""
+    return ENGINES["spark"].group_rows(group, settings) if _has_cluster(settings) else group_here(group, settings)
 
 
 def choose_engine(num_images: int, settings: EngineSettings) -> str:
     """`local` or `spark`."""
-    has_cluster = is_under_spark_submit() or not is_local_master(settings.spark.master)
-    return "spark" if has_cluster or num_images > MAX_LOCAL_IMAGES else "local"
+    return "spark" if _has_cluster(settings) or num_images > MAX_LOCAL_IMAGES else "local"
+
+
+def _has_cluster(settings: EngineSettings) -> bool:
+    return is_under_spark_submit() or not is_local_master(settings.spark.master)
 
 
 AUTO = Engine(run_automatically, group_automatically, one_spark)

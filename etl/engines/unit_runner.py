@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -77,7 +78,8 @@ class UnitRunner:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        with self._process:  # closes its pipes and waits for it
+        # Closing its pipes flushes what it ended too early to read.
+        with suppress(BrokenPipeError), self._process:  # closes its pipes and waits for it
             pass
 
     def _start(self) -> None:

@@ -52,6 +52,7 @@ class Containers:
         place = _Place.of(uri, suffixes)
         self.store = open_store(place.root)
         self._name, self._is_pattern = place.name, place.is_pattern
+        self._seen = ""
         self.uri = f"{self.store.uri.rstrip('/')}/{place.name}" if place.name else self.store.uri
 
     def find(self) -> FoundFiles:
@@ -71,11 +72,14 @@ class Containers:
         return FoundFiles(containers, tuple(file for file in found if not self._is_container(file)))
 
     def are_there(self) -> bool:
-        """Whether this host sees any of them."""
+        """Whether this host sees any of them. One that it saw before is looked up first: a listing may be long."""
         try:
-            return any(self._is_container(file) for file in self._candidates())
+            if self._seen and self.store.stat(self._seen) is not None:
+                return True
+            self._seen = next((file.path for file in self._candidates() if self._is_container(file)), "")
         except NoSuchRoot:
             return False
+        return bool(self._seen)
 
     def _check_all_named(self, found: set[str]) -> None:
         """`{000..146}` names 147 files; one that is not there was lost, or is still on its way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from etl.config import EtlTree, SourceConfig
 from etl.job import build_dataset
+from etl.pending import PENDING
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import StorageError
 from shardmill.jobs.config import DatasetConfig
@@ -147,3 +149,25 @@ def test_a_source_that_lost_most_of_its_images_replaces_nothing(tmp_path: Path):
             build(tmp_path, **change)
         assert opened(tmp_path).manifest.version == 2
     assert build(tmp_path, max_vanished_fraction=0.6).manifest.counts.accepted == 8
+
+
+def test_a_change_behind_a_copy_that_is_dropped_again_is_noticed(tmp_path: Path):
+    """The commit itself finds the parent again, because the copy was read and refused as it was before."""
+    write_images(tmp_path / "images", num_images=30)
+    files = sorted((tmp_path / "images").rglob("*.png"))
+    shutil.copy(files[0], tmp_path / "images" / "z_copy.png")
+    rows = [(file, file.parent.name) for file in files] + [(tmp_path / "images" / "z_copy.png", files[0].parent.name)]
+    (tmp_path / "table.csv").write_text("uri,label\n" + "".join(f"{file},{label}\n" for file, label in rows))
+    tree = EtlTree(
+        source=SourceConfig(uri=str(tmp_path / "table.csv"), kind="table"),
+        dataset=DatasetConfig(uri=str(tmp_path / "dataset")),
+        etl=_ETL.model_copy(update={"detect_changes": "content", "duplicates": "drop"}),
+    )
+    build_dataset(tree, run_id="1")
+    assert build_dataset(tree, run_id="2").manifest.version == 1
+    assert list((tmp_path / "dataset" / PENDING).glob("*")) == []
+    paint(files[5], random.Random(1))
+    changed = build_dataset(tree, run_id="3").manifest
+    assert changed.version == 2
+    whole = tree.model_copy(update={"dataset": DatasetConfig(uri=str(tmp_path / "whole"))})
+    assert changed.content_digest == build_dataset(whole, run_id="4").manifest.content_digest

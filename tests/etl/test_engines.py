@@ -17,12 +17,13 @@ from etl.engines import ENGINES, EngineSettings
 from etl.engines.auto import MAX_LOCAL_IMAGES, choose_engine
 from etl.engines.local import run_locally
 from etl.engines.unit_json import encode_task, encode_unit
-from etl.engines.unit_runner import end_warm_process, run_in_warm_process
+from etl.engines.unit_runner import UnitRunner, end_warm_process, run_in_warm_process
 from etl.finished import Finished
 from etl.job import build_dataset
 from etl.pending import finished_units
 from etl.plan import plan_build
 from shardmill.dataset.open import open_dataset
+from shardmill.dataset.unit_result import decode_unit_result
 from shardmill.errors import StorageError
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from tests.etl.building import ETL, digests
@@ -107,6 +108,21 @@ def test_a_warm_process_runs_unit_after_unit_and_is_replaced_if_it_is_lost(image
     here = open_dataset(build_here(str(images / "gone"), str(images / "here"), ETL)).manifest
     manifest = commit_results(plan, Finished(plan.listing, finished_units(plan.store, plan.units)))
     assert (manifest.content_digest, manifest.layout_digest) == (here.content_digest, here.layout_digest)
+
+
+def test_a_unit_that_an_ended_process_never_read_is_run_again(images: Path):
+    plan = plan_build(local_tree(images), run_id="r")
+    runner = UnitRunner(encode_task(plan.task))
+    try:
+        [worker] = unit_workers()
+        os.kill(worker, signal.SIGKILL)
+        os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+        runner.send(encode_unit(plan.units[0]))
+        while (result := runner.receive()) is None:
+            pass
+    finally:
+        runner.close()
+    assert decode_unit_result(result).unit_index == plan.units[0].index
 
 
 def unit_workers() -> list[int]:

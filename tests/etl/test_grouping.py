@@ -15,12 +15,13 @@ from pyspark import SparkContext
 
 from etl.config import EtlConfig
 from etl.duplicates import count_copies, find_copies
-from etl.engines import EngineSettings, spark_groups
+from etl.engines import EngineSettings, auto, spark_groups
 from etl.engines.spark_groups import group_on_spark
 from etl.grouping import Group, GroupBy, group_here
 from etl.spill import SpilledRows
 from shardmill.dataset.duplicates import DuplicateCounts
 from shardmill.dataset.shard import publish_shard
+from shardmill.errors import StorageError
 from shardmill.formats.rows import RowSchema, StoredRow
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.spark import one_spark, spark_context
@@ -132,3 +133,24 @@ def test_a_part_is_read_in_the_order_in_which_its_rows_were_added(tmp_path: Path
     assert [spilled.read(part).column("number").to_pylist() for part in range(4)] == [
         list(range(part, 95, 3)) if part < 3 else [] for part in range(4)
     ]
+
+
+def test_without_a_cluster_auto_groups_any_number_of_rows_here(
+    rows: list[StoredRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(auto, "MAX_LOCAL_IMAGES", 1)
+    monkeypatch.setattr(spark_groups, "_MIN_ROWS", 0)
+    monkeypatch.setattr(spark_groups, "spark_context", None)
+    store = open_store(tmp_path / "dataset")
+    shards = write_shards(store, rows, tmp_path)
+    settings = EngineSettings(SparkConfig(master="local[2]"), 0)
+    counts = count_copies(store, shards, CONFIG, lambda asked: auto.group_automatically(asked, settings))
+    assert counts == counted_by_hand(rows)
+
+
+def test_a_disk_that_is_full_of_rows_is_one_line_of_storage(tmp_path: Path):
+    spilled = SpilledRows(tmp_path, pa.schema([("number", pa.int64())]))
+    (tmp_path / "part-000000").symlink_to("/dev/full")
+    spilled.add(pa.table([pa.array(range(10))], names=["number"]), np.zeros(10, np.int64))
+    with pytest.raises(StorageError, match=r"no room to write .*/part-000000 \(\d+ bytes\)"):
+        spilled.read(0)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from etl.config import SourceConfig
+from etl.sources.containers import Containers
 from etl.sources.patterns import expanded, is_pattern, matches
 from shardmill.errors import UsageError
+from shardmill.storage import StoredFile
+from shardmill.stores.local import LocalStore
 from tests.etl.building import list_images
 from tests.support import write_images
 
@@ -50,3 +54,25 @@ def test_a_local_path_that_is_there_is_no_pattern(name: str, num_archives: int, 
 def test_every_file_of_a_list_has_to_be_there(archives: Path):
     with pytest.raises(UsageError, match=r"1 of the files that it names are not there, such as w.tar"):
         list_images(SourceConfig(uri=f"{archives}/{{t,w}}.tar", kind="webdataset"))
+
+
+def test_a_file_that_was_seen_is_asked_for_again_and_not_searched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An image of a table that is not there asks for the tables; that must not list a bucket each time."""
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text("uri\n")
+    tables = Containers(str(tmp_path), (".csv",))
+    listings: list[str] = []
+    store_list = LocalStore.list
+
+    def counted(store: LocalStore, prefix: str) -> Iterator[StoredFile]:
+        listings.append(prefix)
+        return store_list(store, prefix)
+
+    monkeypatch.setattr(LocalStore, "list", counted)
+    assert [tables.are_there() for _ in range(3)] == [True] * 3
+    assert len(listings) == 1
+    # Nothing is believed for longer than it is true.
+    for name in ("a.csv", "b.csv"):
+        assert tables.are_there()
+        (tmp_path / name).unlink()
+    assert not tables.are_there()

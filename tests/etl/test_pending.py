@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.finished import Finished
 from etl.job import build_dataset
-from etl.pending import PENDING, kept_results, pending_path
+from etl.pending import PENDING, finished_units, keep_result, kept_results, pending_path
 from etl.plan import BuildPlan, plan_build
 from etl.units import WorkUnit
 from etl.write_unit import write_unit
@@ -123,3 +124,15 @@ def test_records_of_another_build_that_was_interrupted_stay_until_they_are_aband
         os.utime(folder / "dataset" / path, (time.time() - 8 * 86_400,) * 2)
     assert build_dataset(tree_for(folder), run_id="c").skipped
     assert pending(folder) == []
+
+
+def test_the_record_of_an_equal_unit_at_another_place_is_not_that_of_this_one(folder: Path):
+    """Two builds at once whose listings differ elsewhere share the records of equal units."""
+    plan = plan_build(tree_for(folder), run_id="a")
+    unit, other = plan.units[:2]
+    result = write_unit(unit, plan.task)
+    write_unit(other, plan.task)
+    keep_result(plan.store, unit, replace(result, unit_index=other.index))
+    assert [each.fingerprint for each in finished_units(plan.store, plan.units)] == [other.fingerprint]
+    keep_result(plan.store, unit, result)
+    assert [each.unit_index for each in finished_units(plan.store, plan.units)] == [unit.index, other.index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -177,3 +178,22 @@ def test_a_full_scratch_disk_names_the_path_and_the_bytes(tmp_path: Path):
         [sys.executable, "-m", "tests.programs.build_on_a_full_disk", str(tmp_path)], capture_output=True, text=True
     )
     assert re.search(r"no room to write /.*\.parquet \(\d+ bytes\)", done.stdout), done.stderr
+
+
+def test_a_lost_shard_whose_sources_are_gone_too_is_left_out_by_the_next_run(tmp_path: Path):
+    for split, num_images in (("train", 12), ("test", 6)):
+        write_images(tmp_path / "images" / split, num_images=num_images)
+    etl = ETL.model_copy(update={"engine": "tests.extending_entries:NEW_ENGINE"})
+    tree = tree_for(tmp_path, "dataset", etl=etl)
+    build_dataset(tree, run_id="1")
+    for shard in open_dataset(str(tmp_path / "dataset")).shards:
+        if shard.split == "test":
+            (tmp_path / "dataset" / shard.path).unlink()
+    shutil.rmtree(tmp_path / "images" / "test")
+    # Six of eighteen: rows of lost shards count among those that vanished.
+    with pytest.raises(StorageError, match="6 of the 18 images of version 1 .*max_vanished_fraction allows 0.3"):
+        strict = etl.model_copy(update={"max_vanished_fraction": 0.3})
+        build_dataset(tree_for(tmp_path, "dataset", etl=strict), run_id="2")
+    assert build_dataset(tree, run_id="3").manifest.version == 2
+    verify_dataset(open_dataset(str(tmp_path / "dataset")), deep=True).raise_if_failed()
+    assert build_dataset(tree, run_id="4").skipped
