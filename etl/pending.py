@@ -18,7 +18,7 @@ from shardmill.dataset.versions import read_manifest
 from shardmill.errors import IntegrityError
 from shardmill.sealed import check_sealed, seal, unseal
 from shardmill.storage import Store, StoredFile
-from shardmill.values import TRANSIENT_REASONS
+from shardmill.values import TRANSIENT_REASONS, UNKNOWN_SIZE, Rejection
 
 PENDING = "pending"
 # A run that nobody has resumed for so long loses nothing but time.
@@ -71,7 +71,7 @@ def kept_result(store: Store, unit: WorkUnit) -> UnitResult | None:
         result = _read_record(store, pending_path(unit))
         if not _is_of(result, unit):
             return None
-        if any(rejection.reason in TRANSIENT_REASONS for rejection in result.rejections):
+        if not all(_still_holds(rejection) for rejection in result.rejections):
             return None
         for shard in result.shards:
             check_sealed(store, shard_file(shard))
@@ -79,6 +79,15 @@ def kept_result(store: Store, unit: WorkUnit) -> UnitResult | None:
     except (FileNotFoundError, IntegrityError):
         return None
     return result
+
+
+def _still_holds(rejection: Rejection) -> bool:
+    """Whether the listing vouches for a refusal: an equal unit has inputs of equal size, time and etag, if any.
+
+    Of one that is known by name alone the listing would not show that it was repaired.
+    """
+    is_known = rejection.size_bytes != UNKNOWN_SIZE or rejection.mtime_ns != 0 or rejection.etag != ""
+    return is_known and rejection.reason not in TRANSIENT_REASONS
 
 
 def clear_pending(store: Store, units: Sequence[WorkUnit], version: int) -> None:

@@ -21,6 +21,7 @@ from etl.units import WorkUnit
 from etl.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
+from shardmill.errors import RejectLimitExceeded
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
 from tests.support import write_images
@@ -136,3 +137,19 @@ def test_the_record_of_an_equal_unit_at_another_place_is_not_that_of_this_one(fo
     assert [each.fingerprint for each in finished_units(plan.store, plan.units)] == [other.fingerprint]
     keep_result(plan.store, unit, result)
     assert [each.unit_index for each in finished_units(plan.store, plan.units)] == [unit.index, other.index]
+
+
+def test_inputs_known_by_name_alone_that_were_repaired_after_a_refusal_are_read_again(tmp_path: Path):
+    write_images(tmp_path, num_images=40)
+    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.png"))
+    (tmp_path / "images").write_text("uri,label\n" + "".join(f"{name},{name.split('/')[0]}\n" for name in names))
+    table = (tmp_path / "images").rename(tmp_path / "images.csv")
+    whole = (tmp_path / names[0]).read_bytes()
+    (tmp_path / names[0]).write_bytes(whole[:100])
+    etl = _ETL.model_copy(update={"max_reject_fraction": 0.0, "engine": "local"})
+    tree = tree_for(tmp_path, etl).model_copy(update={"source": SourceConfig(kind="table", uri=str(table))})
+    with pytest.raises(RejectLimitExceeded):
+        build_dataset(tree, run_id="refused")
+    assert pending(tmp_path)
+    (tmp_path / names[0]).write_bytes(whole)
+    assert build_dataset(tree, run_id="repaired").manifest.counts.accepted == 40
