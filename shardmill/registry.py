@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from shardmill.errors import UsageError
 from shardmill.user_module import FoundModule, find_user_module, import_user_module
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
 Value = TypeVar("Value")
+Value_co = TypeVar("Value_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,20 @@ class Entry:
 
 
 _OWN = Entry("", "your own")
+# Names of a library in an error message.
+MAX_LISTED = 6
+
+
+class Library(Protocol[Value_co]):
+    """The objects of an installed package that may be chosen."""
+
+    def names(self) -> tuple[str, ...]:
+        """Those that the installed release has, sorted; found without importing it."""
+        ...
+
+    def __getitem__(self, name: str) -> Value_co:
+        """One of them. Imports the package."""
+        ...
 
 
 class Registry(Mapping[str, Value], Generic[Value]):
@@ -54,12 +69,24 @@ class Registry(Mapping[str, Value], Generic[Value]):
     If `takes_own` is set, a user's own object `package.module:object` is accepted wherever a built-in name is. A
     registry whose names are stored in datasets does not set it: opening a dataset must not import what its manifest
     names. `own` is the entry of such an object but for its target: what else must be installed for it.
+
+    `libraries` are installed packages whose objects have no entry each: `module:name`, by the name of the module. The
+    target of a library's entry is a `Library`.
     """
 
-    def __init__(self, key: str, entries: dict[str, Entry], *, takes_own: bool = False, own: Entry = _OWN) -> None:
+    def __init__(
+        self,
+        key: str,
+        entries: dict[str, Entry],
+        *,
+        takes_own: bool = False,
+        own: Entry = _OWN,
+        libraries: Mapping[str, Entry] | None = None,
+    ) -> None:
         self.key = key
         self.entries = entries
         self.takes_own = takes_own
+        self.libraries = dict(libraries or {})
         self._own = own
         self._loaded: dict[Entry, Value] = {}
 
@@ -81,17 +108,19 @@ class Registry(Mapping[str, Value], Generic[Value]):
         entry = self.usable(name)
         if self.is_own(name):
             return self._load_own(name)
+        if self.is_of_library(name):
+            return load_object(entry.target)[name.partition(":")[2]]
         self._loaded[entry] = load_object(entry.target)
         return self._loaded[entry]
 
     def entry(self, name: str) -> Entry:
-        """The entry of a built-in name, or one for a user's own object. Raises UsageError for an unknown name."""
+        """The entry of a built-in name, a library, or a user's own object. Raises UsageError for an unknown name."""
         if name in self.entries:
             return self.entries[name]
         problem = self.problem_with(name)
         if problem:
             raise UsageError(f"{self.key} = {name!r}", problem)
-        return replace(self._own, target=name)
+        return self.libraries[name.partition(":")[0]] if self.is_of_library(name) else replace(self._own, target=name)
 
     def usable(self, name: str) -> Entry:
         """The entry, after checking that the packages it needs are installed; loads nothing. Raises UsageError."""
@@ -105,7 +134,12 @@ class Registry(Mapping[str, Value], Generic[Value]):
 
     def is_own(self, name: str) -> bool:
         """Whether `name` is a user's own `package.module:object`."""
-        return self.takes_own and name not in self.entries and ":" in name
+        return self.takes_own and name not in self.entries and ":" in name and not self.is_of_library(name)
+
+    def is_of_library(self, name: str) -> bool:
+        """Whether `name` is `module:name` with the module of a library."""
+        module, colon, _ = name.partition(":")
+        return bool(colon) and module in self.libraries
 
     def find_own(self, name: str) -> FoundModule:
         """Where the module of a user's own object lies, without importing it. Raises UsageError if there is none."""
@@ -141,9 +175,24 @@ class Registry(Mapping[str, Value], Generic[Value]):
         """Why `name` cannot be chosen, with the nearest name; empty if it can. Loads nothing."""
         if name in self.entries or self.is_own(name):
             return ""
+        if self.is_of_library(name):
+            return self._problem_in_library(*name.split(":", 1))
         near = difflib.get_close_matches(name, self.entries, n=1, cutoff=0.4)
-        own = ", or package.module:object" if self.takes_own else ""
+        own = "".join(f", {library}:NAME" for library in self.libraries)
+        own += ", or package.module:object" if self.takes_own else ""
         return f"expected one of {', '.join(self.entries)}{own}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+    def _problem_in_library(self, module: str, name: str) -> str:
+        entry = self.libraries[module]
+        if entry.missing_packages():
+            # What it holds is known once it is installed; until then `usable` says what is missing.
+            return ""
+        names = load_object(entry.target).names()
+        if name in names:
+            return ""
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        listed = f"expected one of {', '.join(names[:MAX_LISTED])}{', ...' if len(names) > MAX_LISTED else ''}"
+        return f"{listed} of {module}" + (f"; did you mean '{module}:{near[0]}'?" if near else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +208,9 @@ class OneOf:
         """Every name that may be given, with its line of help."""
         rules = dict.fromkeys(self.also, "chosen by shardmill")
         entries = {name: entry.help for name, entry in self.registry.entries.items()}
+        libraries = {f"{module}:NAME": entry.help for module, entry in self.registry.libraries.items()}
         own = {"package.module:object": "your own"} if self.registry.takes_own else {}
-        return rules | entries | own
+        return rules | entries | libraries | own
 
     def check(self, name: str) -> str:
         """`name` itself. Raises ValueError, as pydantic's validators do, if it is not among the choices."""

@@ -10,7 +10,6 @@ from train.backends import BACKENDS
 from train.choose_backend import choose_backend
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
-from train.models import MODELS
 from train.models.user import imported_packages
 from train.strategies import find_strategy
 
@@ -57,7 +56,7 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> str:
         )
     launcher.check(config.num_workers, spark)
     backend = choose_backend(config)
-    is_keras = not MODELS.is_own(config.model) or "keras" in imported_packages(config.model)
+    is_keras = "keras" in imported_packages(config.model)
     if backend == "torch" and is_keras and config.launcher == "inline":
         raise UsageError(
             f"train.model = {config.model!r} is a Keras model, to be trained by PyTorch in this process",

@@ -1,5 +1,6 @@
 """Every model by name trains; a user's own is taken as it is, or refused with the numbers."""
 
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import importlib.util
@@ -150,7 +151,8 @@ def test_resnet50_refuses_small_images():
 def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(UsageError, match=r'train.model = "resnet"; expected .*:object; did you mean .resnet50.\?'):
         load_tree(TrainTree, None, ("train.model=resnet",))
-    with pytest.raises(UsageError, match="one of small_cnn, resnet50, or package.module:object"):
+    libraries = "keras.applications:NAME, torchvision.models:NAME"
+    with pytest.raises(UsageError, match=f"one of small_cnn, resnet50, vit, {libraries}, or package.module:object"):
         load_tree(TrainTree, None, ("train.model=zzz",))
 
 

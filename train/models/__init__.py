@@ -26,6 +26,26 @@ MODELS: Registry[Callable[[tuple[int, int, int], int], Any]] = Registry(
             extra="tensorflow",
             packages=("keras",),
         ),
+        "vit": Entry(
+            "train.models.vit:vit",
+            "a small vision transformer: four blocks of attention over some 64 patches",
+            extra="tensorflow",
+            packages=("keras",),
+        ),
     },
     takes_own=True,
+    libraries={
+        "keras.applications": Entry(
+            "train.models.libraries:KERAS_APPLICATIONS",
+            "an architecture that Keras ships, with fresh weights",
+            extra="tensorflow",
+            packages=("keras",),
+        ),
+        "torchvision.models": Entry(
+            "train.models.libraries:TORCHVISION_MODELS",
+            "an architecture that torchvision ships, with fresh weights",
+            extra="torch",
+            packages=("torch", "torchvision"),
+        ),
+    },
 )

@@ -12,11 +12,14 @@ from train.models import MODELS
 
 
 def find_model(name: str) -> str:
-    """The file that defines a user's own model; "built in" for ours. Raises UsageError if there is no such model."""
+    """The file that defines a user's own model; "built in" for ours, a library's name for its own.
+
+    Raises UsageError if there is no such model.
+    """
     if not MODELS.is_own(name):
         if problem := MODELS.problem_with(name):
             raise UsageError(f"train.model = {name!r}", problem)
-        return "built in"
+        return name.partition(":")[0] if MODELS.is_of_library(name) else "built in"
     module_name, _, function = name.partition(":")
     spec = MODELS.find_own(name).spec
     origin = spec.origin

@@ -21,7 +21,8 @@ def source_sha256(name: str) -> str:
     """Over the bytes of a factory's module, and of every module beside it that it imports, however indirectly.
 
     "Beside it" is the folder of its top-level package or module: installed libraries are not the user's model. Empty
-    for a model of ours, which its built configuration identifies. Raises UsageError if there is no such module.
+    for a model of ours or of a library, which its built configuration identifies. Raises UsageError if there is no such
+    module.
     """
     if not MODELS.is_own(name):
         return ""
@@ -34,9 +35,9 @@ def source_sha256(name: str) -> str:
 
 
 def imported_packages(name: str) -> set[str]:
-    """The top-level packages that a user's factory and the modules beside it import; empty for a model of ours."""
+    """The top-level packages that a user's factory and the modules beside it import; of others, their entry's."""
     if not MODELS.is_own(name):
-        return set()
+        return set(MODELS.entry(name).packages)
     sources = _own_sources(name.partition(":")[0], name)
     return {
         each.partition(".")[0] for module, data in sources.items() for each in _imports(data, module, is_package=False)

@@ -58,15 +58,15 @@ def build_model(config: TrainConfig, image_shape_HWC: tuple[int, int, int], num_
     try:
         if MODELS.is_own(config.model):
             model = call_factory(config.model, image_shape_HWC, num_classes)
-            if not isinstance(model, keras.Model):
-                raise UsageError(
-                    f"train.model = {config.model!r}: the factory returned "
-                    f"{type(model).__module__}.{type(model).__name__}",
-                    "expected a Keras 3 model (keras.Model, keras.Sequential or a subclass)",
-                    'return the model itself; for a PyTorch module set train.backend = "torch"',
-                )
         else:
             model = MODELS[config.model](image_shape_HWC, num_classes)
+        if not isinstance(model, keras.Model):
+            raise UsageError(
+                f"train.model = {config.model!r}: the factory returned {type(model).__module__}.{type(model).__name__}",
+                "expected a Keras 3 model (keras.Model, keras.Sequential or a subclass)",
+                'return the model itself; for a PyTorch module set train.backend = "torch"',
+            )
+        check_pixels(config, model)
         outputs_are_logits = are_outputs_logits(config, model)
         loss = choose_loss(config, model, outputs_are_logits, num_classes)
         _check_outputs(config.model, model, loss, image_shape_HWC, num_classes)
@@ -89,6 +89,19 @@ def choose_loss(config: TrainConfig, model: Any, outputs_are_logits: bool, num_c
             'set train.loss = "softmax", or give your own loss its label_smoothing',
         )
     return _own_loss(own, num_classes)
+
+
+def check_pixels(config: TrainConfig, model: Any) -> None:
+    """Raises UsageError if a model of a library scales pixels by itself, and would get standardized ones."""
+    import keras
+
+    scales = any(isinstance(layer, keras.layers.Rescaling) for layer in model.layers)
+    if scales and config.standardize and MODELS.is_of_library(config.model):
+        raise UsageError(
+            f"train.model = {config.model!r} scales pixels by itself, and train.standardize is true",
+            "expected pixels from 0 to 255 there",
+            "set train.standardize = false",
+        )
 
 
 def compiled_loss(model: Any) -> Any | None:

@@ -45,7 +45,7 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
             "expected at least 2 to train a classifier",
             "add images of another",
         )
-    if not MODELS.is_own(config.model) or "keras" in imported_packages(config.model):
+    if "keras" in imported_packages(config.model):
         _start_keras(config)
     if MODELS.is_own(config.model):
         model = call_factory(config.model, spec.image_shape_HWC, num_classes)
@@ -58,6 +58,10 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
             "expected an nn.Module, or a Keras 3 model on Keras's torch backend",
             "return the model itself from the factory; unset KERAS_BACKEND",
         )
+    if is_keras:
+        from train.backends.keras.build import check_pixels
+
+        check_pixels(config, model)
     classifier = _classifier(model.to(device()), is_keras, spec).to(device())
     are_logits = _are_logits(config, model, is_keras)
     _check_outputs(config.model, classifier, spec, are_logits)
