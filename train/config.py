@@ -118,6 +118,9 @@ class TrainConfig(Section):
     `start_timeout_seconds`."""
     start_timeout_seconds: Annotated[float, HOW] = Field(default=300.0, gt=0)
     """All ranks must have started within this time."""
+    stop_timeout_seconds: Annotated[float, HOW] = Field(default=25.0, gt=0)
+    """On SIGTERM: how long the ranks may take to end their step and write a checkpoint, before they are ended as they
+    are. Less than what a scheduler waits before it kills (30 s on Kubernetes)."""
     nics: Annotated[tuple[str, ...], HOW] = ()
     """Network interfaces for the ranks' traffic; empty for the one by which a rank reaches the driver (`horovod_spark`:
     Horovod chooses). Of several, `horovod_spark` uses all, other launchers the first."""

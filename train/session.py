@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import IntegrityError
+from shardmill.jobs.process import Terminated
 from train.checkpoint import (
     CheckpointFolder,
     FoundCheckpoint,
@@ -40,6 +41,8 @@ class Session:
     checkpoints: CheckpointFolder
     identity: TrainingIdentity
     reporter: Reporter
+    may_begin: Callable[[int], bool]
+    """`World.may_begin`."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def global_step(self, progress: Progress) -> int:
@@ -125,6 +128,21 @@ def save(session: Session, progress: Progress) -> tuple[Progress, str]:
     fields = {"path": path, "epoch": cursor.epoch, "step": cursor.step, "global_step": global_step, "seconds": seconds}
     session.event("checkpoint", fields)
     return progress.after_time(TimeSpent(checkpoint=seconds)), path
+
+
+def stop(session: Session, progress: Progress, last_checkpoint: str) -> Terminated:
+    """SIGTERM has come: all ranks are before the same step, write a checkpoint there and leave. -> what to raise.
+
+    `last_checkpoint`: that of this very moment, if there is one already.
+    """
+    path = last_checkpoint
+    if not path and session.global_step(progress):
+        progress, path = save(session, progress)
+    session.member.barrier()
+    session.member.close()
+    cursor = progress.cursor
+    where = f"before step {cursor.step} of epoch {cursor.epoch} (global step {session.global_step(progress)})"
+    return Terminated(f"terminated by SIGTERM {where}; {f'checkpoint {path}' if path else 'nothing was trained yet'}")
 
 
 def load_best(session: Session, best: BestEpoch | None, last_checkpoint: str) -> BestEpoch | None:

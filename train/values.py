@@ -23,6 +23,10 @@ def _alone(data: bytes) -> list[bytes]:
     return [data]
 
 
+def _always(global_step: int) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """This process's place among all ranks, and how it meets the others."""
@@ -37,6 +41,9 @@ class World:
     exchange: Callable[[bytes], list[bytes]] = _alone
     """Every rank's bytes in rank order. They go through the driver, authenticated: for addresses, not for work. All
     ranks call it equally often."""
+    may_begin: Callable[[int], bool] = _always
+    """Asked by every rank before each global step, in order; False: the training is to stop before this step, and then
+    it is so on all ranks (train/launching/stop_point.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,12 @@ Every rank runs this same story. Rank 0 alone reports events and writes markers 
 
 from __future__ import annotations
 
-import json
 import secrets
 
 import numpy as np
 
 from shardmill.dataset.open import open_pinned
 from shardmill.epoch_plan import streams_of_rank
-from shardmill.errors import TrainingError
 from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING
 from shardmill.reader import ReaderOptions, read_batches
@@ -20,14 +18,15 @@ from shardmill.sealed import seal
 from shardmill.stores import open_store
 from shardmill.values import Batch
 from train.backends import BACKENDS
-from train.backends.backend import Learner, StepOutcome, model_spec
+from train.backends.backend import Learner, model_spec
 from train.checkpoint import CheckpointFolder, TrainingIdentity
 from train.choose_backend import choose_backend
 from train.config import TrainConfig, settings_that_matter
 from train.evaluate import evaluate_batches
 from train.models.identity import check_source, inputs_hint
+from train.non_finite import not_finite_error
 from train.progress import EarlyStop, Progress, TimeSpent, has_not_learned
-from train.session import Session, load_best, resume, save
+from train.session import Session, load_best, resume, save, stop
 from train.strategies import find_strategy
 from train.task import WorkerTask
 from train.values import (
@@ -42,9 +41,6 @@ from train.values import (
     from_json,
     to_json,
 )
-
-# Of a step that gave no finite loss.
-MAX_NAMED_SAMPLES = 5
 
 
 def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
@@ -82,6 +78,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         checkpoints=CheckpointFolder(open_store(task.models_uri), task.training_dir, attempt, config.keep_checkpoints),
         identity=TrainingIdentity(task.dataset, plan_spec.fingerprint, model, settings_that_matter(config)),
         reporter=reporter,
+        may_begin=world.may_begin,
     )
 
     # Go on from the last complete checkpoint, if there is one; in any case all ranks start with the same variables.
@@ -92,7 +89,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
 
     # Epochs: steps, then validation, then a checkpoint that holds what was validated.
     while progress.cursor.epoch < config.epochs and not progress.early_stop.stopped:
-        progress = _train_steps(session, progress)
+        progress = _train_steps(session, progress, last_checkpoint)
         progress = _finish_epoch(session, progress)
         progress, last_checkpoint = save(session, progress)
 
@@ -134,8 +131,11 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     return result
 
 
-def _train_steps(session: Session, progress: Progress) -> Progress:
-    """The rest of the running epoch: a batch, a step of all members, a report; a checkpoint every N steps."""
+def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> Progress:
+    """The rest of the running epoch: a batch, a step of all members, a report; a checkpoint every N steps.
+
+    `last_checkpoint`: where all that was trained so far is, if anything was.
+    """
     config, member = session.task.config, session.member
     epoch, first_step = progress.cursor.epoch, progress.cursor.step
     plan = session.dataset.plan_epoch(session.plan_spec, epoch)
@@ -147,6 +147,8 @@ def _train_steps(session: Session, progress: Progress) -> Progress:
         batches = iter(reader)
         checkpoint_seconds = 0.0
         for step in range(first_step, plan.num_steps):
+            if not session.may_begin(session.global_step(progress)):
+                raise stop(session, progress, last_checkpoint)
             batch = next(batches)
             input_wait = lap()
 
@@ -154,39 +156,44 @@ def _train_steps(session: Session, progress: Progress) -> Progress:
             done = member.train_step(batch, num_rows, _scheduled_learning_rate(session, progress))
             outcome = done.outcome
             if not outcome.is_applied:
-                raise _not_finite_error(session, progress, batch, outcome)
+                raise not_finite_error(session, progress, batch, outcome)
             # What the member did not count as exchange is computation.
             compute = lap() - done.allreduce_seconds
             spent = TimeSpent(input_wait=input_wait, compute=compute, allreduce=done.allreduce_seconds)
             progress = progress.after_step(outcome.loss, outcome.num_correct, num_rows, spent)
             # Reported before its checkpoint is written: a step that a resumed run will not repeat must be on record.
-            session.reporter.step(
-                StepReport(
-                    rank=member.rank,
-                    epoch=epoch,
-                    step=step,
-                    num_steps=plan.num_steps,
-                    loss_hex=outcome.loss.hex(),
-                    sample_ids=_real_sample_ids(batch) if config.record_samples else (),
-                    seconds={
-                        "input_wait": input_wait,
-                        "compute": compute,
-                        "allreduce": done.allreduce_seconds,
-                        "checkpoint": checkpoint_seconds,
-                        "total": spent.total + checkpoint_seconds,
-                    },
-                )
-            )
+            session.reporter.step(_step_report(session, batch, plan.num_steps, progress, spent, checkpoint_seconds))
             progress = progress.after_time(TimeSpent(other=lap()))
 
             # The epoch's end writes its own.
-            checkpoint_seconds = 0.0
+            checkpoint_seconds, last_checkpoint = 0.0, ""
             every = config.checkpoint_every_steps
             if every and session.global_step(progress) % every == 0 and step + 1 < plan.num_steps:
                 before = progress.spent.checkpoint
-                progress, _ = save(session, progress)
+                progress, last_checkpoint = save(session, progress)
                 checkpoint_seconds = progress.spent.checkpoint - before
     return progress
+
+
+def _step_report(
+    session: Session, batch: Batch, num_steps: int, progress: Progress, spent: TimeSpent, checkpoint_seconds: float
+) -> StepReport:
+    """Of the step that `progress` has just taken in."""
+    return StepReport(
+        rank=session.member.rank,
+        epoch=progress.cursor.epoch,
+        step=progress.cursor.step - 1,
+        num_steps=num_steps,
+        loss_hex=progress.last_loss_hex,
+        sample_ids=_real_sample_ids(batch) if session.task.config.record_samples else (),
+        seconds={
+            "input_wait": spent.input_wait,
+            "compute": spent.compute,
+            "allreduce": spent.allreduce,
+            "checkpoint": checkpoint_seconds,
+            "total": spent.total + checkpoint_seconds,
+        },
+    )
 
 
 def _finish_epoch(session: Session, progress: Progress) -> Progress:
@@ -269,22 +276,6 @@ def _scheduled_learning_rate(session: Session, progress: Progress) -> float | No
     if not session.member.learner.follows_schedule:
         return None
     return session.task.config.learning_rate_at(session.global_step(progress), session.steps_per_epoch)
-
-
-def _not_finite_error(session: Session, progress: Progress, batch: Batch, outcome: StepOutcome) -> TrainingError:
-    """All ranks call it; the model answers for this very batch once more, so that its samples can be named."""
-    config, cursor, member = session.task.config, progress.cursor, session.member
-    is_bad_N = ~np.isfinite(member.learner.outputs(batch.images_NHWC)).all(axis=1) & (batch.weights_N > 0)
-    here = [format_sample_id(sample_id) for sample_id in batch.sample_ids_N[is_bad_N].tolist()]
-    bad = [each for of_rank in member.gather_bytes(json.dumps(here).encode()) for each in json.loads(of_rank)]
-    samples = f"the model's outputs are not finite for {len(bad)} samples: {', '.join(bad[:MAX_NAMED_SAMPLES])}"
-    return TrainingError(
-        f"loss {outcome.loss}, gradient norm {outcome.gradient_norm} at epoch {cursor.epoch}, step {cursor.step} "
-        f"(global step {session.global_step(progress)}); the update was not applied; "
-        + (samples if bad else "the model's outputs are finite for every sample"),
-        "expected finite numbers",
-        f"lower train.learning_rate, or set train.gradient_clip_norm or train.warmup_steps{inputs_hint(config)}",
-    )
 
 
 def _real_sample_ids(batch: Batch) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ def error_line(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         line = f"interrupted; nothing half-done is visible; {_CONTINUE}"
     elif isinstance(error, Terminated):
-        line = f"terminated by SIGTERM; nothing half-done is visible; {_CONTINUE}"
+        line = f"{error}; {_CONTINUE}"
     elif isinstance(error, ShardmillError):
         line = str(error)
     elif isinstance(error, ImportError):

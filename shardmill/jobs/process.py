@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -32,8 +33,37 @@ class Terminated(BaseException):
 
     exit_code = 143
 
-    def __init__(self) -> None:
-        super().__init__("terminated by SIGTERM")
+    def __init__(self, what: str = "terminated by SIGTERM; nothing half-done is visible") -> None:
+        super().__init__(what)
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """Whether SIGTERM has come while work was done that ends itself in good order."""
+
+    patience_seconds: float
+    is_made: bool = False
+
+
+_stop_requests: list[StopRequest] = []
+
+
+@contextmanager
+def stopping_in_order(patience_seconds: float) -> Iterator[StopRequest]:
+    """Inside, the first SIGTERM only makes the request, which the work looks at; it then ends by raising `Terminated`.
+
+    A second SIGTERM, or `patience_seconds` after the first, ends the work at once, as outside.
+    """
+    request = StopRequest(patience_seconds)
+    _stop_requests.append(request)
+    try:
+        yield request
+    finally:
+        _stop_requests.remove(request)
+        if request.is_made:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    if request.is_made:
+        raise Terminated("terminated by SIGTERM; what was under way has been finished")
 
 
 def raise_on_signals() -> None:
@@ -41,7 +71,12 @@ def raise_on_signals() -> None:
 
     def terminate(signal_number: int, frame: FrameType | None) -> None:
         _received.append(Terminated())
-        raise _received[0]
+        request = _stop_requests[-1] if _stop_requests else None
+        if request is None or request.is_made:
+            raise _received[0]
+        request.is_made = True
+        # A timer of the kernel, and no thread: a handler must not wait for a lock that the interrupted code may hold.
+        signal.setitimer(signal.ITIMER_REAL, request.patience_seconds)
 
     def interrupt(signal_number: int, frame: FrameType | None) -> None:
         _received.append(KeyboardInterrupt())
@@ -50,6 +85,7 @@ def raise_on_signals() -> None:
     if threading.current_thread() is threading.main_thread():
         _received.clear()
         signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGALRM, terminate)
         # A process that was started with Ctrl-C ignored (in the background, by nohup) goes on ignoring it.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, interrupt)
@@ -61,7 +97,8 @@ def why_ended(error: BaseException) -> BaseException:
     A signal to a whole process group ends Spark's JVM before us. What then fails in our own clean-up (a connection that
     is refused) does not say why this process ends.
     """
-    return _received[0] if _received else error
+    # One that says how far the work came before it ended is the better answer.
+    return _received[0] if _received and not isinstance(error, Terminated) else error
 
 
 def python_path() -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 import time
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +22,37 @@ MARK = "SHARDMILL_TEST_MARK"
 _HANG_SECONDS = 60.0
 
 
+def start_driver(
+    folder: Path,
+    train: dict[str, object],
+    *,
+    worker: str = "",
+    dataset: DatasetPin = PIN,
+    reach: dict | None = None,
+    models: str = "models",
+) -> Driver:
+    """A driver (tests/train/launch_driver.py) of the ranks that `train` says, with its models below `folder`."""
+    given = {
+        "train": train,
+        "dataset": {"uri": dataset.uri, "version": dataset.version, "manifest_sha256": dataset.manifest_sha256},
+        "models_uri": str(folder / models),
+        "master": f"local[{train['num_workers']}]",
+        "worker": worker,
+        "reach": reach,
+    }
+    mark, temporary = f"mark-{uuid.uuid4()}", folder / "temporary"
+    temporary.mkdir(exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.train.launch_driver", json.dumps(given)],
+        cwd=ROOT,
+        env={**os.environ, MARK: mark, "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return Driver(process, mark, temporary, str(train["launcher"]))
+
+
 @dataclass
 class Driver:
     """A launched driver, and what is left of its processes."""
@@ -26,11 +60,15 @@ class Driver:
     process: subprocess.Popen[str]
     mark: str
     temporary: Path | None = None
+    launcher: str = ""
     lines: list[str] = field(default_factory=list)
 
     def wait_for_step(self) -> None:
+        assert self.process.stdout and self.process.stderr
         while not (line := self.process.stdout.readline()).startswith("step"):
             assert line, self.process.stderr.read()
+        if self.launcher == "inline":
+            return
         # So that finding none later means something.
         assert self.processes_left()
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import uuid
 from dataclasses import asdict
 
 import pytest
@@ -21,7 +19,7 @@ from shardmill.jobs.reach import plant_nonce, remove_nonce
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from tests.support import make_dataset
-from tests.train.driver_process import MARK, PIN, ROOT, WORKERS, Driver
+from tests.train.driver_process import PIN, WORKERS, Driver, start_driver
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.rank import EXIT_ABORTED
@@ -52,26 +50,8 @@ def start(tmp_path):
         **train: object,
     ) -> Driver:
         strategy = "single" if num_workers == 1 else "horovod"
-        given = {
-            "train": {"launcher": launcher, "num_workers": num_workers, "strategy": strategy, **train},
-            "dataset": {"uri": dataset.uri, "version": dataset.version, "manifest_sha256": dataset.manifest_sha256},
-            "models_uri": str(tmp_path / "models"),
-            "master": f"local[{num_workers}]",
-            "worker": worker,
-            "reach": reach,
-        }
-        mark = f"mark-{uuid.uuid4()}"
-        temporary = tmp_path / "temporary"
-        temporary.mkdir(exist_ok=True)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.train.launch_driver", json.dumps(given)],
-            cwd=ROOT,
-            env={**os.environ, MARK: mark, "TMPDIR": str(temporary)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        drivers.append(Driver(process, mark, temporary))
+        given = {"launcher": launcher, "num_workers": num_workers, "strategy": strategy, **train}
+        drivers.append(start_driver(tmp_path, given, worker=worker, dataset=dataset, reach=reach))
         return drivers[-1]
 
     yield start
@@ -216,7 +196,8 @@ def test_killed_driver_leaves_no_rank(start, launcher):
     ("number", "error"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "Terminated")], ids=["INT", "TERM"]
 )
 def test_interrupted_driver_ends_its_ranks(start, number, error):
-    driver = start("local", 2, f"{WORKERS}:sleeps")
+    """On SIGTERM ranks that come to no other step are waited for, but not for long."""
+    driver = start("local", 2, f"{WORKERS}:sleeps", stop_timeout_seconds=1)
     driver.wait_for_step()
     driver.process.send_signal(number)
     assert driver.outcome()["error"] == error

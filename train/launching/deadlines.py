@@ -25,6 +25,8 @@ class RankState:
     hello: Hello | None = None
     is_connected: bool = False
     result: TrainResult | None = None
+    stopped: str | None = None
+    """It has stopped because it was asked to, and how far it came."""
     last_step: Cursor | None = None
     seen_seconds: float = 0.0
     progress_seconds: float = 0.0
@@ -37,8 +39,12 @@ class RankState:
         return RankFault(kind, self.number, where, seen_seconds, what, self.last_step)
 
     @property
+    def is_done(self) -> bool:
+        return self.result is not None or self.stopped is not None
+
+    @property
     def is_at_work(self) -> bool:
-        return self.is_connected and self.result is None
+        return self.is_connected and not self.is_done
 
 
 class Deadlines:

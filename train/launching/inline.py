@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
+from shardmill.jobs.process import stopping_in_order
 from shardmill.values import Cursor
 from train.launching import Launcher
 from train.launching.faults import FaultKind, RankFault, error_of, failure_of
@@ -51,11 +52,14 @@ def check_one_rank(world_size: int, spark: SparkConfig) -> None:
 def launch_inline(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
-    """Run the only rank here. Raises UsageError for more than one, TrainingError for what is not a ShardmillError."""
+    """Run the only rank here. Raises UsageError for more than one, TrainingError for what is not a ShardmillError;
+    Terminated when SIGTERM has come and the training has stopped."""
     check_one_rank(task.config.num_workers, spark)
     reporter = ObserverReporter(observer)
     try:
-        return load_worker(worker)(task, World(), reporter)
+        with stopping_in_order(task.config.stop_timeout_seconds) as request:
+            world = World(may_begin=lambda global_step: not request.is_made)
+            return load_worker(worker)(task, world, reporter)
     except ShardmillError:
         raise
     except (Exception, SystemExit) as error:

@@ -13,7 +13,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from train.launching.wire import Abort, Connection, Exchanged, Message, ProtocolError, answer_caller, message_adapter
+from train.launching.stop_point import Hold, StopAfter
+from train.launching.wire import (
+    Abort,
+    Connection,
+    Exchanged,
+    Message,
+    ProtocolError,
+    answer_caller,
+    message_adapter,
+)
 from train.task import WorkerTask
 
 MAX_PENDING = 64
@@ -57,7 +66,7 @@ class RankListener:
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="watchdog-accept", daemon=True).start()
 
-    def send_to_all(self, message: Abort | Exchanged) -> None:
+    def send_to_all(self, message: Abort | Exchanged | Hold | StopAfter) -> None:
         """Send to every authenticated connection that is still open."""
         with self._lock:
             connections = list(self._connections)

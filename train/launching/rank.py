@@ -10,15 +10,18 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
 from shardmill.dataset.open import open_pinned
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.observer import FieldValue
+from shardmill.jobs.process import Terminated
 from shardmill.jobs.reach import check_nonce
 from shardmill.parent_death import die_with_parent
 from train.launching.faults import failure_of
 from train.launching.place import place_from_environment
+from train.launching.stop_point import Begun, Hold, StopAfter, Stopped, StopPoint
 from train.launching.wire import (
     ADDRESS_VARIABLE,
     TOKEN_VARIABLE,
@@ -91,17 +94,28 @@ def main() -> NoReturn:
     # identifies its ranks by it.
     address, token = os.environ[ADDRESS_VARIABLE], os.environ.pop(TOKEN_VARIABLE)
     connection, welcome = call_driver(address, token, "rank", place.rank, os.getpid())
-    exchange = DriverExchange(connection)
-    threading.Thread(target=_hear_driver, args=(connection, exchange), name="rank-abort", daemon=True).start()
+    exchange, stop_point = DriverExchange(connection), StopPoint()
+    hearing = (connection, exchange, stop_point)
+    threading.Thread(target=_hear_driver, args=hearing, name="rank-abort", daemon=True).start()
     reporter = DriverReporter(connection)
     threading.Thread(target=_beat, args=(connection, reporter), name="rank-heartbeat", daemon=True).start()
     try:
         check_places(welcome.task)
         nics = welcome.task.config.nics
         address = ipv4_of(nics[0]) if nics else connection.own_address
-        world = World(place.rank, place.world_size, place.local_rank, place.ranks_per_node, address, exchange)
+        world = World(
+            place.rank,
+            place.world_size,
+            place.local_rank,
+            place.ranks_per_node,
+            address,
+            exchange,
+            stop_point.may_begin,
+        )
         worker = load_worker(welcome.worker)
-        outcome: Finished | Failure = Finished(worker(welcome.task, world, reporter))
+        outcome: Finished | Stopped | Failure = Finished(worker(welcome.task, world, reporter))
+    except Terminated as stopped:
+        outcome = Stopped(str(stopped))
     except BaseException as error:
         # Anything, also a SystemExit of a user's code: the driver must get it before this process ends.
         outcome = failure_of(error, STRATEGIES[welcome.task.config.strategy].echo)
@@ -112,7 +126,7 @@ def main() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: exit handlers of native libraries wait for ranks that will not come.
-    os._exit(0 if isinstance(outcome, Finished) else EXIT_FAILED)
+    os._exit(EXIT_FAILED if isinstance(outcome, Failure) else 0)
 
 
 def check_places(task: WorkerTask) -> None:
@@ -140,11 +154,20 @@ def load_worker(name: str) -> Worker:
     return getattr(module, function_name)
 
 
-def _hear_driver(connection: Connection, exchange: DriverExchange) -> NoReturn:
-    """Hand over the answers of exchanges until the driver wants this process to end, or is gone."""
+def _hear_driver(connection: Connection, exchange: DriverExchange, stop_point: StopPoint) -> NoReturn:
+    """Hand over what the driver says until it wants this process to end, or is gone."""
     while (message := connection.receive()) is not None and not isinstance(message, Abort):
-        if isinstance(message, Exchanged):
-            exchange.answer(message)
+        match message:
+            case Exchanged():
+                exchange.answer(message)
+            case Hold():
+                # From this thread: the other one may wait in a collective for a rank that holds already.
+                with suppress(OSError):
+                    connection.send(Begun(stop_point.hold()))
+            case StopAfter(global_step):
+                stop_point.stop_after(global_step)
+            case _:
+                pass
     os._exit(EXIT_ABORTED)
 
 

@@ -15,10 +15,12 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
+from shardmill.jobs.process import Terminated, stopping_in_order
 from shardmill.values import Cursor
 from train.launching.deadlines import Deadlines
 from train.launching.faults import RANK_OF_KIND, FaultKind, RankFault, error_of, merged, root_cause
 from train.launching.listener import RankListener, Received
+from train.launching.stop_point import Begun, Hold, StopAfter, StopAgreement, Stopped
 from train.launching.wire import (
     ADDRESS_VARIABLE,
     TOKEN_VARIABLE,
@@ -84,6 +86,7 @@ class Watchdog:
         self._faults: dict[int, RankFault] = {}
         self._steps = StepAssembler(task.config.num_workers)
         self._exchanges = ExchangeAssembler(task.config.num_workers)
+        self._stop = StopAgreement()
         self._listener = RankListener(bind_host, self._token, task, worker, self._on_received)
         self._address = f"{advertised_host or bind_host}:{self._listener.port}"
 
@@ -110,27 +113,34 @@ class Watchdog:
     def watch(self) -> TrainResult:
         """Serve the ranks until all have finished; rank 0's result.
 
-        Raises the first failing rank's own error: its class if that is a ShardmillError, TrainingError otherwise.
+        Raises the first failing rank's own error: its class if that is a ShardmillError, TrainingError otherwise; and
+        Terminated, when SIGTERM has come and all ranks have stopped at the same step.
         """
-        ticked_seconds = time.monotonic()
-        while any(rank.result is None for rank in self._ranks):
-            try:
-                received = self._inbox.get(timeout=TICK_SECONDS)
-            except queue.Empty:
-                pass
-            else:
-                self._handle(received)
-            now = time.monotonic()
-            if now - ticked_seconds > self._task.config.silent_seconds / 2:
-                self._deadlines.restart_clocks(now)
-            ticked_seconds = now
-            for fault in self._deadlines.missed(now):
-                self._record_fault(fault)
-            if self._faults and self._is_cause_known(now):
-                cause = root_cause(self._faults.values(), STRATEGIES[self._task.config.strategy].echo)
-                fields = {"rank": cause.rank, "kind": str(cause.kind), "where": cause.where}
-                self._observer.event("rank_failed", fields)
-                raise error_of(cause)
+        with stopping_in_order(self._task.config.stop_timeout_seconds) as request:
+            ticked_seconds = time.monotonic()
+            while not all(rank.is_done for rank in self._ranks):
+                try:
+                    received = self._inbox.get(timeout=TICK_SECONDS)
+                except queue.Empty:
+                    pass
+                else:
+                    self._handle(received)
+                if request.is_made:
+                    self._stop_ranks()
+                now = time.monotonic()
+                if now - ticked_seconds > self._task.config.silent_seconds / 2:
+                    self._deadlines.restart_clocks(now)
+                ticked_seconds = now
+                for fault in self._deadlines.missed(now):
+                    self._record_fault(fault)
+                if self._faults and self._is_cause_known(now):
+                    cause = root_cause(self._faults.values(), STRATEGIES[self._task.config.strategy].echo)
+                    fields = {"rank": cause.rank, "kind": str(cause.kind), "where": cause.where}
+                    self._observer.event("rank_failed", fields)
+                    raise error_of(cause)
+            stopped = [rank.stopped for rank in self._ranks if rank.stopped is not None]
+            if stopped:
+                raise Terminated(stopped[0])
         result = self._ranks[0].result
         assert result is not None
         return result
@@ -150,6 +160,16 @@ class Watchdog:
                 os.kill(pid, signal.SIGKILL)
             except OSError:
                 pass
+
+    def _stop_ranks(self) -> None:
+        """Ask all ranks to stop, and tell them after which step when all have answered."""
+        if not self._stop.is_asked:
+            self._stop.is_asked = True
+            self._observer.event("stopping", {"rank": 0, "reason": "SIGTERM"})
+            self._listener.send_to_all(Hold())
+        last = self._stop.agreed({rank.number for rank in self._ranks if not rank.is_done})
+        if last is not None:
+            self._listener.send_to_all(StopAfter(last))
 
     def _is_ours(self, pid: int) -> bool:
         # A pid of another container, or a reused one, does not have this job's token in its environment.
@@ -173,6 +193,9 @@ class Watchdog:
             case Hello(role="rank", host=host, pid=pid) as hello:
                 rank.hello, rank.is_connected, rank.progress_seconds = hello, True, received.seen_seconds
                 self._observer.event("rank_started", {"rank": received.rank, "host": host, "pid": pid})
+                if self._stop.is_asked:
+                    # It came after the others were asked; they only repeat their answer.
+                    self._listener.send_to_all(Hold())
             case Heartbeat() as beat if received.role == "rank":
                 self._deadlines.heartbeat(rank, beat, received.seen_seconds)
             case Step(report):
@@ -187,8 +210,13 @@ class Watchdog:
                 self._deadlines.progress(rank, received.seen_seconds)
                 if (answer := self._exchanges.add(received.rank, data_hex)) is not None:
                     self._listener.send_to_all(answer)
-            case Finished(result):
-                rank.result = result
+            case Begun(global_step):
+                self._stop.answer(received.rank, global_step)
+            case Finished() | Stopped() as last_words:
+                if isinstance(last_words, Finished):
+                    rank.result = last_words.result
+                else:
+                    rank.stopped = last_words.what
                 # The exit of its process may have been seen before its result was read from the connection.
                 self._faults.pop(received.rank, None)
             case Failure(collective=collective) as failure:
@@ -202,7 +230,7 @@ class Watchdog:
                 self._record_fault(rank.fault(FaultKind.KILLED, received.seen_seconds))
 
     def _record_fault(self, fault: RankFault) -> None:
-        if fault.rank < 0 or self._ranks[fault.rank].result is None:
+        if fault.rank < 0 or not self._ranks[fault.rank].is_done:
             self._faults[fault.rank] = merged(self._faults.get(fault.rank), fault)
 
     def _is_cause_known(self, now: float) -> bool:

@@ -24,6 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from shardmill.jobs.observer import FieldValue
 from train.launching.faults import Failure
+from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
 from train.task import WorkerTask
 from train.values import StepReport, TrainResult
 
@@ -149,6 +150,10 @@ Message = (
     | Event
     | Exchange
     | Exchanged
+    | Hold
+    | Begun
+    | StopAfter
+    | Stopped
     | Failure
     | Finished
     | RankExit

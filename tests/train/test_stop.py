@@ -1,0 +1,108 @@
+"""SIGTERM to the driver of a training: all ranks stop before the same step, and the same command goes on from there."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import pytest
+
+from shardmill.dataset.open import open_dataset
+from shardmill.stores import open_store
+from tests.train.driver_process import WORKERS, start_driver
+from tests.train.training import MODELS
+from train.checkpoint import complete_checkpoints
+from train.launching.stop_point import StopAgreement, StopPoint
+
+TORCH = "tests.train.torch_models:stateful"
+# Steps of a few milliseconds, hundreds of them, and no checkpoint but those of the epochs' ends.
+CONFIG = {"epochs": 4, "global_batch_size": 6, "num_streams": 6, "checkpoint_every_steps": 0, "record_samples": True,
+          "keep_checkpoints": 100, "stop_timeout_seconds": 60}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("launcher", "strategy", "world_size", "model"),
+    [
+        ("inline", "single", 1, f"{MODELS}:stateful"),
+        ("local", "torch_ddp", 2, TORCH),
+        pytest.param("local", "horovod", 3, f"{MODELS}:stateful", marks=pytest.mark.drill),
+        pytest.param("spark_barrier", "torch_ddp", 2, TORCH, marks=pytest.mark.drill),
+        pytest.param("horovod_spark", "horovod", 2, f"{MODELS}:stateful", marks=pytest.mark.drill),
+    ],
+)
+def test_sigterm_stops_all_ranks_before_one_step_and_the_end_is_the_same(
+    tiny_uri, tmp_path, launcher, strategy, world_size, model
+):
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    train = {"launcher": launcher, "strategy": strategy, "num_workers": world_size, "model": model, **CONFIG}
+    pin = open_dataset(tiny_uri).pin
+
+    def start(models: str):
+        return start_driver(tmp_path, train, dataset=pin, models=models)
+
+    stopped = start("stopped")
+    stopped.wait_for_step()
+    time.sleep(random.Random(seed).random() * 0.3)
+    stopped.process.send_signal(signal.SIGTERM)
+    first = stopped.outcome()
+    assert first.get("error") == "Terminated", first
+    stopped.assert_nothing_left()
+
+    # The checkpoint is of the very step before which all ranks stopped.
+    newest = next(complete_checkpoints(open_store(tmp_path / "stopped"), "trainings/test"))
+    assert newest.path in first["message"] and f"(global step {newest.marker.global_step})" in first["message"]
+    assert len(first["sample_ids"]) == newest.marker.global_step > 0
+
+    # No step is done twice and none is left out; it ends as if nothing had happened.
+    second, undisturbed = start("stopped").outcome(), start("undisturbed").outcome()
+    assert first["sample_ids"] + second["sample_ids"] == undisturbed["sample_ids"]
+    assert second["weights_sha256"] == undisturbed["weights_sha256"]
+
+
+def test_a_second_sigterm_ends_the_training_at_once(tmp_path):
+    train = {"launcher": "local", "strategy": "horovod", "num_workers": 2, "stop_timeout_seconds": 3600}
+    driver = start_driver(tmp_path, train, worker=f"{WORKERS}:sleeps")
+    driver.wait_for_step()
+    driver.process.send_signal(signal.SIGTERM)
+    # Two signals at once would be one.
+    time.sleep(1)
+    assert driver.process.poll() is None
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.outcome()["error"] == "Terminated"
+    driver.assert_nothing_left()
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_ranks_in_lockstep_stop_behind_the_same_step_whenever_they_are_asked(seed):
+    """Each rank begins a step when all have ended the one before; the driver's messages come at random moments."""
+    chance, num_ranks = random.Random(seed), 3
+    points, agreement, done = [StopPoint() for _ in range(num_ranks)], StopAgreement(), [0] * num_ranks
+    is_inside = [False] * num_ranks
+    to_ask, last = list(range(num_ranks)), None
+    to_tell = list(range(num_ranks))
+    stopped = [False] * num_ranks
+    agreement.is_asked = True
+    while not all(stopped):
+        rank = chance.randrange(num_ranks)
+        if to_ask and chance.random() < 0.1:
+            asked = to_ask.pop(chance.randrange(len(to_ask)))
+            agreement.answer(asked, points[asked].hold())
+            continue
+        if last is None:
+            last = agreement.agreed(set(range(num_ranks)))
+        elif to_tell and chance.random() < 0.5:
+            points[to_tell.pop()].stop_after(last)
+            continue
+        may_wait = rank not in to_ask and rank in to_tell
+        if is_inside[rank]:
+            # The collective: a step ends when every rank has begun it.
+            if all(is_inside[other] or done[other] > done[rank] for other in range(num_ranks)):
+                is_inside[rank], done[rank] = False, done[rank] + 1
+        elif not may_wait and not stopped[rank]:
+            if points[rank].may_begin(done[rank]):
+                is_inside[rank] = True
+            else:
+                stopped[rank] = True
+    assert len(set(done)) == 1

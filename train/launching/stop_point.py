@@ -1,0 +1,97 @@
+"""Before which step a training stops that SIGTERM asks to end: agreed between driver and ranks, the same on all ranks.
+
+The agreement needs no collective, so it holds for every strategy. The driver sends `Hold`; each rank's listening thread
+answers at once with the last step that the rank has begun, and from then on the rank begins no other. The largest of
+the answers, which the driver sends to all, is therefore a step that nobody has passed and that every rank can still
+reach: one that has begun it needs its peers in its collectives, and they begin it now. All stop behind it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Driver to rank: SIGTERM has come; begin no other step, and say which one was begun last."""
+
+    kind: Literal["hold"] = "hold"
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The rank's answer to `Hold`."""
+
+    global_step: int
+    """-1 for none."""
+    kind: Literal["begun"] = "begun"
+
+
+@dataclass(frozen=True, slots=True)
+class StopAfter:
+    """Driver to every rank, once all have answered: the last step that any of them has begun."""
+
+    global_step: int
+    kind: Literal["stop_after"] = "stop_after"
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The rank has stopped, as it was asked to. Like `Finished` its last message."""
+
+    what: str
+    """How far it came, for people."""
+    kind: Literal["stopped"] = "stopped"
+
+
+class StopPoint:
+    """On one rank. `may_begin` is called by the thread that trains, the rest by the one that hears the driver."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._begun = -1
+        self._is_held = False
+        self._last: int | None = None
+
+    def may_begin(self, global_step: int) -> bool:
+        """`World.may_begin`; waits while the ranks agree."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_held or self._last is not None)
+            if self._last is not None and global_step > self._last:
+                return False
+            self._begun = global_step
+            return True
+
+    def hold(self) -> int:
+        """Begin no other step until `stop_after`. -> the last one that was begun, -1 for none; the same every time."""
+        with self._changed:
+            self._is_held = True
+            return self._begun
+
+    def stop_after(self, global_step: int) -> None:
+        """All ranks go on to the end of this step, and no further."""
+        with self._changed:
+            self._last = global_step
+            self._changed.notify_all()
+
+
+class StopAgreement:
+    """On the driver: the answers of the ranks."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._begun: dict[int, int] = {}
+        self._is_agreed = False
+
+    def answer(self, rank: int, global_step: int) -> None:
+        """`rank` has begun `global_step` last, and holds."""
+        self._begun[rank] = global_step
+
+    def agreed(self, at_work: set[int]) -> int | None:
+        """The step to stop after, once: when all ranks that are still at work have answered."""
+        if not self.is_asked or self._is_agreed or not at_work or not at_work <= self._begun.keys():
+            return None
+        self._is_agreed = True
+        return max(self._begun.values())
