@@ -134,7 +134,7 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     engine: Annotated[str, OneOf(ENGINES)] = "auto"
     """What runs the work units."""
     num_workers: int = Field(default=0, ge=0)
-    """Processes of the engine `local`; 0: one per core."""
+    """Work units that the engine `local` decodes at once; 0: one per core."""
     formats: tuple[Annotated[str, OneOf(SHARD_FORMATS)], ...] = ("parquet",)
     """Shard formats to write, one or several."""
     split_fractions: SplitFractions = SplitFractions()

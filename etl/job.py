@@ -89,7 +89,12 @@ def build_dataset(
     `replace_source` allows a version from another source than the latest one's. `will_train`: a listing that no
     classifier can be trained on raises UsageError before any work starts.
     """
-    observer = observer or SilentObserver()
+    # Workers import what they need while this process lists.
+    with ENGINES[tree.etl.engine].opened(_settings(tree)):
+        return _build(tree, run_id, observer or SilentObserver(), replace_source=replace_source, will_train=will_train)
+
+
+def _build(tree: EtlTree, run_id: str, observer: Observer, *, replace_source: bool, will_train: bool) -> BuildOutcome:
     started = time.monotonic()
 
     # List the source and plan the units. What the listing alone refuses may be too much already.
@@ -123,7 +128,7 @@ def _build_on_latest(
     `started`: by the monotonic clock.
     """
     # The lease keeps `gc` away from what no manifest names yet, and from the parent's shards.
-    with ENGINES[tree.etl.engine].opened(), writing(plan.store, f"etl, run {plan.build.run_id},") as lease:
+    with writing(plan.store, f"etl, run {plan.build.run_id},") as lease:
         for num_lost in itertools.count(1):
             # Leave out what the latest version holds already.
             changed = plan_changes(plan, observer)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import socket
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -17,13 +16,14 @@ from typing import Protocol
 from etl.config import EtlConfig
 from etl.pending import keep_result
 from etl.read_ahead import read_ahead
+from etl.read_source import check_source, in_reading_order, places_of, read_source
 from etl.sources import SOURCES, SourceReader
 from etl.splits import split_of
 from etl.units import UnitTask, WorkUnit, read_unit
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.statistics import ImageSizes, count_sizes
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_sample_ids
-from shardmill.errors import AccessDenied, IntegrityError, StorageError, UsageError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.failpoints import failpoint
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
@@ -34,7 +34,7 @@ from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.storage import Store
 from shardmill.stores import open_store
-from shardmill.values import NO_SUCH_FILE, UNKNOWN_SIZE, ImageSample, Rejection, RejectReason, ShardInfo, SourceImage
+from shardmill.values import ImageSample, Rejection, ShardInfo, SourceImage
 
 
 class Decoder(Protocol):
@@ -49,10 +49,13 @@ class Decoder(Protocol):
         ...
 
 
-def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -> UnitResult:
+def write_unit(
+    unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None, when_decoded: Callable[[], None] = lambda: None
+) -> UnitResult:
     """Read, normalize and store every source of a unit. Safe to run twice, also at once: each attempt has own names.
 
-    Images are decoded by `decoder`; without one in a child process, so that none of them can end this one.
+    Images are decoded by `decoder`; without one in a child process, so that none of them can end this one. What follows
+    `when_decoded` is mostly waiting for disks.
 
     Raises UsageError if this executor would make other pixels than the driver or does not share its dataset folder,
     StorageError if storage fails.
@@ -61,24 +64,12 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
     dataset = open_store(task.dataset_uri)
     _check_host(task, reader)
     sources = read_unit(task.listing, unit, task.config.seed)
-    rejections: list[Rejection] = []
-    unchanged: list[SourceImage] = []
-    rows_by_split: dict[str, list[StoredRow]] = defaultdict(list)
-    label_ids = {name: number for number, name in enumerate(task.row_schema.class_names)}
 
     # Read and normalize: each source ends as one row or one rejection.
-    decoder = decoder or sandbox_of_process(task.config)
-    for image, outcome in _process(in_reading_order(sources), task, reader, decoder):
-        if isinstance(outcome, Rejection):
-            rejections.append(outcome)
-        elif isinstance(outcome, SourceImage):
-            unchanged.append(outcome)
-        else:
-            split = split_of(image, outcome.source_sha256, task.config.split_fractions)
-            label_id = None if image.label is None else label_ids[image.label]
-            rows_by_split[split].append(StoredRow.of(image, label_id, outcome))
+    rows_by_split, rejections, unchanged = _outcomes(sources, task, reader, decoder or sandbox_of_process(task.config))
     _check_multiset(unit, sources, rows_by_split, [*rejections, *unchanged])
     _sort_like(sources, rows_by_split)
+    when_decoded()
 
     # Store: the same chunks in every format, spooled to scratch and published whole.
     shards = [] if task.is_check else _store(dataset, unit, rows_by_split, task)
@@ -100,11 +91,6 @@ def write_unit(unit: WorkUnit, task: UnitTask, decoder: Decoder | None = None) -
     return result
 
 
-def in_reading_order(sources: Sequence[SourceImage]) -> list[SourceImage]:
-    """Those in containers as they lie there, so that each block is read once; files of their own in the given order."""
-    return sorted(sources, key=lambda image: (image.container, image.place if image.container else 0))
-
-
 def _check_host(task: UnitTask, reader: SourceReader) -> None:
     """This executor makes the driver's pixels, and sees the driver's source and dataset."""
     here = decoder_id(task.config.normalize_options())
@@ -117,7 +103,27 @@ def _check_host(task: UnitTask, reader: SourceReader) -> None:
         )
     if task.reach is not None:
         check_nonce(task.reach)
-    check_source(reader, _places(task), task.probes)
+    check_source(reader, places_of(task), task.probes)
+
+
+def _outcomes(
+    sources: Sequence[SourceImage], task: UnitTask, reader: SourceReader, decoder: Decoder
+) -> tuple[dict[str, list[StoredRow]], list[Rejection], list[SourceImage]]:
+    """The rows of each split, the rejections, and the sources whose bytes were known."""
+    rows_by_split: dict[str, list[StoredRow]] = defaultdict(list)
+    rejections: list[Rejection] = []
+    unchanged: list[SourceImage] = []
+    label_ids = {name: number for number, name in enumerate(task.row_schema.class_names)}
+    for image, outcome in _process(in_reading_order(sources), task, reader, decoder):
+        if isinstance(outcome, Rejection):
+            rejections.append(outcome)
+        elif isinstance(outcome, SourceImage):
+            unchanged.append(outcome)
+        else:
+            split = split_of(image, outcome.source_sha256, task.config.split_fractions)
+            label_id = None if image.label is None else label_ids[image.label]
+            rows_by_split[split].append(StoredRow.of(image, label_id, outcome))
+    return rows_by_split, rejections, unchanged
 
 
 def _process(
@@ -142,45 +148,6 @@ def _process(
             pending = decoder.start(image, data, normalize)
     if pending is not None:
         yield pending.source, decoder.finish(pending)
-
-
-def read_source(reader: SourceReader, image: SourceImage, task: UnitTask) -> bytes | Rejection:
-    """The bytes of one listed image, or the rejection that says why not.
-
-    Raises StorageError if the store fails, or has lost every probe as well: an absent root is not an absent file.
-    """
-    try:
-        data = reader.read(image)
-    except FileNotFoundError:
-        path = image.container or image.key
-        check_source(reader, _places(task), tuple(probe for probe in task.probes if probe != path))
-        was_seen = image.size_bytes != UNKNOWN_SIZE or image.mtime_ns != 0 or image.etag != ""
-        return image.rejected(RejectReason.MISSING, "listed, but gone when it was read" if was_seen else NO_SUCH_FILE)
-    except AccessDenied as error:
-        # This concerns one file. Any other fault is the store's: the task fails and is tried again.
-        return image.rejected(RejectReason.UNREADABLE, error.what)
-    if not isinstance(data, Rejection) and image.size_bytes not in (UNKNOWN_SIZE, len(data)):
-        return image.rejected(RejectReason.SOURCE_CHANGED, f"listed with {image.size_bytes} bytes, read {len(data)}")
-    return data
-
-
-def _places(task: UnitTask) -> str:
-    return ", ".join(task.source.uris().values())
-
-
-def check_source(reader: SourceReader, uri: str, probes: tuple[str, ...]) -> None:
-    """Raise StorageError, naming this host, if the source holds none of the listed `probes` any more.
-
-    The root itself proves little: a mount that is gone leaves an empty folder behind.
-    """
-    if any(reader.is_there(path) for path in probes or ("",)):
-        return
-    raise StorageError(
-        f"host {socket.gethostname()} does not see the source {uri}: "
-        + (f"{probes[0]!r} and {len(probes) - 1} other listed files are gone" if probes else "it is gone"),
-        "expected the files that the driver listed; nothing was published",
-        "mount it at the same place on every host (or use s3://), then run the same command again",
-    )
 
 
 def sandbox_of_process(config: EtlConfig) -> DecodeSandbox:

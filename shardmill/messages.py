@@ -18,9 +18,17 @@ def pack_message(header: dict[str, Any], body: bytes) -> tuple[bytes, bytes]:
 
 def read_message(pipe: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
     """The next message, or None if the other side closed its end, or died in the middle of one."""
-    lengths = pipe.read(LENGTHS.size)
+    lengths = _read(pipe, LENGTHS.size)
     if len(lengths) < LENGTHS.size:
         return None
     header_bytes, body_bytes = LENGTHS.unpack(lengths)
-    header, body = pipe.read(header_bytes), pipe.read(body_bytes)
+    header, body = _read(pipe, header_bytes), _read(pipe, body_bytes)
     return (json.loads(header), body) if len(header) + len(body) == header_bytes + body_bytes else None
+
+
+def _read(pipe: IO[bytes], num_bytes: int) -> bytes:
+    """Fewer at the end; a pipe without a buffer gives what is there, time after time."""
+    data = pipe.read(num_bytes)
+    while len(data) < num_bytes and (more := pipe.read(num_bytes - len(data))):
+        data += more
+    return data

@@ -24,7 +24,7 @@ class EngineSettings:
 
     spark: SparkConfig
     num_workers: int
-    """Processes on this machine; 0 for one per core."""
+    """Units that are decoded at once on this machine; 0 for one per core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Engine:
     """Each unit's result once, as the units finish, in any order."""
     group_rows: Callable[[GroupBy, EngineSettings], Iterator[pa.Table]]
     """The answer of each part of a group-by, in the order of the parts; `etl.grouping.group_here` will do."""
-    opened: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered once for all the work of a build: what its parts can share stays open inside."""
+    opened: Callable[[EngineSettings], AbstractContextManager[None]] = lambda settings: nullcontext()
+    """Entered before a build lists its source: what the parts of its work can share stays open inside."""
 
 
 ENGINES: Registry[Engine] = Registry(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import pyarrow as pa
 
@@ -10,7 +11,6 @@ from etl.engines import ENGINES, Engine, EngineSettings
 from etl.grouping import GroupBy, group_here
 from etl.units import UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult
-from shardmill.jobs.spark import one_spark
 from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
 
 # About eleven hours of two cores at 250 images a second (docs/benchmarks/etl_engine.md).
@@ -37,4 +37,9 @@ def _has_cluster(settings: EngineSettings) -> bool:
     return is_under_spark_submit() or not is_local_master(settings.spark.master)
 
 
-AUTO = Engine(run_automatically, group_automatically, one_spark)
+def open_likely(settings: EngineSettings) -> AbstractContextManager[None]:
+    """What the engine that `choose_engine` will name can share, as far as that is known before the source is listed."""
+    return ENGINES["spark" if _has_cluster(settings) else "local"].opened(settings)
+
+
+AUTO = Engine(run_automatically, group_automatically, open_likely)

@@ -6,37 +6,64 @@ import os
 import selectors
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 
 from etl.engines import Engine, EngineSettings
 from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import UnitRunner
+from etl.engines.worker_process import ForkServer
 from etl.grouping import group_here
 from etl.units import UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result
 
+# Processes for each worker: while one of them stores a unit, another decodes the next one.
+_PROCESSES_PER_WORKER = 2
+
+_server: ForkServer | None = None
+
+
+@contextmanager
+def prepared(settings: EngineSettings) -> Iterator[None]:
+    """Inside, `run_locally` finds a process that has imported what workers need, or is about to."""
+    global _server
+    with closing(ForkServer()) as server:
+        _server = server
+        try:
+            yield
+        finally:
+            _server = None
+
 
 def run_locally(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
     """Each unit's result as it finishes. Raises the first error that a unit raised, after ending all processes."""
-    task_json, waiting = encode_task(task), deque(map(encode_unit, units))
-    num_workers = min(settings.num_workers or len(os.sched_getaffinity(0)), len(units))
+    waiting = deque(map(encode_unit, units))
+    num_workers = settings.num_workers or len(os.sched_getaffinity(0))
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
-        for _ in range(num_workers):
-            runner = UnitRunner(task_json)
-            stack.callback(runner.close)
-            runner.send(waiting.popleft())
-            selector.register(runner.answers, selectors.EVENT_READ, runner)
-        while selector.get_map():
+        server = stack.enter_context(nullcontext(_server) if _server is not None else closing(ForkServer()))
+        idle: list[UnitRunner] = []
+        busy: set[UnitRunner] = set()
+        task_json = encode_task(task)
+        while waiting or busy:
+            num_decoding = sum(runner.is_decoding for runner in busy)
+            if waiting and num_decoding < num_workers and len(busy) < _PROCESSES_PER_WORKER * num_workers:
+                if not idle:
+                    idle.append(UnitRunner(task_json, server.start_worker))
+                    stack.callback(idle[-1].close)
+                runner = idle.pop()
+                runner.send(waiting.popleft())
+                busy.add(runner)
+                selector.register(runner.answers, selectors.EVENT_READ, runner)
+                continue
             for key, _ in selector.select():
                 runner: UnitRunner = key.data
                 selector.unregister(key.fileobj)
                 result = runner.receive()
-                if result is not None:
+                if result is None:
+                    selector.register(runner.answers, selectors.EVENT_READ, runner)
+                else:
+                    busy.remove(runner)
+                    idle.append(runner)
                     yield decode_unit_result(result)
-                    if not waiting:
-                        continue
-                    runner.send(waiting.popleft())
-                selector.register(runner.answers, selectors.EVENT_READ, runner)
 
 
-LOCAL = Engine(run_locally, group_here)
+LOCAL = Engine(run_locally, group_here, prepared)

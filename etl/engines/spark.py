@@ -76,4 +76,4 @@ def _shared_listing(task: UnitTask, store: Store) -> Iterator[ListingPlace]:
                 store.delete(path)
 
 
-SPARK = Engine(run_on_spark, group_on_spark, one_spark)
+SPARK = Engine(run_on_spark, group_on_spark, lambda settings: one_spark())

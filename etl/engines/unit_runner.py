@@ -8,21 +8,12 @@ imports it: tasks, units and results are JSON here (`etl.engines.unit_json`).
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
 from typing import IO
 
-import etl
+from etl.engines.worker_process import StartWorker, start_worker
 from shardmill import errors
-from shardmill.jobs.process import SAFE_PATH, python_path
 from shardmill.messages import pack_message, read_message
-
-# The working directory is in none of the paths; ours come last, behind the interpreter's own.
-_BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from etl.engines.unit_worker import main; main()"
 
 
 class UnitRunner:
@@ -32,25 +23,29 @@ class UnitRunner:
     while (result := runner.receive()) is None: ...
     """
 
-    def __init__(self, task: bytes) -> None:
+    def __init__(self, task: bytes, start_worker: StartWorker = start_worker) -> None:
         self.task = task
+        self.is_decoding = False
+        """Whether images of the unit are left: afterwards it is stored, which is waiting for disks most of the time."""
+        self._start_worker = start_worker
         self._is_careful = False
         self._start()
 
     @property
     def answers(self) -> IO[bytes]:
-        """What becomes readable if `receive` has an answer; another one whenever it gave None."""
-        assert self._process.stdout is not None
-        return self._process.stdout
+        """What becomes readable if `receive` has an answer; perhaps another one whenever it gave None."""
+        return self._process.answers
 
     def send(self, unit: bytes) -> None:
         """Begin with a unit; the one before must be finished."""
         self._unit = unit
+        self.is_decoding = True
         self._write({}, unit)
 
     def receive(self) -> bytes | None:
-        """The result of the unit that was sent last; None if it ended the process, and is run again carefully.
+        """The result of the unit that was sent last; None if there is none yet.
 
+        Either its images are decoded, as `is_decoding` tells then, or it ended the process and is run again, carefully.
         Raises the unit's own error; StorageError if it ends the careful process as well: its images were decoded apart,
         so it is this machine.
         """
@@ -60,11 +55,12 @@ class UnitRunner:
             if "error" in header:
                 kind = getattr(errors, header["error"], errors.ShardmillError)
                 raise kind(*header["parts"], detail=header["detail"])
-            return result
+            self.is_decoding = False
+            return None if header.get("is_decoded") else result
         if self._is_careful:
             raise errors.StorageError(
                 f"the process of work unit {json.loads(self._unit)['index']} ended twice "
-                f"(exit status {self._process.wait()})",
+                f"(exit status {self._process.end()})",
                 "its images were decoded in a process of their own, so it was not one of them",
                 "see that this machine has memory left, or lower etl.num_workers; finished units are kept",
             )
@@ -77,29 +73,17 @@ class UnitRunner:
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        # Closing its pipes flushes what it ended too early to read.
-        with suppress(BrokenPipeError), self._process:  # closes its pipes and waits for it
-            pass
+        self._process.end()
 
     def _start(self) -> None:
-        root = str(Path(etl.__file__).parent.parent)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, root, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # Its numeric libraries' threads would compete with the other workers.
-            env={**os.environ, **SAFE_PATH, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
-        )
+        self._process = self._start_worker()
         self._write({"is_careful": self._is_careful}, self.task)
 
     def _write(self, header: dict[str, bool], body: bytes) -> None:
-        requests = self._process.stdin
-        assert requests is not None
         try:
             for part in pack_message(header, body):
-                requests.write(part)
-            requests.flush()
+                self._process.requests.write(part)
+            self._process.requests.flush()
         except BrokenPipeError:
             pass  # `receive` finds that it has ended
 

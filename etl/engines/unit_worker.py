@@ -1,39 +1,112 @@
-"""The process of a `UnitRunner`: work units in by a pipe, results out, until the pipe is closed."""
+"""The process of a `UnitRunner`: units in by a pipe, results out, until the pipe is closed; and what forks such."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import socket
 import sys
+import traceback
+from collections.abc import Callable
+from typing import IO, Any
 
+from etl.config import EtlConfig, SourceConfig
 from etl.engines.unit_json import decode_task, decode_unit
+from etl.engines.worker_process import END
+from etl.sources import SOURCES
 from etl.write_unit import write_unit
 from shardmill.dataset.unit_result import encode_unit_result
 from shardmill.errors import ShardmillError
+from shardmill.formats import SHARD_FORMATS
 from shardmill.images.own_process import OwnProcessDecoder
 from shardmill.messages import pack_message, read_message
 from shardmill.parent_death import die_with_parent
+from shardmill.stores import open_store
 
 
 def main() -> None:
-    """`argv`: ..., the parent's process id. The first message is the task, each further one a work unit."""
+    """`argv`: ..., the parent's process id. Work on the standard streams."""
+    _begin(int(sys.argv[-1]))
+    requests, answers = os.dup(0), os.dup(1)
+    os.dup2(2, 1)  # what a library prints must not get into an answer
+    _work(requests, answers)
+
+
+def serve() -> None:
+    """`argv`: ..., the parent's process id. Fork workers, and end them, as a `ForkServer` asks on the socket 0."""
+    _begin(int(sys.argv[-1]))
+    os.dup2(2, 1)
+    _load_usual_entries()
+    # What there is now is never freed: looking at it would only copy the pages that all workers share.
+    gc.collect()
+    gc.freeze()
+    asked = socket.socket(fileno=os.dup(0))
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(asked, 32, 2)
+        if not request:
+            return
+        if descriptors:
+            answer = _fork(lambda: _work(*descriptors), asked)  # noqa: B023  runs before the next request
+            for descriptor in descriptors:
+                os.close(descriptor)
+        else:
+            # Nobody else waits for it, so the id is still its own.
+            process_id = int(request.removeprefix(END))
+            os.kill(process_id, signal.SIGKILL)
+            answer = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
+        asked.send(str(answer).encode())
+
+
+def _begin(parent: int) -> None:
     # Ctrl-C and a scheduler's SIGTERM go to the whole group: the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    die_with_parent(int(sys.argv[-1]), exit_code=1)
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not get into an answer
-    first = read_message(requests)
-    if first is None:
-        return
-    task = decode_task(first[1])
-    decoder = None if first[0]["is_careful"] else OwnProcessDecoder(task.config.decode_limits())
-    while (request := read_message(requests)) is not None:
-        try:
-            result = write_unit(decode_unit(request[1]), task, decoder)
-            message = pack_message({}, encode_unit_result(result))
-        except ShardmillError as error:
-            parts = [error.what, error.expected, error.fix]
-            message = pack_message({"error": type(error).__name__, "parts": parts, "detail": error.detail}, b"")
-        answers.writelines(message)
-        answers.flush()
+    die_with_parent(parent, exit_code=1)
+
+
+def _load_usual_entries() -> None:
+    """What most tasks look up in registries; of the rest, each worker loads what its task names."""
+    _ = SOURCES[SourceConfig().kind], [SHARD_FORMATS[name] for name in EtlConfig().formats]
+    open_store(os.getcwd())
+
+
+def _fork(work: Callable[[], None], asked: socket.socket) -> int:
+    """A child that does the work and ends; returns its process id."""
+    server = os.getpid()
+    process_id = os.fork()
+    if process_id:
+        return process_id
+    status = 1
+    try:
+        die_with_parent(server, exit_code=1)
+        asked.close()
+        work()
+        status = 0
+    except BaseException:  # the child must not come back into the server's loop, whatever happens
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _work(requests: int, answers: int) -> None:
+    """The first message is the task, each further one a work unit."""
+    with os.fdopen(requests, "rb") as waiting, os.fdopen(answers, "wb") as pipe:
+        first = read_message(waiting)
+        if first is None:
+            return
+        task = decode_task(first[1])
+        decoder = None if first[0]["is_careful"] else OwnProcessDecoder(task.config.decode_limits())
+        while (request := read_message(waiting)) is not None:
+            try:
+                unit = decode_unit(request[1])
+                result = write_unit(unit, task, decoder, lambda: _answer(pipe, {"is_decoded": True}))
+                _answer(pipe, {}, encode_unit_result(result))
+            except ShardmillError as error:
+                parts = [error.what, error.expected, error.fix]
+                _answer(pipe, {"error": type(error).__name__, "parts": parts, "detail": error.detail})
+
+
+def _answer(pipe: IO[bytes], header: dict[str, Any], body: bytes = b"") -> None:
+    pipe.writelines(pack_message(header, body))
+    pipe.flush()

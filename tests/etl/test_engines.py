@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import cv2
@@ -18,12 +19,14 @@ from etl.engines.auto import MAX_LOCAL_IMAGES, choose_engine
 from etl.engines.local import run_locally
 from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import UnitRunner, end_warm_process, run_in_warm_process
+from etl.engines.worker_process import ForkServer
 from etl.finished import Finished
 from etl.job import build_dataset
 from etl.pending import finished_units
 from etl.plan import plan_build
+from etl.units import WorkUnit
 from shardmill.dataset.open import open_dataset
-from shardmill.dataset.unit_result import decode_unit_result
+from shardmill.dataset.unit_result import UnitResult, decode_unit_result
 from shardmill.errors import StorageError
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from tests.etl.building import ETL, digests
@@ -79,12 +82,34 @@ def test_a_killed_worker_is_replaced_and_changes_nothing(images: Path):
     plan = plan_build(tree, run_id="r")
     results = run_locally(plan.units, plan.task, EngineSettings(tree.spark, num_workers=2))
     finished = [next(results)]
-    [worker, _] = unit_workers()
-    os.kill(worker, signal.SIGKILL)
+    os.kill(unit_workers()[0], signal.SIGKILL)
     finished += results
     manifest = commit_results(plan, Finished(plan.listing, finished))
     assert (manifest.content_digest, manifest.layout_digest) == (here.content_digest, here.layout_digest)
     assert unit_workers() == []
+
+
+def test_a_fork_server_forks_from_a_single_thread_and_its_loss_costs_nothing_but_time(images: Path):
+    here = open_dataset(build_here(str(images / "images"), str(images / "here"), ETL)).manifest
+    plan = plan_build(local_tree(images), run_id="r")
+    with closing(ForkServer()) as server:
+        runner = UnitRunner(encode_task(plan.task), server.start_worker)
+        [server_process] = [int(each.split()[0]) for each in children(os.getpid()) if "import serve" in each]
+        assert os.listdir(f"/proc/{server_process}/task") == [str(server_process)]
+        finished = [run_unit(runner, plan.units[0])]
+        os.kill(server_process, signal.SIGKILL)
+        finished += [run_unit(runner, unit) for unit in plan.units[1:]]
+        runner.close()
+    assert unit_workers() == []
+    manifest = commit_results(plan, Finished(plan.listing, finished))
+    assert (manifest.content_digest, manifest.layout_digest) == (here.content_digest, here.layout_digest)
+
+
+def run_unit(runner: UnitRunner, unit: WorkUnit) -> UnitResult:
+    runner.send(encode_unit(unit))
+    while (result := runner.receive()) is None:
+        pass
+    return decode_unit_result(result)
 
 
 def test_a_warm_process_runs_unit_after_unit_and_is_replaced_if_it_is_lost(images: Path):
@@ -117,22 +142,23 @@ def test_a_unit_that_an_ended_process_never_read_is_run_again(images: Path):
         [worker] = unit_workers()
         os.kill(worker, signal.SIGKILL)
         os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
-        runner.send(encode_unit(plan.units[0]))
-        while (result := runner.receive()) is None:
-            pass
+        result = run_unit(runner, plan.units[0])
     finally:
         runner.close()
-    assert decode_unit_result(result).unit_index == plan.units[0].index
+    assert result.unit_index == plan.units[0].index
 
 
 def unit_workers() -> list[int]:
-    """The processes of this one's `UnitRunner`s."""
-    return [int(each.split()[0]) for each in descendants() if "unit_worker" in each]
+    """The processes of this one's `UnitRunner`s, whether it started them or its fork server has."""
+    started = [(int(each.split()[0]), each) for each in children(os.getpid()) if "unit_worker" in each]
+    servers = [pid for pid, line in started if "import serve" in line]
+    forked = [int(each.split()[0]) for server in servers for each in children(server)]
+    return sorted({pid for pid, _ in started} - set(servers)) + forked
 
 
-def descendants() -> list[str]:
-    """`pid command line` of every process that this one started."""
-    found = subprocess.run(["ps", "-ww", "-o", "pid,args", "--ppid", str(os.getpid())], capture_output=True, text=True)
+def children(parent: int) -> list[str]:
+    """`pid command line` of every process that `parent` started."""
+    found = subprocess.run(["ps", "-ww", "-o", "pid,args", "--ppid", str(parent)], capture_output=True, text=True)
     return [line.strip() for line in found.stdout.splitlines()[1:]]
 
 

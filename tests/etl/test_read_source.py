@@ -15,8 +15,9 @@ import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.plan import BuildPlan, plan_build
+from etl.read_source import read_source
 from etl.sources import SOURCES
-from etl.write_unit import read_source, write_unit
+from etl.write_unit import write_unit
 from shardmill.errors import StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.reach import plant_nonce, remove_nonce

@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.config import SourceConfig
+from etl.read_source import check_source, in_reading_order
 from etl.sources import SOURCES
 from etl.sources.recognise import recognise
-from etl.write_unit import check_source, in_reading_order
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import StorageError
 from shardmill.formats.tf_example import encode_example
@@ -46,7 +46,7 @@ def as_tars(folder: Path, files: Files) -> str:
     """Two shards, one of them packed."""
     (folder / "shards").mkdir()
     for name, mode, some in (("0.tar", "w", files[::2]), ("1.tar.gz", "w:gz", files[1::2])):
-        with tarfile.open(folder / "shards" / name, mode) as tar:
+        with tarfile.open(folder / "shards" / name, mode) as tar:  # pyright: ignore  a mode of two
             for file, label in some:
                 add_member(tar, f"{file.stem}.cls", label.encode())
                 add_member(tar, f"{file.stem}.png", file.read_bytes())
