@@ -23,6 +23,7 @@ SENTENCES = {
     "etl.comparing": "etl: of these, inputs with another size or time, to be compared by their bytes: {inputs:,}",
     "etl.rebased": "etl: another writer committed version {version} meanwhile; appends to that one",
     "etl.units_kept": "etl: work units kept of an interrupted run: {kept:,}; left to do: {missing:,}",
+    "train.verdict": "train: {sentence}",
     "train.resumed": "train: continues at epoch {epoch}, step {step}",
     "train.checkpoint_discarded": "train: skips the checkpoint {path}: {reason}",
     "train.training_discarded": "train: skips the training {path}: {reason}",

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import itertools
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,6 +38,16 @@ class ReaderOptions:
     """Bound of the queue of decoded batches; one batch always fits."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReaderSeconds:
+    """What a reader's threads worked, all together; two threads work up to two seconds in one."""
+
+    fetch: float = 0.0
+    """Reading chunks from storage and verifying them."""
+    decode: float = 0.0
+    """Decoding and augmenting images."""
+
+
 class BatchReader:
     """One epoch's batches for a group of streams, in order. Use it as a context manager: closing joins its threads."""
 
@@ -58,6 +70,8 @@ class BatchReader:
         self._fetch_pool = ThreadPoolExecutor(options.num_threads, "shardmill-fetch")
         self._decode_pool = ThreadPoolExecutor(options.num_threads, "shardmill-decode")
         self._chunks: dict[int, Future[ChunkRows]] = {}
+        self._lock = threading.Lock()
+        self._seconds = ReaderSeconds()
 
     def __iter__(self) -> Iterator[Batch]:
         waiting: collections.deque[Future[Batch]] = collections.deque()
@@ -79,6 +93,12 @@ class BatchReader:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def take_seconds(self) -> ReaderSeconds:
+        """What the threads have worked since the last call."""
+        with self._lock:
+            taken, self._seconds = self._seconds, ReaderSeconds()
+        return taken
+
     def close(self) -> None:
         """Stop and join every reader thread."""
         self._decode_pool.shutdown(wait=True, cancel_futures=True)
@@ -95,11 +115,29 @@ class BatchReader:
         for chunk in np.unique(rows.chunks_N).tolist():
             future = self._chunks.get(chunk)
             if future is None:
-                future = self._chunks[chunk] = self._fetch_pool.submit(self._fetcher.read_chunk, chunk)
+                future = self._chunks[chunk] = self._fetch_pool.submit(self._fetch, chunk)
             needed[chunk] = future
         return self._decode_pool.submit(self._decode, step, rows, needed)
 
-    def _decode(self, step: int, rows: StepRows, chunks: dict[int, Future[ChunkRows]]) -> Batch:
+    def _fetch(self, chunk: int) -> ChunkRows:
+        started = time.perf_counter()
+        rows = self._fetcher.read_chunk(chunk)
+        self._count(ReaderSeconds(fetch=time.perf_counter() - started))
+        return rows
+
+    def _decode(self, step: int, rows: StepRows, futures: dict[int, Future[ChunkRows]]) -> Batch:
+        chunks = {chunk: future.result() for chunk, future in futures.items()}
+        started = time.perf_counter()
+        batch = self._batch(step, rows, chunks)
+        self._count(ReaderSeconds(decode=time.perf_counter() - started))
+        return batch
+
+    def _count(self, more: ReaderSeconds) -> None:
+        with self._lock:
+            so_far = self._seconds
+            self._seconds = ReaderSeconds(so_far.fetch + more.fetch, so_far.decode + more.decode)
+
+    def _batch(self, step: int, rows: StepRows, chunks: dict[int, ChunkRows]) -> Batch:
         shape_HWC = self._normalize.image_shape_HWC
         images_NHWC = np.zeros((self._local_batch_size, *shape_HWC), dtype=np.uint8)
         shape = label_shape(self._schema.label_type, len(self._schema.class_names))
@@ -108,7 +146,7 @@ class BatchReader:
         sample_ids_N = np.zeros(self._local_batch_size, dtype=np.int64)
         extra: dict[str, list[Value]] = {column.name: [None] * self._local_batch_size for column in self._schema.extra}
         for place, is_real in enumerate((rows.weights_N > 0).tolist()):
-            chunk, row = chunks[int(rows.chunks_N[place])].result(), int(rows.rows_N[place])
+            chunk, row = chunks[int(rows.chunks_N[place])], int(rows.rows_N[place])
             sample_id = int(chunk.sample_ids_N[row])
             image_HWC = decode_stored(chunk.images[row], self._normalize.encoding, shape_HWC)
             if self._augment is not None:

@@ -103,6 +103,8 @@ class TrainConfig(Section):
     """How many of the newest checkpoints stay."""
     record_samples: Annotated[bool, HOW] = False
     """Write `steps.jsonl`: loss and sample ids of every step."""
+    tensorboard: Annotated[bool, HOW] = True
+    """Write scalars for TensorBoard (`tensorboard --logdir WORKDIR/runs`), if it is installed."""
     window_budget_bytes: int = Field(default=256_000_000, ge=1)
     """Memory for the shuffle windows of one rank. The window follows from it and `num_streams` (at least one chunk),
     never from `num_workers`; what each rank then needs is checked before anything starts."""

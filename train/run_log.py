@@ -1,29 +1,37 @@
-"""What a run keeps of its training: `steps.jsonl`, one line for each global step, and the events beside it."""
+"""What a run keeps of its training: the sinks that get every global step and every event of it."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from shardmill.jobs.line_log import LineLog, read_lines
 from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.storage import Store
-from train.observer import GlobalStep
+from train.observer import GlobalStep, TrainObserver
 
 PROGRESS_SECONDS = 1.0
 
 
+class Sink(TrainObserver, Protocol):
+    """A `TrainObserver` with an end."""
+
+    def close(self) -> None:
+        """Nothing comes after this."""
+        ...
+
+
 class StepsLog:
-    """Every step once and in order, however often the training was killed and went on in the same run."""
+    """`steps.jsonl`: every step once and in order, however often the training was killed and went on in one run."""
 
     def __init__(self, store: Store, path: str) -> None:
         self._store = store
         self._path = path
         self._log: LineLog | None = None
 
-    def append(self, step: GlobalStep) -> None:
+    def step(self, step: GlobalStep) -> None:
         """One line; the first one also drops what an earlier attempt wrote of this step and later ones."""
         if self._log is None:
             kept = [line for line in read_lines(self._store, self._path) if _position(line) < (step.epoch, step.step)]
@@ -33,23 +41,26 @@ class StepsLog:
             {"epoch": step.epoch, "step": step.step, "loss_hex": step.loss_hex, "sample_ids": list(step.sample_ids)}
         )
 
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        return
+
     def close(self) -> None:
-        """Nothing is left to write after this."""
         if self._log is not None:
             self._log.close()
 
 
 class RunLog:
-    """The `TrainObserver` of a stage: passes events on, named `train.*`, and a step about once a second."""
+    """The `TrainObserver` of a stage: all goes to the sinks; events, named `train.*`, and a step about once a second
+    go on to the stage's observer."""
 
-    def __init__(self, observer: Observer, steps: StepsLog | None = None) -> None:
+    def __init__(self, observer: Observer, sinks: Sequence[Sink] = ()) -> None:
         self._observer = observer
-        self._steps = steps
+        self._sinks = tuple(sinks)
         self._next_progress = 0.0
 
     def step(self, step: GlobalStep) -> None:
-        if self._steps is not None:
-            self._steps.append(step)
+        for sink in self._sinks:
+            sink.step(step)
         if time.monotonic() >= self._next_progress:
             self._next_progress = time.monotonic() + PROGRESS_SECONDS
             loss = float.fromhex(step.loss_hex)
@@ -57,12 +68,13 @@ class RunLog:
             self._observer.event("train.progress", fields)
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        for sink in self._sinks:
+            sink.event(name, fields)
         self._observer.event(f"train.{name}", fields)
 
     def close(self) -> None:
-        """Nothing comes after this."""
-        if self._steps is not None:
-            self._steps.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 def _position(line: bytes) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from pydantic import TypeAdapter
 
@@ -24,10 +24,13 @@ from train.evaluate import evaluation_section
 from train.launching import LAUNCHERS
 from train.observer import TrainObserver
 from train.preflight import check_terms, check_trainable, window_memory
-from train.run_log import RunLog, StepsLog
+from train.run_log import RunLog, Sink, StepsLog
+from train.tensorboard import TensorBoardLog
+from train.tensorboard import is_installed as tensorboard_is_installed
 from train.trainings import TrainingChoice, choose_training, read_result
 from train.tree import TrainTree
 from train.values import TrainResult
+from train.verdict import StepTimes, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class TrainOutcome:
     """By which this call started the ranks, or would have."""
     skipped: bool
     """True if it had finished before, on the same dataset version with the same settings."""
+    verdict: Verdict | None = None
+    """On the speed of the steps of this call; None if there were too few."""
 
 
 def train_model(
@@ -88,10 +93,22 @@ def train_model(
 def train_in_run(
     tree: TrainTree, run: RunRecord, observer: Observer, version: DatasetPin | None, *, fresh: bool
 ) -> TrainOutcome:
-    """`train_model` with its events, and its steps if they are recorded, among the files of a run."""
-    steps = StepsLog(run.store, f"{run.folder}/steps.jsonl") if tree.train.record_samples else None
-    with closing(RunLog(observer, steps)) as log:
-        return train_model(tree, log, version, fresh_for=run.run_id if fresh else "")
+    """`train_model` with what a run keeps of it, and a verdict on its speed.
+
+    Events, steps if they are recorded, and scalars for TensorBoard unless they are switched off, are files of the run.
+    """
+    times = StepTimes()
+    sinks: list[Sink] = [times]
+    if tree.train.record_samples:
+        sinks.append(StepsLog(run.store, f"{run.folder}/steps.jsonl"))
+    if tree.train.tensorboard and tensorboard_is_installed():
+        sinks.append(TensorBoardLog(run.store, f"{run.folder}/tensorboard"))
+    with closing(RunLog(observer, sinks)) as log:
+        outcome = train_model(tree, log, version, fresh_for=run.run_id if fresh else "")
+        verdict = times.verdict(tree.train)
+        if verdict is not None:
+            log.event("verdict", {"rank": 0, "bound": verdict.bound, "sentence": verdict.sentence})
+    return replace(outcome, verdict=verdict)
 
 
 def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> TrainOutcome:
@@ -125,6 +142,7 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
                 "seconds": result.seconds,
                 "images_per_second": result.images_per_second,
                 "time_shares": plain["time_shares"],
+                "verdict": None if outcome.verdict is None else asdict(outcome.verdict),
                 "final_loss_hex": result.final_loss_hex,
                 "weights_sha256": result.weights_sha256,
                 "stopped_early": result.stopped_early,

@@ -174,7 +174,7 @@ class StepReport:
     """This rank's share of the global batch in order, as 16 hex digits; empty unless `train.record_samples`."""
     seconds: dict[str, float] = field(default_factory=dict)
     """This step's `input_wait`, `compute` and `allreduce` seconds on this rank, those of the `checkpoint` written just
-    before it, and their `total`."""
+    before it, and their `total`; beside them what the reader's threads worked meanwhile, in `fetch` and in `decode`."""
 
 
 class Reporter(Observer, Protocol):

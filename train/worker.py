@@ -6,6 +6,7 @@ Every rank runs this same story. Rank 0 alone reports events and writes markers 
 from __future__ import annotations
 
 import secrets
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from shardmill.dataset.open import open_pinned
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING
-from shardmill.reader import ReaderOptions, read_batches
+from shardmill.reader import ReaderOptions, ReaderSeconds, read_batches
 from shardmill.sealed import seal
 from shardmill.stores import open_store
 from shardmill.values import Batch
@@ -162,7 +163,9 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
             spent = TimeSpent(input_wait=input_wait, compute=compute, allreduce=done.allreduce_seconds)
             progress = progress.after_step(outcome.loss, outcome.num_correct, num_rows, spent)
             # Reported before its checkpoint is written: a step that a resumed run will not repeat must be on record.
-            session.reporter.step(_step_report(session, batch, plan.num_steps, progress, spent, checkpoint_seconds))
+            spent = replace(spent, checkpoint=checkpoint_seconds)
+            read = reader.take_seconds()
+            session.reporter.step(_step_report(session, batch, plan.num_steps, progress, spent, read))
             progress = progress.after_time(TimeSpent(other=lap()))
 
             # The epoch's end writes its own.
@@ -176,9 +179,9 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
 
 
 def _step_report(
-    session: Session, batch: Batch, num_steps: int, progress: Progress, spent: TimeSpent, checkpoint_seconds: float
+    session: Session, batch: Batch, num_steps: int, progress: Progress, spent: TimeSpent, read: ReaderSeconds
 ) -> StepReport:
-    """Of the step that `progress` has just taken in."""
+    """Of the step that `progress` has just taken in; `spent` holds the checkpoint that was written just before it."""
     return StepReport(
         rank=session.member.rank,
         epoch=progress.cursor.epoch,
@@ -190,8 +193,9 @@ def _step_report(
             "input_wait": spent.input_wait,
             "compute": spent.compute,
             "allreduce": spent.allreduce,
-            "checkpoint": checkpoint_seconds,
-            "total": spent.total + checkpoint_seconds,
+            "checkpoint": spent.checkpoint,
+            "total": spent.total,
+            **asdict(read),
         },
     )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import torch
 from torch import nn
 
@@ -115,3 +118,20 @@ class Branching(nn.Module):
 
 def branching(image_shape, num_classes):
     return Branching(image_shape, num_classes)
+
+
+class LateOnRank1(nn.Module):
+    """Rests in each step, on one rank of several."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.out = linear(image_shape, num_classes)
+
+    def forward(self, images_NCHW):
+        if self.training and os.environ.get("SHARDMILL_RANK") == "1":
+            time.sleep(0.1)
+        return self.out(images_NCHW)
+
+
+def late_on_rank_1(image_shape, num_classes):
+    return LateOnRank1(image_shape, num_classes)

@@ -1,0 +1,121 @@
+"""What is said of a training's speed: from given times, and from trainings that really are held up."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import replace
+
+import pytest
+
+from shardmill.formats.encodings import PNG
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.observer import SilentObserver
+from shardmill.options import ENCODINGS
+from shardmill.registry import Entry
+from shardmill.stores import STORES
+from shardmill.stores.local import LocalStore
+from tests.train.training import task_of
+from train.config import TrainConfig
+from train.launching import LAUNCHERS
+from train.observer import GlobalStep
+from train.run_log import RunLog
+from train.values import StepReport
+from train.verdict import MIN_STEPS, StepTimes, Verdict
+
+TORCH_MODELS = "tests.train.torch_models"
+
+
+def judged(*seconds_of_ranks: dict[str, float], num_steps: int = MIN_STEPS + 1) -> Verdict | None:
+    """The verdict on steps in which each rank took these seconds."""
+    times = StepTimes()
+    times.event("rank_started", {"rank": 1, "host": "b", "pid": 7})
+    for number in range(num_steps):
+        reports = tuple(
+            StepReport(rank, 0, number, num_steps, (0.5).hex(), seconds=seconds)
+            for rank, seconds in enumerate(seconds_of_ranks)
+        )
+        times.step(GlobalStep(0, number, num_steps, (0.5).hex(), (), reports))
+    return times.verdict(TrainConfig(num_workers=len(seconds_of_ranks)))
+
+
+def launched(task) -> Verdict:
+    times = StepTimes()
+    LAUNCHERS[task.config.launcher].launch(task, SparkConfig(), RunLog(SilentObserver(), [times]))
+    verdict = times.verdict(task.config)
+    assert verdict is not None
+    return verdict
+
+
+def test_the_larger_of_two_waits_counts_and_small_ones_do_not():
+    busy = {"compute": 0.08, "input_wait": 0.01, "allreduce": 0.01}
+    assert judged(busy, busy).bound == "compute"
+    assert judged(busy | {"input_wait": 0.1}, busy | {"input_wait": 0.1}).bound == "input"
+    assert judged(busy | {"allreduce": 0.1}, busy | {"allreduce": 0.1}).bound == "communication"
+    assert judged(busy | {"allreduce": 0.1, "input_wait": 0.11}).bound == "input"
+
+
+def test_the_wait_for_a_late_rank_is_not_communication():
+    verdict = judged({"compute": 0.05, "allreduce": 0.05}, {"compute": 0.1}, {"compute": 0.05, "allreduce": 0.05})
+    assert verdict.bound == "straggler"
+    assert verdict.sentence.startswith("straggler: rank 1 on host b takes 2.0x the time of the others")
+    assert "100.0 ms against 50.0 ms), mostly computing" in verdict.sentence
+
+
+def test_what_the_readers_threads_did_tells_storage_from_decoding():
+    waits = {"input_wait": 0.1, "compute": 0.1}
+    storage, decode = judged(waits | {"fetch": 0.3, "decode": 0.1}), judged(waits | {"fetch": 0.1, "decode": 0.36})
+    assert storage.sentence.startswith("input-bound: storage; 50% of a step") and "75% of the" in storage.sentence
+    assert decode.sentence.startswith("input-bound: decode; 50% of a step") and "90% of the" in decode.sentence
+    assert "train.reader_threads (now 2)" in decode.sentence and 'etl.encoding = "raw"' in decode.sentence
+
+
+def test_few_steps_say_nothing():
+    assert judged({"compute": 1.0}, num_steps=MIN_STEPS) is None
+    assert StepTimes().verdict(TrainConfig()) is None
+
+
+class SlowStore:
+    """`slow:///folder` is a local folder each of whose reads takes its time."""
+
+    def __init__(self, uri: str) -> None:
+        self._store = LocalStore(uri.removeprefix("slow://"))
+        self.uri = uri
+        self.local_root = None
+
+    def __getattr__(self, name: str):
+        return functools.partial(self._late, name)
+
+    def _late(self, name: str, *arguments, **named):
+        if name == "read_range":
+            time.sleep(0.2)
+        return getattr(self._store, name)(*arguments, **named)
+
+
+def test_slow_storage_is_found(tiny_uri, tmp_path, monkeypatch):
+    monkeypatch.setitem(STORES.entries, "slow", Entry("tests.train.test_verdict:SlowStore", "late"))
+    verdict = launched(task_of(f"slow://{tiny_uri}", tmp_path, model=f"{TORCH_MODELS}:linear", epochs=5))
+    assert verdict.bound == "input" and verdict.sentence.startswith("input-bound: storage; ")
+
+
+def _decode_late(data, shape_HWC):
+    time.sleep(0.01)
+    return PNG.decode(data, shape_HWC)
+
+
+LATE_PNG = replace(PNG, decode=_decode_late)
+
+
+def test_slow_decoding_is_found(tiny_uri, tmp_path, monkeypatch):
+    monkeypatch.setitem(ENCODINGS.entries, "png", Entry("tests.train.test_verdict:LATE_PNG", "takes its time"))
+    verdict = launched(task_of(tiny_uri, tmp_path, model=f"{TORCH_MODELS}:linear", epochs=5, reader_threads=1))
+    assert verdict.bound == "input" and verdict.sentence.startswith("input-bound: decode; ")
+
+
+@pytest.mark.drill
+def test_a_slow_rank_and_a_model_too_small_for_its_ranks_are_found(tiny_uri, tmp_path):
+    several = {"num_workers": 2, "launcher": "local", "strategy": "torch_ddp", "epochs": 5, "global_batch_size": 16}
+    late = launched(task_of(tiny_uri, tmp_path / "late", model=f"{TORCH_MODELS}:late_on_rank_1", **several))
+    assert late.bound == "straggler" and late.sentence.startswith("straggler: rank 1 on host ")
+    tiny = launched(task_of(tiny_uri, tmp_path / "tiny", model=f"{TORCH_MODELS}:linear", **several))
+    assert tiny.bound == "communication"

@@ -1,0 +1,81 @@
+"""The scalars of a run for TensorBoard: losses and times of every step, figures of every epoch.
+
+Written in the driver, where no framework is imported: TensorBoard's own messages (tensorboard/compat/proto/event.proto)
+in the frames of a TFRecord file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from shardmill.formats.tfrecord import frame
+from shardmill.jobs.line_log import GrowingFile
+from shardmill.jobs.observer import FieldValue
+from shardmill.storage import Store
+from train.observer import GlobalStep
+
+STEP_SECONDS = ("input_wait", "compute", "allreduce", "checkpoint")
+
+
+def is_installed() -> bool:
+    """Whether the package is there: it comes with TensorFlow."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+class TensorBoardLog:
+    """A sink of `train.run_log.RunLog`. Every attempt of a run has a file of its own in the run's folder."""
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self._store = store
+        self._folder = folder
+        self._file: GrowingFile | None = None
+
+    def step(self, step: GlobalStep) -> None:
+        global_step = step.epoch * step.num_steps + step.step
+        if self._file is None:
+            self._open(global_step)
+        num_ranks = len(step.reports)
+        scalars = {"step/loss": float.fromhex(step.loss_hex)}
+        for name in STEP_SECONDS:
+            of_ranks = [report.seconds.get(name, 0.0) for report in step.reports]
+            scalars[f"step_seconds/{name}"] = sum(of_ranks) / num_ranks
+        self._write(scalars, global_step)
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        if name == "epoch" and fields.get("rank", 0) == 0:
+            numbers = {key: float(value) for key, value in fields.items() if isinstance(value, int | float)}
+            scalars = {f"epoch/{key}": value for key, value in numbers.items() if key not in ("rank", "epoch")}
+            self._write(scalars, int(numbers["epoch"]))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self, global_step: int) -> None:
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._file = GrowingFile(self._store, f"{self._folder}/{name}")
+        log = _messages("event").SessionLog
+        self._append(file_version="brain.Event:2")
+        # TensorBoard drops what an earlier attempt wrote of this step and later ones.
+        self._append(step=global_step, session_log=log(status=log.START))
+
+    def _write(self, scalars: Mapping[str, float], step: int) -> None:
+        summary = _messages("summary").Summary
+        values = [summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._append(step=step, summary=summary(value=values))
+
+    def _append(self, **fields: Any) -> None:
+        if self._file is not None:
+            event = _messages("event").Event(wall_time=time.time(), **fields)
+            self._file.append(frame(event.SerializeToString()))
+
+
+def _messages(name: str) -> Any:
+    """A module of message classes, which exist only when it runs."""
+    return importlib.import_module(f"tensorboard.compat.proto.{name}_pb2")

@@ -1,0 +1,150 @@
+"""What held a training up, from the times of its steps: by how much, and which setting would change it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardmill.jobs.observer import FieldValue
+from train.observer import GlobalStep
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
+
+# Fewer say nothing: the first steps compile, fill caches and wait for the first window.
+MIN_STEPS = 10
+# A rank whose own work in a step takes so many times the median of the others holds them up.
+STRAGGLER_FACTOR = 1.3
+# What takes a smaller share of a step than this is not worth a change of settings.
+NOTABLE_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One sentence for the person who wants the next training to be faster."""
+
+    bound: Literal["input", "communication", "straggler", "compute"]
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Seconds of one rank, summed over `num_steps` steps; `fetch` and `decode` are summed over the reader's threads."""
+
+    num_steps: int = 0
+    input_wait: float = 0.0
+    compute: float = 0.0
+    allreduce: float = 0.0
+    fetch: float = 0.0
+    decode: float = 0.0
+
+    def plus(self, seconds: Mapping[str, float]) -> RankTimes:
+        """With one more step."""
+        return RankTimes(
+            self.num_steps + 1,
+            self.input_wait + seconds.get("input_wait", 0.0),
+            self.compute + seconds.get("compute", 0.0),
+            self.allreduce + seconds.get("allreduce", 0.0),
+            self.fetch + seconds.get("fetch", 0.0),
+            self.decode + seconds.get("decode", 0.0),
+        )
+
+    @property
+    def own(self) -> float:
+        """A step's seconds that do not depend on other ranks."""
+        return (self.input_wait + self.compute) / max(1, self.num_steps)
+
+    @property
+    def total(self) -> float:
+        return self.input_wait + self.compute + self.allreduce
+
+
+class StepTimes:
+    """A sink of `train.run_log.RunLog` that adds up what the ranks report with each step of one call."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, RankTimes] = {}
+        self._hosts: dict[int, str] = {}
+        self._exchange_seconds = 0.0
+        self._is_first = True
+
+    def step(self, step: GlobalStep) -> None:
+        # The first step of a call compiles the model.
+        if self._is_first:
+            self._is_first = False
+            return
+        for report in step.reports:
+            self._ranks[report.rank] = self._ranks.get(report.rank, RankTimes()).plus(report.seconds)
+        # The last rank to arrive waits for none: its time is the exchange itself, what the others have more is waiting.
+        self._exchange_seconds += min(report.seconds.get("allreduce", 0.0) for report in step.reports)
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        if name == "rank_started":
+            self._hosts[int(fields["rank"] or 0)] = str(fields["host"])
+
+    def close(self) -> None:
+        return
+
+    def verdict(self, config: TrainConfig) -> Verdict | None:
+        """None if there were too few steps to judge by."""
+        ranks = self._ranks
+        if min((times.num_steps for times in ranks.values()), default=0) < MIN_STEPS:
+            return None
+        slowest = max(ranks, key=lambda rank: ranks[rank].own)
+        others = [times.own for rank, times in ranks.items() if rank != slowest]
+        usual = statistics.median(others) if others else ranks[slowest].own
+        seconds = statistics.mean(times.total for times in ranks.values()) or 1.0
+        late_share = (ranks[slowest].own - usual) * ranks[slowest].num_steps / seconds
+        if ranks[slowest].own > STRAGGLER_FACTOR * usual and late_share > NOTABLE_SHARE:
+            return self._straggler(slowest, usual)
+        input_share = statistics.mean(times.input_wait for times in ranks.values()) / seconds
+        exchange_share = self._exchange_seconds / seconds
+        if max(input_share, exchange_share) < NOTABLE_SHARE:
+            return _compute(statistics.mean(times.compute for times in ranks.values()) / seconds)
+        if input_share >= exchange_share:
+            return _input(input_share, list(ranks.values()), config)
+        return _communication(exchange_share, self._exchange_seconds / ranks[slowest].num_steps, config)
+
+    def _straggler(self, rank: int, usual: float) -> Verdict:
+        own = self._ranks[rank].own
+        times, host = self._ranks[rank], self._hosts.get(rank, "")
+        what = "waiting for its batches" if times.input_wait > times.compute else "computing"
+        return Verdict(
+            "straggler",
+            f"straggler: rank {rank}{f' on host {host}' if host else ''} takes {own / usual:.1f}x the time of the "
+            f"others for its own part of a step ({1000 * own:.1f} ms against {1000 * usual:.1f} ms), mostly {what}, "
+            "and they wait for it: look for what else runs there, or leave that machine out",
+        )
+
+
+def _input(share: float, ranks: list[RankTimes], config: TrainConfig) -> Verdict:
+    threads = config.reader_threads
+    wall = sum(times.total for times in ranks)
+    fetch, decode = (sum(getattr(times, part) for times in ranks) / wall / threads for part in ("fetch", "decode"))
+    reader = f"train.reader_threads (now {threads})"
+    if decode >= fetch:
+        cause, busy = "decode", f"decoding kept {decode:.0%} of the reader's threads busy, storage {fetch:.0%}"
+        fix = f'raise {reader} if there are idle cores, or store decoded images with etl.encoding = "raw"'
+    else:
+        cause, busy = "storage", f"storage kept {fetch:.0%} of the reader's threads busy, decoding {decode:.0%}"
+        fix = f"raise {reader}, or move the dataset nearer to the ranks"
+    return Verdict("input", f"input-bound: {cause}; {share:.0%} of a step is waiting for its batch; {busy}: {fix}")
+
+
+def _communication(share: float, seconds: float, config: TrainConfig) -> Verdict:
+    return Verdict(
+        "communication",
+        f"communication-bound: {share:.0%} of a step ({1000 * seconds:.1f} ms) is the exchange between ranks, for "
+        f"which none was late: raise train.global_batch_size (now {config.global_batch_size}) for fewer exchanges, or "
+        f"use fewer ranks (now {config.num_workers})",
+    )
+
+
+def _compute(share: float) -> Verdict:
+    return Verdict(
+        "compute",
+        f"compute-bound: {share:.0%} of a step is the model's own computation: more ranks, a faster device or "
+        "train.mixed_precision would help",
+    )
