@@ -44,6 +44,9 @@ class TrainConfig(Section):
     """Passes over the train split; each uses every sample exactly once. Raised later, a finished training goes on."""
     global_batch_size: int = Field(default=64, ge=1)
     """Samples of one optimizer step, summed over all ranks."""
+    accumulation_steps: Annotated[int, HOW] = Field(default=1, ge=1)
+    """A rank computes its share of a step in so many parts, one after another, in the memory of one part; gradients are
+    added up and exchanged once."""
     num_workers: Annotated[int, HOW] = Field(default=1, ge=1)
     """Ranks: training processes."""
     strategy: Annotated[str, OneOf(STRATEGIES), HOW] = "single"
@@ -162,6 +165,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"train.num_workers = {self.num_workers} to be at most train.num_streams = {self.num_streams}; "
                 f"each rank owns at least one stream"
+            )
+        smallest_share = self.num_streams // self.num_workers * (self.global_batch_size // self.num_streams)
+        if self.accumulation_steps > smallest_share:
+            raise ValueError(
+                f"train.accumulation_steps = {self.accumulation_steps} to be at most {smallest_share}, the "
+                f"samples of a step that the rank with the fewest streams has"
             )
         return self
 

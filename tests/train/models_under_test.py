@@ -20,6 +20,18 @@ def stateful(image_shape, num_classes):
     )
 
 
+def wide(image_shape, num_classes):
+    """With far more activations than weights."""
+    return keras.Sequential(
+        [
+            keras.Input(image_shape),
+            keras.layers.Conv2D(32, 3, padding="same", activation="gelu"),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(num_classes),
+        ]
+    )
+
+
 def linear(image_shape, num_classes, activation=None, **regularizer):
     return keras.Sequential(
         [

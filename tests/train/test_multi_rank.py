@@ -154,8 +154,11 @@ def at_one_rank(tiny_uri, tmp_path_factory):
 
 @pytest.mark.parametrize(("strategy", "world_size"), SYNCHRONOUS_WORLDS)
 def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypatch, at_one_rank, strategy, world_size):
-    """Most of a training on several ranks, the rest of it resumed at one: all the way the losses of one rank alone."""
-    config = smooth(strategy)
+    """Most of a training on several ranks, the rest of it resumed at one: all the way the losses of one rank alone.
+
+    Three ranks also compute their share of each step in parts.
+    """
+    config = {**smooth(strategy), "accumulation_steps": 4 if world_size == 3 else 1}
     one_result, one = at_one_rank(config["model"])
     several = kill_on_ranks(tiny_uri, tmp_path / "killed", world_size, config, monkeypatch, killed_at=88)
     rest = Recorder()

@@ -14,6 +14,14 @@ def linear(image_shape, num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(height * width * channels, num_classes))
 
 
+def wide(image_shape, num_classes):
+    """With far more activations than weights."""
+    return nn.Sequential(
+        nn.Conv2d(image_shape[2], 32, 3, padding=1), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(32, num_classes),
+    )  # fmt: skip
+
+
 def smooth(image_shape, num_classes):
     """Without a kink and without anything that mixes samples: the same at every world size."""
     channels = image_shape[2]

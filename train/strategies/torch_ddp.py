@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from train.strategies.nics import nic_with
 from train.strategies.replicated import ReplicatedMember, StreamShare
 from train.strategies.strategy import GLOO_ECHO, Strategy
 from train.values import Reporter, World
+
+if TYPE_CHECKING:
+    from train.backends.torch.backend import TorchLearner
 
 # The watchdog finds lost ranks; a timeout here would end a job in which one rank is only slow.
 TIMEOUT = timedelta(hours=1)
@@ -100,17 +103,25 @@ class DdpMember(ReplicatedMember):
     """A replica whose gradients are summed bucket by bucket as the backward pass fills them."""
 
     def __init__(
-        self, learner: Any, collective: AnnouncedCollective, data: DataIndex, streams: StreamShare, reporter: Reporter
+        self,
+        learner: TorchLearner,
+        collective: AnnouncedCollective,
+        data: DataIndex,
+        streams: StreamShare,
+        reporter: Reporter,
     ) -> None:
         super().__init__(learner, collective, data, streams)
+        self._torch_learner = learner
         self._reporter = reporter
         self._ready_seconds = 0.0
-        learner.wrap(self._distributed)
+        self._distributed = self._distribute(learner.classifier)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
-        # They come back summed already; what is left of the exchange after the last bucket was filled could not be
+        # Gradients come back summed already; what is left of the exchange after the last bucket was filled could not be
         # hidden behind the computation.
-        *gradients, figures = self.learner.gradients(batch, global_weight, self._streams.here / self._streams.total)
+        *gradients, figures = self._torch_learner.gradients_through(
+            self._distributed, batch, global_weight, self._streams.here / self._streams.total
+        )
         self._reporter.doing("its own work")
         exposed_seconds = time.perf_counter() - self._ready_seconds
         started_seconds = time.perf_counter()
@@ -118,7 +129,7 @@ class DdpMember(ReplicatedMember):
         seconds = exposed_seconds + time.perf_counter() - started_seconds
         return MemberStep(self.learner.apply(sums, learning_rate), seconds)
 
-    def _distributed(self, module: Any) -> Any:
+    def _distribute(self, module: Any) -> Any:
         from torch.nn.parallel import DistributedDataParallel
 
         wrapped = DistributedDataParallel(
@@ -151,7 +162,8 @@ def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], re
     """`train.strategies.strategy.Join`."""
     data = DataIndex(world.rank, world.world_size)
     share = len(streams_of_rank(data.index, data.count, config.num_streams))
-    learner = build()
+    # The only backend that this strategy runs with.
+    learner = cast("TorchLearner", build())
     collective = AnnouncedCollective(TorchCollective, world, reporter)
     return DdpMember(learner, collective, data, StreamShare(share, config.num_streams), reporter)
 

@@ -30,11 +30,11 @@ class KerasLearner:
 
     export_backend = "keras"
 
-    def __init__(self, built: BuiltModel, chosen: ChosenOptimizer, spec: ModelSpec) -> None:
+    def __init__(self, config: TrainConfig, built: BuiltModel, chosen: ChosenOptimizer, spec: ModelSpec) -> None:
         self.config_sha256 = built.config_sha256
         self.outputs_are_logits = built.outputs_are_logits
         self.follows_schedule = chosen.follows_schedule
-        self.step = TrainStep(built, chosen, spec.scale)
+        self.step = TrainStep(built, chosen, spec.scale, config.accumulation_steps)
         self._model = built.model
         self._optimizer = chosen.optimizer
         self._serving = ServingModel(built.model, built.outputs_are_logits, spec)
@@ -98,7 +98,7 @@ class KerasBackend:
 
     def build(self, config: TrainConfig, spec: ModelSpec) -> KerasLearner:
         built = build_model(config, spec.image_shape_HWC, len(spec.class_names))
-        return KerasLearner(built, build_optimizer(config, built.model, built.compiled_optimizer), spec)
+        return KerasLearner(config, built, build_optimizer(config, built.model, built.compiled_optimizer), spec)
 
     def load_served(self, folder: Path) -> Predict:
         return load_saved_model(folder / SAVED_MODEL)

@@ -14,33 +14,43 @@ from train.backends.backend import InputScale, StepOutcome
 from train.backends.keras.build import BuiltModel
 from train.backends.keras.optimizers import ChosenOptimizer
 from train.backends.keras.standardize import standardize
+from train.backends.parts import parts_of
 
 
 class TrainStep:
     """The step of `train.backends.backend.Learner`, which says what goes in and comes out."""
 
-    def __init__(self, built: BuiltModel, chosen: ChosenOptimizer, scale: InputScale) -> None:
+    def __init__(
+        self, built: BuiltModel, chosen: ChosenOptimizer, scale: InputScale, accumulation_steps: int = 1
+    ) -> None:
         import tensorflow as tf
 
         self._built = built
         self._chosen = chosen
         self._scale = scale
+        self._accumulation_steps = accumulation_steps
         self._compiled_gradients = tf.function(self._gradients)
+        self._compiled_sum = tf.function(_sum_of)
         self._compiled_update = tf.function(self._update)
         self._compiled_outputs = tf.function(self._outputs)
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
         import tensorflow as tf
 
-        addends = self._compiled_gradients(
-            tf.constant(batch.images_NHWC),
-            tf.constant(batch.labels_N),
-            tf.constant(batch.weights_N, tf.float32),
-            tf.constant(global_weight, tf.float32),
-            tf.constant(share_of_streams, tf.float32),
-        )
-        # An accelerator computes asynchronously: waiting here keeps its time out of the time of the allreduce.
-        addends[-1].numpy()
+        addends: list[Any] = []
+        parts = list(parts_of(batch, self._accumulation_steps))
+        for part in parts:
+            of_part = self._compiled_gradients(
+                tf.constant(part.images_NHWC),
+                tf.constant(part.labels_N),
+                tf.constant(part.weights_N, tf.float32),
+                tf.constant(global_weight, tf.float32),
+                tf.constant(share_of_streams / len(parts), tf.float32),
+            )
+            addends = self._compiled_sum(addends, of_part) if addends else of_part
+            # An accelerator computes asynchronously: waiting here keeps its time out of the time of the allreduce, and
+            # the activations of one part at a time in its memory.
+            addends[-1].numpy()
         return addends
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
@@ -111,3 +121,7 @@ class TrainStep:
 
     def _standardize(self, images_NHWC: Any) -> Any:
         return standardize(images_NHWC, self._scale)
+
+
+def _sum_of(left: list[Any], right: list[Any]) -> list[Any]:
+    return [one + other for one, other in zip(left, right, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from shardmill.errors import TrainingError, UsageError
 from shardmill.values import Batch
 from train.backends.backend import ModelSpec, Predict, StatePart, StepOutcome
+from train.backends.parts import parts_of
 from train.backends.torch.model import BuiltModule, build_module, per_sample_losses
 from train.backends.torch.optimizers import create_state, state_tensors
 from train.backends.torch.runtime import (
@@ -48,8 +49,7 @@ class TorchLearner:
         self._config = config
         self._built = built
         self._spec = spec
-        self._classifier = built.classifier
-        self._in_training: Callable[[Any], Any] = built.classifier
+        self.classifier = built.classifier
         self._weights = self._of_part(StatePart.WEIGHTS)
         name = "adam" if config.optimizer == "auto" else config.optimizer
         create = OPTIMIZERS[name].torch
@@ -58,24 +58,42 @@ class TorchLearner:
         self._optimizer = create(config, self._weights)
         create_state(self._optimizer, self._weights)
 
-    def wrap(self, wrapper: Callable[[Any], Any]) -> None:
-        """Train through `wrapper(module)`, which may exchange gradients while they are computed."""
-        self._in_training = wrapper(self._classifier)
-
     @property
     def learning_rate(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
+        return self.gradients_through(self.classifier, batch, global_weight, share_of_streams)
+
+    def gradients_through(self, module: Any, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
+        """As `gradients`, with `module` called in place of `classifier`.
+
+        DistributedDataParallel around it sums the gradients over all ranks, in the backward pass of the last part of
+        the batch: then the sums come back. Loss and number correct are this rank's addends in any case.
+        """
+        torch = import_torch()
+        self.classifier.train()
+        self._optimizer.zero_grad(set_to_none=True)
+        parts = list(parts_of(batch, self._config.accumulation_steps))
+        figures = torch.zeros(2, device=device())
+        for part in parts:
+            waits = part is not parts[-1] and isinstance(module, torch.nn.parallel.DistributedDataParallel)
+            with module.no_sync() if waits else nullcontext():
+                figures += self._add_gradients(module, part, global_weight, share_of_streams / len(parts))
+        gradients = [
+            torch.zeros_like(weight) if weight.grad is None else weight.grad.float() for weight in self._weights
+        ]
+        return [*gradients, figures]
+
+    def _add_gradients(self, module: Any, batch: Batch, global_weight: int, share_of_streams: float) -> Any:
+        """Add those of a part of the batch to what the weights' `grad` hold. -> (loss, number correct)"""
         torch = import_torch()
         images_NHWC, labels_N, weights_N = (
             torch.from_numpy(array).to(device(), non_blocking=True)
             for array in (batch.images_NHWC, batch.labels_N, batch.weights_N)
         )
-        self._classifier.train()
-        self._optimizer.zero_grad(set_to_none=True)
         with self._precision():
-            outputs_NK = self._in_training(images_NHWC)
+            outputs_NK = module(images_NHWC)
         outputs_NK = outputs_NK.float()
         losses_N = per_sample_losses(outputs_NK, labels_N, self.outputs_are_logits, self._config.label_smoothing)
         # Divided by the weight of the GLOBAL batch: see train/backends/keras/step.py.
@@ -84,10 +102,7 @@ class TorchLearner:
             loss = loss + sum(self._built.model.losses) * share_of_streams
         loss.backward()
         num_correct = (weights_N * (outputs_NK.argmax(dim=1) == labels_N)).sum()
-        gradients = [
-            torch.zeros_like(weight) if weight.grad is None else weight.grad.float() for weight in self._weights
-        ]
-        return [*gradients, torch.stack([loss.detach(), num_correct]).float()]
+        return torch.stack([loss.detach(), num_correct]).float()
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
         torch = import_torch()
@@ -108,9 +123,9 @@ class TorchLearner:
 
     def outputs(self, images_NHWC: np.ndarray) -> np.ndarray:
         torch = import_torch()
-        self._classifier.eval()
+        self.classifier.eval()
         with torch.no_grad(), self._precision():
-            return self._classifier(torch.from_numpy(images_NHWC).to(device())).float().cpu().numpy()
+            return self.classifier(torch.from_numpy(images_NHWC).to(device())).float().cpu().numpy()
 
     def arrays(self, part: StatePart) -> list[np.ndarray]:
         arrays = [tensor.detach().cpu().numpy() for tensor in self._of_part(part)]
@@ -157,14 +172,14 @@ class TorchLearner:
 
     def probabilities(self, images_NHWC: np.ndarray) -> np.ndarray:
         torch = import_torch()
-        served = _served(self._classifier, self.outputs_are_logits).eval()
+        served = _served(self.classifier, self.outputs_are_logits).eval()
         with torch.no_grad():
             return served(torch.from_numpy(images_NHWC).to(device())).cpu().numpy()
 
     def write_served(self, folder: Path) -> None:
         torch = import_torch()
         # On the CPU, which every machine has: a program remembers its device, and is moved when it is loaded.
-        served = copy.deepcopy(_served(self._classifier, self.outputs_are_logits)).cpu().eval()
+        served = copy.deepcopy(_served(self.classifier, self.outputs_are_logits)).cpu().eval()
         images_NHWC = torch.zeros((2, *self._spec.image_shape_HWC), dtype=torch.uint8)
         try:
             program = torch.export.export(served, (images_NHWC,), dynamic_shapes=({0: torch.export.Dim("N")},))
