@@ -33,6 +33,7 @@ class Resume:
 
 HOW = Resume("it decides how a training is done, not which numbers come out: it may differ between two attempts")
 LENGTH = Resume("the name of a training's folder says it (train/trainings.py): a longer one may go on from a shorter")
+LATER = Resume("it came after trainings that do not name it: at its default it makes no difference")
 
 
 class TrainConfig(Section):
@@ -47,6 +48,9 @@ class TrainConfig(Section):
     accumulation_steps: Annotated[int, HOW] = Field(default=1, ge=1)
     """A rank computes its share of a step in so many parts, one after another, in the memory of one part; gradients are
     added up and exchanged once."""
+    local_steps: Annotated[int, LATER] = Field(default=1, ge=1)
+    """`local_sgd`: each rank cuts its share of a step into so many parts and updates its own weights after each, before
+    weights are averaged. To keep the batch of an update, multiply `global_batch_size` by as much."""
     num_workers: Annotated[int, HOW] = Field(default=1, ge=1)
     """Ranks: training processes."""
     strategy: Annotated[str, OneOf(STRATEGIES), HOW] = "single"
@@ -167,10 +171,10 @@ class TrainConfig(Section):
                 f"each rank owns at least one stream"
             )
         smallest_share = self.num_streams // self.num_workers * (self.global_batch_size // self.num_streams)
-        if self.accumulation_steps > smallest_share:
+        if self.accumulation_steps * self.local_steps > smallest_share:
             raise ValueError(
-                f"train.accumulation_steps = {self.accumulation_steps} to be at most {smallest_share}, the "
-                f"samples of a step that the rank with the fewest streams has"
+                f"train.accumulation_steps = {self.accumulation_steps} times train.local_steps = {self.local_steps} to "
+                f"be at most {smallest_share}, the samples of a step that the rank with the fewest streams has"
             )
         return self
 
@@ -194,5 +198,9 @@ def settings_that_matter(config: TrainConfig) -> dict[str, str]:
     free = settings_of(HOW) | settings_of(LENGTH)
     # Trainings that began when there was one backend do not name it.
     free |= {"backend"} if config.backend in ("auto", "keras") else set()
+    fields = TrainConfig.model_fields
+    free |= {name for name in settings_of(LATER) if getattr(config, name) == fields[name].get_default()}
+    # Between synchronous strategies a training may move: they apply the same updates.
+    free -= set() if STRATEGIES[config.strategy].synchronous else {"strategy"}
     values = config.model_dump(mode="json")
     return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in free}

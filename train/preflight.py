@@ -45,7 +45,8 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> str:
 
     Raises UsageError otherwise. Nothing is imported that trains.
     """
-    find_strategy(config.strategy, config.num_workers)
+    find_strategy(config.strategy, config.num_workers).check(config)
+    _check_local_updates(config)
     launcher = LAUNCHERS[config.launcher]
     if launcher.strategies is not None and config.strategy not in launcher.strategies:
         others = [name for name in LAUNCHERS if LAUNCHERS[name].strategies is None and name != "inline"]
@@ -72,6 +73,15 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> str:
             "set train.mixed_precision = 'bfloat16'",
         )
     return backend
+
+
+def _check_local_updates(config: TrainConfig) -> None:
+    if config.local_steps > 1 and config.strategy != "local_sgd":
+        raise UsageError(
+            f"train.local_steps = {config.local_steps} with train.strategy = {config.strategy!r}",
+            "all its ranks apply one update a step",
+            "set train.local_steps = 1, or train.strategy = 'local_sgd'",
+        )
 
 
 def check_trainable(config: TrainConfig, dataset: Dataset) -> None:

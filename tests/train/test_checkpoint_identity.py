@@ -13,7 +13,7 @@ from tests.train.training import Killed, Recorder, train_here
 from train.checkpoint import (
     MARKER,
 )
-from train.config import HOW, LENGTH, TrainConfig, settings_of, settings_that_matter
+from train.config import HOW, LATER, LENGTH, TrainConfig, settings_of, settings_that_matter
 from train.values import to_json
 
 
@@ -99,9 +99,18 @@ def test_what_does_not_change_the_outcome_may_change(tiny_uri, models, whole):
 
 
 def test_every_free_setting_exists():
-    free = settings_of(HOW) | settings_of(LENGTH) | {"backend"}
+    free = settings_of(HOW) | settings_of(LENGTH) | settings_of(LATER) | {"backend"}
     assert TrainConfig.model_fields.keys() >= free
     assert settings_that_matter(TrainConfig()).keys() == TrainConfig.model_fields.keys() - free
+
+
+def test_what_makes_another_training_than_those_before_it_is_named():
+    averaged = TrainConfig(strategy="local_sgd", local_steps=4)
+    assert settings_that_matter(averaged).keys() - settings_that_matter(TrainConfig()).keys() == {
+        "strategy",
+        "local_steps",
+    }
+    assert settings_that_matter(TrainConfig(strategy="horovod")) == settings_that_matter(TrainConfig())
 
 
 def test_a_marker_of_another_program_version_is_not_taken_for_damage(tiny_uri, models):

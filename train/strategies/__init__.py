@@ -26,6 +26,10 @@ STRATEGIES: Registry[Strategy] = Registry(
             extra="torch",
             packages=("torch",),
         ),
+        "local_sgd": Entry(
+            "train.strategies.local_sgd:LOCAL_SGD",
+            "several local updates a step, then weights are averaged",
+        ),
     },
     takes_own=True,
 )

@@ -24,6 +24,10 @@ class Join(Protocol):
         ...
 
 
+def _takes_all(config: TrainConfig) -> None:
+    return
+
+
 NO_ECHO = re.compile(r"(?!)")
 """Matches nothing: a rank without peers fails by itself."""
 GLOO_ECHO = r"gloo::|gloo/transport|Connection (closed|reset) by peer"
@@ -47,6 +51,8 @@ class Strategy:
     join: Join
     echo: re.Pattern[str] = NO_ECHO
     """What an error, or the last words, of a rank say that only lost its peer: another rank's fault is the cause."""
+    check: Callable[[TrainConfig], None] = _takes_all
+    """Raises UsageError for settings that it cannot run with; nothing is imported that trains."""
 
     def allows_world_size(self, world_size: int) -> bool:
         return world_size >= 1 and (self.max_world_size is None or world_size <= self.max_world_size)

@@ -1,0 +1,150 @@
+"""The strategy of local updates: a rank updates its own replica several times in a step, then replicas are averaged.
+
+McMahan et al., arXiv:1602.05629; Stich, arXiv:1805.09767. A step of the loop is one round: a rank cuts its share of the
+global batch into `train.local_steps` parts and applies an update after each. Then weights, and what the optimizer
+remembers of them, become their mean over ranks, weighted by samples: between two steps all ranks are equal, so
+checkpoints are those of other replicas.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmill.epoch_plan import streams_of_rank
+from shardmill.errors import UsageError
+from shardmill.registry import install_hint
+from shardmill.values import Batch
+from train.backends.backend import Learner, StatePart, StepOutcome
+from train.backends.parts import parts_of
+from train.choose_backend import choose_backend
+from train.config import TrainConfig
+from train.stopwatch import Stopwatch
+from train.strategies import STRATEGIES
+from train.strategies.collective import AnnouncedCollective, Collective
+from train.strategies.horovod import HOROVOD, HorovodCollective
+from train.strategies.member import DataIndex, Member, MemberStep
+from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.strategy import Strategy
+from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
+from train.values import Reporter, World
+
+COLLECTIVE_OF_BACKEND: dict[str, Callable[[World], Collective]] = {"keras": HorovodCollective, "torch": TorchCollective}
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRound:
+    """What one rank's updates of a round were."""
+
+    num_samples: float
+    loss_sum: float
+    """Of each sample's loss at the update that it was part of."""
+    num_correct: float
+    gradient_norm: float
+    """The largest."""
+    is_applied: bool
+    """False if one of them was not finite; the rest of the round was left out then."""
+
+    def figures(self) -> np.ndarray:
+        """Everything, as float64 that can be added up over ranks."""
+        return np.array([self.loss_sum, self.num_correct, self.gradient_norm, not self.is_applied], np.float64)
+
+
+def local_round(learner: Learner, batch: Batch, num_steps: int, learning_rate: float | None) -> LocalRound:
+    """Update the learner `num_steps` times, each time by the mean gradient of another part of `batch`."""
+    num_samples, loss_sum, num_correct, gradient_norm = 0.0, 0.0, 0.0, 0.0
+    for part in parts_of(batch, num_steps):
+        here = float(part.weights_N.sum())
+        # A part of padding alone takes its place as a step without a gradient, so that all ranks count alike; it has no
+        # weight in the mean.
+        outcome = learner.apply(learner.gradients(part, max(1, round(here)), 1.0), learning_rate)
+        num_samples += here
+        loss_sum += outcome.loss * here
+        num_correct += outcome.num_correct
+        gradient_norm = max(gradient_norm, outcome.gradient_norm)
+        if not outcome.is_applied:
+            return LocalRound(num_samples, outcome.loss, num_correct, outcome.gradient_norm, False)
+    return LocalRound(num_samples, loss_sum, num_correct, gradient_norm, True)
+
+
+class LocalSgdMember(ReplicatedMember):
+    """A replica that differs from the others within a step, and only then."""
+
+    def __init__(
+        self, learner: Learner, collective: Collective, data: DataIndex, streams: StreamShare, local_steps: int
+    ) -> None:
+        super().__init__(learner, collective, data, streams)
+        self._local_steps = local_steps
+
+    def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
+        done = local_round(self.learner, batch, self._local_steps, learning_rate)
+        stopwatch = Stopwatch()
+        loss_sum, num_correct, norms, num_failed = self._collective.sum_array(done.figures()).tolist()
+        # If a rank could not apply an update, all stop here together; what the others applied is in no checkpoint.
+        outcome = StepOutcome(loss_sum / global_weight, num_correct, norms / self.world_size, num_failed == 0)
+        if outcome.is_applied and self.world_size > 1:
+            for part in (StatePart.WEIGHTS, StatePart.OPTIMIZER):
+                self._average(part, done.num_samples / global_weight)
+        return MemberStep(outcome, stopwatch.lap())
+
+    def _average(self, part: StatePart, weight_here: float) -> None:
+        """Exchange a part of the state for its mean over ranks.
+
+        Integers count steps, which all ranks take alike. So do some scalars; in float64 their mean is what they were.
+        """
+        arrays = self.learner.arrays(part)
+        floating = [place for place, array in enumerate(arrays) if array.dtype.kind == "f"]
+        for places, kind in (
+            ([place for place in floating if arrays[place].ndim], np.float32),
+            ([place for place in floating if not arrays[place].ndim], np.float64),
+        ):
+            if not places:
+                continue
+            mine = np.concatenate([arrays[place].ravel().astype(kind) for place in places])
+            means = self._collective.sum_array(mine * kind(weight_here))
+            for place in places:
+                array = arrays[place]
+                arrays[place] = means[: array.size].astype(array.dtype).reshape(array.shape)
+                means = means[array.size :]
+        self.learner.assign(part, arrays, "the mean over all ranks")
+
+
+def join_local_sgd(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+    """`train.strategies.strategy.Join`."""
+    data = DataIndex(world.rank, world.world_size)
+    share = len(streams_of_rank(data.index, data.count, config.num_streams))
+    learner = build()
+    collective = AnnouncedCollective(COLLECTIVE_OF_BACKEND[choose_backend(config)], world, reporter)
+    return LocalSgdMember(learner, collective, data, StreamShare(share, config.num_streams), config.local_steps)
+
+
+def check_local_sgd(config: TrainConfig) -> None:
+    """`train.strategies.strategy.Strategy.check`."""
+    entry = STRATEGIES.entries["horovod"]
+    if choose_backend(config) == "keras" and (missing := entry.missing_packages()):
+        raise UsageError(
+            f"train.strategy = 'local_sgd' with the backend 'keras' needs {', '.join(missing)}",
+            "whose collectives average the weights",
+            install_hint(entry.extra),
+        )
+    if config.mixed_precision == "float16":
+        raise UsageError(
+            "train.mixed_precision = 'float16' with train.strategy = 'local_sgd'",
+            "each rank would skip steps of its own and scale losses by a factor of its own",
+            "set train.mixed_precision = 'bfloat16'",
+        )
+
+
+LOCAL_SGD = Strategy(
+    backends=("keras", "torch"),
+    synchronous=False,
+    exact_resume=True,
+    checkpoint_layout="replicated",
+    max_world_size=None,
+    join=join_local_sgd,
+    check=check_local_sgd,
+    echo=re.compile(f"{HOROVOD.echo.pattern}|{TORCH_DDP.echo.pattern}", re.IGNORECASE),
+)
