@@ -55,6 +55,9 @@ class TrainConfig(Section):
     """Ranks: training processes."""
     strategy: Annotated[str, OneOf(STRATEGIES), HOW] = "single"
     """How ranks share the training."""
+    local_devices: Annotated[int, HOW] = Field(default=0, ge=0)
+    """`mirrored` only: over how many devices of its process a batch is split; 0: all GPUs there are, else one CPU.
+    Without GPUs the CPU counts as so many devices, which gains no speed."""
     backend: Annotated[str, OneOf(BACKENDS, also=("auto",))] = "auto"
     """The framework; `auto` follows from strategy and model."""
     launcher: Annotated[str, OneOf(LAUNCHERS), HOW] = "inline"

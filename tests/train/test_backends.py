@@ -117,6 +117,17 @@ def test_a_loss_that_is_not_a_number_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+def test_ranks_draw_numbers_of_their_own(name):
+    one = learner(name, STATEFUL[name])
+    states = [[array.tobytes() for array in one.arrays(StatePart.OWN)]]
+    for rank in (1, 2):
+        one.decorrelate(rank)
+        states.append([array.tobytes() for array in one.arrays(StatePart.OWN)])
+    changed = [len(set(of_array)) for of_array in zip(*states, strict=True)]
+    assert sorted(changed) == [*[1] * (len(changed) - 1), 3], "the generator alone, and anew for each rank"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 def test_state_of_another_model_is_refused(name):
     one = learner(name, LINEAR[name])
     for part in (StatePart.WEIGHTS, StatePart.OPTIMIZER):

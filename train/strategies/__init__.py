@@ -20,6 +20,18 @@ STRATEGIES: Registry[Strategy] = Registry(
             extra="horovod",
             packages=("horovod",),
         ),
+        "mirrored": Entry(
+            "train.strategies.mirrored:MIRRORED",
+            "several devices in one process, TensorFlow's MirroredStrategy",
+            extra="tensorflow",
+            packages=("tensorflow",),
+        ),
+        "multi_worker_mirrored": Entry(
+            "train.strategies.multi_worker_mirrored:MULTI_WORKER_MIRRORED",
+            "TensorFlow's MultiWorkerMirroredStrategy, one process a worker",
+            extra="tensorflow",
+            packages=("tensorflow",),
+        ),
         "torch_ddp": Entry(
             "train.strategies.torch_ddp:TORCH_DDP",
             "PyTorch's DistributedDataParallel",

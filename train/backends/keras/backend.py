@@ -14,7 +14,7 @@ from train.backends.keras.build import BuiltModel, build_model
 from train.backends.keras.optimizers import ChosenOptimizer, build_optimizer
 from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, start_tensorflow
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
-from train.backends.keras.step import TrainStep
+from train.backends.keras.step import Run, TrainStep
 from train.state import arrays_sha256
 from train.values import World
 
@@ -41,7 +41,7 @@ class KerasLearner:
 
     @property
     def learning_rate(self) -> float:
-        return float(self._optimizer.learning_rate)
+        return float(np.asarray(self._optimizer.learning_rate))
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
         return self.step.gradients(batch, global_weight, share_of_streams)
@@ -53,17 +53,17 @@ class KerasLearner:
         return self.step.outputs(images_NHWC)
 
     def arrays(self, part: StatePart) -> list[np.ndarray]:
-        return [np.asarray(variable) for variable in self._variables(part)]
+        return [np.asarray(variable) for variable in self.variables(part)]
 
     def assign(self, part: StatePart, arrays: Sequence[np.ndarray], source: str) -> None:
-        assign_variables(self._variables(part), arrays, source)
+        assign_variables(self.variables(part), arrays, source)
 
     def moving_statistics(self) -> list[int]:
-        variables = self._variables(StatePart.OWN)
+        variables = self.variables(StatePart.OWN)
         return [index for index, variable in enumerate(variables) if "float" in str(variable.dtype)]
 
     def decorrelate(self, rank: int) -> None:
-        decorrelate_seed_states(self._model, rank)
+        decorrelate_seed_states(self._model.non_trainable_variables, rank)
 
     def weights_sha256(self) -> str:
         return arrays_sha256(np.asarray(variable) for variable in self._model.weights)
@@ -78,7 +78,12 @@ class KerasLearner:
         agrees = KerasCheck(images_NHWC, self.probabilities(images_NHWC), max_abs_diff)
         return write_keras_file(self._serving, folder / KERAS_FILE, agrees)
 
-    def _variables(self, part: StatePart) -> Sequence[Any]:
+    def wrap(self, run: Run) -> None:
+        """Compute gradients inside `run`: what strategies of tf.distribute need."""
+        self.step.wrap(run)
+
+    def variables(self, part: StatePart) -> Sequence[Any]:
+        """Keras's own, in the order of `arrays`: for strategies that spread a variable over devices."""
         match part:
             case StatePart.WEIGHTS:
                 return self._model.trainable_variables

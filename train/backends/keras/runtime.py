@@ -51,15 +51,16 @@ def start_tensorflow(ranks_per_node: int, seed: int) -> None:
     tf.config.experimental.enable_op_determinism()
 
 
-def decorrelate_seed_states(model: Any, rank: int) -> None:
-    """Let each rank's dropout draw numbers of its own: all ranks have just been given rank 0's seed states.
+def decorrelate_seed_states(variables: Sequence[Any], place: int) -> None:
+    """Let the dropout of each rank or device draw numbers of its own: all have just been given the first one's states.
 
-    A Keras seed generator's state is (seed, counter); different seeds give independent sequences.
+    `variables`: Keras's, or TensorFlow's of one device. A Keras seed generator's state is (seed, counter); different
+    seeds give independent sequences.
     """
-    for variable in model.non_trainable_variables:
-        if "uint" in str(variable.dtype) and tuple(variable.shape) == (2,):
+    for variable in variables:
+        if "seed_generator_state" in variable.name:
             seed, counter = np.asarray(variable)
-            variable.assign(np.array([seed + np.uint32(rank), counter], dtype=np.uint32))
+            variable.assign(np.array([seed + place, counter], dtype=variable.numpy().dtype))
 
 
 def config_sha256(model: Any) -> str:

@@ -5,6 +5,7 @@ Shape legend: N batch, H height, W width, C channels, K classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,11 @@ from train.backends.keras.build import BuiltModel
 from train.backends.keras.optimizers import ChosenOptimizer
 from train.backends.keras.standardize import standardize
 from train.backends.parts import parts_of
+
+Gradients = Callable[[Any, Any, Any, Any, Any], list[Any]]
+"""(images_NHWC, labels_N, weights_N, global_weight, share_of_streams) -> addends; all tensors."""
+Run = Callable[[Gradients, Any, Any, Any, Any, Any], list[Any]]
+"""What a strategy of tf.distribute puts around it: the function, and what it is to be called with -> addends."""
 
 
 class TrainStep:
@@ -33,6 +39,12 @@ class TrainStep:
         self._compiled_sum = tf.function(_sum_of)
         self._compiled_update = tf.function(self._update)
         self._compiled_outputs = tf.function(self._outputs)
+
+    def wrap(self, run: Run) -> None:
+        """Compute gradients inside `run`, in one compiled function."""
+        import tensorflow as tf
+
+        self._compiled_gradients = tf.function(lambda *arguments: run(self._gradients, *arguments))
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
         import tensorflow as tf

@@ -1,0 +1,57 @@
+"""The strategy `mirrored` on 2 and 4 devices of one process; a machine without GPUs has logical CPU devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardmill.errors import UsageError
+from shardmill.jobs.config import SparkConfig
+from tests.train.test_multi_rank import MODELS, SMALL_CNN, STATEFUL, Watcher, kill_on_ranks, train_on_ranks
+from tests.train.training import Recorder, train_here
+from train.config import TrainConfig
+from train.preflight import check_terms
+
+# 100 steps and more; 24 rows are 6 for each of 4 devices, and 4 or 5 for each of 5.
+MIRRORED = {"strategy": "mirrored", "model": "small_cnn"}
+
+
+def assert_close(found: Watcher, expected: Recorder) -> None:
+    assert len(expected.steps) > 100
+    for report in expected.steps:
+        loss = float.fromhex(found.losses[report.epoch, report.step])
+        assert loss == pytest.approx(float.fromhex(report.loss_hex), rel=1e-5)
+    assert found.sample_ids == {(report.epoch, report.step): report.sample_ids for report in expected.steps}
+
+
+@pytest.mark.parametrize("local_devices", [pytest.param(2, marks=pytest.mark.drill), pytest.param(4, marks=pytest.mark.drill), 5])
+def test_the_loss_does_not_depend_on_the_number_of_devices(tiny_uri, tmp_path, local_devices):
+    one = Recorder()
+    alone = train_here(tiny_uri, tmp_path / "one", one, **SMALL_CNN, model="small_cnn")
+    result, several = train_on_ranks(
+        tiny_uri, tmp_path / "several", 1, {**SMALL_CNN, **MIRRORED, "local_devices": local_devices}
+    )
+    assert_close(several, one)
+    assert result.evaluation is not None and alone.evaluation is not None
+    assert result.evaluation.confusion == alone.evaluation.confusion
+
+
+@pytest.mark.drill
+def test_devices_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkeypatch):
+    """Each device has its moving statistics and draws its own dropout: all of that is in the checkpoint."""
+    config = {**STATEFUL, "model": f"{MODELS}:stateful", "strategy": "mirrored", "local_devices": 2}
+    fresh, undisturbed = train_on_ranks(tiny_uri, tmp_path / "fresh", 1, config)
+    killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 1, config, monkeypatch, killed_at=7)
+    result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", 1, config)
+    assert (result.resumed_from.epoch, result.resumed_from.step) == (1, 2)
+    assert killed.losses | resumed.losses == undisturbed.losses
+    assert (result.weights_sha256, result.evaluation) == (fresh.weights_sha256, fresh.evaluation)
+    files = {file.name for file in (tmp_path / "killed" / result.checkpoint).iterdir()}
+    assert {"rank-00000.npz", "rank-00001.npz"} < files
+
+
+def test_devices_that_are_not_there_are_refused(tiny_uri, tmp_path):
+    with pytest.raises(UsageError, match=r"local_devices = 9 with train.global_batch_size = 8; .* set .* = 8 or less"):
+        check_terms(TrainConfig(strategy="mirrored", local_devices=9, global_batch_size=8), SparkConfig())
+    # TensorFlow runs in this process already, and has the devices that it was started with.
+    with pytest.raises(UsageError, match=r"local_devices = 3; .* 1 CPU device.* set train.launcher = 'local'"):
+        train_here(tiny_uri, tmp_path, **{**SMALL_CNN, **MIRRORED}, local_devices=3)

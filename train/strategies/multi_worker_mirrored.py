@@ -1,0 +1,147 @@
+"""The strategy of `tf.distribute.MultiWorkerMirroredStrategy`: one process a worker, gradients summed by TensorFlow.
+
+Ranks tell each other their ports through the driver, so there is no TF_CONFIG to write. TensorFlow's gRPC servers
+listen on every interface, whatever address they are given (docs/decisions/0006).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shardmill.epoch_plan import streams_of_rank
+from train.backends.backend import Learner
+from train.config import TrainConfig
+from train.strategies.collective import AnnouncedCollective, Collective, SingleCollective
+from train.strategies.grpc_port import reserved_port
+from train.strategies.member import DataIndex, Member
+from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.strategy import Strategy
+from train.values import Reporter, World
+
+# Collectives of TensorFlow know no bytes; a sum in which all but one rank have zeros is exact in integers.
+WORD = np.dtype(np.int32)
+
+
+class TensorFlowCollective:
+    """The collectives of a `MultiWorkerMirroredStrategy`, each compiled once."""
+
+    def __init__(self, world: World, strategy: Any) -> None:
+        import tensorflow as tf
+
+        self._rank, self._world_size = world.rank, world.world_size
+        self._strategy = strategy
+        self._summed_group = tf.function(self._sum_group)
+        self._summed_flat: dict[np.dtype, Any] = {}
+
+    def sum_tensors(self, tensors: list[Any]) -> list[Any]:
+        """As one flat tensor: the order of additions depends on a value's place in it."""
+        return self._summed_group(tensors)
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        import tensorflow as tf
+
+        summed = self._summed_flat.get(array.dtype)
+        if summed is None:
+            signature = [tf.TensorSpec([None], array.dtype)]
+            summed = self._summed_flat[array.dtype] = tf.function(self._sum_flat, input_signature=signature)
+        return summed(tf.constant(array.reshape(-1))).numpy().reshape(array.shape)
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        [of_rank_0, *_] = self.gather_bytes(data if self._rank == 0 else b"")
+        return of_rank_0
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        sizes = np.zeros(self._world_size, np.int64)
+        sizes[self._rank] = len(data)
+        sizes = self.sum_array(sizes)
+        num_words = -(-sizes // WORD.itemsize)
+        stops = np.cumsum(num_words)
+        words = np.zeros(int(stops[-1]), WORD)
+        if data:
+            padded = data.ljust(int(num_words[self._rank]) * WORD.itemsize, b"\0")
+            words[stops[self._rank] - num_words[self._rank] : stops[self._rank]] = np.frombuffer(padded, WORD)
+        if len(words):
+            words = self.sum_array(words)
+        parts = np.split(words, stops[:-1])
+        return [part.tobytes()[:size] for part, size in zip(parts, sizes.tolist(), strict=True)]
+
+    def barrier(self) -> None:
+        self.sum_array(np.zeros(1, np.int32))
+
+    def close(self) -> None:
+        """Nothing: TensorFlow's server ends with the process."""
+
+    def _sum_group(self, tensors: list[Any]) -> list[Any]:
+        import tensorflow as tf
+
+        flat = self._sum_flat(tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0))
+        parts = tf.split(flat, [tensor.shape.num_elements() for tensor in tensors])
+        return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def _sum_flat(self, flat: Any) -> Any:
+        import tensorflow as tf
+
+        def on_worker(tensor: Any) -> Any:
+            context: Any = tf.distribute.get_replica_context()
+            # A tensor that comes from outside has no device, and the collective asks for it.
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(tensor))
+
+        return self._strategy.run(on_worker, args=(flat,))
+
+
+def join_multi_worker(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+    """`train.strategies.strategy.Join`: meet first, because TensorFlow must know its peers before a variable exists."""
+
+    def join(world: World) -> Collective:
+        return TensorFlowCollective(world, strategy) if strategy is not None else SingleCollective()
+
+    strategy = _meet(world) if world.world_size > 1 else None
+    learner: Any = build()
+    if strategy is not None:
+        # Layers find the replica context, and synchronized batch norm its peers.
+        learner.wrap(lambda gradients, *arguments: strategy.run(gradients, args=arguments))
+    data = DataIndex(world.rank, world.world_size)
+    share = len(streams_of_rank(data.index, data.count, config.num_streams))
+    collective = AnnouncedCollective(join, world, reporter)
+    return ReplicatedMember(learner, collective, data, StreamShare(share, config.num_streams))
+
+
+def _meet(world: World) -> Any:
+    """The strategy, whose server runs; peers are called when the first collective is."""
+    import tensorflow as tf
+    from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+
+    # Its own check of peers would end the collectives of those that wait for a stopped rank before the watchdog has
+    # found out which one it is.
+    CollectiveAllReduceExtended._enable_check_health = False  # pyright: ignore[reportPrivateUsage]
+    implementation = tf.distribute.experimental.CommunicationImplementation
+    has_gpu = bool(tf.config.list_physical_devices("GPU"))
+    with reserved_port() as port:
+        workers = [address.decode() for address in world.exchange(f"{world.address}:{port}".encode())]
+        return tf.distribute.MultiWorkerMirroredStrategy(
+            cluster_resolver=tf.distribute.cluster_resolver.SimpleClusterResolver(
+                tf.train.ClusterSpec({"worker": workers}), task_type="worker", task_id=world.rank, rpc_layer="grpc"
+            ),
+            communication_options=tf.distribute.experimental.CommunicationOptions(
+                implementation=implementation.NCCL if has_gpu else implementation.RING
+            ),
+        )
+
+
+MULTI_WORKER_MIRRORED = Strategy(
+    backends=("keras",),
+    synchronous=True,
+    exact_resume=True,
+    checkpoint_layout="replicated",
+    max_world_size=None,
+    join=join_multi_worker,
+    echo=re.compile(
+        r"Collective ops is aborted|tensorflow\.WorkerService|Connection reset by peer|Socket closed"
+        r"|failed to connect to all addresses",
+        re.IGNORECASE,
+    ),
+)
