@@ -23,7 +23,9 @@ def assert_close(found: Watcher, expected: Recorder) -> None:
     assert found.sample_ids == {(report.epoch, report.step): report.sample_ids for report in expected.steps}
 
 
-@pytest.mark.parametrize("local_devices", [pytest.param(2, marks=pytest.mark.drill), pytest.param(4, marks=pytest.mark.drill), 5])
+@pytest.mark.parametrize(
+    "local_devices", [pytest.param(2, marks=pytest.mark.drill), pytest.param(4, marks=pytest.mark.drill), 5]
+)
 def test_the_loss_does_not_depend_on_the_number_of_devices(tiny_uri, tmp_path, local_devices):
     one = Recorder()
     alone = train_here(tiny_uri, tmp_path / "one", one, **SMALL_CNN, model="small_cnn")
