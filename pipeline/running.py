@@ -91,18 +91,17 @@ def setting(tree: PipelineTree, workdir: str) -> str:
     ranks = f"{train.num_workers} rank{'s' * (train.num_workers > 1)} by {train.launcher}"
     return (
         f"run: images at {tree.etl.image_size} pixels; {train.model}, {train.epochs} epochs on {ranks}, "
-        f"{_device()}; dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
+        f"{_devices(tree)}; dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
     )
 
 
-def _device() -> str:
-    """CPU or GPU, without importing TensorFlow."""
-    from importlib import metadata
-    from pathlib import Path
+def _devices(tree: PipelineTree) -> str:
+    """CPU or GPU, as far as this machine knows; no framework is imported."""
+    from train.launching import LAUNCHERS
+    from train.launching.devices import check_devices_here
 
-    has_gpu = Path("/dev/nvidia0").exists()
-    try:
-        metadata.version("tensorflow-cpu")
-    except metadata.PackageNotFoundError:
-        return "GPU" if has_gpu else "CPU"
-    return "CPU (a GPU is here; tensorflow-cpu does not use it)" if has_gpu else "CPU"
+    launcher = LAUNCHERS[tree.train.launcher]
+    num_ranks_here = launcher.ranks_here(tree.train.num_workers, tree.spark)
+    if launcher.assigns_devices(tree.spark) or not num_ranks_here:
+        return "devices of the executors"
+    return check_devices_here(tree.train, num_ranks_here)

@@ -62,6 +62,9 @@ class TrainConfig(Section):
     """The framework; `auto` follows from strategy and model."""
     launcher: Annotated[str, OneOf(LAUNCHERS), HOW] = "inline"
     """How ranks start."""
+    devices: Annotated[Literal["auto", "cpu", "gpu"], HOW] = "auto"
+    """What ranks compute on, each on a device of its own: `auto` takes GPUs where there are some and the framework was
+    built for them."""
     format: Annotated[str, OneOf(SHARD_FORMATS, also=("auto",)), HOW] = "auto"
     """Which of the dataset's formats to read; `auto` takes Parquet if there is a choice."""
     seed: int = Field(default=0, ge=0, lt=2**32)

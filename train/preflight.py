@@ -10,6 +10,7 @@ from train.backends import BACKENDS
 from train.choose_backend import choose_backend
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
+from train.launching.devices import check_devices_here
 from train.models.user import imported_packages
 from train.strategies import find_strategy
 
@@ -57,6 +58,8 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> str:
         )
     launcher.check(config.num_workers, spark)
     backend = choose_backend(config)
+    if not launcher.assigns_devices(spark):
+        check_devices_here(config, launcher.ranks_here(config.num_workers, spark))
     is_keras = "keras" in imported_packages(config.model)
     if backend == "torch" and is_keras and config.launcher == "inline":
         raise UsageError(

@@ -137,6 +137,7 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
                 "strategy_reason": "set by train.strategy",
                 "launcher": outcome.launcher,
                 "world_size": result.world_size,
+                "devices": [str(each) for each in result.placement],
                 "epochs": result.num_epochs,
                 "steps": result.num_steps,
                 "seconds": result.seconds,

@@ -28,6 +28,19 @@ def _always(global_step: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class RankDevices:
+    """Where a rank computes."""
+
+    rank: int
+    host: str
+    devices: tuple[str, ...]
+    """Addresses of GPUs of its host, as CUDA_VISIBLE_DEVICES takes them; none: the CPU."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.host} {'gpu ' + ','.join(self.devices) if self.devices else 'cpu'}"
+
+
+@dataclass(frozen=True, slots=True)
 class World:
     """This process's place among all ranks, and how it meets the others."""
 
@@ -44,6 +57,13 @@ class World:
     may_begin: Callable[[int], bool] = _always
     """Asked by every rank before each global step, in order; False: the training is to stop before this step, and then
     it is so on all ranks (train/launching/stop_point.py)."""
+    placement: tuple[RankDevices, ...] = ()
+    """All ranks, in rank order; empty where nothing was asked of devices."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """This rank's GPUs."""
+        return self.placement[self.rank].devices if self.placement else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +177,8 @@ class TrainResult:
     """On the test split, or on validation if there is no test split; None if there is neither."""
     export_backend: str = "keras"
     """The backend that exports this model."""
+    placement: tuple[RankDevices, ...] = ()
+    """Where the ranks of the last attempt computed, in rank order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,6 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     best = load_best(session, progress.best, last_checkpoint)
     split = manifest.evaluation_split
     evaluation = _evaluate(session, split) if split else None
-
     result = TrainResult(
         dataset=task.dataset,
         training_dir=task.training_dir,
@@ -122,6 +121,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         resumed_from=found.marker.progress.cursor if found else None,
         history=progress.history,
         evaluation=evaluation,
+        placement=world.placement,
     )
     if member.rank == 0:
         session.checkpoints.store.put(f"{task.training_dir}/{RESULT}", seal(to_json(result)))

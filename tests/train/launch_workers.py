@@ -48,7 +48,14 @@ def result_of(task: WorkerTask, world: World) -> TrainResult:
         resumed_from=Cursor(0, 0),
         history=(),
         evaluation=None,
+        placement=world.placement,
     )
+
+
+def tells_its_devices(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """What a framework would see that this process imported now."""
+    reporter.event("sees", {"devices": os.environ["CUDA_VISIBLE_DEVICES"]})
+    return well(task, world, reporter)
 
 
 def raises_on_last_rank(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

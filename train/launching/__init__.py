@@ -31,6 +31,10 @@ def _no_limit(world_size: int, spark: SparkConfig) -> None:
     return
 
 
+def _assigns_none(spark: SparkConfig) -> bool:
+    return False
+
+
 def _none_here(world_size: int, spark: SparkConfig) -> int:
     return 0
 
@@ -46,6 +50,8 @@ class Launcher:
     """Whose ranks it can start; None for all, because ranks meet through their driver."""
     ranks_here: Callable[[int, SparkConfig], int] = _none_here
     """(world size, section `spark`) -> how many of the ranks run on this machine and share its cores."""
+    assigns_devices: Callable[[SparkConfig], bool] = _assigns_none
+    """(section `spark`) -> whether what starts the ranks gives them devices, so that this machine's do not count."""
 
 
 LAUNCHERS: Registry[Launcher] = Registry(

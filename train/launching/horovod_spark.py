@@ -22,7 +22,13 @@ from train.launching.faults import FIX
 from train.launching.keeper import keep_rank
 from train.launching.place import HOROVODS, place_from_environment
 from train.launching.rank import DEFAULT_WORKER
-from train.launching.spark_slots import check_configured_slots, check_slots, ranks_on_this_machine, text_of
+from train.launching.spark_slots import (
+    assigns_gpus,
+    check_configured_slots,
+    check_slots,
+    ranks_on_this_machine,
+    text_of,
+)
 from train.launching.watchdog import Watchdog
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from train.observer import TrainObserver
@@ -79,13 +85,15 @@ def keep_rank_of_horovod() -> int:
     Horovod's key came with Spark's task. The token and the path to the rendezvous follow from it, and cross no wire.
     """
     from horovod.runner.common.util import codec, secret
+    from horovod.spark.task import get_available_devices
 
     # Taken out: user code may print its environment.
     key = codec.loads_base64(os.environ.pop(secret.HOROVOD_SECRET_KEY))
     os.environ[TOKEN_VARIABLE] = derive(key, TOKEN_PURPOSE)
     host, port = os.environ[GLOO_ADDRESS], int(os.environ[GLOO_PORT])
     os.environ.update(address_variables(host, port, derive(key, PATH_PURPOSE)))
-    return keep_rank(place_from_environment(HOROVODS), dict(os.environ))
+    # What Spark assigned to the task that this process belongs to.
+    return keep_rank(place_from_environment(HOROVODS), dict(os.environ), get_available_devices() or None)
 
 
 class _HorovodRun:
@@ -234,4 +242,5 @@ HOROVOD_SPARK = Launcher(
     # Horovod tells its ranks where the others are; other strategies ask their driver, but this is Horovod's own way.
     strategies=("single", "horovod"),
     ranks_here=ranks_on_this_machine,
+    assigns_devices=assigns_gpus,
 )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
-from shardmill.jobs.process import stopping_in_order
+from shardmill.jobs.process import environment_variable, stopping_in_order
 from shardmill.values import Cursor
 from train.launching import Launcher
+from train.launching.devices import agree_on_devices, device_environment
 from train.launching.faults import FaultKind, RankFault, error_of, failure_of
+from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER, load_worker
 from train.observer import StepAssembler, TrainObserver
 from train.strategies.strategy import NO_ECHO
@@ -56,9 +60,13 @@ def launch_inline(
     Terminated when SIGTERM has come and the training has stopped."""
     check_one_rank(task.config.num_workers, spark)
     reporter = ObserverReporter(observer)
+    place, config = Place(0, 1, 0, 1), task.config
     try:
-        with stopping_in_order(task.config.stop_timeout_seconds) as request:
+        with stopping_in_order(config.stop_timeout_seconds) as request, ExitStack() as stack:
+            for name, value in device_environment(place, config).items():
+                stack.enter_context(environment_variable(name, value))
             world = World(may_begin=lambda global_step: not request.is_made)
+            world = replace(world, placement=agree_on_devices(place, config, world.exchange, reporter))
             return load_worker(worker)(task, world, reporter)
     except ShardmillError:
         raise

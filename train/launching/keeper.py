@@ -8,14 +8,20 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 
+from shardmill.errors import ShardmillError
 from shardmill.jobs.process import SAFE_PATH, Scratch
+from train.launching.devices import device_environment
+from train.launching.faults import failure_of
 from train.launching.place import Place
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, RankExit, call_driver, wait_for_abort
+from train.strategies.strategy import NO_ECHO
 
 NUM_OUTPUT_LINES = 40
 # After the process has ended its output is read for at most this long: a child of it may hold the pipe open forever.
 OUTPUT_SECONDS = 1.0
+EXIT_NOT_STARTED = 2
 
 
 class RankProcess:
@@ -62,14 +68,21 @@ class RankProcess:
             self._lines.append(line[-2000:])
 
 
-def keep_rank(place: Place, environment: dict[str, str]) -> int:
+def keep_rank(place: Place, environment: dict[str, str], assigned: Sequence[str] | None = None) -> int:
     """For launchers whose processes start elsewhere: run one rank and report its exit to the driver. -> its exit code.
 
-    `environment` holds the driver's address and token.
+    `environment` holds the driver's address and token; `assigned`: see `devices_of_rank`.
     """
     address, token = environment[ADDRESS_VARIABLE], environment[TOKEN_VARIABLE]
-    connection, _ = call_driver(address, token, "keeper", place.rank, os.getpid())
-    process = RankProcess(environment | place.environment())
+    connection, welcome = call_driver(address, token, "keeper", place.rank, os.getpid())
+    try:
+        own = place.environment() | device_environment(place, welcome.task.config, assigned)
+    except ShardmillError as error:
+        # What is known of this host only here ends the job as the same error of a rank would.
+        connection.send(failure_of(error, NO_ECHO))
+        wait_for_abort(connection)
+        return EXIT_NOT_STARTED
+    process = RankProcess(environment | own)
     threading.Thread(target=_end_on_abort, args=(connection, process), name="keeper-abort", daemon=True).start()
     note = process.wait()
     # A rank that is gone may have left children in its session.

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import python_path
 from train.launching import Launcher
+from train.launching.devices import device_environment
 from train.launching.keeper import RankProcess
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
@@ -31,7 +32,8 @@ def launch_local(
     with Watchdog(task, worker, observer, LOOPBACK) as watchdog:
         shared = {**os.environ, "PYTHONPATH": python_path(), **watchdog.environment()}
         places = [Place(rank, world_size, local_rank=rank, ranks_per_node=world_size) for rank in range(world_size)]
-        with _processes([shared | place.environment() for place in places]) as processes:
+        own = [place.environment() | device_environment(place, task.config) for place in places]
+        with _processes([shared | each for each in own]) as processes:
             for rank, process in enumerate(processes):
                 threading.Thread(target=_report_exit, args=(watchdog, rank, process), daemon=True).start()
             return watchdog.watch()

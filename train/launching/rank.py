@@ -19,6 +19,7 @@ from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.process import Terminated
 from shardmill.jobs.reach import check_nonce
 from shardmill.parent_death import die_with_parent
+from train.launching.devices import agree_on_devices
 from train.launching.faults import failure_of
 from train.launching.place import place_from_environment
 from train.launching.stop_point import Begun, Hold, StopAfter, Stopped, StopPoint
@@ -103,6 +104,7 @@ def main() -> NoReturn:
         check_places(welcome.task)
         nics = welcome.task.config.nics
         address = ipv4_of(nics[0]) if nics else connection.own_address
+        placement = agree_on_devices(place, welcome.task.config, exchange, reporter)
         world = World(
             place.rank,
             place.world_size,
@@ -111,6 +113,7 @@ def main() -> NoReturn:
             address,
             exchange,
             stop_point.may_begin,
+            placement,
         )
         worker = load_worker(welcome.worker)
         outcome: Finished | Stopped | Failure = Finished(worker(welcome.task, world, reporter))

@@ -20,7 +20,13 @@ from train.launching.faults import FIX
 from train.launching.keeper import keep_rank
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
-from train.launching.spark_slots import check_configured_slots, check_slots, ranks_on_this_machine, text_of
+from train.launching.spark_slots import (
+    assigns_gpus,
+    check_configured_slots,
+    check_slots,
+    ranks_on_this_machine,
+    text_of,
+)
 from train.launching.watchdog import Watchdog
 from train.observer import TrainObserver
 from train.task import WorkerTask
@@ -124,9 +130,13 @@ def _rank_of_task(environment: dict[str, str]) -> Callable[[Iterable[int]], Iter
         place = Place(rank, len(hosts), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
         # What Spark added to this process's path is not in its environment.
         # A rank's failure is its driver's to judge: a task that fails would be tried again by Spark.
-        yield keep_rank(place, {**os.environ, "PYTHONPATH": python_path(), **SAFE_PATH, **environment})
+        environment_here = {**os.environ, "PYTHONPATH": python_path(), **SAFE_PATH, **environment}
+        gpus = context.resources().get("gpu")
+        yield keep_rank(place, environment_here, gpus.addresses if gpus else None)
 
     return run
 
 
-SPARK_BARRIER = Launcher(launch_spark_barrier, check=check_barrier, ranks_here=ranks_on_this_machine)
+SPARK_BARRIER = Launcher(
+    launch_spark_barrier, check=check_barrier, ranks_here=ranks_on_this_machine, assigns_devices=assigns_gpus
+)

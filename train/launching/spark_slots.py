@@ -9,6 +9,8 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.spark_settings import is_under_spark_submit
 
+GPUS_OF_TASK, GPUS_OF_EXECUTOR = "spark.task.resource.gpu.amount", "spark.executor.resource.gpu.amount"
+
 
 def check_configured_slots(world_size: int, spark: SparkConfig) -> None:
     """`check_slots` for the config, which `spark-submit` overrules."""
@@ -19,6 +21,11 @@ def check_configured_slots(world_size: int, spark: SparkConfig) -> None:
 def ranks_on_this_machine(world_size: int, spark: SparkConfig) -> int:
     """All of them with a local master, else none."""
     return world_size if spark.master.startswith("local") else 0
+
+
+def assigns_gpus(spark: SparkConfig) -> bool:
+    """Whether Spark gives each task its own GPUs."""
+    return GPUS_OF_TASK in spark.train.conf
 
 
 def check_slots(world_size: int, master: str, conf: dict[str, str]) -> None:
@@ -40,16 +47,22 @@ def check_slots(world_size: int, master: str, conf: dict[str, str]) -> None:
 def num_slots_of(master: str, conf: dict[str, str]) -> int | None:
     """Tasks that can run at the same time, or None if that is not known yet (dynamic allocation, defaults)."""
     cpus_per_task = int(conf.get("spark.task.cpus", "1"))
+
+    def slots_of_executor(cores: int) -> int:
+        by_cores, gpus = cores // cpus_per_task, conf.get(GPUS_OF_EXECUTOR)
+        # A share of a GPU (0.5) means that two tasks get the same one, which ranks refuse.
+        return by_cores if gpus is None else min(by_cores, int(int(gpus) / float(conf.get(GPUS_OF_TASK, "1"))))
+
     if master == "local":
         return 1 // cpus_per_task
     if threads := re.fullmatch(r"local\[(\d+|\*)(?:,\d+)?\]", master):
         num_cpus = os.cpu_count() or 1 if threads[1] == "*" else int(threads[1])
         return num_cpus // cpus_per_task
     if cluster := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
-        return int(cluster[1]) * (int(cluster[2]) // cpus_per_task)
+        return int(cluster[1]) * slots_of_executor(int(cluster[2]))
     is_fixed = conf.get("spark.dynamicAllocation.enabled", "false") == "false"
     if is_fixed and "spark.executor.instances" in conf and "spark.executor.cores" in conf:
-        return int(conf["spark.executor.instances"]) * (int(conf["spark.executor.cores"]) // cpus_per_task)
+        return int(conf["spark.executor.instances"]) * slots_of_executor(int(conf["spark.executor.cores"]))
     return None
 
 

@@ -49,6 +49,8 @@ class Strategy:
     max_world_size: int | None
     """Largest world size, or None if only `train.num_streams` bounds it."""
     join: Join
+    devices_per_rank: Literal["one", "all"] = "one"
+    """How many GPUs a rank computes on: one, or its equal part of all that its host shows."""
     echo: re.Pattern[str] = NO_ECHO
     """What an error, or the last words, of a rank say that only lost its peer: another rank's fault is the cause."""
     check: Callable[[TrainConfig], None] = _takes_all

@@ -99,7 +99,7 @@ class KerasBackend:
     served = SAVED_MODEL
 
     def start(self, world: World, seed: int) -> None:
-        start_tensorflow(world.ranks_per_node, seed)
+        start_tensorflow(world, seed)
 
     def build(self, config: TrainConfig, spec: ModelSpec) -> KerasLearner:
         built = build_model(config, spec.image_shape_HWC, len(spec.class_names))

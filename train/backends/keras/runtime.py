@@ -14,6 +14,8 @@ import numpy as np
 from shardmill.errors import UsageError
 from shardmill.registry import install_hint
 from shardmill.user_module import USER_PACKAGE
+from train.backends.gpu_builds import check_seen
+from train.values import World
 
 
 def import_tensorflow() -> Any:
@@ -27,8 +29,9 @@ def import_tensorflow() -> Any:
     return tf
 
 
-def start_tensorflow(ranks_per_node: int, seed: int) -> None:
-    """Threads for this rank's share of the node, seeds, deterministic kernels, and no left-overs of earlier models."""
+def start_tensorflow(world: World, seed: int) -> None:
+    """Threads for this rank's share of the node, GPU memory as it is needed, seeds, deterministic kernels, and no
+    left-overs of earlier models."""
     tf = import_tensorflow()
     import keras
 
@@ -38,12 +41,17 @@ def start_tensorflow(ranks_per_node: int, seed: int) -> None:
             "expected the backend 'tensorflow'",
             "unset KERAS_BACKEND, or set it to tensorflow",
         )
-    num_threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)
+    num_threads = max(1, len(os.sched_getaffinity(0)) // world.ranks_per_node)
+    gpus = tf.config.list_physical_devices("GPU")
+    check_seen(world, "TensorFlow", len(gpus))
     try:
+        for gpu in gpus:
+            # Else it takes all of the GPU's memory at once.
+            tf.config.experimental.set_memory_growth(gpu, True)
         tf.config.threading.set_intra_op_parallelism_threads(num_threads)
         tf.config.threading.set_inter_op_parallelism_threads(1)
     except RuntimeError:
-        # TensorFlow is running already: a notebook, or a test. It keeps the threads that it was started with.
+        # TensorFlow is running already: a notebook, or a test. It keeps what it was started with.
         pass
     # Keras counts layers and seeds globally; a second model in one process must come out as the first did.
     keras.utils.clear_session(free_memory=False)

@@ -9,6 +9,7 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.registry import install_hint
+from train.backends.gpu_builds import check_seen
 from train.values import World
 
 
@@ -32,8 +33,11 @@ def start_torch(world: World, seed: int) -> None:
     # By default it also fills all fresh memory, to show who reads what was never written: a sixth of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
-    if torch.cuda.is_available():
-        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
+    num_seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    check_seen(world, "PyTorch", num_seen)
+    if num_seen:
+        # The launcher shows this process its own device only.
+        torch.cuda.set_device(0)
 
 
 def device() -> Any:

@@ -1,0 +1,46 @@
+"""Whether the installed frameworks can compute on GPUs at all, read from their packages: nothing is imported."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from shardmill.errors import UsageError
+from train.values import World
+
+
+def why_no_gpu(backend: str) -> str:
+    """Why this backend's framework, as it is installed here, cannot use a GPU; empty if it can, or is not known."""
+    reason = {"keras": _tensorflow, "torch": _torch}.get(backend)
+    return reason() if reason else ""
+
+
+def check_seen(world: World, framework: str, num_seen: int) -> None:
+    """Raises UsageError if the framework does not see the GPUs that this rank was given, and would use the CPU."""
+    if world.devices and num_seen != len(world.devices):
+        given = world.placement[world.rank]
+        raise UsageError(
+            f"{given}: {framework} sees {num_seen} GPU(s) there",
+            f"expected {len(world.devices)}",
+            "look at nvidia-smi and the framework's CUDA libraries on that host; or set train.devices = 'cpu'",
+        )
+
+
+def _tensorflow() -> str:
+    try:
+        version = metadata.version("tensorflow-cpu")
+    except metadata.PackageNotFoundError:
+        return ""
+    return f"tensorflow-cpu {version} is installed, which was built without CUDA"
+
+
+def _torch() -> str:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    if re.search(r"^(cuda|hip)\b[^=]*= '", text, re.MULTILINE):
+        return ""
+    return f"torch {metadata.version('torch')} is installed, which was built without CUDA"
