@@ -125,9 +125,14 @@ def verify(
 def train(context: typer.Context, dataset: DatasetArgument, fresh: Fresh = False) -> None:
     """Train on the dataset's latest version, or continue an interrupted training."""
     from pipeline.stage_commands import train_stage
+    from train.launching.attach import EndedWithJob
 
     common: Common = context.obj
-    _print_stage(common, train_stage(dataset, common, fresh=fresh))
+    try:
+        _print_stage(common, train_stage(dataset, common, fresh=fresh))
+    except EndedWithJob as ended:
+        # Rank 0 has recorded and printed it all.
+        raise typer.Exit(ended.code if isinstance(ended.code, int) else 0) from None
 
 
 @app.command(cls=Command)

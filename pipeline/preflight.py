@@ -69,6 +69,16 @@ def refuse_what_cannot_work(tree: PipelineTree, workdir: str, applications: Sequ
         raise kind(f"{len(errors)} things would stop this run: {numbered}")
 
 
+def check_one_process(tree: PipelineTree) -> None:
+    """Raises UsageError for a whole run in processes that others have started."""
+    if tree.train.launcher == "attach":
+        raise UsageError(
+            "train.launcher = 'attach' with `shardmill run`",
+            "each of the processes that are there already would build the dataset",
+            "run `shardmill etl` in one process, then start `shardmill train` in all",
+        )
+
+
 def _sources(source: SourceConfig) -> list[tuple[str, str, str]]:
     """Config key, kind and URI of each."""
     kinds = [part.kind for part in source.parts.values()] or [source.kind]

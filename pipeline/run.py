@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from etl.config import EtlTree
 from etl.job import build_dataset, stage_record
 from pipeline.config import require
-from pipeline.preflight import refuse_what_cannot_work
+from pipeline.preflight import check_one_process, refuse_what_cannot_work
 from pipeline.report.write import report_record, write_report
 from pipeline.running import Run, open_run, setting, verify_record
 from shardmill.dataset.open import open_dataset
@@ -36,6 +36,7 @@ def run_pipeline(
     """The whole pipeline; returns the summary. Raises the ShardmillError of the stage that could not go on."""
     with open_run(source_or_config, common) as run, report_if_failed(run):
         require(run.tree, "source", "dataset")
+        check_one_process(run.tree)
         etl, train, progress = run.tree.part(EtlTree), run.tree.part(TrainTree), run.progress
 
         # What cannot work is said before anything costs time, and so is what was inferred.

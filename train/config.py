@@ -136,6 +136,10 @@ class TrainConfig(Section):
     stop_timeout_seconds: Annotated[float, HOW] = Field(default=25.0, gt=0)
     """On SIGTERM: how long the ranks may take to end their step and write a checkpoint, before they are ended as they
     are. Less than what a scheduler waits before it kills (30 s on Kubernetes)."""
+    attach_host: Annotated[str, HOW] = ""
+    """`attach`: where the others call rank 0; empty for what the starter says (MASTER_ADDR, SLURM's first node)."""
+    attach_port: Annotated[int, HOW] = Field(default=29610, ge=1, le=65535)
+    """`attach`: on which port."""
     nics: Annotated[tuple[str, ...], HOW] = ()
     """Network interfaces for the ranks' traffic; empty for the one by which a rank reaches the driver (`horovod_spark`:
     Horovod chooses). Of several, `horovod_spark` uses all, other launchers the first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from shardmill.jobs.process import PREFIX
 from shardmill.values import DatasetPin
+from train.launching.attach import JOB_TOKEN_VARIABLE
+from train.launching.place import Place
 
 ROOT = Path(__file__).parents[2]
 WORKERS = "tests.train.launch_workers"
@@ -20,6 +23,12 @@ PIN = DatasetPin("/nowhere", 1, "0" * 64)
 MARK = "SHARDMILL_TEST_MARK"
 # Far more than a busy machine takes to end a process, and less than what a sleeping worker would live.
 _HANG_SECONDS = 60.0
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 def start_driver(
@@ -32,25 +41,35 @@ def start_driver(
     models: str = "models",
 ) -> Driver:
     """A driver (tests/train/launch_driver.py) of the ranks that `train` says, with its models below `folder`."""
+    num_workers, launcher = int(str(train["num_workers"])), str(train["launcher"])
+    places: list[dict[str, str]] = [{}]
+    if launcher == "attach":
+        # The same program in as many processes, all of them marked.
+        train = {**train, "attach_port": free_port()}
+        local = [Place(rank, num_workers, rank, num_workers) for rank in range(num_workers)]
+        places = [{JOB_TOKEN_VARIABLE: "t" * 32, **place.environment()} for place in local]
     given = {
         "train": train,
         "dataset": {"uri": dataset.uri, "version": dataset.version, "manifest_sha256": dataset.manifest_sha256},
         "models_uri": str(folder / models),
-        "master": f"local[{train['num_workers']}]",
+        "master": f"local[{num_workers}]",
         "worker": worker,
         "reach": reach,
     }
     mark, temporary = f"mark-{uuid.uuid4()}", folder / "temporary"
     temporary.mkdir(exist_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.train.launch_driver", json.dumps(given)],
-        cwd=ROOT,
-        env={**os.environ, MARK: mark, "TMPDIR": str(temporary)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return Driver(process, mark, temporary, str(train["launcher"]))
+    process, *others = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.train.launch_driver", json.dumps(given)],
+            cwd=ROOT,
+            env={**os.environ, MARK: mark, "TMPDIR": str(temporary), **place},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in places
+    ]
+    return Driver(process, mark, temporary, launcher, others)
 
 
 @dataclass
@@ -61,7 +80,8 @@ class Driver:
     mark: str
     temporary: Path | None = None
     launcher: str = ""
-    lines: list[str] = field(default_factory=list)
+    others: list[subprocess.Popen[str]] = field(default_factory=list)
+    """The processes of other ranks, where something else has started them."""
 
     def wait_for_step(self) -> None:
         assert self.process.stdout and self.process.stderr
@@ -71,6 +91,11 @@ class Driver:
             return
         # So that finding none later means something.
         assert self.processes_left()
+
+    def kill(self) -> None:
+        for process in (self.process, *self.others):
+            process.kill()
+            process.communicate()
 
     def outcome(self) -> dict:
         stdout, stderr = self.process.communicate(timeout=180)

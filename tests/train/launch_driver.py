@@ -16,6 +16,7 @@ from shardmill.jobs.process import Terminated, raise_on_signals
 from shardmill.values import DatasetPin, Nonce
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
+from train.launching.attach import attached
 from train.models.user import source_sha256
 from train.task import WorkerTask
 
@@ -48,12 +49,13 @@ def main() -> None:
     teller = Teller()
     outcome: dict[str, object]
     try:
-        result = LAUNCHERS[config.launcher].launch(
-            task,
-            SparkConfig(master=given["master"]),
-            teller,
-            **({"worker": given["worker"]} if given["worker"] else {}),
-        )
+        with attached(config):
+            result = LAUNCHERS[config.launcher].launch(
+                task,
+                SparkConfig(master=given["master"]),
+                teller,
+                **({"worker": given["worker"]} if given["worker"] else {}),
+            )
         outcome = {"weights_sha256": result.weights_sha256, "world_size": result.world_size}
     except (ShardmillError, KeyboardInterrupt, Terminated) as error:
         outcome = {

@@ -58,6 +58,13 @@ def tells_its_devices(task: WorkerTask, world: World, reporter: Reporter) -> Tra
     return well(task, world, reporter)
 
 
+def tells_variables_with_token(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """What user code that prints its environment would tell."""
+    told = [name for name in os.environ if "TOKEN" in name]
+    reporter.event(" ".join(told) or "no token", {})
+    return well(task, world, reporter)
+
+
 def raises_on_last_rank(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     _one_step(world, reporter)
     if world.rank == world.world_size - 1:

@@ -33,7 +33,15 @@ MODELS = "tests.train.launch_models"
 SHORTEST_PATIENCE_SECONDS = min(TrainConfig().silent_seconds, TrainConfig().progress_timeout_seconds)
 
 # Every launcher with the world sizes at which it is tried.
-WORLDS = [("inline", 1), ("local", 1), ("local", 2), ("local", 3), ("horovod_spark", 2), ("spark_barrier", 2)]
+WORLDS = [
+    ("inline", 1),
+    ("local", 1),
+    ("local", 2),
+    ("local", 3),
+    ("horovod_spark", 2),
+    ("spark_barrier", 2),
+    ("attach", 3),
+]
 
 
 @pytest.fixture
@@ -56,8 +64,7 @@ def start(tmp_path):
 
     yield start
     for driver in drivers:
-        driver.process.kill()
-        driver.process.communicate()
+        driver.kill()
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +132,15 @@ def test_first_failing_rank_speaks_and_nothing_is_left(start, worker, error, sai
 @pytest.mark.parametrize(
     ("launcher", "worker"),
     [
+        ("attach", "is_killed"),
+        ("attach", "is_stopped"),
         ("spark_barrier", "is_killed"),
         pytest.param("spark_barrier", "is_stopped", marks=pytest.mark.drill),
         pytest.param("horovod_spark", "is_killed", marks=pytest.mark.drill),
         pytest.param("horovod_spark", "is_stopped", marks=pytest.mark.drill),
     ],
 )
-def test_dead_rank_on_spark_ends_the_job_in_time(start, launcher, worker):
+def test_dead_rank_elsewhere_ends_the_job_in_time(start, launcher, worker):
     driver = start(launcher, 2, f"{WORKERS}:{worker}", silent_seconds=5)
     outcome = driver.outcome()
     how = {"is_killed": "was killed by SIGKILL after step 0", "is_stopped": "went silent after step 0"}[worker]
@@ -183,7 +192,9 @@ def test_straggler_is_not_killed(start, worker, limits):
     assert outcome.get("world_size") == 2, outcome
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("horovod_spark", marks=pytest.mark.drill), "spark_barrier"])
+@pytest.mark.parametrize(
+    "launcher", ["local", "attach", pytest.param("horovod_spark", marks=pytest.mark.drill), "spark_barrier"]
+)
 def test_killed_driver_leaves_no_rank(start, launcher):
     driver = start(launcher, 2, f"{WORKERS}:sleeps")
     driver.wait_for_step()

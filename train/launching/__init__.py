@@ -62,6 +62,10 @@ LAUNCHERS: Registry[Launcher] = Registry(
             "train.launching.local:LOCAL",
             "processes on this machine",
         ),
+        "attach": Entry(
+            "train.launching.attach:ATTACH",
+            "processes that torchrun, SLURM, MPI or Kubernetes has started",
+        ),
         "spark_barrier": Entry(
             "train.launching.spark_barrier:SPARK_BARRIER",
             "Spark tasks of one barrier stage, for any strategy",

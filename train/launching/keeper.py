@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.process import SAFE_PATH, Scratch
@@ -22,6 +24,8 @@ NUM_OUTPUT_LINES = 40
 # After the process has ended its output is read for at most this long: a child of it may hold the pipe open forever.
 OUTPUT_SECONDS = 1.0
 EXIT_NOT_STARTED = 2
+# Ranks end by themselves when they have finished; native libraries may take this long to shut down.
+EXIT_SECONDS = 5.0
 
 
 class RankProcess:
@@ -66,6 +70,24 @@ class RankProcess:
         for line in self._process.stdout:
             # User code may print anything, without line ends too.
             self._lines.append(line[-2000:])
+
+
+@contextmanager
+def rank_processes(environments: list[dict[str, str]]) -> Iterator[list[RankProcess]]:
+    """Started on entry; none is left on exit, however that comes."""
+    processes: list[RankProcess] = []
+    try:
+        for environment in environments:
+            processes.append(RankProcess(environment))
+        yield processes
+        deadline_seconds = time.monotonic() + EXIT_SECONDS
+        while any(process.is_running() for process in processes) and time.monotonic() < deadline_seconds:
+            time.sleep(0.02)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
 
 
 def keep_rank(place: Place, environment: dict[str, str], assigned: Sequence[str] | None = None) -> int:

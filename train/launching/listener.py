@@ -13,17 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from train.launching.stop_point import Hold, StopAfter
-from train.launching.wire import (
-    Abort,
-    Connection,
-    Exchanged,
-    Message,
-    ProtocolError,
-    answer_caller,
-    message_adapter,
-)
-from train.task import WorkerTask
+from train.launching.wire import Connection, Hello, Message, ProtocolError, message_adapter
+
+Answer = Callable[[socket.socket], tuple[Connection, Hello]]
+"""The listening side of a handshake; raises OSError or ProtocolError."""
 
 MAX_PENDING = 64
 MAX_PENDING_PER_RANK = 4
@@ -47,13 +40,12 @@ class RankListener:
     """Listens from its construction. `on_received` is called with every message, from the connection's thread."""
 
     def __init__(
-        self, bind_host: str, token: str, task: WorkerTask, worker: str, on_received: Callable[[Received], None]
+        self, bind_host: str, answer: Answer, num_ranks: int, on_received: Callable[[Received], None], port: int = 0
     ) -> None:
-        self._token = token
-        self._task = task
-        self._worker = worker
+        """`port`: 0 for any that is free. Raises OSError if it cannot listen there."""
+        self._answer = answer
         self._on_received = on_received
-        self._max_pending = MAX_PENDING + MAX_PENDING_PER_RANK * task.config.num_workers
+        self._max_pending = MAX_PENDING + MAX_PENDING_PER_RANK * num_ranks
         self._lock = threading.Lock()
         self._pending: dict[socket.socket, None] = {}
         """Connections that have not authenticated yet, oldest first."""
@@ -62,11 +54,11 @@ class RankListener:
         # Built before the first rank connects: building it imports modules of pydantic, and by then other connections
         # may have used up all file descriptors.
         message_adapter()
-        self._socket = socket.create_server((bind_host, 0), backlog=256)
+        self._socket = socket.create_server((bind_host, port), backlog=256)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="watchdog-accept", daemon=True).start()
 
-    def send_to_all(self, message: Abort | Exchanged | Hold | StopAfter) -> None:
+    def send_to_all(self, message: Message) -> None:
         """Send to every authenticated connection that is still open."""
         with self._lock:
             connections = list(self._connections)
@@ -104,7 +96,7 @@ class RankListener:
         """The thread of one connection: from the handshake to its end."""
         self._make_room_for(peer)
         try:
-            connection, hello = answer_caller(peer, self._token, self._task, self._worker)
+            connection, hello = self._answer(peer)
         except (OSError, ProtocolError):
             # A port scanner, or a rank of an older job: not a fault of this one.
             peer.close()

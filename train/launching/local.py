@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import python_path
 from train.launching import Launcher
 from train.launching.devices import device_environment
-from train.launching.keeper import RankProcess
+from train.launching.keeper import RankProcess, rank_processes
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
 from train.observer import TrainObserver
 from train.task import WorkerTask
 from train.values import LOOPBACK, TrainResult
-
-# Ranks end by themselves when they have finished; native libraries may take this long to shut down.
-EXIT_SECONDS = 5.0
 
 
 def launch_local(
@@ -33,28 +27,10 @@ def launch_local(
         shared = {**os.environ, "PYTHONPATH": python_path(), **watchdog.environment()}
         places = [Place(rank, world_size, local_rank=rank, ranks_per_node=world_size) for rank in range(world_size)]
         own = [place.environment() | device_environment(place, task.config) for place in places]
-        with _processes([shared | each for each in own]) as processes:
-            for rank, process in enumerate(processes):
+        with rank_processes([shared | each for each in own]) as started:
+            for rank, process in enumerate(started):
                 threading.Thread(target=_report_exit, args=(watchdog, rank, process), daemon=True).start()
             return watchdog.watch()
-
-
-@contextmanager
-def _processes(environments: list[dict[str, str]]) -> Iterator[list[RankProcess]]:
-    """Started on entry; none is left on exit, however that comes."""
-    processes: list[RankProcess] = []
-    try:
-        for environment in environments:
-            processes.append(RankProcess(environment))
-        yield processes
-        deadline_seconds = time.monotonic() + EXIT_SECONDS
-        while any(process.is_running() for process in processes) and time.monotonic() < deadline_seconds:
-            time.sleep(0.02)
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
 
 
 def _report_exit(watchdog: Watchdog, rank: int, process: RankProcess) -> None:

@@ -13,6 +13,7 @@ import socket
 import time
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from shardmill.jobs.process import Terminated, stopping_in_order
@@ -34,6 +35,7 @@ from train.launching.wire import (
     Hello,
     RankExit,
     Step,
+    answer_caller,
     new_token,
 )
 from train.observer import StepAssembler, TrainObserver
@@ -87,7 +89,8 @@ class Watchdog:
         self._steps = StepAssembler(task.config.num_workers)
         self._exchanges = ExchangeAssembler(task.config.num_workers)
         self._stop = StopAgreement()
-        self._listener = RankListener(bind_host, self._token, task, worker, self._on_received)
+        answer = partial(answer_caller, token=self._token, task=task, worker=worker)
+        self._listener = RankListener(bind_host, answer, task.config.num_workers, self._on_received)
         self._address = f"{advertised_host or bind_host}:{self._listener.port}"
 
     def __enter__(self) -> Watchdog:

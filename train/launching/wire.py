@@ -23,6 +23,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from shardmill.jobs.observer import FieldValue
+from train.launching.attach_messages import AttachMessage
 from train.launching.faults import Failure
 from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
 from train.task import WorkerTask
@@ -49,9 +50,9 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a rank, or of its keeper: the process that started the rank and sees its exit."""
+    """First message of a rank, of its keeper (it started the rank and sees its exit), or to the gate of rank 0."""
 
-    role: Literal["rank", "keeper"]
+    role: Literal["rank", "keeper", "attached"]
     rank: int
     host: str
     pid: int
@@ -158,6 +159,7 @@ Message = (
     | Finished
     | RankExit
     | Abort
+    | AttachMessage
 )
 
 

@@ -1,0 +1,230 @@
+"""The launcher of processes that are there already: torchrun, SLURM, MPI or Kubernetes started this command N times.
+
+Rank 0's process is the driver; the others wait at its gate for their ranks to begin (`attached`). Each runs its rank as
+a child: a rank can end, or be killed, without the process that tells why. All end with the job's exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from shardmill.errors import TrainingError, UsageError
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.ending import error_line, exit_code_of, print_error
+from shardmill.jobs.process import python_path
+from train.config import TrainConfig
+from train.launching import Launcher
+from train.launching.attach_gate import Gate, call_gate
+from train.launching.attach_messages import Begin, Ended, Stop
+from train.launching.attach_place import find_place, host_of_rank_0
+from train.launching.devices import device_environment
+from train.launching.keeper import RankProcess, keep_rank, rank_processes
+from train.launching.place import Place
+from train.launching.rank import DEFAULT_WORKER
+from train.launching.watchdog import Watchdog
+from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, ProtocolError, proof_of
+from train.observer import TrainObserver
+from train.task import WorkerTask
+from train.values import TrainResult
+
+JOB_TOKEN_VARIABLE = "SHARDMILL_JOB_TOKEN"
+MIN_TOKEN_CHARACTERS = 16
+# After the job's end a rank's process may take this long to end.
+RANK_EXIT_SECONDS = 10.0
+
+_gate: Gate | None = None
+
+
+class EndedWithJob(SystemExit):
+    """Raised in the processes of other ranks than 0 when the job has ended; `code` is its exit code."""
+
+
+def launch_attach(
+    task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
+) -> TrainResult:
+    """Run rank 0 here, and every other rank where its process waits. Raises the first failing rank's own error."""
+    place = _place(task.config)
+    with attached(task.config):
+        assert _gate is not None
+        nonce = secrets.token_hex(16)
+        bind_host = _address(task.config, place).rpartition(":")[0]
+        with Watchdog(task, worker, observer, bind_host, token=proof_of(_job_token(), "watchdog", nonce)) as watchdog:
+            own = {**watchdog.environment(), **place.environment(), **device_environment(place, task.config)}
+            _gate.begin(own[ADDRESS_VARIABLE], nonce, watchdog.report_launcher_failure)
+            with rank_processes([_environment() | own]) as [process]:
+                threading.Thread(target=_report_exit, args=(watchdog, process), daemon=True).start()
+                return watchdog.watch()
+
+
+def _report_exit(watchdog: Watchdog, process: RankProcess) -> None:
+    watchdog.report_exit(0, process.wait())
+
+
+@contextmanager
+def attached(config: TrainConfig) -> Iterator[None]:
+    """Under this launcher only rank 0 does what is inside, with the others at its gate; they end here, as it does.
+
+    A block inside of another is part of it. Raises EndedWithJob in the processes of other ranks;
+    UsageError if nothing has started this process as one of `train.num_workers`, or there is no token.
+    """
+    global _gate
+    if config.launcher != "attach" or _gate is not None:
+        yield
+        return
+    place, token = _place(config), _job_token()
+    address = _address(config, place)
+    if place.rank:
+        raise EndedWithJob(_follow(config, place, address, token))
+    _gate = _open_gate(address, token, place.world_size)
+    code, line = 0, ""
+    try:
+        yield
+    except BaseException as error:
+        code, line = exit_code_of(error), error_line(error)
+        raise
+    finally:
+        _gate.end(code, line)
+        _gate = None
+
+
+def started_world_size() -> int | None:
+    """As how many processes this command was started, or None if it was started by itself."""
+    found = find_place(os.environ)
+    return found[1].world_size if found else None
+
+
+def check_world_size(world_size: int, spark: SparkConfig) -> None:
+    """Raises UsageError if something has started this command, but not so many times."""
+    found = find_place(os.environ)
+    if found and found[1].world_size != world_size:
+        name, place = found
+        raise UsageError(
+            f"train.num_workers = {world_size}, and {name} started {place.world_size} process(es)",
+            "expected a process for each rank",
+            f"set train.num_workers = {place.world_size}, or leave it out",
+        )
+
+
+def _ranks_here(world_size: int, spark: SparkConfig) -> int:
+    found = find_place(os.environ)
+    return found[1].ranks_per_node if found else 0
+
+
+def _place(config: TrainConfig) -> Place:
+    check_world_size(config.num_workers, SparkConfig())
+    found = find_place(os.environ)
+    if found is None:
+        raise UsageError(
+            "train.launcher = 'attach', and nothing has started this process as one of several",
+            "expected variables of torchrun, SLURM (srun) or MPI (mpirun); or SHARDMILL_RANK, SHARDMILL_WORLD_SIZE",
+            "start the command by one of them (docs/training.md), or set train.launcher = 'local'",
+        )
+    return found[1]
+
+
+def _job_token() -> str:
+    token = os.environ.get(JOB_TOKEN_VARIABLE, "")
+    if len(token) < MIN_TOKEN_CHARACTERS:
+        raise UsageError(
+            f"train.launcher = 'attach' without {JOB_TOKEN_VARIABLE}"
+            if not token
+            else f"{JOB_TOKEN_VARIABLE} has {len(token)} characters",
+            f"expected the same secret of at least {MIN_TOKEN_CHARACTERS} characters for all processes of the job",
+            f"export {JOB_TOKEN_VARIABLE}=$(openssl rand -hex 32) where you start them",
+        )
+    return token
+
+
+def _address(config: TrainConfig, place: Place) -> str:
+    """`host:port` of rank 0's gate."""
+    host = config.attach_host or host_of_rank_0(os.environ, place)
+    if not host:
+        raise UsageError(
+            f"train.launcher = 'attach', {place.world_size} ranks on several hosts, and nothing says which is rank 0's",
+            "expected MASTER_ADDR, SLURM's node list, or train.attach_host",
+            "set train.attach_host to the name of the host that runs rank 0",
+        )
+    return f"{host}:{config.attach_port}"
+
+
+def _open_gate(address: str, token: str, world_size: int) -> Gate:
+    host, _, port = address.rpartition(":")
+    try:
+        return Gate(host, int(port), token, world_size)
+    except OSError as error:
+        raise UsageError(
+            f"rank 0 cannot listen on {address} of host {socket.gethostname()}: {error.strerror or error}",
+            "expected an address of this host and a free port",
+            "set train.attach_host and train.attach_port; another job here may have the port",
+        ) from None
+
+
+def _environment() -> dict[str, str]:
+    """What a rank's process gets of this one's: user code may print it, so it holds no secret of the job."""
+    kept = {name: value for name, value in os.environ.items() if name != JOB_TOKEN_VARIABLE}
+    return {**kept, "PYTHONPATH": python_path()}
+
+
+def _follow(config: TrainConfig, place: Place, address: str, token: str) -> int:
+    """The whole life of a process that is not rank 0's. -> the job's exit code."""
+    until_seconds = time.monotonic() + config.start_timeout_seconds
+    try:
+        connection = call_gate(address, token, place.rank, until_seconds)
+    except (OSError, ProtocolError) as error:
+        what = f"rank {place.rank} on host {socket.gethostname()} found no rank 0 at {address} within "
+        line = f"{what}train.start_timeout_seconds = {config.start_timeout_seconds:g}: {error}"
+        return print_error(TrainingError.exit_code, line)
+    _pass_signals_on(connection)
+    keeping: threading.Thread | None = None
+    begun = ""
+    while isinstance(message := connection.receive(), Begin | Ended):
+        if isinstance(message, Ended):
+            _join(keeping)
+            return print_error(message.exit_code, message.line) if message.exit_code else 0
+        if message.nonce != begun:
+            begun = message.nonce
+            _join(keeping)
+            watchdog = {ADDRESS_VARIABLE: message.address, TOKEN_VARIABLE: proof_of(token, "watchdog", begun)}
+            # Its children are killed with the thread that started them: it lives until its rank has ended.
+            arguments = (connection, place, _environment() | watchdog)
+            keeping = threading.Thread(target=_keep, args=arguments, name="attached-rank", daemon=True)
+            keeping.start()
+    _join(keeping)
+    return print_error(TrainingError.exit_code, f"the process of rank 0 at {address} is gone: the job has ended")
+
+
+def _keep(connection: Connection, place: Place, environment: dict[str, str]) -> None:
+    try:
+        keep_rank(place, environment)
+    except (OSError, ProtocolError) as error:
+        host, address = socket.gethostname(), environment[ADDRESS_VARIABLE]
+        with suppress(OSError):
+            connection.send(Stop(f"rank {place.rank} on host {host} cannot call its driver at {address}: {error}"))
+
+
+def _join(keeping: threading.Thread | None) -> None:
+    # The rank hears of the end from the watchdog, or that its connection is closed. Past this it is killed with us.
+    if keeping is not None:
+        keeping.join(RANK_EXIT_SECONDS)
+
+
+def _pass_signals_on(connection: Connection) -> None:
+    """A scheduler may ask any of the processes to end: rank 0's decides how, and the answer comes by the gate."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        with suppress(OSError):
+            connection.send(Stop())
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+
+
+ATTACH = Launcher(launch_attach, check=check_world_size, ranks_here=_ranks_here)
