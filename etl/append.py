@@ -21,12 +21,12 @@ import pyarrow as pa
 from etl.listing import limbs, sum_limbs
 from etl.refused_before import RefusedBefore
 from etl.segments import find_sorted, key_digests
-from shardmill.dataset.index import in_all_formats, rows_file
+from shardmill.dataset.index import in_all_formats
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
 from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment
+from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.errors import UsageError
 from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of

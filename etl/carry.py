@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from shardmill.dataset.index import rows_file
 from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment
+from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.ids import DIGEST_MODULUS
 from shardmill.storage import Store

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from etl.config import SPLITS
+from etl.listed import SPLITS
 from shardmill.dataset.duplicates import first_conflict
 from shardmill.dataset.index import read_shards
 from shardmill.dataset.manifest import Manifest

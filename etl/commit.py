@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from etl.append import append
 from etl.carry import carry, changes_nothing
-from etl.changes import Changes
 from etl.duplicates import resolve_duplicates
-from etl.finished import Finished
 from etl.grouping import Group, group_here
 from etl.limits import check_limits
 from etl.pending import clear_pending
-from etl.plan import BuildPlan
 from etl.same_content import with_same_content
 from etl.shard_rows import RowCopier
-from shardmill.dataset.build import Build
 from shardmill.dataset.commit import commit_version, has_all_files
-from shardmill.dataset.manifest import Manifest
-from shardmill.dataset.unit_result import UnitResult
+
+if TYPE_CHECKING:
+    from etl.changes import Changes
+    from etl.finished import Finished
+    from etl.plan import BuildPlan
+    from shardmill.dataset.build import Build
+    from shardmill.dataset.manifest import Manifest
+    from shardmill.dataset.unit_result import UnitResult
 
 
 def commit_results(

@@ -10,7 +10,6 @@ from pydantic import Field, field_validator, model_validator
 
 from etl.engines import ENGINES
 from etl.sources import SOURCES
-from etl.sources.extra import parse_extra
 from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import OWN_COLUMNS, OWN_FEATURES
 from shardmill.images.kernel import resolve_kernel
@@ -18,9 +17,7 @@ from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.registry import OneOf
 from shardmill.section import Section
-from shardmill.typed_columns import LabelKind
-
-SPLITS = ("train", "validation", "test")
+from shardmill.typed_columns import LabelKind, parse_extra
 
 
 class DownloadConfig(Section):

@@ -19,10 +19,10 @@ from etl.config import EtlConfig
 from etl.grouping import Group, GroupBy, RowSegment, group_here, with_equals
 from etl.spill import SpilledRows
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
-from shardmill.dataset.index import in_all_formats, rows_file
+from shardmill.dataset.index import in_all_formats
 from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment
+from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.errors import RejectLimitExceeded
 from shardmill.ids import key_bytes
@@ -87,8 +87,10 @@ def find_copies(store: Store, shards: Sequence[ShardInfo], config: EtlConfig, gr
 def _group_by(store: Store, shards: Sequence[ShardInfo], config: EtlConfig, *, wants_places: bool) -> GroupBy:
     segments = tuple(RowSegment(rows_file(shard), shard.num_rows) for shard in shards)
     if wants_places:
-        return GroupBy(store.uri, segments, _pick_places, _PLACES, _fold_places, _COPIES, config.scratch_dir)
-    return GroupBy(store.uri, segments, _pick_labels, _LABELS, _fold_labels, _COUNTS, config.scratch_dir)
+        columns, work = ("source_sha256", "source"), (_pick_places, _PLACES, _fold_places, _COPIES)
+    else:
+        columns, work = ("source_sha256", "label"), (_pick_labels, _LABELS, _fold_labels, _COUNTS)
+    return GroupBy(store.uri, segments, columns, *work, config.scratch_dir)
 
 
 def _pick_labels(rows: pa.Table, place: int) -> pa.Table:

@@ -28,6 +28,8 @@ LISTED_SCHEMA = pa.schema(
         pa.field("known_sha256", pa.string(), nullable=False),
     ]
 )
+SPLITS = ("train", "validation", "test")
+"""The splits that there are; a source may name that of an image."""
 _BATCH_ROWS = 65_536
 
 

@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.ids import DIGEST_MODULUS, add_digests, format_digest, key_hash
+
+if TYPE_CHECKING:
+    from shardmill.dataset.rejection_log import RejectionLog
 
 NUM_BUCKETS = 1 << 16
 """Finest ranges of cells that are counted: the largest number of work units."""

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.config import SPLITS
+from etl.listed import SPLITS
 from etl.segments import fact_limbs, find_sorted, key_digests
 from etl.splits import split_of_digest
 from shardmill.dataset.row_segments import read_rows

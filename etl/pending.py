@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from etl.units import WorkUnit
-from shardmill.dataset.index import read_shards, rows_file, shard_file
+from shardmill.dataset.index import read_shards, shard_file
+from shardmill.dataset.segment import rows_file
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
 from shardmill.dataset.versions import read_manifest
 from shardmill.errors import IntegrityError

@@ -19,9 +19,10 @@ from etl.splits import WithGroupSplits
 from etl.stratify import KnownSplits, WithStratifiedSplits
 from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.dataset.build import Build
-from shardmill.dataset.index import check_files, in_all_formats, read_shards, rows_file, shard_file, stored_sizes
+from shardmill.dataset.index import check_files, in_all_formats, read_shards, shard_file, stored_sizes
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest, SourceRef
+from shardmill.dataset.segment import rows_file
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import UsageError
 from shardmill.formats.parquet import column_types

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl.changes import Changes, ShardRows
-from etl.listing import Listing
-from etl.older_rows import OlderRows
 from etl.segments import find_sorted
 from shardmill.dataset.unit_result import UnitResult, decode_sample_ids
+
+if TYPE_CHECKING:
+    from etl.changes import Changes, ShardRows
+    from etl.listing import Listing
+    from etl.older_rows import OlderRows
 
 _RESTATED = ("size_bytes", "mtime_ns", "etag")
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.config import SPLITS, SplitFractions
-from etl.listed import ListingBatch
-from etl.sources import Lists
-from shardmill.values import SourceImage
+from etl.listed import SPLITS, ListingBatch
+
+if TYPE_CHECKING:
+    from etl.config import SplitFractions
+    from etl.sources import Lists
+    from shardmill.values import SourceImage
 
 # Splits are cut from the last 64 bits of a SHA-256.
 _HASH_RANGE = 1 << 64

@@ -15,22 +15,24 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.config import SPLITS, SplitFractions
-from etl.listed import ListingBatch
+from etl.listed import SPLITS, ListingBatch
 from etl.segments import find_sorted, key_digests, sample_ids
-from etl.sources import Lists
-from shardmill.dataset.index import rows_file
 from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment
-from shardmill.jobs.observer import Observer
+from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.mix import mix64_array
-from shardmill.storage import Store
-from shardmill.values import ShardInfo
+
+if TYPE_CHECKING:
+    from etl.config import SplitFractions
+    from etl.sources import Lists
+    from shardmill.jobs.observer import Observer
+    from shardmill.storage import Store
+    from shardmill.values import ShardInfo
 
 # Not the config's seed: another seed orders samples anew, and must not move them between splits.
 _SEED = 0x5711

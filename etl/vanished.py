@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from etl.segments import find_sorted
-from shardmill.dataset.index import in_all_formats, read_shards, rows_file, stored_sizes
+from shardmill.dataset.index import in_all_formats, read_shards, stored_sizes
 from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment
+from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.errors import StorageError
 from shardmill.ids import sample_id_of
 

@@ -48,6 +48,16 @@ LABEL_TYPES: dict[LabelKind, str] = {
 """What a shard stores of a label; N is the length of all vectors of a dataset."""
 
 
+def parse_extra(text: str) -> tuple[str, str]:
+    """Name and type of an entry of `source.extra_columns`: `NAME` or `NAME:TYPE`. Raises ValueError for others."""
+    name, colon, kind = text.rpartition(":")
+    if not colon:
+        name, kind = kind, ""
+    if not name.strip() or (colon and kind not in ARROW_TYPES):
+        raise ValueError(f"NAME or NAME:TYPE with a type among {', '.join(ARROW_TYPES)}")
+    return name, kind
+
+
 def are_types_known(columns: Mapping[str, str], ours: Collection[str]) -> bool:
     """Whether a record's columns beside `ours` have types of this module, and labels too."""
     label = columns.get(LABEL, LABEL_TYPES["class"])

@@ -26,6 +26,7 @@ from shardmill.typed_columns import (
     LabelKind,
     Value,
     encode_values,
+    parse_extra,
     scalar_of,
 )
 
@@ -148,16 +149,6 @@ class ExtraColumns:
                 converted.append(None)
                 problems[place] = problems[place] or str(error)
         return converted
-
-
-def parse_extra(text: str) -> tuple[str, str]:
-    """Name and type of an entry of `source.extra_columns`: `NAME` or `NAME:TYPE`. Raises ValueError for others."""
-    name, colon, kind = text.rpartition(":")
-    if not colon:
-        name, kind = kind, ""
-    if not name.strip() or (colon and kind not in ARROW_TYPES):
-        raise ValueError(f"NAME or NAME:TYPE with a type among {', '.join(ARROW_TYPES)}")
-    return name, kind
 
 
 def extra_columns(configured: Iterable[str], types: Mapping[str, str], source: str) -> tuple[ExtraColumn, ...]:

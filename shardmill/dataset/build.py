@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardmill.dataset.manifest import Operation, SourceRef
-from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.options import NormalizeOptions
+
+if TYPE_CHECKING:
+    from shardmill.dataset.rejection_log import RejectionLog
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
-from shardmill.dataset.build import Build
 from shardmill.dataset.duplicates import DuplicateCounts
 from shardmill.dataset.index import check_files, read_shards, write_index
 from shardmill.dataset.ledger import write_ledger
@@ -25,7 +25,6 @@ from shardmill.dataset.manifest import (
     manifest_path,
     parse_manifest,
 )
-from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.statistics import ChannelSums, add_sizes
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.versions import read_manifest, read_manifest_bytes, record_commit, record_if_missing
@@ -33,7 +32,11 @@ from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.failpoints import failpoint
 from shardmill.ids import add_digests, format_digest
 from shardmill.storage import Store
-from shardmill.values import ShardInfo
+
+if TYPE_CHECKING:
+    from shardmill.dataset.build import Build
+    from shardmill.dataset.rejection_log import RejectionLog
+    from shardmill.values import ShardInfo
 
 
 def check_accounting(build: Build, results: Sequence[UnitResult], rejections: RejectionLog) -> None:

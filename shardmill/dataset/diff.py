@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.index import rows_file
 from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment
+from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.values import ShardInfo
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shardmill.dataset.index import rows_file
 from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment
+from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.storage import Store
 from shardmill.values import ShardInfo
 

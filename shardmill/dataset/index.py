@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from shardmill.dataset.segment import RESTORE, put_segment, read_segment
+from shardmill.dataset.segment import RESTORE, put_segment, read_segment, rows_file
 from shardmill.errors import IntegrityError
 from shardmill.sealed import SealedFile, check_relative_path
 from shardmill.storage import Store, join_uri
@@ -170,11 +170,6 @@ def shards_of_table(table: pa.Table) -> list[ShardInfo]:
 def shard_file(shard: ShardInfo) -> SealedFile:
     """The shard itself, as its index vouches for it."""
     return SealedFile(shard.path, shard.size_bytes, shard.sha256)
-
-
-def rows_file(shard: ShardInfo) -> SealedFile:
-    """A shard's row segment, as its index vouches for it."""
-    return SealedFile(shard.rows_path, shard.rows_bytes, shard.rows_sha256)
 
 
 def _check_places(shard: ShardInfo) -> None:

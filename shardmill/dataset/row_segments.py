@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from shardmill.dataset.index import rows_file
-from shardmill.dataset.segment import read_segment
+from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.dataset.statistics import ImageSizes, count_sizes
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,9 @@ import pyarrow.parquet as pq
 from shardmill.errors import IntegrityError
 from shardmill.sealed import SealedFile, read_sealed, seal_file
 from shardmill.storage import Store, join_uri
+
+if TYPE_CHECKING:
+    from shardmill.values import ShardInfo
 
 RESTORE = "restore it from a copy, or delete it and run `shardmill etl`, which rebuilds what is missing"
 """What to do about a damaged file, for an error that names it."""
@@ -40,6 +44,11 @@ def put_segment(store: Store, folder: str, table: pa.Table) -> SealedFile:
     path = f"{folder}/{digest[:32]}.parquet"
     store.put(path, data)
     return seal_file(path, data)
+
+
+def rows_file(shard: ShardInfo) -> SealedFile:
+    """A shard's row segment, as its index vouches for it."""
+    return SealedFile(shard.rows_path, shard.rows_bytes, shard.rows_sha256)
 
 
 def read_segment(

@@ -9,10 +9,9 @@ import pytest
 
 from shardmill.dataset.copy_rows import read_stored_rows
 from shardmill.dataset.dataset import Dataset
-from shardmill.dataset.index import rows_file
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import read_segment
+from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.dataset.shard import publish_shard
 from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.config import EtlConfig
-from shardmill.dataset.index import INDEX_SCHEMA, index_table, rows_file
+from shardmill.dataset.index import INDEX_SCHEMA, index_table
 from shardmill.dataset.ledger import ledger_table
 from shardmill.dataset.manifest import Manifest, encode_manifest
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.row_segments import ROWS_SCHEMA, read_rows
-from shardmill.dataset.segment import put_segment, read_segment
+from shardmill.dataset.segment import put_segment, read_segment, rows_file
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import record_commit
 from shardmill.errors import IntegrityError
