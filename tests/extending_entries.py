@@ -19,9 +19,11 @@ from train.backends.keras.optimizers import sgd
 from train.launching.inline import INLINE
 from train.models.small_cnn import small_cnn
 from train.optimizers import Optimizer
+from train.readers.planned import Planned
 from train.schedules import STEP
 from train.strategies.single import SINGLE
 
+NEW_READER = Planned()
 NEW_SOURCE = FolderSource
 NEW_FORMAT = replace(PARQUET, suffix="new.parquet")
 NEW_ENCODING = replace(PNG)

@@ -38,6 +38,7 @@ NEW_ENTRIES = {
     "train.optimizer": "new_optimizer",
     "train.schedule": "NEW_SCHEDULE",
     "train.launcher": "NEW_LAUNCHER",
+    "train.reader": "NEW_READER",
     "storage scheme": "new_store",
 }
 REGISTRIES = registries(PipelineTree)

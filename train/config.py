@@ -16,6 +16,7 @@ from train.backends import BACKENDS
 from train.launching import LAUNCHERS
 from train.models import MODELS
 from train.optimizers import OPTIMIZERS
+from train.readers import READERS
 from train.schedules import SCHEDULES
 from train.strategies import STRATEGIES
 
@@ -67,6 +68,8 @@ class TrainConfig(Section):
     built for them."""
     format: Annotated[str, OneOf(SHARD_FORMATS, also=("auto",)), HOW] = "auto"
     """Which of the dataset's formats to read; `auto` takes Parquet if there is a choice."""
+    reader: Annotated[str, OneOf(READERS), LATER] = "shardmill"
+    """What reads the train split; evaluation always reads every sample once."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Decides initial weights, order and augmentation."""
     num_streams: int = Field(default=8, ge=1)

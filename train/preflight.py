@@ -12,6 +12,7 @@ from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
 from train.models.user import imported_packages
+from train.readers import READERS
 from train.strategies import find_strategy
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def check_trainable(config: TrainConfig, dataset: Dataset) -> None:
             f"it has {', '.join(splits) or 'none'}",
             "raise etl.split_fractions.train, or add images",
         )
+    READERS[config.reader].check(config, dataset)
     if config.early_stop_epochs and "validation" not in splits:
         raise UsageError(
             f"train.early_stop_epochs = {config.early_stop_epochs}, and the dataset {where} has no validation split",

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from shardmill.dataset.dataset import Dataset
-from shardmill.epoch_plan import PlanSpec
 from shardmill.errors import IntegrityError
 from shardmill.jobs.process import Terminated
 from train.checkpoint import (
@@ -21,6 +20,7 @@ from train.checkpoint import (
     save_checkpoint,
 )
 from train.progress import BestEpoch, Progress, TimeSpent
+from train.readers.reader import Epochs
 from train.stopwatch import Stopwatch
 from train.strategies.member import Member
 from train.task import WorkerTask
@@ -33,8 +33,7 @@ class Session:
 
     task: WorkerTask
     dataset: Dataset
-    plan_spec: PlanSpec
-    steps_per_epoch: int
+    epochs: Epochs
     streams: range
     """The logical streams that this rank owns."""
     member: Member
@@ -46,7 +45,7 @@ class Session:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def global_step(self, progress: Progress) -> int:
-        return progress.cursor.epoch * self.steps_per_epoch + progress.cursor.step
+        return progress.cursor.epoch * self.epochs.num_steps + progress.cursor.step
 
     def event(self, name: str, fields: dict[str, str | int | float]) -> None:
         """Report an event, once for all ranks."""

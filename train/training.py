@@ -12,7 +12,7 @@ from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.dataset.rules import verify_present
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import require_uri
-from shardmill.jobs.observer import Observer
+from shardmill.jobs.observer import WARNING, Observer
 from shardmill.jobs.reach import planted
 from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.jobs.run_record import RunRecord
@@ -24,6 +24,7 @@ from train.evaluate import evaluation_section
 from train.launching import LAUNCHERS
 from train.observer import TrainObserver
 from train.preflight import check_terms, check_trainable, window_memory
+from train.readers import READERS
 from train.run_log import RunLog, Sink, StepsLog
 from train.tensorboard import TensorBoardLog
 from train.tensorboard import is_installed as tensorboard_is_installed
@@ -78,6 +79,8 @@ def train_model(
         # Every shard is present; the ranks verify the bytes of each chunk when they first read it.
         verify_present(dataset)
         observer.event("plan", {"rank": 0, **memory.as_fields()})
+        if limits := READERS[tree.train.reader].limits(tree.train, dataset):
+            observer.event("reader", {"rank": 0, "reader": tree.train.reader, WARNING: limits})
         result = launcher.launch(choice.task(with_backend(tree.train), nonce), tree.spark, observer)
     # The ranks reported success over the network. Only the result in the store proves that they wrote to our `models`,
     # and the next call and the export find the training there.

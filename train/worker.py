@@ -14,7 +14,7 @@ from shardmill.dataset.open import open_pinned
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING
-from shardmill.reader import ReaderOptions, ReaderSeconds, read_batches
+from shardmill.reader import ReaderSeconds, read_batches
 from shardmill.sealed import seal
 from shardmill.stores import open_store
 from shardmill.values import Batch
@@ -22,11 +22,14 @@ from train.backends import BACKENDS
 from train.backends.backend import Learner, model_spec
 from train.checkpoint import CheckpointFolder, TrainingIdentity
 from train.choose_backend import choose_backend
-from train.config import TrainConfig, settings_that_matter
+from train.config import settings_that_matter
 from train.evaluate import evaluate_batches
 from train.models.identity import check_source, inputs_hint
 from train.non_finite import not_finite_error
 from train.progress import EarlyStop, Progress, TimeSpent, has_not_learned
+from train.readers import READERS
+from train.readers.planned import reader_options
+from train.readers.reader import Epochs
 from train.session import Session, load_best, resume, save, stop
 from train.strategies import find_strategy
 from train.task import WorkerTask
@@ -72,8 +75,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     session = Session(
         task=task,
         dataset=dataset,
-        plan_spec=plan_spec,
-        steps_per_epoch=dataset.plan_epoch(plan_spec, 0).num_steps,
+        epochs=Epochs(READERS[config.reader], dataset, config, member.data),
         streams=streams_of_rank(member.data.index, member.data.count, config.num_streams),
         member=member,
         checkpoints=CheckpointFolder(open_store(task.models_uri), task.training_dir, attempt, config.keep_checkpoints),
@@ -84,7 +86,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
 
     # Go on from the last complete checkpoint, if there is one; in any case all ranks start with the same variables.
     found = resume(session)
-    progress = found.marker.progress if found else Progress()
+    progress = session.epochs.resumed(found.marker.progress) if found else Progress()
     last_checkpoint = found.path if found else ""
     session.stopwatch.lap()
 
@@ -113,7 +115,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         num_epochs=progress.cursor.epoch,
         num_steps=session.global_step(progress),
         seconds=progress.spent.total,
-        images_per_second=progress.cursor.epoch * manifest.splits["train"].num_rows / progress.spent.total,
+        images_per_second=progress.cursor.epoch * session.epochs.num_rows / progress.spent.total,
         time_shares=progress.spent.shares(),
         final_loss_hex=progress.last_loss_hex,
         weights_sha256=member.learner.weights_sha256(),
@@ -137,14 +139,10 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
 
     `last_checkpoint`: where all that was trained so far is, if anything was.
     """
-    config, member = session.task.config, session.member
+    member = session.member
     epoch, first_step = progress.cursor.epoch, progress.cursor.step
-    plan = session.dataset.plan_epoch(session.plan_spec, epoch)
-    options = _reader_options(config)
-    lap = session.stopwatch.lap
-    with read_batches(
-        session.dataset, plan, streams=session.streams, first_step=first_step, options=options, augment=config.augment
-    ) as reader:
+    plan, lap = session.epochs[epoch], session.stopwatch.lap
+    with plan.read(first_step) as reader:
         batches = iter(reader)
         checkpoint_seconds = 0.0
         for step in range(first_step, plan.num_steps):
@@ -170,7 +168,7 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
 
             # The epoch's end writes its own.
             checkpoint_seconds, last_checkpoint = 0.0, ""
-            every = config.checkpoint_every_steps
+            every = session.epochs.checkpoint_every_steps
             if every and session.global_step(progress) % every == 0 and step + 1 < plan.num_steps:
                 before = progress.spent.checkpoint
                 progress, last_checkpoint = save(session, progress)
@@ -210,10 +208,10 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
         of_rank_0 = session.member.broadcast_bytes(to_json(_evaluate(session, "validation").without_classes()))
         validation = from_json(Evaluation, of_rank_0)
     progress = progress.after_time(TimeSpent(other=session.stopwatch.lap()))
-    num_rows = manifest.splits["train"].num_rows
+    num_rows = session.epochs.num_rows
     record = EpochRecord(
         epoch=progress.cursor.epoch,
-        num_steps=session.steps_per_epoch,
+        num_steps=session.epochs.num_steps,
         train_loss=progress.loss_sum / num_rows,
         train_accuracy=progress.num_correct / num_rows,
         learning_rate=session.member.learner.learning_rate,
@@ -260,7 +258,7 @@ def _evaluate(session: Session, split: str) -> Evaluation:
         return session.member.learner.outputs(images_NHWC)
 
     with read_batches(
-        dataset, dataset.plan_epoch(spec, 0), streams=session.streams, options=_reader_options(config)
+        dataset, dataset.plan_epoch(spec, 0), streams=session.streams, options=reader_options(config)
     ) as batches:
         return evaluate_batches(
             outputs_of,
@@ -272,14 +270,10 @@ def _evaluate(session: Session, split: str) -> Evaluation:
         )
 
 
-def _reader_options(config: TrainConfig) -> ReaderOptions:
-    return ReaderOptions(format=config.format, num_threads=config.reader_threads, prefetch_bytes=config.prefetch_bytes)
-
-
 def _scheduled_learning_rate(session: Session, progress: Progress) -> float | None:
     if not session.member.learner.follows_schedule:
         return None
-    return session.task.config.learning_rate_at(session.global_step(progress), session.steps_per_epoch)
+    return session.task.config.learning_rate_at(session.global_step(progress), session.epochs.num_steps)
 
 
 def _real_sample_ids(batch: Batch) -> tuple[str, ...]:

@@ -1,0 +1,165 @@
+"""Every reader feeds the same loop; what each promises of an epoch is counted on its batches."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from shardmill.dataset.open import open_dataset
+from shardmill.errors import UsageError
+from shardmill.reader import read_samples
+from tests.support import make_dataset
+from tests.train.test_multi_rank import train_on_ranks
+from tests.train.training import Killed, Recorder, train_here
+from train.config import TrainConfig
+from train.preflight import check_trainable
+from train.readers import READERS
+from train.readers.petastorm import shares_of_ranks
+from train.readers.reader import Epochs
+from train.strategies.member import DataIndex
+
+CONFIG = {"global_batch_size": 24, "num_streams": 6, "augment": {"random_crop_padding": 0, "random_flip": False}}
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+def config_of(reader: str, **more) -> TrainConfig:
+    return TrainConfig(**{**CONFIG, "reader": reader, "strategy": "torch_ddp", **more})
+
+
+@pytest.fixture(scope="module")
+def many_uri(tmp_path_factory) -> str:
+    """300 images in several row groups, so that ranks have some to share."""
+    return make_dataset(tmp_path_factory.mktemp("many"), num_images=300)
+
+
+def batches_of(reader: str, uri: str, epoch: int, num_ranks: int, **more):
+    """By rank: all batches of an epoch."""
+    dataset, config = open_dataset(uri), config_of(reader, num_workers=num_ranks, **more)
+    found = []
+    for rank in range(num_ranks):
+        opened = Epochs(READERS[reader], dataset, config, DataIndex(rank, num_ranks))[epoch]
+        with opened.read(0) as batches:
+            found.append(list(batches))
+        assert len(found[-1]) == opened.num_steps
+        for step in range(opened.num_steps):
+            assert opened.num_rows_of_step(step) > 0
+        assert sum(map(opened.num_rows_of_step, range(opened.num_steps))) == opened.num_rows
+    return found
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_ranks_read_in_equal_steps_and_no_sample_twice(many_uri, reader, num_ranks):
+    of_ranks = batches_of(reader, many_uri, 0, num_ranks)
+    assert len({len(batches) for batches in of_ranks}) == 1
+    stored = {sample.sample_id: sample for sample in read_samples(open_dataset(many_uri), "train", 10**6)}
+    seen: Counter[int] = Counter()
+    for batch in (batch for batches in of_ranks for batch in batches):
+        for place in np.flatnonzero(batch.weights_N > 0):
+            sample = stored[int(batch.sample_ids_N[place])]
+            assert np.array_equal(batch.images_NHWC[place], sample.image_HWC)
+            assert batch.labels_N[place] == sample.label
+            seen[sample.sample_id] += 1
+    assert set(seen.values()) == {1} and set(seen) <= set(stored)
+    opened = Epochs(READERS[reader], open_dataset(many_uri), config_of(reader), DataIndex(0, num_ranks))
+    assert len(seen) == opened.num_rows
+    if READERS[reader].is_exact:
+        assert set(seen) == set(stored)
+    else:
+        # Nothing but what fills no whole batch on the poorest rank is left out.
+        assert len(stored) - opened.num_rows < 24 * num_ranks + 16 * num_ranks
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_an_epoch_has_an_order_of_its_own_and_the_same_one_again(many_uri, reader):
+    def order(epoch: int, seed: int = 0) -> list[int]:
+        [batches] = batches_of(reader, many_uri, epoch, 1, seed=seed)
+        return [sample_id for batch in batches for sample_id in batch.sample_ids_N.tolist()]
+
+    assert order(0) == order(0)
+    assert order(0) != order(1) and order(0) != order(0, seed=1)
+
+
+def test_a_training_by_petastorm_goes_on_at_the_start_of_its_epoch(tiny_uri, tmp_path):
+    config = {"reader": "petastorm", "epochs": 3, "global_batch_size": 24, "num_streams": 6, "record_samples": True,
+              "checkpoint_every_steps": 1, "model": "small_cnn"}  # fmt: skip
+    whole, resumed = Recorder(), Recorder()
+    fresh = train_here(tiny_uri, tmp_path / "fresh", whole, **config)
+    steps_of_an_epoch = whole.steps[0].num_steps
+    assert steps_of_an_epoch >= 2
+    with pytest.raises(Killed):
+        train_here(tiny_uri, tmp_path / "killed", Recorder(steps_of_an_epoch + 1), **config)
+    result = train_here(tiny_uri, tmp_path / "killed", resumed, **config)
+    assert result.resumed_from is not None and (result.resumed_from.epoch, result.resumed_from.step) == (1, 0)
+    # All that an inexact reader does by epochs it does exactly.
+    assert result.weights_sha256 == fresh.weights_sha256
+    assert resumed.losses == {key: loss for key, loss in whole.losses.items() if key[0] > 0}
+    assert result.evaluation == fresh.evaluation
+
+
+def test_two_ranks_train_by_petastorm(tiny_uri, tmp_path):
+    config = {"reader": "petastorm", "strategy": "torch_ddp", "model": "tests.train.torch_models:smooth", "epochs": 2,
+              "global_batch_size": 24, "num_streams": 6, "record_samples": True}  # fmt: skip
+    result, watcher = train_on_ranks(tiny_uri, tmp_path, 2, config)
+    opened = Epochs(
+        READERS["petastorm"], open_dataset(tiny_uri), config_of("petastorm", num_workers=2), DataIndex(0, 2)
+    )
+    assert result.num_steps == 2 * opened.num_steps > 0
+    for epoch in range(2):
+        seen = [sample_id for (number, _), ids in watcher.sample_ids.items() if number == epoch for sample_id in ids]
+        assert len(seen) == len(set(seen)) == opened.num_rows
+
+
+def test_its_metadata_is_never_unpickled(tmp_path):
+    """Beside the shards lies a `_common_metadata` file as Petastorm writes it, whose pickle writes a file."""
+    from petastorm.etl.dataset_metadata import UNISCHEMA_KEY, get_schema_from_dataset_url
+
+    uri = make_dataset(tmp_path)
+    [folder] = {Path(file).parent for file in open_dataset(uri).files("train", "parquet")}
+    proof = tmp_path / "unpickled"
+    schema = pq.read_schema(next(folder.glob("*.parquet"))).with_metadata({UNISCHEMA_KEY: pickle.dumps(Trap(proof))})
+    pq.write_metadata(schema, folder / "_common_metadata")
+    pq.write_metadata(schema, folder / "_metadata")
+    train_here(uri, tmp_path / "models", reader="petastorm", epochs=1, global_batch_size=24, num_streams=6)
+    assert not proof.exists()
+    # Petastorm itself, on the folder, falls into it.
+    get_schema_from_dataset_url(folder.as_uri())
+    assert proof.exists()
+
+
+class Trap:
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self):
+        # Petastorm unpickles what its own list of modules holds; `builtins` is among them.
+        return (exec, (f"open({str(self.proof)!r}, 'w').close()",))
+
+
+def test_what_it_cannot_read_is_refused_before_anything_starts(tmp_path, many_uri):
+    tfrecord = open_dataset(make_dataset(tmp_path, formats=("tfrecord",)))
+    with pytest.raises(
+        UsageError, match=r"on a dataset of tfrecord; it reads Parquet only.*train.reader = 'shardmill'"
+    ):
+        check_trainable(config_of("petastorm"), tfrecord)
+    many = open_dataset(many_uri)
+    with pytest.raises(UsageError, match=r"train.format = 'tfrecord'.*Parquet only"):
+        check_trainable(config_of("petastorm", format="tfrecord"), many)
+    shares = shares_of_ranks(many, config_of("petastorm"), 6)
+    too_large = 6 * (min(share.num_rows for share in shares) + 1)
+    with pytest.raises(UsageError, match=rf"row groups rank \d gets \d+ rows.*expected at least its {too_large // 6}"):
+        check_trainable(config_of("petastorm", num_workers=6, global_batch_size=too_large), many)
+    check_trainable(config_of("petastorm"), many)
+    assert "samples an epoch" in READERS["petastorm"].limits(config_of("petastorm"), many)
+
+
+def test_the_default_leaves_old_trainings_what_they_were():
+    from train.config import settings_that_matter
+
+    assert "reader" not in settings_that_matter(config_of("shardmill"))
+    assert settings_that_matter(config_of("petastorm"))["reader"] == '"petastorm"'

@@ -1,0 +1,23 @@
+"""What ranks read the train split by; a new one is a module and an entry here, and the loop stays as it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardmill.registry import Entry, Registry
+
+if TYPE_CHECKING:
+    from train.readers.reader import TrainReader
+
+READERS: Registry[TrainReader] = Registry(
+    "train.reader",
+    {
+        "shardmill": Entry("train.readers.planned:PLANNED", "every sample exactly once an epoch, resumed at any step"),
+        "petastorm": Entry(
+            "train.readers.petastorm:PETASTORM",
+            "Petastorm's make_batch_reader over the version's own Parquet files; no exact epochs",
+            extra="petastorm",
+            packages=("petastorm",),
+        ),
+    },
+)

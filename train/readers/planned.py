@@ -1,0 +1,59 @@
+"""The reader of the epoch plan: every sample exactly once, the same global batches at every world size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardmill.epoch_plan import EpochPlan, streams_of_rank
+from shardmill.reader import BatchReader, ReaderOptions, read_batches
+
+if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset
+    from train.config import TrainConfig
+    from train.readers.reader import Epoch
+    from train.strategies.member import DataIndex
+
+
+class PlannedEpoch:
+    """`Epoch` of a plan."""
+
+    def __init__(self, dataset: Dataset, config: TrainConfig, plan: EpochPlan, streams: range) -> None:
+        self.num_steps = plan.num_steps
+        self.num_rows = plan.num_rows
+        self.num_rows_of_step = plan.num_rows_of_step
+        self._dataset, self._config, self._plan, self._streams = dataset, config, plan, streams
+
+    def read(self, first_step: int) -> BatchReader:
+        config = self._config
+        return read_batches(
+            self._dataset,
+            self._plan,
+            streams=self._streams,
+            first_step=first_step,
+            options=reader_options(config),
+            augment=config.augment,
+        )
+
+
+class Planned:
+    """`TrainReader`; what it needs is checked where the plan is."""
+
+    is_exact = True
+
+    def check(self, config: TrainConfig, dataset: Dataset) -> None:
+        return
+
+    def limits(self, config: TrainConfig, dataset: Dataset) -> str:
+        return ""
+
+    def epoch(self, dataset: Dataset, config: TrainConfig, number: int, data: DataIndex) -> Epoch:
+        streams = streams_of_rank(data.index, data.count, config.num_streams)
+        return PlannedEpoch(dataset, config, dataset.plan_epoch(config.plan_spec(dataset), number), streams)
+
+
+def reader_options(config: TrainConfig) -> ReaderOptions:
+    """How our own reader works, by the section `train`."""
+    return ReaderOptions(format=config.format, num_threads=config.reader_threads, prefetch_bytes=config.prefetch_bytes)
+
+
+PLANNED = Planned()

@@ -1,0 +1,102 @@
+"""What feeds the loop: a reader opens each epoch for a rank, and says what it promises of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardmill.dataset.dataset import Dataset
+    from shardmill.reader import ReaderSeconds
+    from shardmill.values import Batch
+    from train.config import TrainConfig
+    from train.progress import Progress
+    from train.strategies.member import DataIndex
+
+
+class Batches(Protocol):
+    """A rank's batches of an epoch, one a step, in order. A context manager: leaving it joins what reads ahead."""
+
+    def __enter__(self) -> Batches: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def take_seconds(self) -> ReaderSeconds:
+        """What was worked since the last call."""
+        ...
+
+
+class Epoch(Protocol):
+    """One pass over the train split, with as many steps on every rank."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def num_rows(self) -> int:
+        """Samples that all ranks together read."""
+        ...
+
+    def num_rows_of_step(self, step: int) -> int:
+        """Samples of a step on all ranks, without padding."""
+        ...
+
+    def read(self, first_step: int) -> Batches:
+        """The rest of it from `first_step`, which is 0 unless the reader is exact."""
+        ...
+
+
+class TrainReader(Protocol):
+    """One way to read the train split."""
+
+    is_exact: bool
+    """Every sample exactly once an epoch, the same at every world size, and resumed at any step."""
+
+    def check(self, config: TrainConfig, dataset: Dataset) -> None:
+        """Raises UsageError, before anything starts, for a dataset or a number of ranks that it cannot read for."""
+        ...
+
+    def limits(self, config: TrainConfig, dataset: Dataset) -> str:
+        """What a person should know of this training's epochs, with the numbers; empty if there is nothing."""
+        ...
+
+    def epoch(self, dataset: Dataset, config: TrainConfig, number: int, data: DataIndex) -> Epoch:
+        """Epoch `number` for the member with this share of the data."""
+        ...
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """All epochs of a training as one member reads them."""
+
+    reader: TrainReader
+    dataset: Dataset
+    config: TrainConfig
+    data: DataIndex
+
+    def __getitem__(self, number: int) -> Epoch:
+        return self.reader.epoch(self.dataset, self.config, number, self.data)
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Of each epoch."""
+        return self[0].num_steps
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Of each epoch, on all ranks."""
+        return self[0].num_rows
+
+    @property
+    def checkpoint_every_steps(self) -> int:
+        """Inside of epochs; 0 for only at their ends, where alone an inexact reader can go on."""
+        return self.config.checkpoint_every_steps if self.reader.is_exact else 0
+
+    def resumed(self, progress: Progress) -> Progress:
+        """Where a training that came so far goes on."""
+        return progress if self.reader.is_exact else progress.at_epoch_start()
