@@ -1,6 +1,6 @@
 """Resumable training state: files first, one marker last; only files that the marker names with size and hash are used.
 
-<training_dir>/checkpoints/step-00000120-<attempt>/
+<training_dir>/checkpoints/step-00000120-a00000002/      of attempt 2 (train/attempts.py)
     weights.npz  optimizer.npz      written by rank 0
     rank-00000.npz ...              each rank's non-trainable state (moving statistics, seed states)
     MARKER.json                     size and SHA-256 of every file, and where the training stands; published last
@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,7 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.sealed import SealedFile, check_relative_path, read_sealed, seal, seal_file, unseal
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
+from train.attempts import Attempt
 from train.progress import Progress
 from train.values import ModelIdentity, from_json, to_json
 
@@ -85,20 +87,27 @@ class FoundCheckpoint:
 class CheckpointFolder:
     """Where one attempt at a training keeps its checkpoints."""
 
-    store: Store
-    training_dir: str
-    attempt: str
-    """Unique to this attempt, equal on all ranks: no attempt ever writes over another one's files."""
+    attempt: Attempt
+    """Equal on all ranks."""
     keep_checkpoints: int
 
+    @property
+    def store(self) -> Store:
+        return self.attempt.store
+
+    @property
+    def training_dir(self) -> str:
+        return self.attempt.training_dir
+
     def path_of(self, global_step: int) -> str:
-        return f"{self.training_dir}/checkpoints/step-{global_step:08d}-{self.attempt}"
+        return f"{self.training_dir}/checkpoints/step-{global_step:08d}-{self.attempt.name}"
 
 
 def complete_checkpoints(
     store: Store, training_dir: str, on_discarded: Callable[[str, str], None] | None = None
 ) -> Iterator[FoundCheckpoint]:
-    """The checkpoints of a training that are complete by marker and sizes, newest first.
+    """The checkpoints of a training that are complete by marker and sizes, newest first: a newer attempt's before an
+    older one's, which may have gone on to later steps without anyone knowing.
 
     Their bytes are verified when they are read: a checkpoint can be large, and most of these are never read.
 
@@ -106,7 +115,9 @@ def complete_checkpoints(
     they do not count among those to keep. Incomplete ones stay, because another attempt that is still alive may be
     writing them; they are deleted when the training has come past them. Without it nothing is changed.
     """
-    for folder, sizes in sorted(_list_checkpoints(store, training_dir).items(), reverse=True):
+    sizes_of = _list_checkpoints(store, training_dir)
+    for folder in sorted(sizes_of, key=_place_of, reverse=True):
+        sizes = sizes_of[folder]
         try:
             yield _checked_by_sizes(FoundCheckpoint(folder, _read_marker(store, folder)), sizes)
         except IntegrityError as error:
@@ -158,8 +169,8 @@ def save_checkpoint(
 ) -> str:
     """Every rank calls it with its own `files`; rank 0 publishes the marker when all files are there. -> its path.
 
-    Afterwards the complete ones of the newest `keep_checkpoints` steps stay, with those of the best epochs that they
-    name; whatever is older is deleted, marker first.
+    Afterwards the newest `keep_checkpoints` complete ones stay, with those of the best epochs that they name; whatever
+    is older is deleted, marker first. Raises CommitConflict, on rank 0, if a newer attempt has begun.
     """
     path = folder.path_of(global_step)
     written = []
@@ -173,8 +184,9 @@ def save_checkpoint(
     if ranks.rank == 0:
         all_files = tuple(file for of_rank in of_all_ranks for file in of_rank)
         marker = CheckpointMarker(identity, ranks.world_size, global_step, progress, all_files)
+        folder.attempt.check()
         folder.store.put(f"{path}/{MARKER}", seal(to_json(marker)))
-        _delete_older(folder, keep={path, progress.best.checkpoint} if progress.best else {path})
+        _delete_older(folder, keep=path)
     return path
 
 
@@ -207,7 +219,7 @@ def _checked_by_sizes(found: FoundCheckpoint, sizes: dict[str, int]) -> FoundChe
 
 
 def _list_checkpoints(store: Store, training_dir: str) -> dict[str, dict[str, int]]:
-    """Folder -> name of each of its files -> size in bytes. Folders sort by step, then by attempt."""
+    """Folder -> name of each of its files -> size in bytes."""
     root = f"{training_dir}/checkpoints"
     sizes_of: dict[str, dict[str, int]] = {}
     for file in store.list(root):
@@ -216,16 +228,15 @@ def _list_checkpoints(store: Store, training_dir: str) -> dict[str, dict[str, in
     return sizes_of
 
 
-def _delete_older(folder: CheckpointFolder, keep: set[str]) -> None:
-    # By steps, not by folders: one without a marker, or of the same step, may belong to another attempt that is alive
-    # (a scheduler's retry beside a driver that it lost sight of).
+def _delete_older(folder: CheckpointFolder, keep: str) -> None:
     names_of = _list_checkpoints(folder.store, folder.training_dir)
-    complete_steps = sorted({_step_of(path) for path, names in names_of.items() if MARKER in names})
-    oldest_kept = complete_steps[-folder.keep_checkpoints :][0]
-    old = {path for path in names_of if _step_of(path) < oldest_kept}
+    complete = sorted((path for path, names in names_of.items() if MARKER in names), key=_place_of)
+    # Nothing of a newer attempt is older than this one's. What an older one is still writing will be refused to it.
+    oldest_kept = _place_of(complete[-folder.keep_checkpoints :][0])
+    old = {path for path in names_of if _place_of(path) < oldest_kept}
     best = {_best_of(folder.store, path) for path, names in names_of.items() if path not in old and MARKER in names}
-    # `keep`: an older attempt that is alive may be ahead of this one, which still needs its own.
-    for path in old - best - keep:
+    # `keep`: with a newer attempt beside it, which it is about to find, this one still names its own.
+    for path in old - best - {keep}:
         _delete_checkpoint(folder.store, path, names_of[path])
 
 
@@ -239,9 +250,10 @@ def _best_of(store: Store, path: str) -> str:
     return best.checkpoint if best else ""
 
 
-def _step_of(path: str) -> int:
-    """The global step in a checkpoint's path."""
-    return int(path.rpartition("/step-")[2].partition("-")[0])
+def _place_of(path: str) -> tuple[int, int]:
+    """Attempt and global step in a checkpoint's path, by which checkpoints sort; attempt 0 for another naming."""
+    step, _, attempt = path.rpartition("/step-")[2].partition("-")
+    return (int(attempt[1:]) if re.fullmatch(r"a\d{8}", attempt) else 0, int(step))
 
 
 def _delete_checkpoint(store: Store, path: str, names: Iterable[str]) -> None:

@@ -136,6 +136,9 @@ class TrainConfig(Section):
     `start_timeout_seconds`."""
     start_timeout_seconds: Annotated[float, HOW] = Field(default=300.0, gt=0)
     """All ranks must have started within this time."""
+    max_restarts: Annotated[int, HOW] = Field(default=0, ge=0)
+    """How often a training that loses ranks (killed, silent, without progress) goes on without them from its last
+    complete checkpoint; a fault that comes again at the same step ends it."""
     stop_timeout_seconds: Annotated[float, HOW] = Field(default=25.0, gt=0)
     """On SIGTERM: how long the ranks may take to end their step and write a checkpoint, before they are ended as they
     are. Less than what a scheduler waits before it kills (30 s on Kubernetes)."""

@@ -17,6 +17,7 @@ from shardmill.errors import CommitConflict, IntegrityError, UsageError
 from shardmill.failpoints import failpoint
 from shardmill.jobs.reach import REACH, planted
 from shardmill.storage import Store, StoredFile
+from train.attempts import ATTEMPTS
 from train.checkpoint import MARKER, complete_checkpoints
 from train.published.current import CURRENT, read_history
 from train.published.exported import ARTIFACTS, EXPORTS, Export, read_export
@@ -26,7 +27,9 @@ from train.values import RESULT
 
 _FOLDERS = (TRAININGS, ARTIFACTS, EXPORTS, CURRENT, REACH)
 _ATTEMPT = r"v\d{8}-[0-9a-f]{8}/epochs-\d+-\w+(?:/fresh-\d{8})?"
-_TRAINING_FILE = re.compile(rf"({TRAININGS}/[0-9a-f]+/{_ATTEMPT})/(?:{RESULT}|checkpoints/([^/]+)/.+)")
+_TRAINING_FILE = re.compile(
+    rf"({TRAININGS}/[0-9a-f]+/{_ATTEMPT})/(?:{RESULT}|{ATTEMPTS}/\d+\.json|checkpoints/([^/]+)/.+)"
+)
 
 Files = Mapping[str, list[StoredFile]]
 """Files by the folder of their training, their checkpoint, or their export."""

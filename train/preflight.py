@@ -57,6 +57,12 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> str:
             f"it starts ranks of {' and '.join(launcher.strategies)}",
             f"set train.launcher to {' or '.join(map(repr, others))}",
         )
+    if config.max_restarts and not launcher.starts_again:
+        raise UsageError(
+            f"train.max_restarts = {config.max_restarts} with train.launcher = {config.launcher!r}",
+            "it starts no ranks that it could start again",
+            "set train.launcher to 'local' or 'spark_barrier', or train.max_restarts = 0",
+        )
     launcher.check(config.num_workers, spark)
     backend = choose_backend(config)
     if not launcher.assigns_devices(spark):

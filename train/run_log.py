@@ -30,11 +30,18 @@ class StepsLog:
         self._store = store
         self._path = path
         self._log: LineLog | None = None
+        self._last = (-1, -1)
 
     def step(self, step: GlobalStep) -> None:
-        """One line; the first one also drops what an earlier attempt wrote of this step and later ones."""
+        """One line; the first one of an attempt also drops what an earlier one wrote of this step and later ones."""
+        place = (step.epoch, step.step)
+        if self._log is not None and place <= self._last:
+            # The training has lost a rank and goes on from its last checkpoint.
+            self._log.close()
+            self._log = None
+        self._last = place
         if self._log is None:
-            kept = [line for line in read_lines(self._store, self._path) if _position(line) < (step.epoch, step.step)]
+            kept = [line for line in read_lines(self._store, self._path) if _position(line) < place]
             self._store.put(self._path, b"".join(kept))
             self._log = LineLog(self._store, self._path)
         self._log.append(

@@ -22,6 +22,7 @@ from shardmill.values import DatasetPin
 from train.choose_backend import with_backend
 from train.evaluate import evaluation_section
 from train.launching import LAUNCHERS
+from train.launching.restarts import Restart, launch_until_done
 from train.observer import TrainObserver
 from train.preflight import check_terms, check_trainable, window_memory
 from train.readers import READERS
@@ -46,6 +47,8 @@ class TrainOutcome:
     """True if it had finished before, on the same dataset version with the same settings."""
     verdict: Verdict | None = None
     """On the speed of the steps of this call; None if there were too few."""
+    restarts: tuple[Restart, ...] = ()
+    """Of this call."""
 
 
 def train_model(
@@ -81,7 +84,12 @@ def train_model(
         observer.event("plan", {"rank": 0, **memory.as_fields()})
         if limits := READERS[tree.train.reader].limits(tree.train, dataset):
             observer.event("reader", {"rank": 0, "reader": tree.train.reader, WARNING: limits})
-        result = launcher.launch(choice.task(with_backend(tree.train), nonce), tree.spark, observer)
+        result, restarts = launch_until_done(
+            lambda config: launcher.launch(choice.task(config, nonce), tree.spark, observer),
+            with_backend(tree.train),
+            observer,
+            check=lambda config: window_memory(config, dataset),
+        )
     # The ranks reported success over the network. Only the result in the store proves that they wrote to our `models`,
     # and the next call and the export find the training there.
     if read_result(models, choice.training_dir) is None:
@@ -90,7 +98,7 @@ def train_model(
             "driver and executors must see the same storage",
             "set models.uri to a place that all machines reach",
         )
-    return TrainOutcome(result, models.uri, tree.train.launcher, skipped=False)
+    return TrainOutcome(result, models.uri, tree.train.launcher, skipped=False, restarts=restarts)
 
 
 def train_in_run(
@@ -154,6 +162,7 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
                 "exported": result.exported,
                 "weights_epoch": result.weights_epoch,
                 "continued_from": result.continued_from,
+                "restarts": TypeAdapter(tuple[Restart, ...]).dump_python(outcome.restarts, mode="json"),
                 "training_dir": result.training_dir,
             },
             "evaluation": evaluation_section(result.evaluation),

@@ -1,7 +1,7 @@
 """Where a training lives below the models' root, and which one a job goes on with.
 
 trainings/<training id>/v00000003-<first 8 digits of the manifest's SHA-256>/
-    epochs-00010-best/                checkpoints/..., result.json
+    epochs-00010-best/                attempts/..., checkpoints/..., result.json
     epochs-00010-best/fresh-00000001/     the same, of a training that was asked for although there was one already
     epochs-00010-best/fresh/00000001.json     which run asked for it
 """

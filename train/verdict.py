@@ -83,6 +83,9 @@ class StepTimes:
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         if name == "rank_started":
             self._hosts[int(fields["rank"] or 0)] = str(fields["host"])
+        if name == "restarted":
+            # Other ranks have the numbers now.
+            self._ranks, self._hosts, self._exchange_seconds, self._is_first = {}, {}, 0.0, True
 
     def close(self) -> None:
         return

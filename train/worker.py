@@ -5,7 +5,6 @@ Every rank runs this same story. Rank 0 alone reports events and writes markers 
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -18,6 +17,7 @@ from shardmill.reader import ReaderSeconds, read_batches
 from shardmill.sealed import seal
 from shardmill.stores import open_store
 from shardmill.values import Batch
+from train.attempts import Attempt, claim_attempt
 from train.backends import BACKENDS
 from train.backends.backend import Learner, model_spec
 from train.checkpoint import CheckpointFolder, TrainingIdentity
@@ -71,14 +71,17 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
 
     member = strategy.join(world, config, build, reporter)
     model = ModelIdentity(task.model_source_sha256, member.learner.config_sha256)
-    attempt = member.broadcast_bytes(secrets.token_hex(4).encode()).decode()
+    # From now on an older attempt, should one still be alive, publishes nothing more.
+    store = open_store(task.models_uri)
+    number = claim_attempt(store, task.training_dir, world.world_size).number if member.rank == 0 else 0
+    attempt = Attempt(store, task.training_dir, int(member.broadcast_bytes(str(number).encode())))
     session = Session(
         task=task,
         dataset=dataset,
         epochs=Epochs(READERS[config.reader], dataset, config, member.data),
         streams=streams_of_rank(member.data.index, member.data.count, config.num_streams),
         member=member,
-        checkpoints=CheckpointFolder(open_store(task.models_uri), task.training_dir, attempt, config.keep_checkpoints),
+        checkpoints=CheckpointFolder(attempt, config.keep_checkpoints),
         identity=TrainingIdentity(task.dataset, plan_spec.fingerprint, model, settings_that_matter(config)),
         reporter=reporter,
         may_begin=world.may_begin,
@@ -126,7 +129,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         placement=world.placement,
     )
     if member.rank == 0:
-        session.checkpoints.store.put(f"{task.training_dir}/{RESULT}", seal(to_json(result)))
+        attempt.publish(f"{task.training_dir}/{RESULT}", seal(to_json(result)))
 
     # Leave together: if one rank failed, its own error must reach the driver before its peers report a lost connection.
     member.barrier()

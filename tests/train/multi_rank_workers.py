@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
 
+from shardmill.jobs.observer import FieldValue
 from shardmill.stores import open_store
 from train.task import WorkerTask
 from train.values import Reporter, StepReport, TrainResult, World
@@ -15,17 +17,25 @@ KILL_AT = "SHARDMILL_TEST_KILL_AT_STEP"
 
 
 class DyingReporter:
-    """Reports, but kills its process instead of reporting the global step that the environment names."""
+    """Reports, but kills its process instead of reporting the global step that the environment names.
 
-    def __init__(self, reporter: Reporter) -> None:
+    `7`: that step; `3:20 2:40`: step 20 of three ranks, step 40 of two, and of one rank none.
+    """
+
+    def __init__(self, reporter: Reporter, world_size: int = 1) -> None:
         self._reporter = reporter
+        self._killed_at = -1
+        for each in os.environ.get(KILL_AT, "").split():
+            of_size, _, step = each.rpartition(":")
+            if of_size in ("", str(world_size)):
+                self._killed_at = int(step)
 
     def step(self, report: StepReport) -> None:
-        if report.epoch * report.num_steps + report.step == int(os.environ[KILL_AT]):
+        if report.epoch * report.num_steps + report.step == self._killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
         self._reporter.step(report)
 
-    def event(self, name: str, fields: dict[str, str | int | float]) -> None:
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         self._reporter.event(name, fields)
 
     def doing(self, what: str, *, waits: bool = False) -> None:
@@ -48,7 +58,7 @@ def last_rank_stalls(task: WorkerTask, world: World, reporter: Reporter) -> Trai
 
 def last_rank_dies(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     dies = world.rank == world.world_size - 1
-    return run_worker(task, world, DyingReporter(reporter) if dies else reporter)
+    return run_worker(task, world, DyingReporter(reporter, world.world_size) if dies else reporter)
 
 
 def every_rank_tells_its_weights(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.errors import SecurityRefusal, StorageError
+from shardmill.errors import CommitConflict, SecurityRefusal, StorageError
 from shardmill.sealed import seal
 from shardmill.stores import STORES, open_store
 from tests.counting_store import BYTES_READ, ENTRY, SCHEME
 from tests.train.checkpoints import CONFIG, KILLED_AT, OneRank, newest
 from tests.train.training import Killed, Recorder, train_here
+from train.attempts import claim_attempt
 from train.checkpoint import (
     MARKER,
     CheckpointFolder,
@@ -24,6 +25,7 @@ from train.checkpoint import (
 )
 from train.progress import BestEpoch, Progress
 from train.state import OPTIMIZER, WEIGHTS
+from train.trainings import read_result
 
 
 def checkpoints(models: Path) -> list[str]:
@@ -102,8 +104,9 @@ def test_looking_for_a_checkpoint_changes_nothing(models):
 
 
 def test_the_newest_are_kept_and_half_written_ones_go_when_they_are_old(tiny_uri, models):
-    """A half-written one may be that of another driver of the same training, which lives and completes it later."""
-    old, new = (models / "t" / "checkpoints" / f"step-0000000{step}-deadbeef" / WEIGHTS for step in (1, 5))
+    """A half-written one of a newer attempt may be under way."""
+    names = ("step-00000001-a00000001", "step-00000005-a99999999")
+    old, new = (models / "t" / "checkpoints" / name / WEIGHTS for name in names)
     for half in (old, new):
         half.parent.mkdir()
         half.write_bytes(b"half")
@@ -112,23 +115,25 @@ def test_the_newest_are_kept_and_half_written_ones_go_when_they_are_old(tiny_uri
     assert [name[:13] for name in (first, second, third)] == ["step-00000004", "step-00000005", "step-00000006"]
     # Epoch 0 was the best when steps 4 and 5 were saved; were step 6 damaged, it would be again.
     kept = [open_checkpoint(open_store(models), f"t/checkpoints/{name}") for name in (first, second)]
-    assert {each.marker.progress.best.checkpoint for each in kept} == {f"t/checkpoints/{name}" for name in best}
+    bests = [each.marker.progress.best for each in kept]
+    assert {best and best.checkpoint for best in bests} == {f"t/checkpoints/{name}" for name in best}
     assert not old.exists() and new.exists()
 
 
-def test_an_attempt_keeps_what_it_wrote_beside_newer_checkpoints_of_an_older_one(models):
+def test_what_a_newer_attempt_wrote_counts_before_later_steps_of_an_older_one(models):
     store = open_store(models)
     identity = next(complete_checkpoints(store, "t")).marker.identity
-    late = CheckpointFolder(store, "t", "late", keep_checkpoints=1)
+    late = CheckpointFolder(claim_attempt(store, "t", 1), keep_checkpoints=1)
     progress = Progress(best=BestEpoch(0, 1.0, late.path_of(0)))
     for step in (0, 1):
         save_checkpoint(late, OneRank(), {WEIGHTS: b"w"}, identity, progress, step)
     for step in (0, 1):
         assert open_checkpoint(store, late.path_of(step)).marker.global_step == step
+    assert [each.path for each in complete_checkpoints(store, "t")] == [late.path_of(1), late.path_of(0)]
 
 
-def test_two_live_drivers_of_one_training_leave_each_other_their_checkpoints(tiny_uri, tmp_path, whole):
-    """One driver runs the whole training while another, which a scheduler has lost sight of, stands at each step."""
+def test_an_attempt_that_was_overtaken_publishes_nothing_more(tiny_uri, tmp_path, whole):
+    """One driver runs the whole training while another, which a scheduler has lost sight of, stands at a step."""
     second = Recorder()
     results = []
 
@@ -138,13 +143,15 @@ def test_two_live_drivers_of_one_training_leave_each_other_their_checkpoints(tin
             if report.epoch == 1 and report.step == 0:
                 results.append(train_here(tiny_uri, tmp_path, second, **CONFIG))
 
-    results.append(train_here(tiny_uri, tmp_path, Overtaken(), **CONFIG))
+    with pytest.raises(CommitConflict, match=r"attempt 1 at .*/t is not the newest any more: attempt 2 began on host"):
+        train_here(tiny_uri, tmp_path, Overtaken(), **CONFIG)
     assert second.named("resumed") and not second.named("checkpoint_discarded")
-    assert len({result.checkpoint for result in results}) == 2
-    for result in results:
-        assert result.weights_sha256 == whole.weights_sha256
-        # Both ended at the same step, and each finds what it ended with.
-        assert open_checkpoint(open_store(tmp_path), result.checkpoint).marker.global_step == whole.num_steps
+    [result] = results
+    assert result.weights_sha256 == whole.weights_sha256
+    assert read_result(open_store(tmp_path), "t") == result
+    # The first one's checkpoints after it was overtaken have no marker: they were never published.
+    newest = next(complete_checkpoints(open_store(tmp_path), "t"))
+    assert newest.path == result.last_checkpoint and newest.path.endswith("a00000002")
 
 
 @pytest.mark.parametrize("path", ["../../outside", "/etc/passwd"])

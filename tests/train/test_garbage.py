@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from shardmill.sealed import seal, seal_file
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from tests.train.checkpoints import OneRank
+from train.attempts import claim_attempt
 from train.checkpoint import CheckpointFolder, TrainingIdentity, save_checkpoint
 from train.garbage import ModelsReport, collect_models, plan_models
 from train.progress import BestEpoch, Progress
@@ -33,7 +35,7 @@ def training(models: Path, number: int, *, result: bool = True, uses: str = "") 
     store, folder = open_store(models), f"{TRAININGS}/{number:016x}/v00000001-00000000/epochs-00010-best"
     best = BestEpoch(0, 1.0, uses) if uses else None
     identity = TrainingIdentity(_PIN, "plan", _MODEL, {})
-    keeps = CheckpointFolder(store, folder, "attempt", 1)
+    keeps = CheckpointFolder(claim_attempt(store, folder, 1), 1)
     checkpoint = save_checkpoint(keeps, OneRank(), {"weights.npz": b"w"}, identity, Progress(best=best), 7)
     if result:
         done = TrainResult(
@@ -63,7 +65,7 @@ def export(models: Path, number: int, training_dir: str = "") -> str:
     return artifact
 
 
-def point(models: Path, number: int, export_number: int, previous: int | None, decision: str = "promoted") -> None:
+def point(models: Path, number: int, export_number: int, previous: int | None, decision: Any = "promoted") -> None:
     pointer = Pointer(
         export=export_number, previous=previous, replaced=None, decision=decision, reason="", accuracy=None,
         run_id="run", created_at="",
@@ -113,9 +115,9 @@ def test_nothing_expires_without_a_number_or_before_its_age(tmp_path: Path):
 
 def test_old_trainings_go_but_for_what_others_and_exports_name(tmp_path: Path):
     exported, shorter, old, unfinished_old = (training(tmp_path, n, result=n != 4) for n in (1, 2, 3, 4))
-    checkpoint = f"{shorter}/checkpoints/step-00000007-attempt"
+    checkpoint = f"{shorter}/checkpoints/step-00000007-a00000001"
     continued = training(tmp_path, 5, result=False, uses=checkpoint)
-    newest = training(tmp_path, 6, uses=f"{continued}/checkpoints/step-00000007-attempt")
+    newest = training(tmp_path, 6, uses=f"{continued}/checkpoints/step-00000007-a00000001")
     export(tmp_path, 9, exported)
     report = collect(tmp_path, 1)
     assert report.expired_trainings == (old, unfinished_old)

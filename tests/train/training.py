@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardmill.dataset.open import open_dataset
+from shardmill.jobs.observer import FieldValue
 from train.config import TrainConfig
 from train.models.user import source_sha256
+from train.observer import GlobalStep
 from train.task import WorkerTask
 from train.values import StepReport, TrainResult, World
 from train.worker import run_worker
@@ -33,8 +36,8 @@ class Recorder:
             raise Killed
         self.steps.append(report)
 
-    def event(self, name: str, fields: dict) -> None:
-        self.events.append((name, fields))
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        self.events.append((name, dict(fields)))
 
     def doing(self, what: str, *, waits: bool = False) -> None:
         return
@@ -47,14 +50,30 @@ class Recorder:
         return [fields for event, fields in self.events if event == name]
 
 
-def task_of(uri: str, models: Path, training_dir: str = "t", **config: object) -> WorkerTask:
+@dataclass
+class StepWatcher:
+    """A driver's observer that remembers; of a step that was done twice the last."""
+
+    losses: dict[tuple[int, int], str] = field(default_factory=dict)
+    sample_ids: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
+    events: list[tuple[str, dict]] = field(default_factory=list)
+
+    def step(self, step: GlobalStep) -> None:
+        self.losses[step.epoch, step.step] = step.loss_hex
+        self.sample_ids[step.epoch, step.step] = step.sample_ids
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        self.events.append((name, dict(fields)))
+
+
+def task_of(uri: str, models: Path | str, training_dir: str = "t", **config: object) -> WorkerTask:
     settings = TrainConfig(**{**SMALL, **config})
     return WorkerTask(settings, open_dataset(uri).pin, str(models), training_dir, source_sha256(settings.model))
 
 
 def train_here(
     uri: str,
-    models: Path,
+    models: Path | str,
     recorder: Recorder | None = None,
     training_dir: str = "t",
     expect_source: str | None = None,

@@ -50,6 +50,8 @@ class Launcher:
     """Whose ranks it can start; None for all, because ranks meet through their driver."""
     ranks_here: Callable[[int, SparkConfig], int] = _none_here
     """(world size, section `spark`) -> how many of the ranks run on this machine and share its cores."""
+    starts_again: bool = True
+    """Whether it can start fewer ranks after some were lost (`train.max_restarts`)."""
     assigns_devices: Callable[[SparkConfig], bool] = _assigns_none
     """(section `spark`) -> whether what starts the ranks gives them devices, so that this machine's do not count."""
 

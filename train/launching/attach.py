@@ -227,4 +227,4 @@ def _pass_signals_on(connection: Connection) -> None:
         signal.signal(number, pass_on)
 
 
-ATTACH = Launcher(launch_attach, check=check_world_size, ranks_here=_ranks_here)
+ATTACH = Launcher(launch_attach, check=check_world_size, ranks_here=_ranks_here, starts_again=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
@@ -34,6 +34,9 @@ class FaultKind(StrEnum):
     COLLECTIVE = "collective"
     """A survivor's "connection closed": an echo of another rank's fault."""
 
+
+# A rank that ended so is lost; the work can go on without it.
+LOSSES = {FaultKind.KILLED, FaultKind.SILENT, FaultKind.STALLED}
 
 # Of several faults the one with the lowest number is the cause, the earliest of equals.
 RANK_OF_KIND = dict.fromkeys(FaultKind, 0) | {FaultKind.LAUNCHER: 1, FaultKind.COLLECTIVE: 2}
@@ -75,6 +78,15 @@ class RankFault:
     output_tail: str = ""
 
 
+class RankLost(TrainingError):
+    """Ranks were killed from outside, fell silent or stood still: no error of the user's, and no bad input."""
+
+    ranks: frozenset[int] = frozenset()
+    """Empty if only the connection between ranks was lost."""
+    last_step: Cursor | None = None
+    """What the rank that was the cause had done."""
+
+
 def failure_of(error: BaseException, echo: re.Pattern[str]) -> Failure:
     """What a rank sends to its driver when its function raises. `echo`: that of the strategy."""
     text = "".join(traceback.format_exception(error))
@@ -113,6 +125,20 @@ def root_cause(faults: Iterable[RankFault], echo: re.Pattern[str]) -> RankFault:
     )
 
 
+def error_of_all(faults: Collection[RankFault], echo: re.Pattern[str]) -> ShardmillError:
+    """The error of the root cause; a RankLost if what is left could go on."""
+    cause = root_cause(faults, echo)
+    error = error_of(cause)
+    if not _is_loss(cause) and cause.kind is not FaultKind.COLLECTIVE:
+        return error
+    lost = RankLost(*(getattr(error, part) for part in ("what", "expected", "fix")))
+    for note in getattr(error, "__notes__", ()):
+        lost.add_note(note)
+    lost.ranks = frozenset(each.rank for each in faults if each.rank >= 0 and _is_loss(_reclassified(each, echo)))
+    lost.last_step = cause.last_step
+    return lost
+
+
 def error_of(fault: RankFault) -> ShardmillError:
     """One line for the person who reads it; the traceback or the last output of the rank are its notes."""
     failure = fault.failure
@@ -127,6 +153,12 @@ def error_of(fault: RankFault) -> ShardmillError:
         whose = f"rank {fault.rank}" if fault.rank >= 0 else "the ranks"
         error.add_note(f"last output of {whose}:\n{fault.output_tail}")
     return error
+
+
+def _is_loss(fault: RankFault) -> bool:
+    """Whether something from outside took the rank away; one that ended itself would do so again."""
+    ended_itself = fault.kind is FaultKind.KILLED and fault.returncode is not None and fault.returncode >= 0
+    return fault.kind in LOSSES and not ended_itself
 
 
 def _reclassified(fault: RankFault, echo: re.Pattern[str]) -> RankFault:

@@ -79,4 +79,4 @@ def launch_inline(
         raise error_of(fault) from error
 
 
-INLINE = Launcher(launch_inline, check=check_one_rank, ranks_here=lambda world_size, spark: 1)
+INLINE = Launcher(launch_inline, check=check_one_rank, ranks_here=lambda world_size, spark: 1, starts_again=False)

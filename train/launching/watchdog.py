@@ -16,10 +16,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from shardmill.errors import ShardmillError
 from shardmill.jobs.process import Terminated, stopping_in_order
 from shardmill.values import Cursor
 from train.launching.deadlines import Deadlines
-from train.launching.faults import RANK_OF_KIND, FaultKind, RankFault, error_of, merged, root_cause
+from train.launching.faults import RANK_OF_KIND, FaultKind, RankFault, error_of_all, merged, root_cause
 from train.launching.listener import RankListener, Received
 from train.launching.stop_point import Begun, Hold, StopAfter, StopAgreement, Stopped
 from train.launching.wire import (
@@ -137,10 +138,7 @@ class Watchdog:
                 for fault in self._deadlines.missed(now):
                     self._record_fault(fault)
                 if self._faults and self._is_cause_known(now):
-                    cause = root_cause(self._faults.values(), STRATEGIES[self._task.config.strategy].echo)
-                    fields = {"rank": cause.rank, "kind": str(cause.kind), "where": cause.where}
-                    self._observer.event("rank_failed", fields)
-                    raise error_of(cause)
+                    raise self._error()
             stopped = [rank.stopped for rank in self._ranks if rank.stopped is not None]
             if stopped:
                 raise Terminated(stopped[0])
@@ -163,6 +161,18 @@ class Watchdog:
                 os.kill(pid, signal.SIGKILL)
             except OSError:
                 pass
+
+    def _error(self) -> ShardmillError:
+        # The exit of a process may be seen before its last reports are read from the connection.
+        faults = [
+            fault if fault.rank < 0 else replace(fault, last_step=self._ranks[fault.rank].last_step)
+            for fault in self._faults.values()
+        ]
+        echo = STRATEGIES[self._task.config.strategy].echo
+        cause = root_cause(faults, echo)
+        fields = {"rank": cause.rank, "kind": str(cause.kind), "where": cause.where}
+        self._observer.event("rank_failed", fields)
+        return error_of_all(faults, echo)
 
     def _stop_ranks(self) -> None:
         """Ask all ranks to stop, and tell them after which step when all have answered."""

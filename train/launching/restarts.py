@@ -1,0 +1,87 @@
+"""Going on after the loss of a rank: those that are left start anew from the last complete checkpoint.
+
+The epoch plan gives the same global batches at every world size, so the training stays the one that was begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardmill.errors import UsageError
+from shardmill.jobs.observer import WARNING
+from shardmill.values import Cursor
+from train.config import TrainConfig
+from train.launching.faults import RankLost
+from train.observer import TrainObserver
+from train.strategies import STRATEGIES
+from train.values import TrainResult
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """One time that a training went on after it had lost ranks."""
+
+    cause: str
+    """The error's first part, which names rank and host."""
+    last_step: Cursor | None
+    """That the lost rank had done; None: not even its first."""
+    lost_ranks: tuple[int, ...]
+    world_size: int
+    """With which it went on."""
+
+
+def launch_until_done(
+    launch: Callable[[TrainConfig], TrainResult],
+    config: TrainConfig,
+    observer: TrainObserver,
+    check: Callable[[TrainConfig], object],
+) -> tuple[TrainResult, tuple[Restart, ...]]:
+    """`launch(config)`, and after the loss of ranks again without them, up to `train.max_restarts` times.
+
+    `check` raises UsageError if a training cannot run with so few ranks. Raises what `launch` raises; of a fault that
+    comes again at the same step, the first.
+    """
+    first_at: dict[Cursor | None, RankLost] = {}
+    restarts: list[Restart] = []
+    while True:
+        try:
+            return launch(config), tuple(restarts)
+        except RankLost as lost:
+            first = first_at.setdefault(lost.last_step, lost)
+            if first is not lost:
+                # Another restart would meet it a third time.
+                repeated = RankLost(f"{first.what} (and again after a restart: {lost.what})", first.expected, first.fix)
+                for note in getattr(first, "__notes__", ()):
+                    repeated.add_note(note)
+                raise repeated from lost
+            smaller = _without(config, lost.ranks)
+            if smaller is None or len(restarts) == config.max_restarts:
+                raise
+            try:
+                check(smaller)
+            except UsageError as refusal:
+                lost.add_note(f"it did not go on with {smaller.num_workers} rank(s): {refusal}")
+                raise lost from refusal
+            restarts.append(Restart(lost.what, lost.last_step, tuple(sorted(lost.ranks)), smaller.num_workers))
+            _report(restarts, config, smaller, observer)
+            config = smaller
+
+
+def _without(config: TrainConfig, lost_ranks: frozenset[int]) -> TrainConfig | None:
+    """The config for the ranks that are left; at least one, because the driver's own host is there. None if there is no
+    world so small."""
+    strategy = STRATEGIES[config.strategy]
+    world_size = max(1, config.num_workers - len(lost_ranks))
+    while world_size and not strategy.allows_world_size(world_size):
+        world_size -= 1
+    return config.model_copy(update={"num_workers": world_size}) if world_size else None
+
+
+def _report(restarts: list[Restart], before: TrainConfig, after: TrainConfig, observer: TrainObserver) -> None:
+    last = restarts[-1]
+    ranks = f"{before.num_workers} -> {after.num_workers} ranks"
+    number = f"restart {len(restarts)} of at most {before.max_restarts}"
+    fields = {"rank": min(last.lost_ranks, default=-1), "restart": len(restarts), "world_size": after.num_workers}
+    warning = f"{last.cause}; goes on from the last complete checkpoint, {ranks} ({number})"
+    observer.event("restarted", {**fields, WARNING: warning})
