@@ -113,6 +113,10 @@ class TrainConfig(Section):
     """Which weights are evaluated and exported: those of the epoch with the lowest validation loss, or the last ones
     (also if there is no validation split)."""
 
+    on_non_finite: Annotated[Literal["stop", "skip"], HOW] = "stop"
+    """A batch whose loss or gradient is not finite: stop before the update, or leave that update out and count it."""
+    max_skipped_in_a_row: Annotated[int, HOW] = Field(default=3, ge=1)
+    """`on_non_finite = "skip"`: more batches than so many one after the other stop the training."""
     checkpoint_every_steps: Annotated[int, HOW] = Field(default=200, ge=0)
     """Also at every epoch's end; 0 for only there."""
     keep_checkpoints: Annotated[int, HOW] = Field(default=2, ge=2)

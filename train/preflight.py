@@ -13,7 +13,7 @@ from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
 from train.models.user import imported_packages
 from train.readers import READERS
-from train.strategies import find_strategy
+from train.strategies import STRATEGIES, find_strategy
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -56,6 +56,13 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> str:
             f"train.launcher = {config.launcher!r} with train.strategy = {config.strategy!r}",
             f"it starts ranks of {' and '.join(launcher.strategies)}",
             f"set train.launcher to {' or '.join(map(repr, others))}",
+        )
+    if config.on_non_finite == "skip" and not STRATEGIES[config.strategy].leaves_out_batches:
+        able = [repr(name) for name in STRATEGIES if STRATEGIES[name].leaves_out_batches]
+        raise UsageError(
+            f"train.on_non_finite = 'skip' with train.strategy = {config.strategy!r}",
+            "expected a strategy that can leave a batch out",
+            f"set train.strategy to {' or '.join(able)}, or train.on_non_finite = 'stop'",
         )
     if config.max_restarts and not launcher.starts_again:
         raise UsageError(

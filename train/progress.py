@@ -69,6 +69,18 @@ class BestEpoch:
 
 
 @dataclass(frozen=True, slots=True)
+class Skipped:
+    """Steps whose update was left out because their loss or gradient was not finite."""
+
+    total: int = 0
+    """Since step 0."""
+    in_a_row: int = 0
+    """Up to now."""
+    num_rows: int = 0
+    """Samples of such steps in the running epoch."""
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Everything between two steps but the variables. The sums are those of the running epoch so far."""
 
@@ -83,6 +95,7 @@ class Progress:
     best: BestEpoch | None = None
     """None before the first epoch's end, and without a validation split."""
     history: tuple[EpochRecord, ...] = ()
+    skipped: Skipped = Skipped()
 
     def after_step(self, loss: float, num_correct: float, num_rows: int, spent: TimeSpent) -> Progress:
         """One more step of `num_rows` samples is done."""
@@ -92,6 +105,16 @@ class Progress:
             loss_sum=self.loss_sum + loss * num_rows,
             num_correct=self.num_correct + num_correct,
             last_loss_hex=loss.hex(),
+            skipped=replace(self.skipped, in_a_row=0),
+        ).after_time(spent)
+
+    def after_skip(self, num_rows: int, spent: TimeSpent) -> Progress:
+        """One more step is over, and its update was left out."""
+        before = self.skipped
+        return replace(
+            self,
+            cursor=Cursor(self.cursor.epoch, self.cursor.step + 1),
+            skipped=Skipped(before.total + 1, before.in_a_row + 1, before.num_rows + num_rows),
         ).after_time(spent)
 
     def at_epoch_start(self) -> Progress:
@@ -114,6 +137,7 @@ class Progress:
             early_stop=early_stop,
             best=best,
             history=(*self.history, record),
+            skipped=replace(self.skipped, num_rows=0),
         )
 
 

@@ -175,6 +175,8 @@ class TrainResult:
     history: tuple[EpochRecord, ...]
     evaluation: Evaluation | None
     """On the test split, or on validation if there is no test split; None if there is neither."""
+    num_skipped_steps: int = 0
+    """Of `num_steps`, those whose update was left out because loss or gradient was not finite."""
     export_backend: str = "keras"
     """The backend that exports this model."""
     placement: tuple[RankDevices, ...] = ()

@@ -25,7 +25,7 @@ from train.choose_backend import choose_backend
 from train.config import settings_that_matter
 from train.evaluate import evaluate_batches
 from train.models.identity import check_source, inputs_hint
-from train.non_finite import not_finite_error
+from train.non_finite import leave_out, own_state
 from train.progress import EarlyStop, Progress, TimeSpent, has_not_learned
 from train.readers import READERS
 from train.readers.planned import reader_options
@@ -126,6 +126,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         resumed_from=found.marker.progress.cursor if found else None,
         history=progress.history,
         evaluation=evaluation,
+        num_skipped_steps=progress.skipped.total,
         placement=world.placement,
     )
     if member.rank == 0:
@@ -154,19 +155,22 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
             batch = next(batches)
             input_wait = lap()
 
-            num_rows = plan.num_rows_of_step(step)
+            num_rows, state_before = plan.num_rows_of_step(step), own_state(session)
             done = member.train_step(batch, num_rows, _scheduled_learning_rate(session, progress))
             outcome = done.outcome
             if not outcome.is_applied:
-                raise not_finite_error(session, progress, batch, outcome)
+                leave_out(session, progress, batch, outcome, state_before)
             # What the member did not count as exchange is computation.
             compute = lap() - done.allreduce_seconds
             spent = TimeSpent(input_wait=input_wait, compute=compute, allreduce=done.allreduce_seconds)
-            progress = progress.after_step(outcome.loss, outcome.num_correct, num_rows, spent)
+            if outcome.is_applied:
+                progress = progress.after_step(outcome.loss, outcome.num_correct, num_rows, spent)
+            else:
+                progress = progress.after_skip(num_rows, spent)
             # Reported before its checkpoint is written: a step that a resumed run will not repeat must be on record.
             spent = replace(spent, checkpoint=checkpoint_seconds)
             read = reader.take_seconds()
-            session.reporter.step(_step_report(session, batch, plan.num_steps, progress, spent, read))
+            session.reporter.step(_step_report(session, batch, outcome.loss, progress, spent, read))
             progress = progress.after_time(TimeSpent(other=lap()))
 
             # The epoch's end writes its own.
@@ -180,15 +184,15 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
 
 
 def _step_report(
-    session: Session, batch: Batch, num_steps: int, progress: Progress, spent: TimeSpent, read: ReaderSeconds
+    session: Session, batch: Batch, loss: float, progress: Progress, spent: TimeSpent, read: ReaderSeconds
 ) -> StepReport:
     """Of the step that `progress` has just taken in; `spent` holds the checkpoint that was written just before it."""
     return StepReport(
         rank=session.member.rank,
         epoch=progress.cursor.epoch,
         step=progress.cursor.step - 1,
-        num_steps=num_steps,
-        loss_hex=progress.last_loss_hex,
+        num_steps=session.epochs.num_steps,
+        loss_hex=loss.hex(),
         sample_ids=_real_sample_ids(batch) if session.task.config.record_samples else (),
         seconds={
             "input_wait": spent.input_wait,
@@ -211,7 +215,7 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
         of_rank_0 = session.member.broadcast_bytes(to_json(_evaluate(session, "validation").without_classes()))
         validation = from_json(Evaluation, of_rank_0)
     progress = progress.after_time(TimeSpent(other=session.stopwatch.lap()))
-    num_rows = session.epochs.num_rows
+    num_rows = max(1, session.epochs.num_rows - progress.skipped.num_rows)
     record = EpochRecord(
         epoch=progress.cursor.epoch,
         num_steps=session.epochs.num_steps,

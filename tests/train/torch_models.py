@@ -93,6 +93,24 @@ def fragile(image_shape, num_classes):
     return Fragile(image_shape, num_classes)
 
 
+class Dazzled(nn.Module):
+    """Answers images brighter than a limit with NaN while it trains, and a batch norm takes that in."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(image_shape[2])
+        self.out = linear(image_shape, num_classes)
+
+    def forward(self, images_NCHW):
+        limit = float(os.environ["SHARDMILL_TEST_BRIGHTEST"]) if self.training else float("inf")
+        is_bright_N111 = images_NCHW.sum(dim=(1, 2, 3), keepdim=True) > limit
+        return self.out(self.norm((images_NCHW / 255).masked_fill(is_bright_N111, float("nan"))))
+
+
+def dazzled(image_shape, num_classes):
+    return Dazzled(image_shape, num_classes)
+
+
 class SoftmaxElsewhere(nn.Module):
     """Has a softmax, last in order, that training does not use."""
 

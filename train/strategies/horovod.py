@@ -71,6 +71,7 @@ HOROVOD = Strategy(
     backends=("keras",),
     synchronous=True,
     exact_resume=True,
+    leaves_out_batches=True,
     checkpoint_layout="replicated",
     max_world_size=None,
     join=replicated(HorovodCollective),

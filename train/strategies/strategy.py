@@ -51,6 +51,8 @@ class Strategy:
     join: Join
     devices_per_rank: Literal["one", "all"] = "one"
     """How many GPUs a rank computes on: one, or its equal part of all that its host shows."""
+    leaves_out_batches: bool = False
+    """A batch can be left out as if it had not been (`train.on_non_finite`): all that it changes is the learner's."""
     echo: re.Pattern[str] = NO_ECHO
     """What an error, or the last words, of a rank say that only lost its peer: another rank's fault is the cause."""
     check: Callable[[TrainConfig], None] = _takes_all

@@ -196,6 +196,7 @@ TORCH_DDP = Strategy(
     backends=("torch",),
     synchronous=True,
     exact_resume=True,
+    leaves_out_batches=True,
     checkpoint_layout="replicated",
     max_world_size=None,
     join=join_ddp,
