@@ -8,12 +8,16 @@ Each becomes the result of a work unit that did not have to run, so that the com
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 
+from etl.units import CopyUnit, UnitTask
 from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.dataset.unit_result import UnitResult
@@ -21,20 +25,45 @@ from shardmill.ids import DIGEST_MODULUS
 from shardmill.storage import Store
 
 if TYPE_CHECKING:
-    from etl.changes import Changes
+    from etl.changes import Changes, ShardRows
     from etl.shard_rows import RowCopier
 
 
-def carry(changes: Changes, copier: RowCopier) -> Iterator[UnitResult]:
-    """One result for each shard of which a row is left, in layout order.
+Copy = Callable[[Sequence[CopyUnit], UnitTask], Iterator[UnitResult]]
+"""Runs `etl.copy_unit.copy_rows` over units, in any order."""
+
+
+def carry(changes: Changes, copier: RowCopier, task: UnitTask, copy: Copy) -> Iterator[UnitResult]:
+    """One result for each shard of which a row is left. `copy` makes those that need new files.
 
     Raises IntegrityError if a shard that must be copied, or a row segment, is not what the older version vouches for.
     """
-    # Negative, because the ranges of cells count from 0: what is carried comes first in the layout.
+    units: list[CopyUnit] = []
     for index, shard in enumerate(changes.shards, start=-len(changes.shards)):
-        result = copier.result_of(index, shard.copies, shard.is_kept_N, shard.restated)
-        if result is not None:
-            yield result
+        if shard.is_whole and shard.restated is None:
+            result = copier.result_of(index, shard.copies, shard.is_kept_N)
+            if result is not None:
+                yield result
+        elif shard.is_kept_N.any():
+            units.append(_copy_unit(index, shard, task))
+    if units:
+        yield from copy(units, task)
+
+
+def _copy_unit(index: int, shard: ShardRows, task: UnitTask) -> CopyUnit:
+    kept = base64.b64encode(np.packbits(shard.is_kept_N).tobytes()).decode()
+    restated = "" if shard.restated is None else base64.b64encode(_arrow_stream(shard.restated)).decode()
+    sizes = (task.config.chunk_bytes, task.config.shard_max_bytes)
+    deciding = repr((index, shard.copies, kept, restated, task.row_schema, sizes))
+    fingerprint = hashlib.sha256(deciding.encode()).hexdigest()
+    return CopyUnit(index, fingerprint, shard.copies, kept, restated, int(shard.is_kept_N.sum()))
+
+
+def _arrow_stream(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
 
 
 def changes_nothing(store: Store, changes: Changes, results: Sequence[UnitResult]) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from etl.append import append
-from etl.carry import carry, changes_nothing
+from etl.carry import Copy, carry, changes_nothing
 from etl.duplicates import resolve_duplicates
 from etl.grouping import Group, group_here
 from etl.limits import check_limits
-from etl.pending import clear_pending
+from etl.pending import clear_pending, kept_results
 from etl.same_content import with_same_content
 from etl.shard_rows import RowCopier
 from shardmill.dataset.commit import commit_version, has_all_files
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from etl.changes import Changes
     from etl.finished import Finished
     from etl.plan import BuildPlan
+    from etl.units import CopyUnit, UnitTask
     from shardmill.dataset.build import Build
     from shardmill.dataset.manifest import Manifest
     from shardmill.dataset.unit_result import UnitResult
+    from shardmill.storage import Store
 
 
 def commit_results(
@@ -30,11 +32,12 @@ def commit_results(
     changes: Changes | None = None,
     before_commit: Callable[[], None] = lambda: None,
     group: Group = group_here,
+    copy: Copy | None = None,
 ) -> Manifest:
     """Commit what all units produced, and what `changes` left of the parent; then clear the units' pending records.
 
     `before_commit` may still refuse, when all files are written and only the manifest is not. `group` brings rows of
-    equal bytes together.
+    equal bytes together, `copy`, which changes need, makes shards with what stays of older ones.
     If no new version came of it, the records stay, unless `changes` asks to read again: the same listing (of touched
     files, say) is not processed again.
     """
@@ -45,7 +48,7 @@ def commit_results(
     build, results, rejections = plan.build, finished.results, finished.rejections
     with RowCopier(plan.store, plan.task.config, plan.row_schema) as copier:
         if changes is not None and plan.parent is not None:
-            beside = _beside_parent(plan, plan.parent, changes, finished, copier)
+            beside = _beside_parent(plan, plan.parent, changes, finished, copier, copy)
             if beside is None:
                 _clear_pending(plan, plan.parent, changes)
                 return plan.parent
@@ -64,7 +67,7 @@ def _clear_pending(plan: BuildPlan, latest: Manifest, changes: Changes | None) -
 
 
 def _beside_parent(
-    plan: BuildPlan, parent: Manifest, changes: Changes, finished: Finished, copier: RowCopier
+    plan: BuildPlan, parent: Manifest, changes: Changes, finished: Finished, copier: RowCopier, copy: Copy | None
 ) -> tuple[Build, list[UnitResult]] | None:
     """What to commit: what stays of the parent, and what is new; None if that is the parent again."""
     build, results = plan.build, finished.results
@@ -79,4 +82,19 @@ def _beside_parent(
     same_ledger = finished.rejections.digest == parent.ledger_digest
     if has_its_rows and same_ledger and build.class_names == parent.class_names:
         return None
-    return build, [*carry(changes, copier), *results]
+    assert copy is not None, "changes need it"
+    return build, [*carry(changes, copier, plan.task, _continued(copy, plan.store)), *results]
+
+
+def _continued(copy: Copy, store: Store) -> Copy:
+    """The same, but for what an interrupted run has copied already."""
+
+    def copy_missing(units: Sequence[CopyUnit], task: UnitTask) -> Iterator[UnitResult]:
+        kept = list(kept_results(store, units))
+        yield from kept
+        done = {result.unit_index for result in kept}
+        missing = [unit for unit in units if unit.index not in done]
+        if missing:
+            yield from copy(missing, task)
+
+    return copy_missing

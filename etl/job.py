@@ -15,8 +15,9 @@ if __name__ == "__main__":
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from etl.carry import Copy
 from etl.checks import (
     check_classes,
     check_same_source,
@@ -32,6 +33,7 @@ from etl.grouping import Group
 from etl.limits import check_limits
 from etl.pending import clear_pending, kept_results
 from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
+from etl.units import ListingPlace
 from etl.vanished import check_vanished
 from shardmill.dataset.commit import has_all_files
 from shardmill.dataset.leases import writing
@@ -141,7 +143,9 @@ def _build_on_latest(
 
             # Commit: the limits, the accounting, then one manifest.
             try:
-                manifest = commit_results(plan, finished, changes, lease.check, _group_on_engine(tree))
+                manifest = commit_results(
+                    plan, finished, changes, lease.check, _group_on_engine(tree), _copy_on_engine(tree)
+                )
                 break
             except CommitConflict:
                 if not plan.is_append or num_lost == _MAX_LOST_COMMITS:
@@ -189,6 +193,13 @@ def run_units(plan: BuildPlan, tree: EtlTree, observer: Observer) -> tuple[Finis
 
 def _group_on_engine(tree: EtlTree) -> Group:
     return lambda group: ENGINES[tree.etl.engine].group_rows(group, _settings(tree))
+
+
+def _copy_on_engine(tree: EtlTree) -> Copy:
+    copy = ENGINES[tree.etl.engine].copy_rows or ENGINES["local"].copy_rows
+    assert copy is not None, "the engine local copies"
+    # None of these units reads the listing.
+    return lambda units, task: copy(units, replace(task, listing=ListingPlace("", ())), _settings(tree))
 
 
 def _settings(tree: EtlTree) -> EngineSettings:

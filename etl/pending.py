@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Protocol
 
-from etl.units import WorkUnit
 from shardmill.dataset.index import read_shards, shard_file
 from shardmill.dataset.segment import rows_file
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
@@ -21,23 +21,34 @@ from shardmill.sealed import check_sealed, seal, unseal
 from shardmill.storage import Store, StoredFile
 from shardmill.values import TRANSIENT_REASONS, UNKNOWN_SIZE, Rejection
 
+
+class Unit(Protocol):
+    """What a record is of."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
 PENDING = "pending"
 # A run that nobody has resumed for so long loses nothing but time.
 _ABANDONED_SECONDS = 7 * 86_400.0
 _NUM_READERS = 8
 
 
-def pending_path(unit: WorkUnit) -> str:
+def pending_path(unit: Unit) -> str:
     """The path of a finished unit's record."""
     return f"{PENDING}/{unit.fingerprint}.json"
 
 
-def keep_result(store: Store, unit: WorkUnit, result: UnitResult) -> None:
+def keep_result(store: Store, unit: Unit, result: UnitResult) -> None:
     """Write a finished unit's record: after a crash, a run that plans the same unit finds it and does not repeat it."""
     store.put(pending_path(unit), seal(encode_unit_result(result)))
 
 
-def kept_results(store: Store, units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
+def kept_results(store: Store, units: Sequence[Unit]) -> Iterator[UnitResult]:
     """What an earlier run left of these very units and may be committed as it is; the other units must run.
 
     Records that cannot be used are removed: while units run, a record says that its unit has finished.
@@ -52,7 +63,7 @@ def kept_results(store: Store, units: Sequence[WorkUnit]) -> Iterator[UnitResult
                 store.delete(pending_path(unit))
 
 
-def finished_units(store: Store, units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
+def finished_units(store: Store, units: Sequence[Unit]) -> Iterator[UnitResult]:
     """The results of those of `units` that have finished by now, as their own tasks recorded them."""
     present = {file.path for file in store.list(PENDING)}
     recorded = [unit for unit in units if pending_path(unit) in present]
@@ -63,7 +74,7 @@ def finished_units(store: Store, units: Sequence[WorkUnit]) -> Iterator[UnitResu
                 yield result
 
 
-def kept_result(store: Store, unit: WorkUnit) -> UnitResult | None:
+def kept_result(store: Store, unit: Unit) -> UnitResult | None:
     """What an earlier run left of this very unit, if its refusals still hold and its files are what it wrote.
 
     A damaged record or file counts as absent: the unit is run again.
@@ -91,7 +102,7 @@ def _still_holds(rejection: Rejection) -> bool:
     return is_known and rejection.reason not in TRANSIENT_REASONS
 
 
-def clear_pending(store: Store, units: Sequence[WorkUnit], version: int) -> None:
+def clear_pending(store: Store, units: Sequence[Unit], version: int) -> None:
     """Delete the records that nobody will ask for again, now that `version` holds these units.
 
     These units' own, those that a kill left behind an earlier commit, and what was abandoned. Records of a build
@@ -127,7 +138,7 @@ def _is_settled(store: Store, file: StoredFile, committed: Callable[[], frozense
         return False
 
 
-def _is_of(result: UnitResult, unit: WorkUnit) -> bool:
+def _is_of(result: UnitResult, unit: Unit) -> bool:
     # Units of two builds that are equal have one fingerprint, and so one record; their places in the plans may differ.
     return (result.fingerprint, result.unit_index) == (unit.fingerprint, unit.index)
 

@@ -20,7 +20,7 @@ from shardmill.ids import add_digests, format_digest, key_bytes
 from shardmill.mix import mix64
 from shardmill.options import ENCODINGS, NormalizeOptions
 from shardmill.stores import open_store
-from shardmill.values import Nonce, SourceImage
+from shardmill.values import Nonce, ShardInfo, SourceImage
 
 # Enough units that a cluster of the size that suits the dataset stays busy until the last of them.
 _TARGET_NUM_UNITS = 64
@@ -52,6 +52,24 @@ class WorkUnit:
     num_images: int
     facts_sum: str
     """Of its images' facts: what the unit reads of the segments is what was planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyUnit:
+    """A shard of an older version, of which a task copies some rows or states sources anew; it decodes no image."""
+
+    index: int
+    """Negative: what is carried comes first in the layout, and ranges of cells count from 0."""
+    fingerprint: str
+    """As that of a `WorkUnit`."""
+    copies: tuple[ShardInfo, ...]
+    """The shard in all formats."""
+    kept: str
+    """A bit for each row, in base64."""
+    restated: str
+    """As in `ShardRows`: an Arrow stream in base64, empty for none."""
+    num_images: int
+    """Rows that stay."""
 
 
 @dataclass(frozen=True, slots=True)

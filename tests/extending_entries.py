@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from etl.copy_unit import copy_rows
 from etl.engines import Engine, EngineSettings
 from etl.grouping import group_here
 from etl.sources.folders import FolderSource
-from etl.units import WorkUnit
+from etl.units import CopyUnit, WorkUnit
 from etl.write_unit import UnitTask, write_unit
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.formats.encodings import PNG
@@ -40,7 +41,12 @@ def run_here(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings
     return (write_unit(unit, task) for unit in units)
 
 
-NEW_ENGINE = Engine(run_here, group_here)
+def copy_here(units: Sequence[CopyUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
+    """As `run_here`."""
+    return (copy_rows(unit, task) for unit in units)
+
+
+NEW_ENGINE = Engine(run_here, group_here, copy_here)
 
 
 def new_store(uri: str) -> LocalStore:

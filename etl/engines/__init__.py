@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from etl.grouping import GroupBy
-    from etl.units import UnitTask, WorkUnit
+    from etl.units import CopyUnit, UnitTask, WorkUnit
     from shardmill.dataset.unit_result import UnitResult
     from shardmill.jobs.config import SparkConfig
 
@@ -35,6 +35,8 @@ class Engine:
     """Each unit's result once, as the units finish, in any order."""
     group_rows: Callable[[GroupBy, EngineSettings], Iterator[pa.Table]]
     """The answer of each part of a group-by, in the order of the parts; `etl.grouping.group_here` will do."""
+    copy_rows: Callable[[Sequence[CopyUnit], UnitTask, EngineSettings], Iterator[UnitResult]] | None = None
+    """As `run_units`, with `etl.copy_unit.copy_rows` for each unit; None: as the engine `local` does it."""
     opened: Callable[[EngineSettings], AbstractContextManager[None]] = lambda settings: nullcontext()
     """Entered before a build lists its source: what the parts of its work can share stays open inside."""
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from etl.engines import ENGINES, Engine, EngineSettings
 from etl.grouping import GroupBy, group_here
-from etl.units import UnitTask, WorkUnit
+from etl.units import CopyUnit, UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
 
@@ -42,4 +42,11 @@ def open_likely(settings: EngineSettings) -> AbstractContextManager[None]:
     return ENGINES["spark" if _has_cluster(settings) else "local"].opened(settings)
 
 
-AUTO = Engine(run_automatically, group_automatically, open_likely)
+def copy_automatically(units: Sequence[CopyUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
+    """Copy rows on the cluster, if there is one; else in processes of this machine."""
+    copy = ENGINES["spark" if _has_cluster(settings) else "local"].copy_rows
+    assert copy is not None, "both engines copy"
+    return copy(units, task, settings)
+
+
+AUTO = Engine(run_automatically, group_automatically, copy_automatically, open_likely)

@@ -13,7 +13,7 @@ from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import UnitRunner
 from etl.engines.worker_process import ForkServer
 from etl.grouping import group_here
-from etl.units import UnitTask, WorkUnit
+from etl.units import CopyUnit, UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result
 
 # Processes for each worker: while one of them stores a unit, another decodes the next one.
@@ -34,7 +34,7 @@ def prepared(settings: EngineSettings) -> Iterator[None]:
             _server = None
 
 
-def run_locally(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
+def run_locally(units: Sequence[WorkUnit | CopyUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
     """Each unit's result as it finishes. Raises the first error that a unit raised, after ending all processes."""
     waiting = deque(map(encode_unit, units))
     num_workers = settings.num_workers or len(os.sched_getaffinity(0))
@@ -66,4 +66,4 @@ def run_locally(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSetti
                     yield decode_unit_result(result)
 
 
-LOCAL = Engine(run_locally, group_here, prepared)
+LOCAL = Engine(run_locally, group_here, run_locally, prepared)

@@ -15,7 +15,7 @@ from etl.engines.spark_jobs import start_job, until_done
 from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import run_in_warm_process
 from etl.pending import PENDING, finished_units
-from etl.units import ListingPlace, UnitTask, WorkUnit
+from etl.units import CopyUnit, ListingPlace, UnitTask, WorkUnit
 from shardmill import errors
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.jobs.reach import planted
@@ -26,7 +26,9 @@ from shardmill.stores import open_store
 _NUM_JOBS = 3
 
 
-def run_on_spark(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:
+def run_on_spark(
+    units: Sequence[WorkUnit | CopyUnit], task: UnitTask, settings: EngineSettings
+) -> Iterator[UnitResult]:
     """One row, one partition and one task for each unit. Spark moves the plan; images never cross the JVM.
 
     Results come from the records that tasks leave in the dataset, so that neither JVM nor driver holds all of them.
@@ -76,4 +78,4 @@ def _shared_listing(task: UnitTask, store: Store) -> Iterator[ListingPlace]:
                 store.delete(path)
 
 
-SPARK = Engine(run_on_spark, group_on_spark, lambda settings: one_spark())
+SPARK = Engine(run_on_spark, group_on_spark, run_on_spark, lambda settings: one_spark())

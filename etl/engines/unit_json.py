@@ -6,7 +6,7 @@ from functools import cache
 
 from pydantic import TypeAdapter
 
-from etl.units import UnitTask, WorkUnit
+from etl.units import CopyUnit, UnitTask, WorkUnit
 
 
 def encode_task(task: UnitTask) -> bytes:
@@ -19,12 +19,12 @@ def decode_task(data: bytes) -> UnitTask:
     return _tasks().validate_json(data)
 
 
-def encode_unit(unit: WorkUnit) -> bytes:
+def encode_unit(unit: WorkUnit | CopyUnit) -> bytes:
     """A work unit as JSON."""
     return _units().dump_json(unit)
 
 
-def decode_unit(data: bytes) -> WorkUnit:
+def decode_unit(data: bytes) -> WorkUnit | CopyUnit:
     """The work unit that `encode_unit` wrote."""
     return _units().validate_json(data)
 
@@ -36,5 +36,5 @@ def _tasks() -> TypeAdapter[UnitTask]:
 
 
 @cache
-def _units() -> TypeAdapter[WorkUnit]:
-    return TypeAdapter(WorkUnit)
+def _units() -> TypeAdapter[WorkUnit | CopyUnit]:
+    return TypeAdapter(WorkUnit | CopyUnit)

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from etl.config import EtlConfig, SourceConfig
+from etl.copy_unit import copy_rows
 from etl.engines.unit_json import decode_task, decode_unit
 from etl.engines.worker_process import END
 from etl.sources import SOURCES
+from etl.units import CopyUnit
 from etl.write_unit import write_unit
 from shardmill.dataset.unit_result import encode_unit_result
 from shardmill.errors import ShardmillError
@@ -100,7 +102,10 @@ def _work(requests: int, answers: int) -> None:
         while (request := read_message(waiting)) is not None:
             try:
                 unit = decode_unit(request[1])
-                result = write_unit(unit, task, decoder, lambda: _answer(pipe, {"is_decoded": True}))
+                if isinstance(unit, CopyUnit):
+                    result = copy_rows(unit, task)
+                else:
+                    result = write_unit(unit, task, decoder, lambda: _answer(pipe, {"is_decoded": True}))
                 _answer(pipe, {}, encode_unit_result(result))
             except ShardmillError as error:
                 parts = [error.what, error.expected, error.fix]

@@ -24,11 +24,14 @@ from etl.finished import Finished
 from etl.job import build_dataset
 from etl.pending import finished_units
 from etl.plan import plan_build
+from etl.shard_rows import RowCopier
 from etl.units import WorkUnit
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result
+from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import StorageError
 from shardmill.jobs.config import DatasetConfig, SparkConfig
+from shardmill.stores import open_store
 from tests.etl.building import ETL, digests
 from tests.support import build_here
 
@@ -50,6 +53,26 @@ def test_every_engine_writes_the_shards_of_units_in_order(engine: str, images: P
     tree = EtlTree(source=source, dataset=dataset, etl=etl, spark=SparkConfig(master="local[2]"))
     here = open_dataset(build_here(source.uri, str(images / f"here_{engine}"), ETL)).manifest
     assert digests(build_dataset(tree, run_id="r")) == (here.content_digest, here.layout_digest)
+
+
+@pytest.mark.parametrize("engine", ["local", "spark"])
+def test_what_stays_of_changed_shards_is_copied_by_tasks(engine: str, images: Path):
+    """The driver copies no row, and the version is that of a full build."""
+    tree = local_tree(images, engine=engine)
+    build_dataset(tree, run_id="first")
+    [gone, *_] = sorted((images / "images" / "class_1").glob("*.png"))
+    gone.unlink()
+    before = {shard.path for shard in open_dataset(tree.dataset.uri).shards}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowCopier, "copy", lambda *arguments: pytest.fail("copied in the driver"))
+        manifest = build_dataset(tree, run_id="second").manifest
+    whole = open_dataset(build_here(str(images / "images"), str(images / "whole"), ETL)).manifest
+    assert (manifest.operation, manifest.content_digest) == ("incremental", whole.content_digest)
+    dataset = open_dataset(tree.dataset.uri)
+    copied = {shard.path for shard in dataset.shards} - before
+    assert copied and all("/kept-" in path for path in copied)
+    verify_dataset(dataset, deep=True).raise_if_failed()
+    assert not list(open_store(tree.dataset.uri).list("pending"))
 
 
 def test_an_image_that_hangs_its_decoder_costs_one_rejection_and_no_neighbour(images: Path):

@@ -7,18 +7,27 @@ import random
 import shutil
 import tarfile
 import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 
+from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.copy_unit import copy_rows
+from etl.finished import Finished
 from etl.job import BuildOutcome, build_dataset
+from etl.plan import plan_build, plan_changes
+from etl.units import CopyUnit, UnitTask
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
+from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.verify import verify_dataset
+from shardmill.errors import StorageError
 from shardmill.jobs.config import DatasetConfig
+from shardmill.jobs.observer import SilentObserver
 from tests.etl.building import Recorder
 from tests.support import write_images
 
@@ -49,6 +58,31 @@ def paint(file: Path, rng: random.Random) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(rng.randrange(2**32)).integers(0, 255, (16, 16, 3), np.uint8)
     assert cv2.imwrite(str(file), pixels)
+
+
+def test_what_an_interrupted_run_has_copied_is_not_copied_again(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=90)
+    build(tmp_path)
+    for file in sorted((tmp_path / "images").rglob("*.png"))[::40]:
+        file.unlink()
+    planned = plan_changes(plan_build(tree_for(tmp_path), run_id="second"), SilentObserver())
+    assert planned is not None
+    plan, changes = planned
+    copied: list[int] = []
+
+    def copy(units: Sequence[CopyUnit], task: UnitTask) -> Iterator[UnitResult]:
+        for unit in units:
+            copied.append(unit.index)
+            yield copy_rows(unit, task)
+
+    def lost() -> None:
+        raise StorageError("lost just before the commit")
+
+    with pytest.raises(StorageError, match="lost just before"):
+        commit_results(plan, Finished(plan.work), changes, lost, copy=copy)
+    manifest = commit_results(plan, Finished(plan.work), changes, copy=copy)
+    assert copied and len(set(copied)) == len(copied)
+    assert manifest.content_digest == build(tmp_path, "whole").manifest.content_digest
 
 
 def test_any_series_of_changes_ends_with_the_content_of_a_full_build(tmp_path: Path):
