@@ -12,6 +12,7 @@ import typer
 from pipeline.cli_options import Command, Common, command_without
 from pipeline.dataset_commands import DatasetArgument, dataset_app
 from pipeline.ending import run_app
+from pipeline.plan_command import plan_app
 from pipeline.printing import (
     plain,
     print_result,
@@ -35,6 +36,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show the config.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(dataset_app)
+app.add_typer(plan_app)
 
 Version = Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)]
 Source = Annotated[str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="A folder of images, or a TOML file.")]

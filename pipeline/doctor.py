@@ -211,10 +211,12 @@ def _found(error: ShardmillError) -> str:
 
 def _slots(tree: PipelineTree) -> Iterator[Finding]:
     """Whether each rank that starts here has a core of its own; nothing of a launcher that cannot be loaded."""
+    from train.auto import resolve
     from train.launching import LAUNCHERS
 
-    train, cores = tree.train, os.cpu_count() or 1
+    cores = os.cpu_count() or 1
     try:
+        train = resolve(tree.train, tree.spark).config
         num_ranks_here = LAUNCHERS[train.launcher].ranks_here(train.num_workers, tree.spark)
     except ShardmillError:
         return

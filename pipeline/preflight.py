@@ -138,6 +138,5 @@ def _look_at_model(tree: PipelineTree) -> str:
 def _look_at_launch(tree: PipelineTree) -> str:
     from train.preflight import check_terms
 
-    train = tree.train
-    backend = check_terms(train, tree.spark)
-    return f"{train.num_workers} rank(s) by {train.launcher}, strategy {train.strategy}, backend {backend}"
+    train = check_terms(tree.train, tree.spark).config
+    return f"{train.num_workers} rank(s) by {train.launcher}, strategy {train.strategy}, backend {train.backend}"

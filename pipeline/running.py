@@ -87,7 +87,9 @@ def verify_record(report: VerifyReport) -> StageRecord:
 
 def setting(tree: PipelineTree, workdir: str) -> str:
     """What was inferred before anything is listed: sizes, model, ranks, device, and where results go."""
-    train = tree.train
+    from train.auto import resolve
+
+    train = resolve(tree.train, tree.spark).config
     ranks = f"{train.num_workers} rank{'s' * (train.num_workers > 1)} by {train.launcher}"
     return (
         f"run: images at {tree.etl.image_size} pixels; {train.model}, {train.epochs} epochs on {ranks}, "

@@ -9,22 +9,24 @@ from train.models.user import imported_packages
 from train.strategies import STRATEGIES
 
 
-def with_backend(config: TrainConfig) -> TrainConfig:
-    """`config` with `auto` replaced: strategies may differ between attempts at one training, the framework may not."""
-    return config.model_copy(update={"backend": choose_backend(config)})
+def framework_of(config: TrainConfig) -> str:
+    """The backend that config and model leave no choice about; empty if any would do: pure, and imports no framework.
+
+    A factory that imports PyTorch and not Keras needs `torch`.
+    """
+    if config.backend != "auto":
+        return config.backend
+    packages = imported_packages(config.model)
+    return "torch" if "torch" in packages and not packages & {"keras", "tensorflow"} else ""
 
 
 def choose_backend(config: TrainConfig) -> str:
     """The backend's name. Raises UsageError if the strategy does not run with it, or its packages are missing.
 
-    Under `auto` a model of ours, or a factory that imports Keras, takes the strategy's first backend; a factory that
-    imports PyTorch and not Keras takes `torch`.
+    What neither config nor model decides takes the strategy's first backend.
     """
     backends = STRATEGIES[config.strategy].backends
-    name = config.backend
-    if name == "auto":
-        packages = imported_packages(config.model)
-        name = "torch" if "torch" in packages and not packages & {"keras", "tensorflow"} else backends[0]
+    name = framework_of(config) or backends[0]
     if name not in backends:
         installed = [each for each, entry in STRATEGIES.entries.items() if not entry.missing_packages()]
         others = [each for each in installed if name in STRATEGIES[each].backends]

@@ -54,15 +54,15 @@ class TrainConfig(Section):
     weights are averaged. To keep the batch of an update, multiply `global_batch_size` by as much."""
     num_workers: Annotated[int, HOW] = Field(default=1, ge=1)
     """Ranks: training processes."""
-    strategy: Annotated[str, OneOf(STRATEGIES), HOW] = "single"
-    """How ranks share the training."""
+    strategy: Annotated[str, OneOf(STRATEGIES, also=("auto",)), HOW] = "auto"
+    """How ranks share the training; `auto` follows from the model, `num_workers` and the devices (docs/training.md)."""
     local_devices: Annotated[int, HOW] = Field(default=0, ge=0)
     """`mirrored` only: over how many devices of its process a batch is split; 0: all GPUs there are, else one CPU.
     Without GPUs the CPU counts as so many devices, which gains no speed."""
     backend: Annotated[str, OneOf(BACKENDS, also=("auto",))] = "auto"
     """The framework; `auto` follows from strategy and model."""
-    launcher: Annotated[str, OneOf(LAUNCHERS), HOW] = "inline"
-    """How ranks start."""
+    launcher: Annotated[str, OneOf(LAUNCHERS, also=("auto",)), HOW] = "auto"
+    """How ranks start; `auto`: one in this process, several on the Spark cluster of `spark.master`, else here."""
     devices: Annotated[Literal["auto", "cpu", "gpu"], HOW] = "auto"
     """What ranks compute on, each on a device of its own: `auto` takes GPUs where there are some and the framework was
     built for them."""
@@ -221,6 +221,7 @@ def settings_that_matter(config: TrainConfig) -> dict[str, str]:
     fields = TrainConfig.model_fields
     free |= {name for name in settings_of(LATER) if getattr(config, name) == fields[name].get_default()}
     # Between synchronous strategies a training may move: they apply the same updates.
-    free -= set() if STRATEGIES[config.strategy].synchronous else {"strategy"}
+    is_synchronous = config.strategy == "auto" or STRATEGIES[config.strategy].synchronous
+    free -= set() if is_synchronous else {"strategy"}
     values = config.model_dump(mode="json")
     return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in free}

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
+from train.auto import Chosen, resolve
 from train.backends import BACKENDS
-from train.choose_backend import choose_backend
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
@@ -42,11 +42,13 @@ class WindowMemory:
         return {**asdict(self), "bytes_per_rank": self.bytes_per_rank}
 
 
-def check_terms(config: TrainConfig, spark: SparkConfig) -> str:
-    """What needs no dataset: strategy, launcher, backend and their numbers fit each other. -> the backend's name.
+def check_terms(config: TrainConfig, spark: SparkConfig) -> Chosen:
+    """What needs no dataset: strategy, launcher, backend and their numbers fit each other. -> what `auto` stands for.
 
     Raises UsageError otherwise. Nothing is imported that trains.
     """
+    chosen = resolve(config, spark)
+    config, backend = chosen.config, chosen.config.backend
     find_strategy(config.strategy, config.num_workers).check(config)
     _check_local_updates(config)
     launcher = LAUNCHERS[config.launcher]
@@ -71,7 +73,6 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> str:
             "set train.launcher to 'local' or 'spark_barrier', or train.max_restarts = 0",
         )
     launcher.check(config.num_workers, spark)
-    backend = choose_backend(config)
     if not launcher.assigns_devices(spark):
         check_devices_here(config, launcher.ranks_here(config.num_workers, spark))
     is_keras = "keras" in imported_packages(config.model)
@@ -89,7 +90,7 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> str:
             "it scales no losses",
             "set train.mixed_precision = 'bfloat16'",
         )
-    return backend
+    return chosen
 
 
 def _check_local_updates(config: TrainConfig) -> None:

@@ -19,7 +19,7 @@ from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
-from train.choose_backend import with_backend
+from train.auto import Chosen, resolve
 from train.evaluate import evaluation_section
 from train.launching import LAUNCHERS
 from train.launching.restarts import Restart, launch_until_done
@@ -41,8 +41,8 @@ class TrainOutcome:
 
     result: TrainResult
     models_uri: str
-    launcher: str
-    """By which this call started the ranks, or would have."""
+    chosen: Chosen
+    """How this call trained, or would have."""
     skipped: bool
     """True if it had finished before, on the same dataset version with the same settings."""
     verdict: Verdict | None = None
@@ -62,7 +62,8 @@ def train_model(
     Raises UsageError (2), IntegrityError (3), StorageError (4), or TrainingError (5), that of the first failed rank.
     """
     # What can be said before anything starts: names, numbers, places.
-    check_terms(tree.train, tree.spark)
+    chosen = check_terms(tree.train, tree.spark)
+    tree = tree.model_copy(update={"train": chosen.config})
     launcher = LAUNCHERS[tree.train.launcher]
     models = open_store(require_uri("models.uri", tree.models.uri))
 
@@ -70,7 +71,7 @@ def train_model(
     choice = _choose(tree, version, fresh_for)
     choice.report(tree.train, observer)
     if choice.result is not None:
-        return TrainOutcome(choice.result, models.uri, tree.train.launcher, skipped=True)
+        return TrainOutcome(choice.result, models.uri, chosen, skipped=True)
 
     # It must be trainable, in the memory that there is.
     dataset = open_pinned(choice.dataset)
@@ -81,12 +82,12 @@ def train_model(
     with reading(dataset.store, dataset.pin.version, f"train, in {models.uri},"), planted(models) as nonce:
         # Every shard is present; the ranks verify the bytes of each chunk when they first read it.
         verify_present(dataset)
-        observer.event("plan", {"rank": 0, **memory.as_fields()})
+        observer.event("plan", {"rank": 0, "chosen": chosen.reason, **memory.as_fields()})
         if limits := READERS[tree.train.reader].limits(tree.train, dataset):
             observer.event("reader", {"rank": 0, "reader": tree.train.reader, WARNING: limits})
         result, restarts = launch_until_done(
             lambda config: launcher.launch(choice.task(config, nonce), tree.spark, observer),
-            with_backend(tree.train),
+            tree.train,
             observer,
             check=lambda config: window_memory(config, dataset),
         )
@@ -98,7 +99,7 @@ def train_model(
             "driver and executors must see the same storage",
             "set models.uri to a place that all machines reach",
         )
-    return TrainOutcome(result, models.uri, tree.train.launcher, skipped=False, restarts=restarts)
+    return TrainOutcome(result, models.uri, chosen, skipped=False, restarts=restarts)
 
 
 def train_in_run(
@@ -124,14 +125,15 @@ def train_in_run(
 
 def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> TrainOutcome:
     """The training that `train_model` would skip. Raises UsageError if it has not finished yet."""
-    choice = _choose(tree, version)
+    chosen = resolve(tree.train, tree.spark)
+    choice = _choose(tree.model_copy(update={"train": chosen.config}), version)
     if choice.result is None:
         raise UsageError(
             f"no finished training of this config on {choice.dataset.uri}@{choice.dataset.version}",
             "expected one to export",
             "repeat the --set options of the run, or give its runs/ID/config.toml; or run `shardmill train` first",
         )
-    return TrainOutcome(choice.result, open_store(tree.models.uri).uri, tree.train.launcher, skipped=True)
+    return TrainOutcome(choice.result, open_store(tree.models.uri).uri, chosen, skipped=True)
 
 
 def train_record(outcome: TrainOutcome) -> StageRecord:
@@ -145,8 +147,8 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
             "dataset": dataset_section(result.dataset, open_pinned(result.dataset).manifest),
             "train": {
                 "strategy": result.strategy,
-                "strategy_reason": "set by train.strategy",
-                "launcher": outcome.launcher,
+                "strategy_reason": outcome.chosen.reason,
+                "launcher": outcome.chosen.config.launcher,
                 "world_size": result.world_size,
                 "devices": [str(each) for each in result.placement],
                 "epochs": result.num_epochs,
@@ -178,4 +180,4 @@ def _choose(tree: TrainTree, version: DatasetPin | None = None, fresh_for: str =
     # An expiry or a rollback makes a version and changes no row: what was trained on those rows is not trained again.
     same_rows = first_alike(version)
     models = open_store(require_uri("models.uri", tree.models.uri))
-    return choose_training(models, with_backend(tree.train), same_rows, fresh_for)
+    return choose_training(models, tree.train, same_rows, fresh_for)

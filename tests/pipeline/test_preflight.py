@@ -32,8 +32,8 @@ def refused(folder: Path, *overrides: str) -> str:
         (["train.model=mine:bild"], ["mine.py has no function 'bild'", "did you mean mine:build?"]),
         (["train.model=absent:build"], ["there is no module 'absent'", "start shardmill in the folder"]),
         (["train.model=broken:build"], ["broken.py:1: "]),
-        (["train.num_workers=2"], ["train.num_workers = 2", "horovod"]),
-        (["train.num_workers=2", "train.strategy=horovod"], ["'inline'", "one worker"]),
+        (["train.num_workers=2", "train.strategy=single"], ["train.num_workers = 2", "horovod"]),
+        (["train.num_workers=2", "train.launcher=inline"], ["'inline'", "one worker"]),
         (
             ["train.num_workers=4", "train.strategy=horovod", "train.launcher=horovod_spark", "spark.master=local[2]"],
             ["runs 2 task(s) at a time", "expected at least 4 slots"],

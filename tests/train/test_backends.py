@@ -21,9 +21,9 @@ from shardmill.reader import read_samples
 from tests.train import torch_models
 from tests.train.test_models import batch_of
 from tests.train.training import MODELS, task_of, train_here
+from train.auto import resolve
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
-from train.choose_backend import choose_backend, with_backend
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.preflight import check_terms
@@ -180,16 +180,24 @@ def test_a_module_that_cannot_be_exported_is_told_so(tmp_path):
         one.write_served(tmp_path)
 
 
+def resolved(config: TrainConfig) -> TrainConfig:
+    return resolve(config, SparkConfig()).config
+
+
+def backend_of(config: TrainConfig) -> str:
+    return resolved(config).backend
+
+
 def test_the_backend_follows_from_strategy_and_model():
-    assert choose_backend(TrainConfig()) == "keras"
-    assert choose_backend(TrainConfig(model=LINEAR["torch"])) == "torch"
-    assert choose_backend(TrainConfig(model=LINEAR["keras"])) == "keras"
-    assert choose_backend(TrainConfig(strategy="torch_ddp")) == "torch"
-    assert choose_backend(TrainConfig(backend="torch")) == "torch"
+    assert backend_of(TrainConfig()) == "keras"
+    assert backend_of(TrainConfig(model=LINEAR["torch"])) == "torch"
+    assert backend_of(TrainConfig(model=LINEAR["keras"])) == "keras"
+    assert backend_of(TrainConfig(strategy="torch_ddp")) == "torch"
+    assert backend_of(TrainConfig(backend="torch")) == "torch"
     with pytest.raises(UsageError, match=r"'horovod' with the backend 'torch', which train.model = .*'torch_ddp'"):
-        choose_backend(TrainConfig(model=LINEAR["torch"], strategy="horovod"))
+        backend_of(TrainConfig(model=LINEAR["torch"], strategy="horovod"))
     with pytest.raises(UsageError, match=r"'torch_ddp' with the backend 'keras'; it runs with torch; set train.strat"):
-        choose_backend(TrainConfig(strategy="torch_ddp", backend="keras"))
+        backend_of(TrainConfig(strategy="torch_ddp", backend="keras"))
 
 
 def test_a_launcher_refuses_a_strategy_that_it_cannot_start():
@@ -201,11 +209,11 @@ def test_a_launcher_refuses_a_strategy_that_it_cannot_start():
 def test_a_keras_model_is_not_trained_by_torch_in_the_process_that_exports_it():
     for model in ("small_cnn", LINEAR["keras"]):
         with pytest.raises(UsageError, match="one process has one of them; set train.launcher = 'local'"):
-            check_terms(TrainConfig(model=model, backend="torch"), SparkConfig())
-    assert check_terms(TrainConfig(model=LINEAR["torch"]), SparkConfig()) == "torch"
+            check_terms(TrainConfig(model=model, backend="torch", launcher="inline"), SparkConfig())
+    assert check_terms(TrainConfig(model=LINEAR["torch"]), SparkConfig()).config.backend == "torch"
     with pytest.raises(UsageError, match=r"'float16' with the backend 'torch'"):
         check_terms(TrainConfig(model=LINEAR["torch"], mixed_precision="float16"), SparkConfig())
-    assert check_terms(TrainConfig(backend="torch", launcher="local"), SparkConfig()) == "torch"
+    assert check_terms(TrainConfig(backend="torch"), SparkConfig()).config.launcher == "local"
 
 
 def test_a_torch_training_is_exported_and_loaded_by_torch(tiny_uri, tmp_path):
@@ -247,11 +255,11 @@ print(json.dumps([name for name in ("tensorflow", "keras") if name in sys.module
 def test_another_framework_is_another_training(tiny_uri):
     pin = open_dataset(tiny_uri).pin
     folders = {
-        (strategy, backend): training_dir(with_backend(TrainConfig(strategy=strategy, backend=backend)), pin, "")
+        (strategy, backend): training_dir(resolved(TrainConfig(strategy=strategy, backend=backend)), pin, "")
         for strategy, backend in (("single", "auto"), ("single", "keras"), ("horovod", "auto"), ("torch_ddp", "auto"))
     }
     assert len(set(folders.values())) == 2
-    assert folders["torch_ddp", "auto"] == training_dir(with_backend(TrainConfig(backend="torch")), pin, "")
+    assert folders["torch_ddp", "auto"] == training_dir(resolved(TrainConfig(backend="torch")), pin, "")
 
 
 def test_a_sample_for_which_the_model_gives_no_number_is_named(tiny_uri, tmp_path, monkeypatch):

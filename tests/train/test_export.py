@@ -22,6 +22,7 @@ from shardmill.section import Section
 from shardmill.stores import open_store
 from tests.services.faulty_store import FaultyStore, send_twice
 from tests.support import make_dataset
+from train.auto import resolve
 from train.backends.keras.backend import KERAS_FILE
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
@@ -60,7 +61,8 @@ def dataset(tmp_path_factory) -> Dataset:
 
 
 def config_of(**train: object) -> TrainConfig:
-    return TrainConfig(**{"epochs": 2, "global_batch_size": 24, "num_streams": 6, **train})
+    config = TrainConfig(**{"epochs": 2, "global_batch_size": 24, "num_streams": 6, **train})
+    return resolve(config, SparkConfig()).config
 
 
 def trained(dataset: Dataset, models_uri: Path, config: TrainConfig) -> TrainResult:

@@ -155,7 +155,7 @@ def test_a_wrong_name_is_refused_with_the_one_that_was_meant(key, given, meant):
 
 
 def test_what_cannot_run_is_refused_before_anything_starts(dataset_uri, tmp_path):
-    tree = tree_of(dataset_uri, tmp_path / "models", num_workers=2, launcher="local")
+    tree = tree_of(dataset_uri, tmp_path / "models", num_workers=2, launcher="local", strategy="single")
     with pytest.raises(UsageError, match="'single' with train.num_workers = 2"):
         train_model(tree, RunLog(SilentObserver()))
     assert not (tmp_path / "models").exists()

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from shardmill.errors import UsageError
-from shardmill.jobs.config import load_tree
+from shardmill.jobs.config import SparkConfig, load_tree
 from shardmill.registry import Entry, load_object
 from tests.train.test_models import batch_of, step_of
+from train.auto import resolve
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.keras.build import build_model
-from train.choose_backend import choose_backend
 from train.config import TrainConfig
 from train.models import MODELS
 from train.tree import TrainTree
@@ -77,7 +77,7 @@ def test_an_architecture_of_torchvision_trains_and_exports(tmp_path):
     BACKENDS["torch"].start(World(), 0)
     spec = ModelSpec(shape, ("a", "b", "c"), InputScale((120.0,), (60.0,)))
     config = TrainConfig(model="torchvision.models:squeezenet1_1")
-    assert choose_backend(config) == "torch"
+    assert resolve(config, SparkConfig()).config.backend == "torch"
     one = BACKENDS["torch"].build(config, spec)
     outcome = one.apply(one.gradients(batch_of(shape), 4, 1.0), 0.01)
     assert outcome.is_applied and outcome.gradient_norm > 0

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardmill.dataset.open import open_dataset
+from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
+from train.auto import resolve
 from train.config import TrainConfig
 from train.models.user import source_sha256
 from train.observer import GlobalStep
@@ -67,7 +69,7 @@ class StepWatcher:
 
 
 def task_of(uri: str, models: Path | str, training_dir: str = "t", **config: object) -> WorkerTask:
-    settings = TrainConfig(**{**SMALL, **config})
+    settings = resolve(TrainConfig(**{**SMALL, **config}), SparkConfig()).config
     return WorkerTask(settings, open_dataset(uri).pin, str(models), training_dir, source_sha256(settings.model))
 
 

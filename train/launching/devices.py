@@ -103,6 +103,13 @@ def devices_of_rank(place: Place, config: TrainConfig, assigned: Sequence[str] |
     return share_of_rank(visible_gpus(os.environ, _num_gpus_here()), place, is_one=is_one)
 
 
+def gpus_here(config: TrainConfig, backend: str) -> tuple[str, ...]:
+    """Addresses of the GPUs that one rank of this backend could use in this process; none if it is to use the CPU."""
+    if config.devices == "cpu" or why_no_gpu(backend):
+        return ()
+    return visible_gpus(os.environ, _num_gpus_here())
+
+
 def device_environment(place: Place, config: TrainConfig, assigned: Sequence[str] | None = None) -> dict[str, str]:
     """Variables that make a rank's process see its own devices and no others; set before any framework is imported."""
     devices = devices_of_rank(place, config, assigned)

@@ -1,0 +1,37 @@
+"""The command `plan`: what a training would choose and cost, before anything trains."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pipeline.cli_options import Common, command_without
+from pipeline.dataset_commands import DatasetArgument
+from pipeline.printing import print_result
+
+plan_app = typer.Typer()
+
+WorldSize = Annotated[int, typer.Option(metavar="N", help="For so many ranks.", min=0)]
+Devices = Annotated[str, typer.Option(metavar="NxKIND", help="Such as 8xH200: one for each rank.")]
+Bandwidth = Annotated[float, typer.Option(metavar="GBIT", help="Between two ranks, in Gbit/s.", min=0.001)]
+
+
+@plan_app.command(cls=command_without("run_id"))
+def plan(
+    context: typer.Context,
+    dataset: DatasetArgument,
+    world_size: WorldSize = 0,
+    devices: Devices = "",
+    bandwidth: Bandwidth = 10.0,
+) -> None:
+    """What `train` would do: the choice of `auto`, its memory, its speed as measured here; trains nothing."""
+    from pipeline.config import load_for_dataset
+    from train.plan import plan_training
+    from train.tree import TrainTree
+
+    common: Common = context.obj
+    ranks = (f"train.num_workers={world_size}",) if world_size else ()
+    tree = load_for_dataset(dataset, (*common.overrides, *ranks), common.workdir)
+    planned = plan_training(tree.part(TrainTree), devices, bandwidth)
+    print_result(common, planned.document(), planned.rows(), title="plan")

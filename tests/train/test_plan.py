@@ -1,0 +1,80 @@
+"""What `shardmill plan` says: its arithmetic, and one measurement of a real model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardmill.errors import UsageError
+from shardmill.jobs.config import DatasetConfig, SparkConfig
+from tests.pipeline.command import shardmill
+from train.config import TrainConfig
+from train.plan import DEVICE_BYTES, GIB, advice, exchange_time, parse_devices, plan_training
+from train.probe import StepCost
+from train.tree import TrainTree
+
+
+def cost(state_gib: float, work_gib: float) -> StepCost:
+    return StepCost(10, 40, int(state_gib * GIB), int(work_gib * GIB), 0.1)
+
+
+def test_a_ring_sends_almost_twice_the_data():
+    assert exchange_time(10**9, 1, 8) == 0
+    assert exchange_time(10**9, 2, 8) == pytest.approx(1.0)
+    assert exchange_time(10**9, 100, 8) == pytest.approx(1.98)
+
+
+def test_devices_are_a_count_and_a_kind_that_is_known():
+    assert parse_devices("8xH200") == (8, "H200") and parse_devices("1xA100-80") == (1, "A100-80")
+    for wrong in ("H200", "0xH200", "8xH2000", "8 x H200", "x"):
+        with pytest.raises(UsageError, match="expected COUNTxKIND, with a kind of T4"):
+            parse_devices(wrong)
+
+
+def test_memory_is_saved_by_smaller_parts_before_the_precision():
+    config = TrainConfig()
+    assert DEVICE_BYTES["T4"] == 15 * GIB
+    assert advice(config, cost(4, 10), 64, "T4") == "fits into the 15 GiB of one T4"
+    # 10 GiB are left for a step that needs 20 for 64 images: 32 at a time.
+    assert "holds about 32 images: set train.accumulation_steps = 2" in advice(config, cost(4, 20), 64, "T4")
+    # Half of the 64 images were measured at a time: one image needs 20 / 32 GiB.
+    halves = TrainConfig(accumulation_steps=2)
+    assert "holds about 16 images: set train.accumulation_steps = 4" in advice(halves, cost(4, 20), 64, "T4")
+    assert "train.mixed_precision = 'bfloat16'" in advice(config, cost(4, 12), 1, "T4")
+    assert "does not hold this model" in advice(config, cost(16, 1), 1, "T4")
+
+
+def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
+    models = {"models": {"uri": str(tmp_path / "models")}}
+    tree = TrainTree.model_validate(
+        {**models, "dataset": DatasetConfig(uri=tiny_uri), "spark": SparkConfig(), "train": {"global_batch_size": 24,
+         "num_streams": 6, "num_workers": 4, "model": "tests.train.torch_models:linear"}}
+    )  # fmt: skip
+    planned = plan_training(tree)
+    assert (planned.strategy, planned.launcher, planned.backend) == ("torch_ddp", "local", "torch")
+    assert (
+        planned.cost.num_weights == (16 * 16 * 3 + 1) * 3 and planned.cost.weights_bytes == 4 * planned.cost.num_weights
+    )
+    # Weights, gradients and Adam's two moments, and a few bytes for the generators and the number of steps.
+    assert 4 <= planned.cost.state_bytes / planned.cost.weights_bytes < 6
+    assert planned.local_batch_size == 8, "of six streams with four images each, the largest rank has two"
+    assert planned.images_per_second == pytest.approx(24 / (planned.cost.step_seconds + planned.exchange_seconds))
+    assert not (tmp_path / "models").exists()
+
+
+def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_path):
+    wrong = shardmill("plan", tiny_uri, "--set", "train.model=tests.train.torch_models:no_model", cwd=tmp_path)
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "no_model" in wrong.stderr
+    done = shardmill(
+        "plan",
+        tiny_uri,
+        "--json",
+        "--devices",
+        "1xT4",
+        "--set",
+        "train.model=tests.train.torch_models:linear",
+        cwd=tmp_path,
+    )
+    document = json.loads(done.stdout)
+    assert document["advice"] == "fits into the 15 GiB of one T4" and document["images_per_second"] is None

@@ -1,0 +1,157 @@
+"""`shardmill plan`: what a training would do at a world size, its memory, and its speed, before anything trains."""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardmill.dataset.open import first_alike, open_dataset, open_pinned
+from shardmill.errors import UsageError
+from shardmill.jobs.config import require_uri
+from train.config import TrainConfig
+from train.launching import LAUNCHERS
+from train.preflight import check_terms, check_trainable, window_memory
+from train.probe import ProbeTask, StepCost, probe
+from train.tree import TrainTree
+
+GIB = 2**30
+DEVICE_BYTES = {
+    name: gib * GIB
+    for name, gib in {
+        "T4": 15, "V100": 16, "A10": 22, "L4": 22, "RTX4090": 24, "A100": 40, "L40S": 45, "A100-80": 80, "H100": 80,
+        "H200": 141, "B200": 180,
+    }.items()
+}  # fmt: skip
+"""Memory that a program can use on one device, by the names that people give; from the makers' data sheets."""
+# What the framework itself keeps on a device.
+FRAMEWORK_BYTES = 1 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """What was chosen and what it costs. Seconds and work are measured here, the rest is arithmetic."""
+
+    dataset: str
+    strategy: str
+    launcher: str
+    backend: str
+    reason: str
+    num_workers: int
+    steps_per_epoch: int
+    global_batch_size: int
+    local_batch_size: int
+    """Of the rank that has most streams."""
+    window_bytes_per_rank: int
+    cost: StepCost
+    exchange_seconds: float
+    """One allreduce of all gradients at the given bandwidth; 0 for one worker."""
+    images_per_second: float | None
+    """If every rank is as fast as the one measured here and input keeps up; None for devices that are not here."""
+    host: str
+    device: str
+    device_bytes: int
+    advice: str
+
+    @property
+    def needed_bytes(self) -> int:
+        """On the device of a rank."""
+        return self.cost.state_bytes + self.cost.work_bytes
+
+    def document(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return {**asdict(self), "needed_bytes": self.needed_bytes}
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """What a person reads."""
+        cost, speed = self.cost, self.images_per_second
+        exchange = f", exchange {1000 * self.exchange_seconds:.1f} ms" if self.num_workers > 1 else ""
+        return [
+            ("dataset", self.dataset),
+            ("choice", f"{self.num_workers} worker(s), backend {self.backend}; {self.reason}"),
+            ("batch", f"{self.global_batch_size} images a step, at most {self.local_batch_size} on a rank; "
+             f"{self.steps_per_epoch:,} steps an epoch"),
+            ("model", f"{cost.num_weights:,} weights, {_mib(cost.weights_bytes)}"),
+            ("memory", f"{_mib(cost.state_bytes)} of state and {_mib(cost.work_bytes)} for a step on a rank's device; "
+             f"{_mib(self.window_bytes_per_rank)} of windows in its host's memory"),
+            ("step", f"{1000 * cost.step_seconds:.1f} ms computation{exchange} (measured on {self.host})"),
+            ("speed", f"{speed:,.0f} images/s if input keeps up" if speed else f"not known: no {self.device} is here"),
+            *([("advice", self.advice)] if self.advice else []),
+        ]  # fmt: skip
+
+
+def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0) -> TrainingPlan:
+    """Choose, check and measure. `devices`: `8xH200`, so many of that kind; empty for what is here.
+
+    Raises UsageError for what cannot run.
+    """
+    num_devices, kind = parse_devices(devices) if devices else (0, "")
+    chosen = check_terms(tree.train, tree.spark)
+    config = chosen.config
+    if num_devices and num_devices != config.num_workers:
+        raise UsageError(
+            f"--devices {devices} for train.num_workers = {config.num_workers}",
+            "expected a device for each rank",
+            f"give --world-size {num_devices}",
+        )
+    dataset = open_pinned(first_alike(open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin))
+    check_trainable(config, dataset)
+    local_batch_size = -(-config.num_streams // config.num_workers) * config.global_batch_size // config.num_streams
+    ranks_here = max(1, LAUNCHERS[config.launcher].ranks_here(config.num_workers, tree.spark))
+    cost = probe(ProbeTask(config, dataset.pin, local_batch_size, ranks_here))
+    exchange_seconds = exchange_time(cost.weights_bytes, config.num_workers, network_gbit)
+    return TrainingPlan(
+        dataset=f"{dataset.pin.uri}@{dataset.pin.version}",
+        strategy=config.strategy,
+        launcher=config.launcher,
+        backend=config.backend,
+        reason=chosen.reason,
+        num_workers=config.num_workers,
+        steps_per_epoch=dataset.plan_epoch(config.plan_spec(dataset), 0).num_steps,
+        global_batch_size=config.global_batch_size,
+        local_batch_size=local_batch_size,
+        window_bytes_per_rank=window_memory(config, dataset).bytes_per_rank,
+        cost=cost,
+        exchange_seconds=exchange_seconds,
+        images_per_second=None if kind else config.global_batch_size / (cost.step_seconds + exchange_seconds),
+        host=socket.gethostname(),
+        device=kind,
+        device_bytes=DEVICE_BYTES.get(kind, 0),
+        advice=advice(config, cost, local_batch_size, kind) if kind else "",
+    )
+
+
+def parse_devices(text: str) -> tuple[int, str]:
+    """`8xH200` -> (8, "H200"). Raises UsageError for a kind that is not known."""
+    match = re.fullmatch(r"([1-9]\d*)x([\w-]+)", text)
+    if not match or match[2] not in DEVICE_BYTES:
+        raise UsageError(f"--devices {text}", "expected COUNTxKIND, with a kind of " + ", ".join(DEVICE_BYTES))
+    return int(match[1]), match[2]
+
+
+def exchange_time(num_bytes: int, world_size: int, network_gbit: float) -> float:
+    """Seconds of a ring allreduce: each rank sends 2 (N - 1) / N of the data (Patarasuk and Yuan, 2009)."""
+    return 2 * (world_size - 1) / world_size * num_bytes * 8 / (network_gbit * 1e9)
+
+
+def advice(config: TrainConfig, cost: StepCost, local_batch_size: int, kind: str) -> str:
+    """How the training fits into the memory of that kind of device: smaller parts of a batch first, then bfloat16."""
+    free_bytes = DEVICE_BYTES[kind] - FRAMEWORK_BYTES - cost.state_bytes
+    if cost.work_bytes <= free_bytes:
+        return f"fits into the {DEVICE_BYTES[kind] // GIB} GiB of one {kind}"
+    per_image = cost.work_bytes * config.accumulation_steps / local_batch_size
+    affordable = int(free_bytes / per_image) if free_bytes > 0 else 0
+    if affordable >= 1:
+        num_parts = -(-local_batch_size // affordable)
+        return f"one {kind} holds about {affordable} images: set train.accumulation_steps = {num_parts}"
+    if config.mixed_precision == "off" and free_bytes > per_image / 2:
+        return (
+            f"one {kind} does not hold a single image: set train.accumulation_steps = {local_batch_size} and "
+            "train.mixed_precision = 'bfloat16', which is another training"
+        )
+    return f"one {kind} does not hold this model: smaller images or a smaller model"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
