@@ -8,14 +8,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from shardmill.errors import IntegrityError, UsageError
+from shardmill.errors import IntegrityError, StorageError, UsageError
 from shardmill.sealed import SealedFile, check_relative_path, read_sealed, seal, seal_file, unseal
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
@@ -159,35 +161,63 @@ class Ranks(Protocol):
     def gather_bytes(self, data: bytes) -> list[bytes]: ...
 
 
-def save_checkpoint(
-    folder: CheckpointFolder,
-    ranks: Ranks,
-    files: dict[str, bytes],
-    identity: TrainingIdentity,
-    progress: Progress,
-    global_step: int,
-) -> str:
-    """Every rank calls it with its own `files`; rank 0 publishes the marker when all files are there. -> its path.
+@dataclass(frozen=True, slots=True)
+class CheckpointParts:
+    """A moment of a training, as one rank would write it."""
 
-    Afterwards the newest `keep_checkpoints` complete ones stay, with those of the best epochs that they name; whatever
-    is older is deleted, marker first. Raises CommitConflict, on rank 0, if a newer attempt has begun.
+    path: str
+    files: dict[str, bytes]
+    """This rank's, by name."""
+    identity: TrainingIdentity
+    progress: Progress
+    global_step: int
+
+
+def save_checkpoint(folder: CheckpointFolder, ranks: Ranks, parts: CheckpointParts) -> str:
+    """Every rank calls it; rank 0 publishes the marker when the files of all are there. -> why not, equal on all ranks.
+
+    Empty if it is published. A store that refuses leaves the checkpoints before as they are. Afterwards the newest
+    `keep_checkpoints` complete ones stay, with those of the best epochs that they name; whatever is older is deleted,
+    marker first. Raises CommitConflict, on rank 0, if a newer attempt has begun.
     """
-    path = folder.path_of(global_step)
-    written = []
-    for name, data in files.items():
-        folder.store.put(f"{path}/{name}", data)
-        written.append(seal_file(name, data))
-    kind = TypeAdapter(tuple[SealedFile, ...])
-    of_all_ranks = [kind.validate_json(part) for part in ranks.gather_bytes(kind.dump_json(tuple(written)))]
+    mine = _stored(folder.store, parts)
+    of_all_ranks = [from_json(_Stored, part) for part in ranks.gather_bytes(to_json(mine))]
     # The gather is also the barrier: rank 0 has every rank's list only after every rank has stored (and synced) its
     # files, so a marker never names a file that a crash has lost.
-    if ranks.rank == 0:
-        all_files = tuple(file for of_rank in of_all_ranks for file in of_rank)
-        marker = CheckpointMarker(identity, ranks.world_size, global_step, progress, all_files)
+    problem = "; ".join(each.problem for each in of_all_ranks if each.problem)
+    if ranks.rank == 0 and not problem:
+        all_files = tuple(file for of_rank in of_all_ranks for file in of_rank.files)
+        marker = CheckpointMarker(parts.identity, ranks.world_size, parts.global_step, parts.progress, all_files)
         folder.attempt.check()
-        folder.store.put(f"{path}/{MARKER}", seal(to_json(marker)))
-        _delete_older(folder, keep=path)
-    return path
+        try:
+            folder.store.put(f"{parts.path}/{MARKER}", seal(to_json(marker)))
+        except StorageError as error:
+            problem = str(error)
+        else:
+            # What is left of older ones is deleted next time.
+            with suppress(StorageError):
+                _delete_older(folder, keep=parts.path)
+    # All ranks go on alike: rank 0's word counts.
+    return json.loads(ranks.gather_bytes(json.dumps(problem).encode())[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What one rank has stored of a checkpoint, or why it could not."""
+
+    files: tuple[SealedFile, ...]
+    problem: str = ""
+
+
+def _stored(store: Store, parts: CheckpointParts) -> _Stored:
+    written = []
+    try:
+        for name, data in parts.files.items():
+            store.put(f"{parts.path}/{name}", data)
+            written.append(seal_file(name, data))
+    except StorageError as error:
+        return _Stored((), str(error))
+    return _Stored(tuple(written))
 
 
 def _read_marker(store: Store, path: str) -> CheckpointMarker:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from shardmill.dataset.dataset import Dataset
-from shardmill.errors import IntegrityError
+from shardmill.errors import IntegrityError, StorageError
+from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated
 from train.checkpoint import (
     CheckpointFolder,
+    CheckpointParts,
     FoundCheckpoint,
     TrainingIdentity,
     check_resumable,
@@ -43,6 +45,10 @@ class Session:
     may_begin: Callable[[int], bool]
     """`World.may_begin`."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    owed: list[CheckpointParts] = field(default_factory=list)
+    """The best epoch's checkpoint, while the store refuses it."""
+    refusals: list[str] = field(default_factory=list)
+    """Why the store refused checkpoints, oldest first."""
 
     def global_step(self, progress: Progress) -> int:
         return progress.cursor.epoch * self.epochs.num_steps + progress.cursor.step
@@ -117,16 +123,53 @@ def _candidates(session: Session) -> Iterator[FoundCheckpoint]:
 
 
 def save(session: Session, progress: Progress) -> tuple[Progress, str]:
-    """Write a checkpoint of this very moment. -> progress with the time it took, and the checkpoint's path."""
+    """Write a checkpoint of this very moment. -> progress with the time it took, and the checkpoint's path.
+
+    If the store refuses, all ranks go on with the checkpoints that there are, and a warning; the path is empty then.
+    """
     global_step = session.global_step(progress)
-    path = save_checkpoint(
-        session.checkpoints, session.member, session.member.state_files(), session.identity, progress, global_step
-    )
+    path = session.checkpoints.path_of(global_step)
+    now = CheckpointParts(path, session.member.state_files(), session.identity, progress, global_step)
+    problem = _save_in_order(session, now)
     seconds = session.stopwatch.lap()
     cursor = progress.cursor
     fields = {"path": path, "epoch": cursor.epoch, "step": cursor.step, "global_step": global_step, "seconds": seconds}
-    session.event("checkpoint", fields)
-    return progress.after_time(TimeSpent(checkpoint=seconds)), path
+    if problem:
+        warning = f"no checkpoint at global step {global_step}: {problem}; the training goes on from the one before"
+        session.event("checkpoint_failed", {**fields, WARNING: warning})
+    else:
+        session.event("checkpoint", fields)
+    return progress.after_time(TimeSpent(checkpoint=seconds)), "" if problem else path
+
+
+def save_last(session: Session, progress: Progress, last_checkpoint: str) -> tuple[Progress, str]:
+    """The checkpoint that a result names, written now unless it is `last_checkpoint`. Raises StorageError."""
+    if not last_checkpoint:
+        progress, last_checkpoint = save(session, progress)
+    if not last_checkpoint:
+        raise StorageError(
+            f"the last checkpoint of {session.task.training_dir} could not be written: {session.refusals[-1]}",
+            "a finished training needs it",
+            "make room or repair the storage, then run the same command again: it goes on from the last complete one",
+        )
+    return progress, last_checkpoint
+
+
+def _save_in_order(session: Session, now: CheckpointParts) -> str:
+    """First what is owed: a marker must name no checkpoint of the best epoch that is not there. -> why not, or ''."""
+    best = now.progress.best
+    owed = [each for each in session.owed if best is not None and each.path == best.checkpoint]
+    session.owed.clear()
+    for parts in (*owed, now):
+        problem = save_checkpoint(session.checkpoints, session.member, parts)
+        if problem:
+            session.refusals.append(problem)
+            # The weights of the best epoch exist nowhere else.
+            is_best = best is not None and now.path == best.checkpoint
+            session.owed.extend([now] if is_best else owed)
+            return problem
+        owed = owed[1:]
+    return ""
 
 
 def stop(session: Session, progress: Progress, last_checkpoint: str) -> Terminated:
@@ -134,14 +177,15 @@ def stop(session: Session, progress: Progress, last_checkpoint: str) -> Terminat
 
     `last_checkpoint`: that of this very moment, if there is one already.
     """
-    path = last_checkpoint
-    if not path and session.global_step(progress):
+    path, is_new = last_checkpoint, session.global_step(progress) == 0
+    if not path and not is_new:
         progress, path = save(session, progress)
     session.member.barrier()
     session.member.close()
     cursor = progress.cursor
     where = f"before step {cursor.step} of epoch {cursor.epoch} (global step {session.global_step(progress)})"
-    return Terminated(f"terminated by SIGTERM {where}; {f'checkpoint {path}' if path else 'nothing was trained yet'}")
+    how = f"checkpoint {path}" if path else "nothing was trained yet" if is_new else session.refusals[-1]
+    return Terminated(f"terminated by SIGTERM {where}; {how}")
 
 
 def load_best(session: Session, best: BestEpoch | None, last_checkpoint: str) -> BestEpoch | None:

@@ -30,7 +30,7 @@ from train.progress import EarlyStop, Progress, TimeSpent, has_not_learned
 from train.readers import READERS
 from train.readers.planned import reader_options
 from train.readers.reader import Epochs
-from train.session import Session, load_best, resume, save, stop
+from train.session import Session, load_best, resume, save, save_last, stop
 from train.strategies import find_strategy
 from train.task import WorkerTask
 from train.values import (
@@ -98,6 +98,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         progress = _train_steps(session, progress, last_checkpoint)
         progress = _finish_epoch(session, progress)
         progress, last_checkpoint = save(session, progress)
+    progress, last_checkpoint = save_last(session, progress, last_checkpoint)
 
     # The weights that count, and their figures on data that no decision has seen.
     best = load_best(session, progress.best, last_checkpoint)

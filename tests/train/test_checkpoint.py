@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from train.attempts import claim_attempt
 from train.checkpoint import (
     MARKER,
     CheckpointFolder,
+    CheckpointParts,
     complete_checkpoints,
     open_checkpoint,
     save_checkpoint,
@@ -126,7 +129,9 @@ def test_what_a_newer_attempt_wrote_counts_before_later_steps_of_an_older_one(mo
     late = CheckpointFolder(claim_attempt(store, "t", 1), keep_checkpoints=1)
     progress = Progress(best=BestEpoch(0, 1.0, late.path_of(0)))
     for step in (0, 1):
-        save_checkpoint(late, OneRank(), {WEIGHTS: b"w"}, identity, progress, step)
+        assert not save_checkpoint(
+            late, OneRank(), CheckpointParts(late.path_of(step), {WEIGHTS: b"w"}, identity, progress, step)
+        )
     for step in (0, 1):
         assert open_checkpoint(store, late.path_of(step)).marker.global_step == step
     assert [each.path for each in complete_checkpoints(store, "t")] == [late.path_of(1), late.path_of(0)]
@@ -174,17 +179,49 @@ def test_nothing_in_a_checkpoint_is_code(models):
     assert json.loads((folder / MARKER).read_bytes())["body"]["global_step"] == KILLED_AT
 
 
-def test_a_full_disk_ends_the_training_and_leaves_the_last_checkpoint(tiny_uri, models):
-    before = newest(models)
+@contextmanager
+def full_disk() -> Iterator[Callable[[], None]]:
+    """Inside, no file can be longer than 2000 bytes, until the function is called."""
     # The kernel refuses to make a file longer than this, as it does if the disk has no more room.
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
-        with pytest.raises(StorageError, match=r"no room to write .*npz \(\d+ bytes\): File too large"):
-            train_here(tiny_uri, models, **CONFIG)
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_stays_full_ends_the_training_at_its_end_and_leaves_the_last_checkpoint(tiny_uri, models):
+    before, recorder = newest(models), Recorder()
+    with full_disk(), pytest.raises(StorageError, match=r"no room to write .*npz \(\d+ bytes\): File too large"):
+        train_here(tiny_uri, models, recorder, **CONFIG)
+    # It was refused at every step, and trained to the end.
+    assert len(recorder.named("checkpoint_failed")) > len(recorder.steps) > 1 and not recorder.named("checkpoint")
     assert newest(models) == before
+
+
+@pytest.mark.parametrize("num_refused", [1, 2, 3, 4])
+def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(tiny_uri, tmp_path, whole, num_refused):
+    """With four refusals the first epoch, so far the best, ends while the disk is full: its weights are not lost."""
+    best_only = {**CONFIG, "keep_checkpoints": 100}
+    with full_disk() as make_room:
+
+        class MakesRoom(Recorder):
+            def event(self, name, fields) -> None:
+                super().event(name, fields)
+                if len(self.named("checkpoint_failed")) == num_refused:
+                    make_room()
+
+        recorder = MakesRoom()
+        result = train_here(tiny_uri, tmp_path, recorder, **best_only)
+    failed = recorder.named("checkpoint_failed")
+    assert [each["global_step"] for each in failed] == list(range(1, num_refused + 1))
+    assert all("no room to write" in each["warning"] for each in failed)
+    assert result.weights_sha256 == whole.weights_sha256
+    # Whatever a marker names is there.
+    for found in complete_checkpoints(open_store(tmp_path), "t"):
+        best = found.marker.progress.best
+        assert best is None or open_checkpoint(open_store(tmp_path), best.checkpoint)
 
 
 def test_checkpoints_and_results_live_on_s3(tiny_uri, s3_bucket, tmp_path, whole):

@@ -17,7 +17,7 @@ from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from tests.train.checkpoints import OneRank
 from train.attempts import claim_attempt
-from train.checkpoint import CheckpointFolder, TrainingIdentity, save_checkpoint
+from train.checkpoint import CheckpointFolder, CheckpointParts, TrainingIdentity, save_checkpoint
 from train.garbage import ModelsReport, collect_models, plan_models
 from train.progress import BestEpoch, Progress
 from train.published.current import CURRENT, Pointer
@@ -36,7 +36,10 @@ def training(models: Path, number: int, *, result: bool = True, uses: str = "") 
     best = BestEpoch(0, 1.0, uses) if uses else None
     identity = TrainingIdentity(_PIN, "plan", _MODEL, {})
     keeps = CheckpointFolder(claim_attempt(store, folder, 1), 1)
-    checkpoint = save_checkpoint(keeps, OneRank(), {"weights.npz": b"w"}, identity, Progress(best=best), 7)
+    checkpoint = keeps.path_of(7)
+    assert not save_checkpoint(
+        keeps, OneRank(), CheckpointParts(checkpoint, {"weights.npz": b"w"}, identity, Progress(best=best), 7)
+    )
     if result:
         done = TrainResult(
             dataset=_PIN, training_dir=folder, exported="best", weights_epoch=0, checkpoint=uses or checkpoint,
