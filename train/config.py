@@ -52,6 +52,11 @@ class TrainConfig(Section):
     local_steps: Annotated[int, LATER] = Field(default=1, ge=1)
     """`local_sgd`: each rank cuts its share of a step into so many parts and updates its own weights after each, before
     weights are averaged. To keep the batch of an update, multiply `global_batch_size` by as much."""
+    silos: Annotated[tuple[str, ...], LATER] = ()
+    """`local_sgd`: for each rank the dataset version that it trains on, as `uri@N`; no image leaves it.
+    `dataset.uri` then gives the classes, the standardization, and what rank 0 evaluates on."""
+    silo_timeout_seconds: Annotated[float, HOW] = Field(default=60.0, gt=0)
+    """So long rank 0 waits in a round for silos that took part in the last one; then the round goes on without them."""
     num_workers: Annotated[int, HOW] = Field(default=1, ge=1)
     """Ranks: training processes."""
     strategy: Annotated[str, OneOf(STRATEGIES, also=("auto",)), HOW] = "auto"

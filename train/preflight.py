@@ -100,6 +100,12 @@ def _check_local_updates(config: TrainConfig) -> None:
             "all its ranks apply one update a step",
             "set train.local_steps = 1, or train.strategy = 'local_sgd'",
         )
+    if config.silos and config.strategy != "local_sgd":
+        raise UsageError(
+            f"train.silos with train.strategy = {config.strategy!r}",
+            "its ranks share one dataset",
+            "set train.strategy = 'local_sgd'",
+        )
 
 
 def check_trainable(config: TrainConfig, dataset: Dataset) -> None:

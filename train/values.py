@@ -59,6 +59,8 @@ class World:
     it is so on all ranks (train/launching/stop_point.py)."""
     placement: tuple[RankDevices, ...] = ()
     """All ranks, in rank order; empty where nothing was asked of devices."""
+    files_uri: str = ""
+    """A folder of this training in which ranks may leave files for each other."""
 
     @property
     def devices(self) -> tuple[str, ...]:

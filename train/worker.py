@@ -5,16 +5,17 @@ Every rank runs this same story. Rank 0 alone reports events and writes markers 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 import numpy as np
 
 from shardmill.dataset.open import open_pinned
-from shardmill.epoch_plan import streams_of_rank
 from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING
 from shardmill.reader import ReaderSeconds, read_batches
 from shardmill.sealed import seal
+from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import Batch
 from train.attempts import Attempt, claim_attempt
@@ -27,11 +28,12 @@ from train.evaluate import evaluate_batches
 from train.models.identity import check_source, inputs_hint
 from train.non_finite import leave_out, own_state
 from train.progress import EarlyStop, Progress, TimeSpent, has_not_learned
-from train.readers import READERS
+from train.readers import reader_of
 from train.readers.planned import reader_options
 from train.readers.reader import Epochs
 from train.session import Session, load_best, resume, save, save_last, stop
 from train.strategies import find_strategy
+from train.strategies.member import evaluated_streams
 from train.task import WorkerTask
 from train.values import (
     RESULT,
@@ -45,6 +47,9 @@ from train.values import (
     from_json,
     to_json,
 )
+
+# In the folder of the training.
+EXCHANGED_FILES = "silos"
 
 
 def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
@@ -69,7 +74,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         check_source(config.model, task.model_source_sha256)
         return backend.build(config, model_spec(manifest, config.standardize))
 
-    member = strategy.join(world, config, build, reporter)
+    member = strategy.join(_with_files(world, task), config, build, reporter)
     model = ModelIdentity(task.model_source_sha256, member.learner.config_sha256)
     # From now on an older attempt, should one still be alive, publishes nothing more.
     store = open_store(task.models_uri)
@@ -78,8 +83,8 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     session = Session(
         task=task,
         dataset=dataset,
-        epochs=Epochs(READERS[config.reader], dataset, config, member.data),
-        streams=streams_of_rank(member.data.index, member.data.count, config.num_streams),
+        epochs=Epochs(reader_of(config), dataset, config, member.data),
+        streams=evaluated_streams(member.data, config.num_streams),
         member=member,
         checkpoints=CheckpointFolder(attempt, config.keep_checkpoints),
         identity=TrainingIdentity(task.dataset, plan_spec.fingerprint, model, settings_that_matter(config)),
@@ -137,6 +142,10 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     member.barrier()
     member.close()
     return result
+
+
+def _with_files(world: World, task: WorkerTask) -> World:
+    return replace(world, files_uri=join_uri(task.models_uri, f"{task.training_dir}/{EXCHANGED_FILES}"))
 
 
 def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> Progress:
@@ -265,9 +274,10 @@ def _evaluate(session: Session, split: str) -> Evaluation:
         session.reporter.doing(f"the evaluation on {split}")
         return session.member.learner.outputs(images_NHWC)
 
-    with read_batches(
-        dataset, dataset.plan_epoch(spec, 0), streams=session.streams, options=reader_options(config)
-    ) as batches:
+    plan, options = dataset.plan_epoch(spec, 0), reader_options(config)
+    # A silo that may not read the pinned dataset adds nothing.
+    reading = read_batches(dataset, plan, streams=session.streams, options=options) if session.streams else None
+    with reading or nullcontext(()) as batches:
         return evaluate_batches(
             outputs_of,
             batches,

@@ -32,6 +32,8 @@ class RankState:
     progress_seconds: float = 0.0
     """When its last progress was seen."""
     doing: Heartbeat = field(default_factory=Heartbeat)
+    is_lost: bool = False
+    """Gone, and the others go on without it."""
 
     def fault(self, kind: FaultKind, seen_seconds: float, what: str = "") -> RankFault:
         """A fault of this rank."""
@@ -40,7 +42,7 @@ class RankState:
 
     @property
     def is_done(self) -> bool:
-        return self.result is not None or self.stopped is not None
+        return self.result is not None or self.stopped is not None or self.is_lost
 
     @property
     def is_at_work(self) -> bool:

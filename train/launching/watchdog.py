@@ -22,6 +22,7 @@ from shardmill.values import Cursor
 from train.launching.deadlines import Deadlines
 from train.launching.faults import RANK_OF_KIND, FaultKind, RankFault, error_of_all, merged, root_cause
 from train.launching.listener import RankListener, Received
+from train.launching.losses import Losses
 from train.launching.stop_point import Begun, Hold, StopAfter, StopAgreement, Stopped
 from train.launching.wire import (
     ADDRESS_VARIABLE,
@@ -87,7 +88,9 @@ class Watchdog:
         self._deadlines = Deadlines(task.config, time.monotonic())
         self._ranks = self._deadlines.ranks
         self._faults: dict[int, RankFault] = {}
-        self._steps = StepAssembler(task.config.num_workers)
+        may_lose = STRATEGIES[task.config.strategy].may_lose(task.config)
+        self._losses = Losses(may_lose, observer)
+        self._steps = StepAssembler(task.config.num_workers - len(may_lose))
         self._exchanges = ExchangeAssembler(task.config.num_workers)
         self._stop = StopAgreement()
         answer = partial(answer_caller, token=self._token, task=task, worker=worker)
@@ -122,7 +125,7 @@ class Watchdog:
         """
         with stopping_in_order(self._task.config.stop_timeout_seconds) as request:
             ticked_seconds = time.monotonic()
-            while not all(rank.is_done for rank in self._ranks):
+            while not self._losses.is_over(self._ranks, time.monotonic()):
                 try:
                     received = self._inbox.get(timeout=TICK_SECONDS)
                 except queue.Empty:
@@ -214,7 +217,7 @@ class Watchdog:
             case Step(report):
                 self._deadlines.progress(rank, received.seen_seconds)
                 rank.last_step = Cursor(report.epoch, report.step)
-                if (step := self._steps.add(report)) is not None:
+                if not self._losses.may_lose(received.rank) and (step := self._steps.add(report)) is not None:
                     self._observer.step(step)
             case Event(name, fields):
                 self._deadlines.progress(rank, received.seen_seconds)
@@ -241,8 +244,11 @@ class Watchdog:
             case None if received.role == "rank":
                 rank.is_connected = False
                 self._record_fault(rank.fault(FaultKind.KILLED, received.seen_seconds))
+        self._losses.heard_of(rank)
 
     def _record_fault(self, fault: RankFault) -> None:
+        if fault.rank >= 0 and self._losses.takes(self._ranks[fault.rank], fault):
+            return
         if fault.rank < 0 or not self._ranks[fault.rank].is_done:
             self._faults[fault.rank] = merged(self._faults.get(fault.rank), fault)
 

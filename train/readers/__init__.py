@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardmill.registry import Entry, Registry
+from shardmill.registry import Entry, Registry, load_object
 
 if TYPE_CHECKING:
+    from train.config import TrainConfig
     from train.readers.reader import TrainReader
 
 READERS: Registry[TrainReader] = Registry(
@@ -21,3 +22,8 @@ READERS: Registry[TrainReader] = Registry(
         ),
     },
 )
+
+
+def reader_of(config: TrainConfig) -> TrainReader:
+    """What the training reads by: what `train.reader` names; silos have one of their own."""
+    return load_object("train.readers.silos:SILOS") if config.silos else READERS[config.reader]

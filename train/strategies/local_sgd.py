@@ -9,13 +9,15 @@ checkpoints are those of other replicas.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.versions import split_version
 from shardmill.epoch_plan import streams_of_rank
-from shardmill.errors import UsageError
+from shardmill.errors import TrainingError, UsageError
 from shardmill.registry import install_hint
 from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart, StepOutcome
@@ -26,8 +28,9 @@ from train.stopwatch import Stopwatch
 from train.strategies import STRATEGIES
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.horovod import HOROVOD, HorovodCollective
-from train.strategies.member import DataIndex, Member, MemberStep
+from train.strategies.member import DataIndex, Member, MemberStep, SiloIndex
 from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.silo_post import SiloPost
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
 from train.values import Reporter, World
@@ -112,8 +115,74 @@ class LocalSgdMember(ReplicatedMember):
         self.learner.assign(part, arrays, "the mean over all ranks")
 
 
+class SiloMember(ReplicatedMember):
+    """A silo: it reads a dataset of its own, and nothing of it travels but weights, and figures of a round."""
+
+    def __init__(self, learner: Learner, post: SiloPost, data: SiloIndex, local_steps: int) -> None:
+        super().__init__(learner, post, data, StreamShare(1, 1))
+        self._post = post
+        self._silo = data
+        self._local_steps = local_steps
+
+    def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
+        stopwatch = Stopwatch()
+        compute_seconds = 0.0
+
+        def compute() -> list[np.ndarray]:
+            nonlocal compute_seconds
+            done = local_round(self.learner, batch, self._local_steps, learning_rate)
+            if not done.is_applied:
+                raise TrainingError(
+                    f"silo {self.rank} ({self._silo.uri}): loss {done.loss_sum}, gradient norm {done.gradient_norm}",
+                    "expected finite numbers",
+                    "lower train.learning_rate, or set train.gradient_clip_norm",
+                )
+            compute_seconds = stopwatch.lap()
+            return [np.array([done.num_samples, *done.figures()]), *self._travelling()]
+
+        done = self._post.average(compute)
+        if done.weights:
+            self._take_mean(done.weights)
+        num_samples, loss_sum, num_correct, norms, _ = done.figures.tolist()
+        # As if the silos that are away had done as the others did.
+        seen = max(num_samples, 1.0)
+        outcome = StepOutcome(loss_sum / seen, num_correct / seen * global_weight, norms, True)
+        return MemberStep(outcome, stopwatch.lap())
+
+    def average_moving_statistics(self) -> None:
+        """They travel with the weights."""
+        return
+
+    def state_files(self) -> dict[str, bytes]:
+        """What a silo's optimizer remembers stays in the silo, and is lost with it."""
+        return super().state_files() if self.rank == 0 else {}
+
+    def files_to_resume(self, saved_world_size: int) -> list[str]:
+        return super().files_to_resume(saved_world_size) if self.rank == 0 else []
+
+    def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
+        # No silo but rank 0 has a file of its own.
+        super().start(files, 0, source)
+
+    def _travelling(self) -> list[np.ndarray]:
+        own = self.learner.arrays(StatePart.OWN)
+        return [*self.learner.arrays(StatePart.WEIGHTS), *(own[place] for place in self.learner.moving_statistics())]
+
+    def _take_mean(self, arrays: list[np.ndarray]) -> None:
+        places = self.learner.moving_statistics()
+        num_weights = len(arrays) - len(places)
+        self.learner.assign(StatePart.WEIGHTS, arrays[:num_weights], "the mean of the silos")
+        if places:
+            own = self.learner.arrays(StatePart.OWN)
+            for place, array in zip(places, arrays[num_weights:], strict=True):
+                own[place] = array
+            self.learner.assign(StatePart.OWN, own, "the mean of the silos")
+
+
 def join_local_sgd(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
     """`train.strategies.strategy.Join`."""
+    if config.silos:
+        return join_silos(world, config, build, reporter)
     data = DataIndex(world.rank, world.world_size)
     share = len(streams_of_rank(data.index, data.count, config.num_streams))
     learner = build()
@@ -121,10 +190,30 @@ def join_local_sgd(world: World, config: TrainConfig, build: Callable[[], Learne
     return LocalSgdMember(learner, collective, data, StreamShare(share, config.num_streams), config.local_steps)
 
 
+def join_silos(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+    """Likewise, as a silo. The silos learn the sizes of all, in which proportion they give samples to a round."""
+    uri = config.silos[world.rank]
+    manifest = open_dataset(uri).manifest
+    if "train" not in manifest.splits:
+        raise UsageError(f"the silo {uri} has no train split", "expected one", "raise etl.split_fractions.train there")
+    learner = build()
+    rows = world.exchange(str(manifest.splits["train"].num_rows).encode())
+    post = SiloPost(world, config.silo_timeout_seconds, reporter)
+    data = SiloIndex(world.rank, world.world_size, uri, tuple(map(int, rows)))
+    return SiloMember(learner, post, data, config.local_steps)
+
+
+def ranks_that_may_be_lost(config: TrainConfig) -> frozenset[int]:
+    """`train.strategies.strategy.Strategy.may_lose`: all silos but the one that coordinates."""
+    return frozenset(range(1, config.num_workers)) if config.silos else frozenset()
+
+
 def check_local_sgd(config: TrainConfig) -> None:
     """`train.strategies.strategy.Strategy.check`."""
+    if config.silos:
+        _check_silos(config)
     entry = STRATEGIES.entries["horovod"]
-    if choose_backend(config) == "keras" and (missing := entry.missing_packages()):
+    if not config.silos and choose_backend(config) == "keras" and (missing := entry.missing_packages()):
         raise UsageError(
             f"train.strategy = 'local_sgd' with the backend 'keras' needs {', '.join(missing)}",
             "whose collectives average the weights",
@@ -138,6 +227,34 @@ def check_local_sgd(config: TrainConfig) -> None:
         )
 
 
+def _check_silos(config: TrainConfig) -> None:
+    if len(config.silos) != config.num_workers:
+        raise UsageError(
+            f"train.silos names {len(config.silos)} datasets, and train.num_workers = {config.num_workers}",
+            "expected one for each rank",
+            f"set train.num_workers = {len(config.silos)}",
+        )
+    unnamed = [uri for uri in config.silos if split_version(uri)[1] is None]
+    if unnamed:
+        raise UsageError(
+            f"train.silos names {', '.join(unnamed)} without a version",
+            "a training is on fixed versions, and only a silo itself need reach its dataset",
+            f"write for instance {unnamed[0]}@1",
+        )
+    if config.max_restarts or config.reader == "petastorm":
+        raise UsageError(
+            f"train.silos with train.max_restarts = {config.max_restarts} and train.reader = {config.reader!r}",
+            "each rank reads a dataset of its own, by our reader: no other rank can take its part",
+            "set train.max_restarts = 0 and train.reader = 'shardmill'; a lost silo is not waited for anyway",
+        )
+    if config.launcher in ("spark_barrier", "horovod_spark"):
+        raise UsageError(
+            f"train.silos with train.launcher = {config.launcher!r}",
+            "Spark ends all tasks with the first that is lost",
+            "set train.launcher = 'local'",
+        )
+
+
 LOCAL_SGD = Strategy(
     backends=("keras", "torch"),
     synchronous=False,
@@ -146,5 +263,6 @@ LOCAL_SGD = Strategy(
     max_world_size=None,
     join=join_local_sgd,
     check=check_local_sgd,
+    may_lose=ranks_that_may_be_lost,
     echo=re.compile(f"{HOROVOD.echo.pattern}|{TORCH_DDP.echo.pattern}", re.IGNORECASE),
 )

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from shardmill.epoch_plan import streams_of_rank
 from shardmill.values import Batch
 from train.backends.backend import Learner, StepOutcome
 
@@ -18,6 +19,22 @@ class DataIndex:
 
     index: int
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SiloIndex(DataIndex):
+    """Member `index` of `count` reads a dataset of its own."""
+
+    uri: str
+    rows_of_silos: tuple[int, ...]
+    """Samples in the train split of each."""
+
+
+def evaluated_streams(data: DataIndex, num_streams: int) -> range:
+    """Those of the pinned dataset that a member evaluates on: what it trains on; of silos the first one all."""
+    if isinstance(data, SiloIndex):
+        return range(num_streams if data.index == 0 else 0)
+    return streams_of_rank(data.index, data.count, num_streams)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,10 @@ class Join(Protocol):
         ...
 
 
+def _loses_none(config: TrainConfig) -> frozenset[int]:
+    return frozenset()
+
+
 def _takes_all(config: TrainConfig) -> None:
     return
 
@@ -57,6 +61,9 @@ class Strategy:
     """What an error, or the last words, of a rank say that only lost its peer: another rank's fault is the cause."""
     check: Callable[[TrainConfig], None] = _takes_all
     """Raises UsageError for settings that it cannot run with; nothing is imported that trains."""
+    may_lose: Callable[[TrainConfig], frozenset[int]] = _loses_none
+    """The ranks without which the others go on, once training has begun. Their steps are not waited for, and a global
+    step is what the other ranks report."""
 
     def allows_world_size(self, world_size: int) -> bool:
         return world_size >= 1 and (self.max_world_size is None or world_size <= self.max_world_size)

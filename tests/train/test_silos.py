@@ -1,0 +1,120 @@
+"""Silos: each rank trains on a dataset of its own, only weights travel, and those that drop out are not waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etl.config import EtlConfig, SplitFractions
+from shardmill.errors import UsageError
+from shardmill.jobs.config import SparkConfig
+from tests.support import build_here, write_images
+from tests.train.training import task_of
+from train.config import TrainConfig
+from train.launching import LAUNCHERS
+from train.observer import GlobalStep
+from train.preflight import check_terms
+from train.readers.silos import SiloSteps
+
+ALL_TRAIN = SplitFractions(train=1.0, validation=0.0, test=0.0)
+TORCH: dict[str, Any] = {"model": "tests.train.torch_models:smooth", "strategy": "local_sgd", "launcher": "local"}
+
+
+@pytest.fixture(scope="module")
+def silos(tmp_path_factory) -> tuple[str, ...]:
+    """Three of different sizes, none of which has all three classes; two of them have only one."""
+    found = []
+    for number, (classes, num_images) in enumerate((((0, 1), 90), ((1,), 120), ((2,), 150))):
+        folder = tmp_path_factory.mktemp(f"silo{number}")
+        write_images(folder / "images", num_images=num_images, seed=number + 1)
+        for label in {0, 1, 2} - set(classes):
+            for path in (folder / "images" / f"class_{label}").iterdir():
+                path.unlink()
+        config = EtlConfig(image_size=16, encoding="png", chunk_bytes=8_000, split_fractions=ALL_TRAIN)
+        found.append(build_here(str(folder / "images"), str(folder / "dataset"), config) + "@1")
+    return tuple(found)
+
+
+class Disturbing:
+    """An observer that stops one silo for some rounds, and kills another one later."""
+
+    def __init__(self) -> None:
+        self.pids: dict[int, int] = {}
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.steps: list[GlobalStep] = []
+        self._steps_until_back = 2
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        self.events.append((name, fields))
+        if name == "rank_started":
+            self.pids[fields["rank"]] = fields["pid"]
+        if name == "silo_back":
+            os.kill(self.pids[1], signal.SIGKILL)
+
+    def step(self, step: GlobalStep) -> None:
+        self.steps.append(step)
+        if len(self.steps) == 3:
+            os.kill(self.pids[2], signal.SIGSTOP)
+        if self.silos("silo_missing") == [2] and not self.silos("silo_back"):
+            self._steps_until_back -= 1
+            if self._steps_until_back == 0:
+                os.kill(self.pids[2], signal.SIGCONT)
+
+    def silos(self, name: str) -> list[int]:
+        return [fields["silo"] for event, fields in self.events if event == name]
+
+
+def test_a_silo_away_for_two_rounds_comes_back_and_one_that_is_killed_does_not(tiny_uri, tmp_path, silos):
+    """The figures are those on the pinned dataset, of whose classes no silo has all."""
+    config = {**TORCH, "silos": silos, "num_workers": 3, "local_steps": 4, "global_batch_size": 48, "epochs": 16}
+    task = task_of(tiny_uri, tmp_path, **config, silo_timeout_seconds=1.5)
+    disturbing = Disturbing()
+    result = LAUNCHERS["local"].launch(task, SparkConfig(), disturbing)
+
+    assert disturbing.silos("silo_missing") == [2, 1] and disturbing.silos("silo_back") == [2]
+    lost = [fields["rank"] for name, fields in disturbing.events if name == "rank_lost"]
+    assert lost == [1], [event for event in disturbing.events if event[0] == "rank_lost"]
+    steps = SiloSteps((60, 40, 50), 48)
+    assert len(disturbing.steps) == 16 * steps.num_steps, "no round is left out or reported twice"
+    assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
+    assert not list((tmp_path / "t" / "silos").rglob("*.npz")), "the exchanged weights are taken away"
+
+
+def test_silos_give_samples_in_proportion_to_their_size_and_end_together():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        rows = tuple(rng.integers(1, 2000, rng.integers(1, 6)).tolist())
+        steps = SiloSteps(rows, int(rng.integers(1, 300)))
+        assert sum(steps.num_rows_of_step(step) for step in range(steps.num_steps)) == sum(rows), rows
+        assert steps.num_rows_of_step(steps.num_steps) == 0 and steps.num_rows_of_step(steps.num_steps - 1) > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_workers": 2}, r"train.silos names 3 datasets, and train.num_workers = 2; .*; set train.num_workers = 3"),
+        ({"silos": ("a@1", "b", "c@2")}, r"train.silos names b without a version"),
+        ({"launcher": "spark_barrier"}, r"Spark ends all tasks with the first that is lost; set .* = 'local'"),
+        ({"strategy": "horovod", "model": "small_cnn"}, r"train.silos with train.strategy = 'horovod'"),
+    ],
+)
+def test_silos_that_cannot_train_together_are_refused(given, message):
+    config = {**TORCH, "silos": ("a@1", "b@3", "c@2"), "num_workers": 3, **given}
+    with pytest.raises(UsageError, match=message):
+        check_terms(TrainConfig(**config), SparkConfig(master="local[4]"))
+
+
+def test_a_silo_with_another_class_is_named(tiny_uri, tmp_path):
+    folder = Path(tmp_path) / "silo"
+    write_images(folder / "images", num_classes=4)
+    config = EtlConfig(image_size=16, encoding="png", split_fractions=ALL_TRAIN)
+    uri = build_here(str(folder / "images"), str(folder / "dataset"), config) + "@1"
+    task = task_of(tiny_uri, tmp_path / "models", **{**TORCH, "launcher": "inline", "silos": (uri,)})
+    with pytest.raises(UsageError, match=r"the classes class_3, which dataset.uri does not have; expected"):
+        LAUNCHERS["inline"].launch(task, SparkConfig(), Disturbing())

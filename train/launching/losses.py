@@ -1,0 +1,64 @@
+"""Ranks without which the others go on (`Strategy.may_lose`): what happens to them is told, and is no fault of the job.
+
+Only once training has begun: a rank that never made a step has a config or a place that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from train.launching.faults import FaultKind, RankFault
+
+if TYPE_CHECKING:
+    from train.launching.deadlines import RankState
+    from train.observer import TrainObserver
+
+# Those that are still there when the others have finished have this long to leave too.
+LEAVE_SECONDS = 5.0
+
+
+class Losses:
+    """Which of the ranks that may be lost are; called from the watchdog's main thread."""
+
+    def __init__(self, may_lose: frozenset[int], observer: TrainObserver) -> None:
+        self._may_lose = may_lose
+        self._observer = observer
+        self._away_since: dict[int, float] = {}
+        """Ranks that are silent or make no progress: when that was found."""
+        self._others_done_seconds: float | None = None
+
+    def may_lose(self, rank: int) -> bool:
+        return rank in self._may_lose
+
+    def takes(self, rank: RankState, fault: RankFault) -> bool:
+        """Whether the others go on in spite of `fault`. Told once."""
+        if rank.number not in self._may_lose or rank.last_step is None:
+            return False
+        if rank.is_done:
+            # What it leaves behind when it ends.
+            return True
+        fields = {"rank": rank.number, "kind": str(fault.kind), "where": fault.where}
+        if fault.kind in (FaultKind.SILENT, FaultKind.STALLED):
+            if rank.number not in self._away_since:
+                self._observer.event("rank_away", {**fields, "what": fault.what})
+            self._away_since[rank.number] = fault.seen_seconds
+        else:
+            rank.is_lost = True
+            what = fault.failure.what if fault.failure is not None else fault.what
+            self._observer.event("rank_lost", {**fields, "what": what})
+        return True
+
+    def heard_of(self, rank: RankState) -> None:
+        """Tell it if a rank that was away makes progress again."""
+        if rank.progress_seconds > self._away_since.get(rank.number, float("inf")):
+            del self._away_since[rank.number]
+            self._observer.event("rank_back", {"rank": rank.number})
+
+    def is_over(self, ranks: Sequence[RankState], now: float) -> bool:
+        """Whether nothing is left to wait for."""
+        if not all(rank.is_done for rank in ranks if rank.number not in self._may_lose):
+            return False
+        if self._others_done_seconds is None:
+            self._others_done_seconds = now
+        return all(rank.is_done for rank in ranks) or now - self._others_done_seconds > LEAVE_SECONDS

@@ -1,0 +1,135 @@
+"""The reader of a silo: it reads images of a dataset of its own alone, in step with the other silos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardmill.dataset.open import open_dataset
+from shardmill.errors import UsageError
+from shardmill.reader import BatchReader, ReaderSeconds, read_batches
+from train.readers.planned import reader_options
+from train.strategies.member import DataIndex, SiloIndex
+
+if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset
+    from shardmill.values import Batch
+    from train.config import TrainConfig
+    from train.readers.reader import Epoch
+
+
+@dataclass(frozen=True)
+class SiloSteps:
+    """Steps of silos: each gives samples to a step in proportion to its size, so that all end together."""
+
+    rows_of_silos: tuple[int, ...]
+    global_batch_size: int
+
+    @cached_property
+    def local_batch_sizes(self) -> tuple[int, ...]:
+        most_steps = -(-sum(self.rows_of_silos) // self.global_batch_size)
+        return tuple(-(-rows // most_steps) for rows in self.rows_of_silos)
+
+    @property
+    def num_steps(self) -> int:
+        sizes = zip(self.rows_of_silos, self.local_batch_sizes, strict=True)
+        return max(-(-rows // batch) for rows, batch in sizes)
+
+    def num_rows_of_step(self, step: int) -> int:
+        sizes = zip(self.rows_of_silos, self.local_batch_sizes, strict=True)
+        return sum(min(max(rows - step * batch, 0), batch) for rows, batch in sizes)
+
+
+class SiloEpoch:
+    """`train.readers.reader.Epoch` of one silo."""
+
+    def __init__(self, pinned: Dataset, config: TrainConfig, number: int, data: SiloIndex) -> None:
+        self._config = config
+        self._silo = open_dataset(data.uri)
+        self._class_of_own = _classes_in(pinned, self._silo, data.uri)
+        steps = SiloSteps(data.rows_of_silos, config.global_batch_size)
+        spec = self._silo.plan_spec(
+            "train",
+            seed=config.seed,
+            global_batch_size=steps.local_batch_sizes[data.index],
+            num_streams=1,
+            window_budget_bytes=config.window_budget_bytes,
+        )
+        self._plan = self._silo.plan_epoch(spec, number)
+        self.num_steps = steps.num_steps
+        self.num_rows = sum(data.rows_of_silos)
+        self.num_rows_of_step = steps.num_rows_of_step
+
+    def read(self, first_step: int) -> SiloBatches:
+        # A silo whose samples are used up takes part with padding: for that it reads its last batch.
+        start = min(first_step, self._plan.num_steps - 1)
+        options, augment = reader_options(self._config), self._config.augment
+        reader = read_batches(self._silo, self._plan, first_step=start, options=options, augment=augment)
+        return SiloBatches(reader, first_step, self.num_steps, self._class_of_own)
+
+
+@dataclass(frozen=True, slots=True)
+class SiloBatches:
+    """`Batches` of a silo: labels are the pinned dataset's, and steps after its own last one are padding."""
+
+    reader: BatchReader
+    first_step: int
+    num_steps: int
+    class_of_own: np.ndarray
+
+    def __enter__(self) -> SiloBatches:
+        self.reader.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.reader.__exit__(*exception)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batch = None
+        for batch in self.reader:
+            if batch.step >= self.first_step:
+                yield replace(batch, labels_N=self.class_of_own[batch.labels_N])
+        assert batch is not None
+        for step in range(max(self.first_step, batch.step + 1), self.num_steps):
+            nothing_N = np.zeros_like(batch.weights_N)
+            yield replace(batch, labels_N=self.class_of_own[batch.labels_N], weights_N=nothing_N, step=step)
+
+    def take_seconds(self) -> ReaderSeconds:
+        return self.reader.take_seconds()
+
+
+class Silos:
+    """`train.readers.reader.TrainReader`; the strategy checks what silos need."""
+
+    is_exact = True
+
+    def check(self, config: TrainConfig, dataset: Dataset) -> None:
+        return
+
+    def limits(self, config: TrainConfig, dataset: Dataset) -> str:
+        return ""
+
+    def epoch(self, dataset: Dataset, config: TrainConfig, number: int, data: DataIndex) -> Epoch:
+        assert isinstance(data, SiloIndex), data
+        return SiloEpoch(dataset, config, number, data)
+
+
+SILOS = Silos()
+
+
+def _classes_in(pinned: Dataset, silo: Dataset, uri: str) -> np.ndarray:
+    """The pinned dataset's number of each class of the silo."""
+    ours, its = pinned.manifest, silo.manifest
+    unknown = sorted(set(its.class_names) - set(ours.class_names))
+    if unknown or its.normalize.image_shape_HWC != ours.normalize.image_shape_HWC:
+        raise UsageError(
+            f"the silo {uri} has images of {its.normalize.image_shape_HWC}"
+            + (f" and the classes {', '.join(unknown)}, which dataset.uri does not have" if unknown else ""),
+            f"expected {ours.normalize.image_shape_HWC} and classes among {', '.join(ours.class_names)}",
+            "build it with the same section etl; dataset.uri must have every class",
+        )
+    return np.array([ours.class_names.index(name) for name in its.class_names], np.int64)
