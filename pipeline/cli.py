@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli_options import Command, Common, command_without
+from pipeline.cli_options import AllowChange, Command, Common, Fresh, command_without
 from pipeline.dataset_commands import DatasetArgument, dataset_app
 from pipeline.ending import run_app
 from pipeline.plan_command import plan_app
@@ -44,7 +44,6 @@ ReplaceSource = Annotated[
     bool, typer.Option("--replace-source", help="The dataset's images may come from another source than before.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="List and plan only: read no image, write nothing.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Train again although a result exists; the old one stays.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -59,13 +58,16 @@ def top(context: typer.Context, version: Version = False) -> None:
 
 @app.command(cls=Command)
 def run(
-    context: typer.Context, source_or_config: Source, replace_source: ReplaceSource = False, fresh: Fresh = False
-) -> None:
+    context: typer.Context, source_or_config: Source, replace_source: ReplaceSource = False, fresh: Fresh = False,
+    allow_change: AllowChange = [],  # noqa: B006  typer copies it
+) -> None:  # fmt: skip
     """The whole pipeline: etl, verify, train, export, evaluate, promote, report."""
     from pipeline.run import run_pipeline
+    from train.changes import Again
 
     common: Common = context.obj
-    summary = run_pipeline(source_or_config, common, replace_source=replace_source, fresh=fresh)
+    again = Again(fresh, tuple(allow_change))
+    summary = run_pipeline(source_or_config, common, replace_source=replace_source, again=again)
     print_result(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")
 
 
@@ -124,17 +126,18 @@ def verify(
 
 
 @app.command(cls=Command)
-def train(context: typer.Context, dataset: DatasetArgument, fresh: Fresh = False) -> None:
+def train(
+    context: typer.Context, dataset: DatasetArgument, fresh: Fresh = False,
+    allow_change: AllowChange = [],  # noqa: B006  typer copies it
+) -> None:  # fmt: skip
     """Train on the dataset's latest version, or continue an interrupted training."""
+    from pipeline.attached import ended_with_its_job
     from pipeline.stage_commands import train_stage
-    from train.launching.attach import EndedWithJob
+    from train.changes import Again
 
     common: Common = context.obj
-    try:
-        _print_stage(common, train_stage(dataset, common, fresh=fresh))
-    except EndedWithJob as ended:
-        # Rank 0 has recorded and printed it all.
-        raise typer.Exit(ended.code if isinstance(ended.code, int) else 0) from None
+    with ended_with_its_job():
+        _print_stage(common, train_stage(dataset, common, Again(fresh, tuple(allow_change))))
 
 
 @app.command(cls=Command)

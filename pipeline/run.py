@@ -20,6 +20,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.run_files import RunState, failed_stage, write_stage_record
+from train.changes import AS_USUAL, Again
 from train.published.candidate import promote_export, promotion_record
 from train.published.evaluation import evaluate_on, evaluation_record
 from train.published.export import export_record, export_training
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def run_pipeline(
-    source_or_config: str, common: Common, *, replace_source: bool = False, fresh: bool = False
+    source_or_config: str, common: Common, *, replace_source: bool = False, again: Again = AS_USUAL
 ) -> dict[str, Any]:
     """The whole pipeline; returns the summary. Raises the ShardmillError of the stage that could not go on."""
     with open_run(source_or_config, common) as run, report_if_failed(run):
@@ -62,9 +63,7 @@ def run_pipeline(
         verified.raise_if_failed()
 
         # Train on it, and turn the final weights into a model that others can load.
-        trained = run.stage(
-            "train", lambda: train_in_run(train, run.record, progress, built.pin, fresh=fresh), train_record
-        )
+        trained = run.stage("train", lambda: train_in_run(train, run.record, progress, built.pin, again), train_record)
         models, result = trained.models_uri, trained.result
         exported = run.stage("export", lambda: export_training(models, train.train, result, run.id), export_record)
 

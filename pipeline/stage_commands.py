@@ -17,6 +17,7 @@ from shardmill.jobs.run_files import StageRecord, read_run_state, read_stage_rec
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
     from shardmill.dataset.verify import VerifyReport
+    from train.changes import Again
     from train.config import TrainConfig
     from train.published.export import ExportOutcome
 
@@ -39,7 +40,7 @@ def etl_stage(source_or_config: str, common: Common, *, replace_source: bool) ->
         return run.record.ended[-1]
 
 
-def train_stage(dataset_or_config: str, common: Common, *, fresh: bool) -> StageRecord:
+def train_stage(dataset_or_config: str, common: Common, again: Again) -> StageRecord:
     """Train on the version that this run's ETL committed, or that the argument names."""
     from shardmill.dataset.open import open_dataset
     from train.launching.attach import attached
@@ -50,7 +51,7 @@ def train_stage(dataset_or_config: str, common: Common, *, fresh: bool) -> Stage
     with attached(config), _open_dataset_run(dataset_or_config, common) as run:
         refuse_what_cannot_work(run.tree, common.workdir, ("train",))
         tree, pin = run.tree.part(TrainTree), open_dataset(_dataset_of_run(run)).pin
-        run.stage("train", lambda: train_in_run(tree, run.record, run.progress, pin, fresh=fresh), train_record)
+        run.stage("train", lambda: train_in_run(tree, run.record, run.progress, pin, again), train_record)
         return run.record.ended[-1]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -40,14 +40,14 @@ class TrainingIdentity:
     settings: dict[str, str]
     """Every setting of `train.*` that decides the outcome, as JSON."""
 
-    def differences(self, now: TrainingIdentity) -> list[str]:
-        """One phrase for each thing that differs in `now`."""
+    def differences(self, now: TrainingIdentity, allowed: Collection[str] = ()) -> list[str]:
+        """One phrase for each thing that differs in `now`, but for the `allowed` settings."""
         found = []
         if self.dataset.manifest_sha256 != now.dataset.manifest_sha256:
             found.append(f"dataset: then version {self.dataset.version}, now version {now.dataset.version}")
         for name in sorted(self.settings.keys() | now.settings.keys()):
             then_value, now_value = self.settings.get(name, "absent"), now.settings.get(name, "absent")
-            if then_value != now_value:
+            if then_value != now_value and name not in allowed:
                 found.append(f"train.{name}: then {then_value}, now {now_value}")
         # Other settings build another model: a difference of the model is reported only if they do not explain it.
         if not found:
@@ -141,9 +141,9 @@ def delete_checkpoint(store: Store, path: str) -> None:
     _delete_checkpoint(store, path, [file.path.rpartition("/")[2] for file in store.list(path)])
 
 
-def check_resumable(found: FoundCheckpoint, now: TrainingIdentity) -> None:
+def check_resumable(found: FoundCheckpoint, now: TrainingIdentity, allowed: Collection[str] = ()) -> None:
     """Raises UsageError that lists each difference between the checkpoint's training and this one."""
-    differences = found.marker.identity.differences(now)
+    differences = found.marker.identity.differences(now, allowed)
     if differences:
         raise UsageError(
             f"the checkpoint {found.path} belongs to another training: {'; '.join(differences)}",

@@ -35,6 +35,7 @@ class Resume:
 HOW = Resume("it decides how a training is done, not which numbers come out: it may differ between two attempts")
 LENGTH = Resume("the name of a training's folder says it (train/trainings.py): a longer one may go on from a shorter")
 LATER = Resume("it came after trainings that do not name it: at its default it makes no difference")
+SAFE = Resume("steps to come use it, what a checkpoint holds does not depend on it: `--allow-change` may change it")
 
 
 class TrainConfig(Section):
@@ -81,38 +82,38 @@ class TrainConfig(Section):
     """Logical streams of the epoch plan: the largest world size, and a divisor of the global batch."""
     standardize: bool = True
     """The model gets `(x - mean) / std`, per channel of the train split, as float32; false: the pixels' 0 to 255."""
-    augment: AugmentOptions = AugmentOptions()
+    augment: Annotated[AugmentOptions, SAFE] = AugmentOptions()
     """Random changes to training images."""
 
     optimizer: Annotated[str, OneOf(OPTIMIZERS, also=("auto",))] = "auto"
     """`auto` uses the optimizer of a compiled user model with its own learning rate, and Adam otherwise."""
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: Annotated[float, SAFE] = Field(default=1e-3, gt=0)
     """At `learning_rate_batch_size` samples a step."""
-    learning_rate_batch_size: int = Field(default=0, ge=0)
+    learning_rate_batch_size: Annotated[int, SAFE] = Field(default=0, ge=0)
     """With n > 0 the learning rate is scaled by global_batch_size / n (linear scaling, arXiv:1706.02677); 0: no."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Annotated[int, SAFE] = Field(default=0, ge=0)
     """The learning rate rises linearly over these steps."""
-    schedule: Annotated[str, OneOf(SCHEDULES)] = "cosine"
+    schedule: Annotated[str, OneOf(SCHEDULES), SAFE] = "cosine"
     """What the learning rate does after the warm-up."""
-    schedule_step_epochs: int = Field(default=30, ge=1)
+    schedule_step_epochs: Annotated[int, SAFE] = Field(default=30, ge=1)
     """`step`: multiply by `schedule_step_factor` every so many epochs."""
-    schedule_step_factor: float = Field(default=0.1, gt=0, le=1)
+    schedule_step_factor: Annotated[float, SAFE] = Field(default=0.1, gt=0, le=1)
     """`step`: the factor."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """`sgd` only."""
-    weight_decay: float = Field(default=1e-4, ge=0)
+    weight_decay: Annotated[float, SAFE] = Field(default=1e-4, ge=0)
     """`adamw` only."""
-    gradient_clip_norm: float = Field(default=0.0, ge=0)
+    gradient_clip_norm: Annotated[float, SAFE] = Field(default=0.0, ge=0)
     """Clip gradients to this global norm; 0 switches it off."""
     loss: Literal["auto", "softmax"] = "auto"
     """`auto` uses the loss of a compiled user model, and softmax cross-entropy otherwise."""
     model_outputs: Literal["auto", "logits", "probabilities"] = "auto"
     """What the model's last layer gives; `auto` looks at its loss or activation."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    label_smoothing: Annotated[float, SAFE] = Field(default=0.0, ge=0, lt=1)
     """Share of each label spread over all classes."""
     mixed_precision: Literal["off", "bfloat16", "float16"] = "off"
     """Compute precision; weights stay float32."""
-    early_stop_epochs: int = Field(default=0, ge=0)
+    early_stop_epochs: Annotated[int, SAFE] = Field(default=0, ge=0)
     """Stop after so many epochs without a better validation loss; 0 switches it off."""
     export: Annotated[Literal["best", "last"], LENGTH] = "best"
     """Which weights are evaluated and exported: those of the epoch with the lowest validation loss, or the last ones

@@ -21,6 +21,7 @@ from shardmill.jobs.observer import Observer
 from shardmill.jobs.run_job import job_parser, run_job
 from shardmill.jobs.run_record import RunRecord
 from shardmill.values import DatasetPin
+from train.changes import Again
 from train.published.candidate import promote_export, promotion_record
 from train.published.export import export_record, export_training
 from train.training import train_in_run, train_record
@@ -39,9 +40,10 @@ def main() -> int:
         below = {"models": {"uri": f"{arguments.workdir}/models"}}
         tree = load_tree(TrainTree, arguments.config, tuple(arguments.set), below)
 
+        again = Again(arguments.fresh, tuple(arguments.allow_change))
         trained = run.stage(
             "train",
-            lambda: train_in_run(tree, run, observer, _named_version(tree, arguments), fresh=arguments.fresh),
+            lambda: train_in_run(tree, run, observer, _named_version(tree, arguments), again),
             train_record,
         )
         if arguments.until == "train":
@@ -70,6 +72,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--until", choices=STAGES, default="promote", help="the last stage to run")
     parser.add_argument("--require", action="store_true", help="exit 9 if the gate is not passed")
     parser.add_argument("--fresh", action="store_true", help="train again although a result exists")
+    parser.add_argument("--allow-change", action="append", default=[], metavar="NAME", help="train.NAME may differ")
     return parser.parse_args()
 
 

@@ -90,7 +90,7 @@ def _choose_checkpoint(session: Session) -> tuple[FoundCheckpoint | None, dict[s
         if not proposal:
             return None, {}
         found = from_json(FoundCheckpoint, proposal)
-        check_resumable(found, session.identity)
+        check_resumable(found, session.identity, session.task.allowed if found.path == session.task.continues else ())
         files: dict[str, bytes] = {}
         problem = ""
         try:

@@ -20,6 +20,9 @@ class WorkerTask:
     model_source_sha256: str
     """As the driver found it; a rank that finds another source must not train."""
     continues: str = ""
-    """Relative to `models_uri`: the checkpoint of a shorter training from which this one goes on; empty for none."""
+    """Relative to `models_uri`: the checkpoint of another training from which this one goes on (a shorter one, or by
+    `--allow-change`); empty for none."""
+    allowed: tuple[str, ...] = ()
+    """Settings of `train.*` in which that one may differ."""
     reach: Nonce | None = None
     """What the driver wrote into `models_uri`, for every rank to read back before it works."""

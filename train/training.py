@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from pydantic import TypeAdapter
 
+from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.leases import reading
 from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.dataset.rules import verify_present
@@ -20,11 +21,12 @@ from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from train.auto import Chosen, resolve
+from train.changes import AS_USUAL, Again, BegunTraining, going_on
 from train.evaluate import evaluation_section
 from train.launching import LAUNCHERS
 from train.launching.restarts import Restart, launch_until_done
 from train.observer import TrainObserver
-from train.preflight import check_terms, check_trainable, window_memory
+from train.preflight import WindowMemory, check_terms, check_trainable, window_memory
 from train.readers import READERS
 from train.run_log import RunLog, Sink, StepsLog
 from train.tensorboard import TensorBoardLog
@@ -52,14 +54,15 @@ class TrainOutcome:
 
 
 def train_model(
-    tree: TrainTree, observer: TrainObserver, version: DatasetPin | None = None, *, fresh_for: str = ""
-) -> TrainOutcome:
+    tree: TrainTree, observer: TrainObserver, version: DatasetPin | None = None, *, fresh_for: str = "",
+    again: Again = AS_USUAL,
+) -> TrainOutcome:  # fmt: skip
     """Resolve the dataset version once, and train on it; or go on with, or skip, what is there already.
 
     `version` is the one that the caller has resolved for the whole run. `fresh_for` is the id of a run that wants a
     training from step 0 whatever there is; asking again for the same run goes on with that training.
-
-    Raises UsageError (2), IntegrityError (3), StorageError (4), or TrainingError (5), that of the first failed rank.
+    `again`: what becomes of an unfinished one with other settings. Raises UsageError (2), IntegrityError (3),
+    StorageError (4), or TrainingError (5), that of the first failed rank.
     """
     # What can be said before anything starts: names, numbers, places.
     chosen = check_terms(tree.train, tree.spark)
@@ -76,15 +79,15 @@ def train_model(
     # It must be trainable, in the memory that there is.
     dataset = open_pinned(choice.dataset)
     check_trainable(tree.train, dataset)
+    choice = going_on(models, choice, tree.train, dataset, again)
+    again.begin(models.uri, choice.training_dir)
     memory = window_memory(tree.train, dataset)
 
     # The version must not expire meanwhile; the ranks must see the same storage as this process.
     with reading(dataset.store, dataset.pin.version, f"train, in {models.uri},"), planted(models) as nonce:
         # Every shard is present; the ranks verify the bytes of each chunk when they first read it.
         verify_present(dataset)
-        observer.event("plan", {"rank": 0, "chosen": chosen.reason, **memory.as_fields()})
-        if limits := READERS[tree.train.reader].limits(tree.train, dataset):
-            observer.event("reader", {"rank": 0, "reader": tree.train.reader, WARNING: limits})
+        _report_plan(choice, chosen, dataset, memory, observer)
         result, restarts = launch_until_done(
             lambda config: launcher.launch(choice.task(config, nonce), tree.spark, observer),
             tree.train,
@@ -102,8 +105,19 @@ def train_model(
     return TrainOutcome(result, models.uri, chosen, skipped=False, restarts=restarts)
 
 
+def _report_plan(
+    choice: TrainingChoice, chosen: Chosen, dataset: Dataset, memory: WindowMemory, observer: TrainObserver
+) -> None:
+    """What a person should know of a training that now begins, or goes on."""
+    observer.event("plan", {"rank": 0, "chosen": chosen.reason, **memory.as_fields()})
+    if choice.resumes:
+        observer.event("changed", {"rank": 0, "path": choice.resumes, "changes": "; ".join(choice.changes)})
+    if limits := READERS[chosen.config.reader].limits(chosen.config, dataset):
+        observer.event("reader", {"rank": 0, "reader": chosen.config.reader, WARNING: limits})
+
+
 def train_in_run(
-    tree: TrainTree, run: RunRecord, observer: Observer, version: DatasetPin | None, *, fresh: bool
+    tree: TrainTree, run: RunRecord, observer: Observer, version: DatasetPin | None, again: Again
 ) -> TrainOutcome:
     """`train_model` with what a run keeps of it, and a verdict on its speed.
 
@@ -116,7 +130,8 @@ def train_in_run(
     if tree.train.tensorboard and tensorboard_is_installed():
         sinks.append(TensorBoardLog(run.store, f"{run.folder}/tensorboard"))
     with closing(RunLog(observer, sinks)) as log:
-        outcome = train_model(tree, log, version, fresh_for=run.run_id if fresh else "")
+        again = replace(again, begun=BegunTraining(run.store, f"{run.folder}/training.json"))
+        outcome = train_model(tree, log, version, fresh_for=run.run_id if again.fresh else "", again=again)
         verdict = times.verdict(tree.train)
         if verdict is not None:
             log.event("verdict", {"rank": 0, "bound": verdict.bound, "sentence": verdict.sentence})

@@ -64,6 +64,13 @@ class TrainingChoice:
     unfinished_versions: tuple[int, ...]
     """Older dataset versions on which the same training was begun and not finished."""
 
+    resumes: str = ""
+    """The checkpoint of an unfinished training with other settings from which this one goes on (train/changes.py)."""
+    changes: tuple[str, ...] = ()
+    """How that one differs."""
+    allowed: tuple[str, ...] = ()
+    """The settings in which it may."""
+
     def report(self, config: TrainConfig, observer: TrainObserver) -> None:
         """Report what a person should know of other trainings before this one starts or is skipped."""
         for version in self.unfinished_versions:
@@ -95,7 +102,8 @@ class TrainingChoice:
             models_uri=reach.uri,
             training_dir=self.training_dir,
             model_source_sha256=self.model_source_sha256,
-            continues=self.continues.last_checkpoint if self.continues else "",
+            continues=self.resumes or (self.continues.last_checkpoint if self.continues else ""),
+            allowed=self.allowed,
             reach=reach,
         )
 

@@ -1,0 +1,176 @@
+"""A training that was begun, asked for with other settings: refused with each difference, or gone on with if safe.
+
+Other settings are another training, in another folder, and most often that is what is meant. Not so when the same run
+is tried again, and when `--allow-change` asks to go on: then what was begun is looked for, and compared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shardmill.dataset.dataset import Dataset
+from shardmill.errors import UsageError
+from shardmill.storage import Store
+from train.checkpoint import FoundCheckpoint, TrainingIdentity, complete_checkpoints
+from train.config import LENGTH, SAFE, TrainConfig, settings_of, settings_that_matter
+from train.trainings import TRAININGS, TrainingChoice
+from train.values import RESULT, ModelIdentity
+
+# Of a folder's name; see train/trainings.py.
+_LENGTH = re.compile(r"/epochs-(\d+)-(\w+)(?:/fresh-\d+)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class BegunTraining:
+    """Which training a run has begun: a file of the run."""
+
+    store: Store
+    path: str
+
+    def read(self, models_uri: str) -> str:
+        """Its folder below this models' root; empty if the run has begun none there."""
+        try:
+            begun = json.loads(self.store.read(self.path))
+        except (FileNotFoundError, ValueError):
+            return ""
+        return str(begun["training_dir"]) if begun.get("models_uri") == models_uri else ""
+
+    def write(self, models_uri: str, training_dir: str) -> None:
+        self.store.put(self.path, json.dumps({"models_uri": models_uri, "training_dir": training_dir}).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What may become of a training that was begun before."""
+
+    fresh: bool = False
+    """Train from step 0 whatever there is."""
+    allow_change: tuple[str, ...] = ()
+    """Settings in which an unfinished training may differ, to go on from it."""
+    begun: BegunTraining | None = None
+
+    def begin(self, models_uri: str, training_dir: str) -> None:
+        """Keep in the run which training it does."""
+        if self.begun is not None:
+            self.begun.write(models_uri, training_dir)
+
+
+AS_USUAL = Again()
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """An unfinished training, and how it differs from the one that is asked for."""
+
+    found: FoundCheckpoint
+    differences: tuple[str, ...]
+    refused: tuple[str, ...]
+    """Those that were not allowed."""
+
+
+def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
+    """The settings that `--allow-change` names, without `train.`. Raises UsageError for one that is not safe."""
+    safe = sorted(settings_of(SAFE) | settings_of(LENGTH))
+    allowed = tuple(part.strip().removeprefix("train.") for name in names for part in name.split(","))
+    for name in allowed:
+        if name not in safe:
+            known = "is no setting of [train]" if name not in TrainConfig.model_fields else "is not safe to change"
+            raise UsageError(
+                f"--allow-change {name}: it {known}",
+                f"expected one of {', '.join(safe)}",
+                "a training with another value of it begins anew: leave --allow-change out",
+            )
+    return allowed
+
+
+def going_on(
+    store: Store, choice: TrainingChoice, config: TrainConfig, dataset: Dataset, again: Again
+) -> TrainingChoice:
+    """`choice`, to go on from another unfinished training if that is asked for and safe.
+
+    Raises UsageError that lists each difference.
+    """
+    allowed = check_allowed(again.allow_change)
+    if again.fresh or next(complete_checkpoints(store, choice.training_dir), None) is not None:
+        return choice
+
+    def compared(folder: str) -> Changed | None:
+        return _compared(store, folder, choice, config, dataset, allowed)
+
+    begun = again.begun.read(store.uri) if again.begun else ""
+    if begun and begun != choice.training_dir and (mine := compared(begun)) is not None:
+        if mine.refused:
+            raise UsageError(
+                f"this run has begun another training, {begun}: {'; '.join(mine.differences)}",
+                "expected equal data, seed, batch, model and optimizer",
+                f"restore these settings; {_way_to_allow(mine)}train in another run (--run-id), or anew (--fresh)",
+            )
+        return _continued(choice, mine, allowed)
+    if not allowed:
+        return choice
+    others = [each for folder in _unfinished(store) if (each := compared(folder)) is not None]
+    fitting = [each for each in others if not each.refused]
+    if not fitting:
+        nearest = min(others, key=lambda each: len(each.refused), default=None)
+        raise UsageError(
+            f"--allow-change {','.join(allowed)}: no unfinished training differs in nothing else"
+            + (f"; the nearest, {nearest.found.path}: {'; '.join(nearest.differences)}" if nearest else ""),
+            "expected equal data, seed, batch, model and optimizer",
+            (_way_to_allow(nearest) if nearest else "") + "restore these settings, or leave --allow-change out",
+        )
+    return _continued(choice, max(fitting, key=lambda each: each.found.marker.global_step), allowed)
+
+
+def _compared(
+    store: Store, folder: str, choice: TrainingChoice, config: TrainConfig, dataset: Dataset, allowed: tuple[str, ...]
+) -> Changed | None:
+    """The newest checkpoint of an unfinished training on this dataset's root, compared; None if there is none."""
+    found = None if store.stat(f"{folder}/{RESULT}") else next(complete_checkpoints(store, folder), None)
+    if found is None or found.marker.identity.dataset.uri != choice.dataset.uri:
+        return None
+    then = found.marker.identity
+    # What is built from the source is compared by the ranks, which build it.
+    model = ModelIdentity(choice.model_source_sha256, then.model.config_sha256)
+    fingerprint = config.plan_spec(dataset).fingerprint
+    now = TrainingIdentity(choice.dataset, fingerprint, model, settings_that_matter(config))
+    lengths = _length_differences(folder, config)
+    return Changed(
+        found,
+        differences=(*then.differences(now), *lengths.values()),
+        refused=(*then.differences(now, allowed), *(text for name, text in lengths.items() if name not in allowed)),
+    )
+
+
+def _length_differences(folder: str, config: TrainConfig) -> dict[str, str]:
+    match = _LENGTH.search(folder)
+    if match is None:
+        return {}
+    then = {"epochs": int(match[1]), "export": match[2]}
+    return {
+        name: f"train.{name}: then {value}, now {getattr(config, name)}"
+        for name, value in then.items()
+        if value != getattr(config, name)
+    }
+
+
+def _continued(choice: TrainingChoice, changed: Changed, allowed: tuple[str, ...]) -> TrainingChoice:
+    return replace(choice, resumes=changed.found.path, changes=changed.differences, allowed=allowed)
+
+
+def _way_to_allow(changed: Changed) -> str:
+    """How to go on from it, if every difference is safe."""
+    safe = settings_of(SAFE) | settings_of(LENGTH)
+    named = [re.match(r"train\.(\w+):", each) for each in changed.differences]
+    names = [match[1] for match in named if match]
+    if len(names) < len(changed.differences) or not set(names) <= safe:
+        return ""
+    return f"go on from its last checkpoint with --allow-change {','.join(names)}; or "
+
+
+def _unfinished(store: Store) -> Iterator[str]:
+    """Folders of trainings that have a checkpoint; `_compared` leaves out those that have finished."""
+    yield from sorted({file.path.partition("/checkpoints/")[0] for file in store.list(TRAININGS)
+                       if "/checkpoints/" in file.path})  # fmt: skip
