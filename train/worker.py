@@ -72,7 +72,12 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     # The model and its optimizer, with fresh variables, as a member of the world; from here on the ranks communicate.
     def build() -> Learner:
         check_source(config.model, task.model_source_sha256)
-        return backend.build(config, model_spec(manifest, config.standardize))
+        learner = backend.build(config, model_spec(manifest, config.standardize))
+        if world.rank == 0:
+            # Now, not after hours of training.
+            reporter.doing("a trial of the export")
+            learner.check_exportable()
+        return learner
 
     member = strategy.join(_with_files(world, task), config, build, reporter)
     model = ModelIdentity(task.model_source_sha256, member.learner.config_sha256)

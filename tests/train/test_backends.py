@@ -1,5 +1,6 @@
 """Every backend keeps what `train.backends.backend` says: sums that are gradients, state that comes back, exports."""
 
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
 from __future__ import annotations
 
 import json
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from shardmill.jobs.observer import SilentObserver
 from shardmill.reader import read_samples
 from tests.train import torch_models
 from tests.train.test_models import batch_of
-from tests.train.training import MODELS, task_of, train_here
+from tests.train.training import MODELS, Recorder, task_of, train_here
 from train.auto import resolve
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
@@ -40,7 +42,7 @@ STATEFUL = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
 LINEAR = {"keras": f"{MODELS}:linear", "torch": f"{TORCH_MODELS}:linear"}
 
 
-def learner(name: str, model: str, **config: object):
+def learner(name: str, model: str, **config: Any):
     backend = BACKENDS[name]
     backend.start(World(), int(config.get("seed", 0)))
     return backend.build(TrainConfig(model=model, **config), SPEC)
@@ -174,10 +176,18 @@ def test_a_softmax_at_the_end_gives_probabilities():
     assert learner("torch", f"{TORCH_MODELS}:softmax_elsewhere", model_outputs="logits").outputs_are_logits
 
 
-def test_a_module_that_cannot_be_exported_is_told_so(tmp_path):
-    one = learner("torch", f"{TORCH_MODELS}:branching")
-    with pytest.raises(TrainingError, match=r"torch.export cannot follow train.model = .*branching'"):
-        one.write_served(tmp_path)
+def test_a_module_that_cannot_be_exported_is_refused_before_its_first_step(tiny_uri, tmp_path):
+    recorder = Recorder()
+    with pytest.raises(UsageError, match=r"torch.export cannot follow train.model = .*branching'"):
+        train_here(tiny_uri, tmp_path, recorder, model=f"{TORCH_MODELS}:branching")
+    assert not recorder.steps
+
+
+def test_a_trial_of_the_export_changes_nothing():
+    one = learner("torch", STATEFUL["torch"])
+    before = state(one)
+    one.check_exportable()
+    assert state(one) == before
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
@@ -242,6 +252,7 @@ def test_a_torch_rank_imports_no_tensorflow(tiny_uri, tmp_path):
     code = f"""
 import sys, json
 from pathlib import Path
+from typing import Any
 from tests.train.training import train_here
 result = train_here({tiny_uri!r}, Path({str(tmp_path)!r}), model="{TORCH_MODELS}:linear", epochs=1)
 print(json.dumps([name for name in ("tensorflow", "keras") if name in sys.modules]))

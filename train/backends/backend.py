@@ -134,6 +134,10 @@ class Learner(Protocol):
         """uint8 images -> float32 probabilities_NK, by the same operations as in training."""
         ...
 
+    def check_exportable(self) -> None:
+        """Raises UsageError if the model that was built cannot be exported; changes nothing."""
+        ...
+
     def write_served(self, folder: Path) -> None:
         """The trained model with standardization and class names inside, as `Backend.load_served` reads it."""
         ...

@@ -71,6 +71,9 @@ class KerasLearner:
     def probabilities(self, images_NHWC: np.ndarray) -> np.ndarray:
         return self._serving.predict(images_NHWC)
 
+    def check_exportable(self) -> None:
+        """TensorFlow traces a model for its first step as it does for an export."""
+
     def write_served(self, folder: Path) -> None:
         write_saved_model(self._serving, folder / SAVED_MODEL)
 

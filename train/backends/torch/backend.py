@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmill.errors import TrainingError, UsageError
+from shardmill.errors import UsageError
 from shardmill.values import Batch
 from train.backends.backend import ModelSpec, Predict, StatePart, StepOutcome
 from train.backends.parts import parts_of
@@ -176,24 +176,33 @@ class TorchLearner:
         with torch.no_grad():
             return served(torch.from_numpy(images_NHWC).to(device())).cpu().numpy()
 
+    def check_exportable(self) -> None:
+        # A Keras model is exported by Keras on TensorFlow.
+        if not self._built.is_keras:
+            self._program()
+
     def write_served(self, folder: Path) -> None:
+        torch = import_torch()
+        (folder / SERVED).mkdir()
+        names = json.dumps(self._spec.class_names)
+        torch.export.save(self._program(), folder / SERVED / PROGRAM, extra_files={"class_names.json": names})
+
+    def _program(self) -> Any:
+        """What `torch.export` makes of the model as it is now."""
         torch = import_torch()
         # On the CPU, which every machine has: a program remembers its device, and is moved when it is loaded.
         served = copy.deepcopy(_served(self.classifier, self.outputs_are_logits)).cpu().eval()
         images_NHWC = torch.zeros((2, *self._spec.image_shape_HWC), dtype=torch.uint8)
         try:
-            program = torch.export.export(served, (images_NHWC,), dynamic_shapes=({0: torch.export.Dim("N")},))
+            return torch.export.export(served, (images_NHWC,), dynamic_shapes=({0: torch.export.Dim("N")},))
         except Exception as error:
             # A user's forward may do anything; what torch.export cannot follow, it says in errors of many kinds.
-            raise TrainingError(
+            raise UsageError(
                 f"torch.export cannot follow train.model = {self._config.model!r}: "
                 f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
                 "expected a forward without branches on the values of tensors",
-                "rewrite it (torch.where, torch.cond), then run the same command again: the training is kept",
+                "rewrite it (torch.where, torch.cond)",
             ) from error
-        (folder / SERVED).mkdir()
-        names = json.dumps(self._spec.class_names)
-        torch.export.save(program, folder / SERVED / PROGRAM, extra_files={"class_names.json": names})
 
     def write_portable(self, folder: Path, images_NHWC: np.ndarray, max_abs_diff: float) -> str:
         torch = import_torch()
