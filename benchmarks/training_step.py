@@ -8,6 +8,7 @@ from the same kind of model. Ours goes through learner, member and collective as
 PyTorch's and Horovod's guides show, with the loss of every sample weighted as padding needs it.
 """
 
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import argparse
@@ -22,12 +23,13 @@ from shardmill.values import Batch
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.config import TrainConfig
+from train.labels import LabelSpec
 from train.strategies import STRATEGIES
 from train.values import StepReport, World
 
 SHAPE = (64, 64, 3)
 NUM_CLASSES = 10
-SPEC = ModelSpec(SHAPE, tuple(map(str, range(NUM_CLASSES))), InputScale((120.0,) * 3, (60.0,) * 3))
+SPEC = ModelSpec(SHAPE, LabelSpec("class", tuple(map(str, range(NUM_CLASSES)))), InputScale((120.0,) * 3, (60.0,) * 3))
 
 
 class SilentReporter:

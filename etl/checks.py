@@ -107,12 +107,13 @@ def _no_classes(plan: BuildPlan) -> str:
 
 def check_classes(plan: BuildPlan) -> None:
     """Raises UsageError if the listing, with what it is appended to, has too few classes to train on."""
-    plan.row_schema.require_classes(f"the source {plan.build.source.uri}")
     class_names = plan.row_schema.class_names if plan.is_append else plan.listing.class_names
-    if len(class_names) < 2:
+    # An image that may have several classes can be judged by one; numbers have none.
+    num_needed = {"class": 2, "multi_label": 1}.get(plan.row_schema.label_kind, 0)
+    if len(class_names) < num_needed:
         raise UsageError(
             f"the source has {len(class_names)} classes ({_named(class_names) or _NO_CLASSES})",
-            "expected at least 2 to train a classifier: one folder per class",
+            f"expected at least {num_needed} to train a classifier: one folder per class",
             "sort the images into class folders; `shardmill etl` makes a dataset without training",
         )
 

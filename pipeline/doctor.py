@@ -238,7 +238,7 @@ def _window_memory(tree: PipelineTree) -> Iterator[Finding]:
         if not tree.dataset.uri or not _has_version(tree.dataset.uri):
             return
         dataset = open_dataset(tree.dataset.uri)
-        check_trainable(tree.train, dataset)
+        check_trainable(tree.train, dataset, tree.gate)
         memory = window_memory(tree.train, dataset)
     except ShardmillError as error:
         # No failure: the ETL of a run with this config may commit another version first.

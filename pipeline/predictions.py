@@ -18,28 +18,33 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def prediction_rows(predictions: Sequence[Prediction]) -> list[tuple[str, ...]]:
-    """Path and rejection, or path and each class with its probability, best first."""
-    width = 1 + 2 * max(1, *(len(each.top) for each in predictions))
+    """Path and rejection, or path and each class with its probability, best first, or the numbers."""
+    width = 1 + max(2, *(len(each.values) or 2 * len(each.top) for each in predictions))
     rows = []
     for each in predictions:
-        guesses = [cell for guess in each.top for cell in (guess.label, f"{guess.probability:.4f}")]
-        row = [each.path, *([each.rejection] if each.rejection else guesses)]
+        answers = [cell for guess in each.top for cell in (guess.label, f"{guess.probability:.4f}")]
+        answers += [f"{value:.6g}" for value in each.values]
+        row = [each.path, *([each.rejection] if each.rejection else answers)]
         rows.append(tuple(row + [""] * (width - len(row))))
     return rows
 
 
 def prediction_csv(predictions: Sequence[Prediction]) -> str:
     """A header and one line a file, with as many columns as the longest needs. No cell is a formula."""
-    names = ["path", "rejection"]
-    for place in range(1, max(1, *(len(each.top) for each in predictions)) + 1):
-        suffix = "" if place == 1 else f"_{place}"
-        names += [f"label{suffix}", f"probability{suffix}"]
+    num_values = max(len(each.values) for each in predictions)
+    kinds, num_answers = (["label", "probability"], max(1, *(len(each.top) for each in predictions)))
+    if num_values:
+        kinds, num_answers = ["value"], num_values
+    suffixes = ["" if place == 1 else f"_{place}" for place in range(1, num_answers + 1)]
+    names = ["path", "rejection", *(f"{kind}{suffix}" for suffix in suffixes for kind in kinds)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     for each in predictions:
-        guesses = [cell for guess in each.top for cell in (_harmless(guess.label), f"{guess.probability:.6f}")]
-        row = [_harmless(each.path), _harmless(each.rejection), *guesses]
+        answers = [cell for guess in each.top for cell in (_harmless(guess.label), f"{guess.probability:.6f}")]
+        # A number is no formula, whatever its sign.
+        answers += [f"{value:.9g}" for value in each.values]
+        row = [_harmless(each.path), _harmless(each.rejection), *answers]
         writer.writerow(row + [""] * (len(names) - len(row)))
     return without_surrogates(text.getvalue())
 

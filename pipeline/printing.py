@@ -102,7 +102,9 @@ def _evaluation_rows(sections: Mapping[str, Any]) -> Rows:
     evaluation = sections.get("evaluation")
     if not evaluation:
         return []
-    figures = f"{evaluation['split']} accuracy {evaluation['accuracy']:.4f}, loss {evaluation['loss']:.4f}"
+    shown = ("accuracy", "mean_average_precision", "mean_absolute_error", "loss")
+    known = [f"{name.replace('_', ' ')} {evaluation[name]:.4f}" for name in shown if evaluation.get(name) is not None]
+    figures = f"{evaluation['split']} {', '.join(known)}"
     return [("evaluation", f"{figures}, on {counted(evaluation['num_samples'], 'sample')}")]
 
 

@@ -160,15 +160,15 @@ class RunProgress:
 
 
 def _epoch_line(epoch: str, numbers: Mapping[str, int | float]) -> str:
-    validation = ""
-    if "validation_accuracy" in numbers:
-        validation = (
-            f"; validation loss {numbers['validation_loss']:.4f}, accuracy {numbers['validation_accuracy']:.4f}"
-        )
-    return (
-        f"train: epoch {epoch} in {numbers['seconds']:.1f} s: loss {numbers['train_loss']:.4f}, "
-        f"accuracy {numbers['train_accuracy']:.4f}{validation}"
-    )
+    parts = [_figures("train_", numbers), _figures("validation_", numbers)]
+    validation = f"; validation {parts[1]}" if parts[1] else ""
+    return f"train: epoch {epoch} in {numbers['seconds']:.1f} s: {parts[0]}{validation}"
+
+
+def _figures(split: str, numbers: Mapping[str, int | float]) -> str:
+    """Every figure of a split that an event holds; which ones, depends on the labels."""
+    names = [name for name in numbers if name.startswith(split)]
+    return ", ".join(f"{name.removeprefix(split).replace('_', ' ')} {numbers[name]:.4f}" for name in names)
 
 
 def _make_bars() -> Progress:

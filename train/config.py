@@ -105,12 +105,13 @@ class TrainConfig(Section):
     """`adamw` only."""
     gradient_clip_norm: Annotated[float, SAFE] = Field(default=0.0, ge=0)
     """Clip gradients to this global norm; 0 switches it off."""
-    loss: Literal["auto", "softmax"] = "auto"
-    """`auto` uses the loss of a compiled user model, and softmax cross-entropy otherwise."""
+    loss: Literal["auto", "softmax", "sigmoid", "squared_error"] = "auto"
+    """`auto` uses the loss of a compiled user model, and otherwise what fits the labels: softmax cross-entropy for one
+    class an image, sigmoid cross-entropy for several, the squared error for numbers."""
     model_outputs: Literal["auto", "logits", "probabilities"] = "auto"
-    """What the model's last layer gives; `auto` looks at its loss or activation."""
+    """What the last layer of a model of classes gives; `auto` looks at its loss or activation."""
     label_smoothing: Annotated[float, SAFE] = Field(default=0.0, ge=0, lt=1)
-    """Share of each label spread over all classes."""
+    """Share of each label spread over all classes; of several classes an image, over yes and no of each."""
     mixed_precision: Literal["off", "bfloat16", "float16"] = "off"
     """Compute precision; weights stay float32."""
     early_stop_epochs: Annotated[int, SAFE] = Field(default=0, ge=0)
@@ -209,9 +210,12 @@ class GateConfig(Section):
     """What a new model must show before it becomes the current one."""
 
     min_accuracy: float = Field(default=0.0, ge=0, le=1)
-    """Floor for top-1 accuracy on the evaluation split."""
+    """Floor for top-1 accuracy on the evaluation split; for labels that are one class an image."""
+    metric_limit: float = Field(default=0.0, ge=0)
+    """What a model must reach by the figure of its kind of labels: accuracy, or mean average precision (several classes
+    an image), at least; mean absolute error (numbers) at most. 0: no bound."""
     max_regression: float = Field(default=0.01, ge=0, le=1)
-    """How far top-1 accuracy may fall behind the current model's on the same split."""
+    """How far that figure may fall behind the current model's on the same split; of an error, as a share of it."""
 
 
 def settings_of(meaning: Resume) -> frozenset[str]:

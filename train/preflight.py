@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from shardmill.errors import UsageError
 from train.auto import Chosen, resolve
 from train.backends import BACKENDS
-from train.config import TrainConfig
+from train.config import GateConfig, TrainConfig
+from train.labels import LabelSpec, check_gate, check_labels
 from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
 from train.models.user import imported_packages
@@ -108,17 +109,20 @@ def _check_local_updates(config: TrainConfig) -> None:
         )
 
 
-def check_trainable(config: TrainConfig, dataset: Dataset) -> None:
-    """Raises UsageError for a dataset that this training cannot use."""
+def check_trainable(config: TrainConfig, dataset: Dataset, gate: GateConfig | None = None) -> None:
+    """Raises UsageError for a dataset that this training, or the gate behind it, cannot use."""
     where = f"{dataset.pin.uri}@{dataset.pin.version}"
     splits = dataset.manifest.splits
-    dataset.manifest.row_schema.require_classes(f"the dataset {where}")
-    if not dataset.manifest.class_names:
+    labels = LabelSpec.of(dataset.manifest)
+    if not labels.are_numbers and not labels.class_names:
         raise UsageError(
             f"the dataset {where} has no labels",
             "training a classifier needs one folder per class",
             "sort the images into class folders and run the ETL again",
         )
+    check_labels(config, labels)
+    if gate is not None:
+        check_gate(gate, labels.kind)
     if "train" not in splits:
         raise UsageError(
             f"the dataset {where} has no train split",

@@ -155,4 +155,5 @@ def has_not_learned(history: tuple[EpochRecord, ...]) -> bool:
     was_judged = len(earlier) > 1 and num_steps_before >= MIN_STEPS_TO_JUDGE
     if not earlier or was_judged or num_steps_before + last.num_steps < MIN_STEPS_TO_JUDGE:
         return False
-    return last.train_loss > 0.995 * earlier[0].train_loss and last.train_accuracy < 0.9
+    is_good = last.train_accuracy is not None and last.train_accuracy >= 0.9
+    return last.train_loss > 0.995 * earlier[0].train_loss and not is_good

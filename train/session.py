@@ -21,6 +21,7 @@ from train.checkpoint import (
     open_checkpoint,
     save_checkpoint,
 )
+from train.labels import LabelSpec
 from train.progress import BestEpoch, Progress, TimeSpent
 from train.readers.reader import Epochs
 from train.stopwatch import Stopwatch
@@ -49,6 +50,10 @@ class Session:
     """The best epoch's checkpoint, while the store refuses it."""
     refusals: list[str] = field(default_factory=list)
     """Why the store refused checkpoints, oldest first."""
+
+    @property
+    def labels(self) -> LabelSpec:
+        return LabelSpec.of(self.dataset.manifest)
 
     def global_step(self, progress: Progress) -> int:
         return progress.cursor.epoch * self.epochs.num_steps + progress.cursor.step

@@ -78,7 +78,7 @@ def train_model(
 
     # It must be trainable, in the memory that there is.
     dataset = open_pinned(choice.dataset)
-    check_trainable(tree.train, dataset)
+    check_trainable(tree.train, dataset, tree.gate)
     choice = going_on(models, choice, tree.train, dataset, again)
     again.begin(models.uri, choice.training_dir)
     memory = window_memory(tree.train, dataset)

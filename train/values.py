@@ -9,11 +9,14 @@ from typing import Literal, Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from shardmill.jobs.observer import Observer
+from shardmill.typed_columns import LabelKind
 from shardmill.values import Cursor, DatasetPin
 
 Value = TypeVar("Value")
 # The name of a `TrainResult` in the folder of its training.
 RESULT = "result.json"
+CONFUSION = "confusion.json"
+"""Likewise the `Confusion` of its evaluation, which grows with the square of the classes."""
 
 
 LOOPBACK = "127.0.0.1"
@@ -92,13 +95,63 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True, slots=True)
+class Metric:
+    """The figure by which models on labels of one kind are compared."""
+
+    name: str
+    """The field of `Evaluation`."""
+    words: str
+    """For people."""
+    higher_is_better: bool
+
+    def reaches(self, figure: float, limit: float) -> bool:
+        return figure >= limit if self.higher_is_better else figure <= limit
+
+    def limit_after(self, before: float, max_regression: float) -> float:
+        """The worst figure that counts as no regression; of errors, which have a unit, it is relative."""
+        return before - max_regression if self.higher_is_better else before * (1 + max_regression)
+
+
+_ERROR = Metric("mean_absolute_error", "mean absolute error", higher_is_better=False)
+METRICS: dict[LabelKind, Metric] = {
+    "class": Metric("accuracy", "accuracy", higher_is_better=True),
+    "multi_label": Metric("mean_average_precision", "mean average precision", higher_is_better=True),
+    "float": _ERROR,
+    "float_vector": _ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True)
 class ClassFigures:
-    """One class in an evaluation; precision and recall are 0 if nothing was predicted or present."""
+    """One class in an evaluation; precision and recall are 0 if nothing was predicted or present.
+
+    Of several classes an image, one counts as predicted from a probability of 0.5.
+    """
 
     name: str
     num_samples: int
     precision: float
     recall: float
+    average_precision: float | None = None
+    """Of several classes an image; None without a sample of this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confusion:
+    """How often each class was taken for which: the cells of the confusion matrix that are not 0, row by row.
+
+    Classes are numbers in the order of the dataset's class names.
+    """
+
+    true: tuple[int, ...]
+    predicted: tuple[int, ...]
+    num_samples: tuple[int, ...]
+
+    def most_frequent(self, limit: int) -> Confusion:
+        """The fullest cells."""
+        cells = sorted(zip(self.num_samples, self.true, self.predicted, strict=True), key=lambda cell: -cell[0])
+        chosen = sorted((true, predicted, number) for number, true, predicted in cells[:limit])
+        return Confusion(*(tuple(column) for column in zip(*chosen, strict=True))) if chosen else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +161,33 @@ class Evaluation:
     split: str
     num_samples: int
     loss: float
-    accuracy: float
+    """Negative log-likelihood of the labels; of numbers the mean squared error."""
+    accuracy: float | None
+    """Samples whose class is right; of several classes an image the answers (yes or no) that are; None for numbers."""
     top5_accuracy: float | None
     """None with at most five classes, of which all would be in the first five."""
     per_class: tuple[ClassFigures, ...]
-    confusion: tuple[tuple[int, ...], ...]
-    """`confusion[true][predicted]` in the order of the dataset's class names."""
+    label_kind: LabelKind = "class"
+    mean_average_precision: float | None = None
+    """Of several classes an image: the mean over the classes that occur."""
+    mean_absolute_error: float | None = None
+    """Of numbers."""
+    confused: Confusion | None = None
+    """None where it is kept apart (`CONFUSION`), or known for no class."""
+
+    @property
+    def metric(self) -> Metric:
+        """The figure by which models are compared."""
+        return METRICS[self.label_kind]
+
+    @property
+    def figure(self) -> float:
+        """Its value."""
+        return getattr(self, self.metric.name)
 
     def without_classes(self) -> Evaluation:
         """The figures that do not grow with the number of classes, for a history of many epochs."""
-        return replace(self, per_class=(), confusion=())
+        return replace(self, per_class=(), confused=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +197,8 @@ class EpochRecord:
     epoch: int
     num_steps: int
     train_loss: float
-    train_accuracy: float
+    train_accuracy: float | None
+    """As `Evaluation.accuracy`."""
     learning_rate: float
     seconds: float
     validation: Evaluation | None
@@ -176,7 +247,8 @@ class TrainResult:
     resumed_from: Cursor | None
     history: tuple[EpochRecord, ...]
     evaluation: Evaluation | None
-    """On the test split, or on validation if there is no test split; None if there is neither."""
+    """On the test split, or on validation if there is no test split; None if there is neither. Its per-class figures
+    are rank 0's alone."""
     num_skipped_steps: int = 0
     """Of `num_steps`, those whose update was left out because loss or gradient was not finite."""
     export_backend: str = "keras"

@@ -5,31 +5,29 @@ Every rank runs this same story. Rank 0 alone reports events and writes markers 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 
-import numpy as np
-
+from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_pinned
 from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING
-from shardmill.reader import ReaderSeconds, read_batches
+from shardmill.reader import ReaderSeconds
 from shardmill.sealed import seal
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import Batch
 from train.attempts import Attempt, claim_attempt
 from train.backends import BACKENDS
-from train.backends.backend import Learner, model_spec
+from train.backends.backend import Backend, Learner, model_spec
 from train.checkpoint import CheckpointFolder, TrainingIdentity
 from train.choose_backend import choose_backend
 from train.config import settings_that_matter
-from train.evaluate import evaluate_batches
+from train.evaluate_split import evaluate_finally, evaluate_split
 from train.models.identity import check_source, inputs_hint
 from train.non_finite import leave_out, own_state
 from train.progress import EarlyStop, Progress, TimeSpent, has_not_learned
 from train.readers import reader_of
-from train.readers.planned import reader_options
 from train.readers.reader import Epochs
 from train.session import Session, load_best, resume, save, save_last, stop
 from train.strategies import find_strategy
@@ -70,16 +68,8 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     plan_spec = config.plan_spec(dataset)
 
     # The model and its optimizer, with fresh variables, as a member of the world; from here on the ranks communicate.
-    def build() -> Learner:
-        check_source(config.model, task.model_source_sha256)
-        learner = backend.build(config, model_spec(manifest, config.standardize))
-        if world.rank == 0:
-            # Now, not after hours of training.
-            reporter.doing("a trial of the export")
-            learner.check_exportable()
-        return learner
-
-    member = strategy.join(_with_files(world, task), config, build, reporter)
+    built = partial(_build, backend, task, manifest, world, reporter)
+    member = strategy.join(_with_files(world, task), config, built, reporter)
     model = ModelIdentity(task.model_source_sha256, member.learner.config_sha256)
     # From now on an older attempt, should one still be alive, publishes nothing more.
     store = open_store(task.models_uri)
@@ -112,8 +102,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
 
     # The weights that count, and their figures on data that no decision has seen.
     best = load_best(session, progress.best, last_checkpoint)
-    split = manifest.evaluation_split
-    evaluation = _evaluate(session, split) if split else None
+    evaluation = evaluate_finally(session)
     result = TrainResult(
         dataset=task.dataset,
         training_dir=task.training_dir,
@@ -151,6 +140,16 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
 
 def _with_files(world: World, task: WorkerTask) -> World:
     return replace(world, files_uri=join_uri(task.models_uri, f"{task.training_dir}/{EXCHANGED_FILES}"))
+
+
+def _build(backend: Backend, task: WorkerTask, manifest: Manifest, world: World, reporter: Reporter) -> Learner:
+    check_source(task.config.model, task.model_source_sha256)
+    learner = backend.build(task.config, model_spec(manifest, task.config.standardize))
+    if world.rank == 0:
+        # Now, not after hours of training.
+        reporter.doing("a trial of the export")
+        learner.check_exportable()
+    return learner
 
 
 def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> Progress:
@@ -227,7 +226,7 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
     validation = None
     if "validation" in manifest.splits:
         # Best epoch and early stop follow from these figures. All ranks must decide alike, so all use rank 0's bits.
-        of_rank_0 = session.member.broadcast_bytes(to_json(_evaluate(session, "validation").without_classes()))
+        of_rank_0 = session.member.broadcast_bytes(to_json(evaluate_split(session, "validation").without_classes()))
         validation = from_json(Evaluation, of_rank_0)
     progress = progress.after_time(TimeSpent(other=session.stopwatch.lap()))
     num_rows = max(1, session.epochs.num_rows - progress.skipped.num_rows)
@@ -235,7 +234,7 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
         epoch=progress.cursor.epoch,
         num_steps=session.epochs.num_steps,
         train_loss=progress.loss_sum / num_rows,
-        train_accuracy=progress.num_correct / num_rows,
+        train_accuracy=None if session.labels.are_numbers else progress.num_correct / num_rows,
         learning_rate=session.member.learner.learning_rate,
         seconds=progress.epoch_seconds,
         validation=validation,
@@ -246,12 +245,13 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
     fields: dict[str, str | int | float] = {
         "epoch": record.epoch,
         "train_loss": record.train_loss,
-        "train_accuracy": record.train_accuracy,
         "learning_rate": record.learning_rate,
         "seconds": record.seconds,
     }
+    if record.train_accuracy is not None:
+        fields["train_accuracy"] = record.train_accuracy
     if validation:
-        fields |= {"validation_loss": validation.loss, "validation_accuracy": validation.accuracy}
+        fields |= {"validation_loss": validation.loss, f"validation_{validation.metric.name}": validation.figure}
     session.event("epoch", fields)
     if early_stop.stopped:
         session.event("early_stop", {"epoch": record.epoch, "epochs_since_best": early_stop.epochs_since_best})
@@ -261,36 +261,6 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
         warning = f"{stuck}: change train.learning_rate{inputs_hint(config)}"
         session.event("loss_stuck", {"epoch": record.epoch, "train_loss": record.train_loss, WARNING: warning})
     return after
-
-
-def _evaluate(session: Session, split: str) -> Evaluation:
-    """Every rank reads the same streams as in training, each in stored order, and adds up its part of the sums."""
-    dataset, config = session.dataset, session.task.config
-    spec = dataset.plan_spec(
-        split,
-        seed=0,
-        global_batch_size=config.global_batch_size,
-        num_streams=config.num_streams,
-        window_budget_bytes=config.window_budget_bytes,
-        shuffle=False,
-    )
-
-    def outputs_of(images_NHWC: np.ndarray) -> np.ndarray:
-        session.reporter.doing(f"the evaluation on {split}")
-        return session.member.learner.outputs(images_NHWC)
-
-    plan, options = dataset.plan_epoch(spec, 0), reader_options(config)
-    # A silo that may not read the pinned dataset adds nothing.
-    reading = read_batches(dataset, plan, streams=session.streams, options=options) if session.streams else None
-    with reading or nullcontext(()) as batches:
-        return evaluate_batches(
-            outputs_of,
-            batches,
-            split,
-            dataset.manifest.class_names,
-            sum_array=session.member.sum_array,
-            outputs_are_logits=session.member.learner.outputs_are_logits,
-        )
 
 
 def _scheduled_learning_rate(session: Session, progress: Progress) -> float | None:

@@ -21,6 +21,7 @@ from pipeline.report.charts import (
 )
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES
 from shardmill.printable import without_surrogates
+from train.values import METRICS
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from pipeline.report.data import ReportData
     from shardmill.dataset.statistics import ImageSizes
-    from train.values import Evaluation
+    from train.values import ClassFigures, Confusion, Evaluation
 
 MAX_CONFUSION_CLASSES = 50
 NUM_CONFUSED_PAIRS = 25
@@ -78,6 +79,7 @@ def _environment() -> Environment:
         "base64": lambda png: base64.b64encode(png).decode(),
         "counted": counted,
         "duration": duration,
+        "figure_of": figure_of,
         "hex_loss": hex_loss,
         "number": number,
         "size": size,
@@ -95,7 +97,7 @@ def _cards(data: ReportData) -> list[tuple[str, str]]:
         size = train.get("world_size") or 1
         cards.append((f"rank{'s' * (size > 1)}, {train.get('strategy', '')}", number(size)))
     if data.evaluation is not None:
-        cards.append((f"accuracy on {data.evaluation.split}", f"{data.evaluation.accuracy:.2%}"))
+        cards.append((f"{data.evaluation.metric.words} on {data.evaluation.split}", figure_of(data.evaluation)))
     if promotion := summary.get("promotion"):
         cards.append(("decision", str(promotion.get("decision", "-")).replace("_", " ")))
     cards.append(("all stages together", duration(sum(record.seconds for record in data.stages))))
@@ -113,9 +115,9 @@ def _charts(data: ReportData) -> dict[str, Markup]:
         **_training_charts(data),
     }
     evaluation = data.evaluation
-    if evaluation is not None and len(evaluation.per_class) <= MAX_CONFUSION_CLASSES:
+    if evaluation is not None and evaluation.confused and len(evaluation.per_class) <= MAX_CONFUSION_CLASSES:
         names = [figures.name for figures in evaluation.per_class]
-        charts["confusion"] = confusion_chart(names, evaluation.confusion)
+        charts["confusion"] = confusion_chart(names, _confusion_matrix(evaluation.confused, len(names)))
     return charts
 
 
@@ -155,12 +157,17 @@ def _training_charts(data: ReportData) -> dict[str, Markup]:
     epochs = tuple(float(record.epoch + 1) for record in history)
     validation = [record.validation for record in history]
     losses = [Line("train", epochs, tuple(record.train_loss for record in history))]
-    accuracies = [Line("train", epochs, tuple(100 * record.train_accuracy for record in history))]
+    metric = next((each.metric for each in validation if each), METRICS["class"])
+    scale, y_format = (100.0, "{:.1f}%") if metric.higher_is_better else (1.0, "{:.3g}")
+    accuracies = [record.train_accuracy for record in history]
+    figures = []
+    if any(each is not None for each in accuracies) and metric == METRICS["class"]:
+        figures.append(Line("train", epochs, tuple(math.nan if each is None else scale * each for each in accuracies)))
     if any(validation):
         # NaN leaves a gap at an epoch without validation.
         losses.append(Line("validation", epochs, tuple(each.loss if each else math.nan for each in validation)))
-        accuracies.append(
-            Line("validation", epochs, tuple(100 * each.accuracy if each else math.nan for each in validation))
+        figures.append(
+            Line("validation", epochs, tuple(scale * each.figure if each else math.nan for each in validation))
         )
     counts = (data.summary.get("dataset") or {}).get("counts", {})
     num_train = counts.get("by_split", {}).get("train", 0)
@@ -169,7 +176,7 @@ def _training_charts(data: ReportData) -> dict[str, Markup]:
     x_label = "epoch"
     return {
         "loss": line_chart(losses, y_label="loss", x_label=x_label),
-        "accuracy": line_chart(accuracies, y_label="accuracy", x_label=x_label, y_format="{:.1f}%"),
+        "figure": line_chart(figures, y_label=metric.words, x_label=x_label, y_format=y_format),
         "throughput": line_chart(
             [rates], y_label="images a second", x_label=x_label, y_format="{:,.0f}", from_zero=True
         ),
@@ -186,23 +193,41 @@ def _time_shares(shares: dict[str, float]) -> Markup:
 def _weakest_classes(evaluation: Evaluation | None) -> list[Any]:
     if evaluation is None:
         return []
-    # Classes without samples come last: their recall is unknown, not 0.
-    by_recall = sorted(evaluation.per_class, key=lambda figures: (figures.num_samples == 0, figures.recall))
-    return by_recall[:NUM_WEAKEST_CLASSES]
+
+    def weakness(figures: ClassFigures) -> tuple[bool, float]:
+        # Classes without samples come last: their recall is unknown, not 0.
+        return (
+            figures.num_samples == 0,
+            figures.recall if figures.average_precision is None else figures.average_precision,
+        )
+
+    return sorted(evaluation.per_class, key=weakness)[:NUM_WEAKEST_CLASSES]
+
+
+def _confusion_matrix(confused: Confusion, num_classes: int) -> list[list[int]]:
+    matrix = [[0] * num_classes for _ in range(num_classes)]
+    for true, predicted, count in zip(confused.true, confused.predicted, confused.num_samples, strict=True):
+        matrix[true][predicted] = count
+    return matrix
 
 
 def _confused_pairs(evaluation: Evaluation | None) -> list[tuple[str, str, int]]:
     """The most frequent mistakes as (true class, predicted class, samples)."""
-    if evaluation is None:
+    if evaluation is None or evaluation.confused is None:
         return []
     names = [figures.name for figures in evaluation.per_class]
+    cells = evaluation.confused
     mistakes = [
         (names[true], names[predicted], count)
-        for true, row in enumerate(evaluation.confusion)
-        for predicted, count in enumerate(row)
-        if count and true != predicted
+        for true, predicted, count in zip(cells.true, cells.predicted, cells.num_samples, strict=True)
+        if true != predicted
     ]
     return sorted(mistakes, key=lambda mistake: mistake[2], reverse=True)[:NUM_CONFUSED_PAIRS]
+
+
+def figure_of(evaluation: Evaluation) -> str:
+    """The figure by which models are compared: a share in percent, an error as it is."""
+    return f"{evaluation.figure:.2%}" if evaluation.metric.higher_is_better else f"{evaluation.figure:.4g}"
 
 
 def hex_loss(loss_hex: str | None) -> str | None:

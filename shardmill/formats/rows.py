@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardmill.errors import UsageError
 from shardmill.ids import row_digest
-from shardmill.typed_columns import LABEL_TYPES, ExtraColumn, Value, stored_labels
+from shardmill.typed_columns import LABEL_TYPES, ExtraColumn, LabelKind, Value, stored_labels, vector_size
 from shardmill.values import ImageSample, SourceImage
 
 if TYPE_CHECKING:
@@ -70,15 +69,12 @@ class RowSchema:
         """Whether a label is one class, or none; others are among the rows' values."""
         return self.label_type == LABEL_TYPES["class"]
 
-    def require_classes(self, where: str) -> None:
-        """Raise UsageError if labels are no classes: no training of ours takes any others."""
-        if not self.has_class:
-            raise UsageError(
-                f"{where} has labels of type {self.label_type}",
-                "expected one class for each image: the trainer takes no others",
-                'make another dataset with source.label_kind = "class", or train on this one with your own loop '
-                "(shardmill.read_batches)",
-            )
+    @property
+    def label_kind(self) -> LabelKind:
+        """What a label is; a dataset without labels has the kind `class`, and no class names."""
+        if vector_size(self.label_type):
+            return "float_vector"
+        return next(kind for kind, name in LABEL_TYPES.items() if name == self.label_type)
 
     @property
     def has_values(self) -> bool:

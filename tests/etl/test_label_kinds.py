@@ -15,21 +15,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from etl.config import EtlTree, SourceConfig
-from etl.job import build_dataset
+from etl.config import SourceConfig
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.formats.tf_example import BYTES_LIST, FLOAT_LIST, FeatureList, encode_example
 from shardmill.formats.tfrecord import frame
-from shardmill.jobs.config import DatasetConfig
 from shardmill.reader import read_split
 from tests.etl.building import images_of, list_images
 from tests.etl.test_extra_columns import build, stored, write_files
-from tests.etl.test_incremental import _ETL
 from tests.etl.test_sources import add_member
 from tests.etl.test_sources_webdataset import picture
-from train.config import TrainConfig
-from train.preflight import check_trainable
 
 NAMES = ("cat", "dog", "owl")
 LABELS: dict[str, list[Any]] = {
@@ -163,18 +158,6 @@ def test_a_label_map_holds_for_several_classes_too(tmp_path: Path):
     manifest = build(source, tmp_path / "dataset", label_map=("owl", "cat")).manifest
     assert manifest.class_names == ("owl", "cat")
     assert manifest.counts.by_reason == {"unknown_class": 8}
-
-
-@EVERY_KIND
-def test_no_training_of_ours_starts_on_them(tmp_path: Path, kind: str):
-    source = as_csv(tmp_path, kind, LABELS[kind])
-    tree = EtlTree(source=source, dataset=DatasetConfig(uri=str(tmp_path / "dataset")), etl=_ETL)
-    with pytest.raises(UsageError, match="has labels of type"):
-        build_dataset(tree, run_id="r", will_train=True)
-    assert not (tmp_path / "dataset" / "manifests").exists()
-    build(source, tmp_path / "dataset")
-    with pytest.raises(UsageError, match="has labels of type"):
-        check_trainable(TrainConfig(), open_dataset(str(tmp_path / "dataset")))
 
 
 @EVERY_KIND

@@ -15,15 +15,17 @@ from shardmill.dataset.open import open_dataset
 from shardmill.jobs.run_files import StageRecord, write_stage_record
 from shardmill.values import Rejection, RejectReason
 from tests.support import make_dataset, write_images
-from train.values import ClassFigures, EpochRecord, Evaluation
+from train.values import ClassFigures, Confusion, EpochRecord, Evaluation
 
 HOSTILE = "<script>alert('x')</script>\"&"
 
 
 def evaluation_of(names: tuple[str, ...]) -> Evaluation:
-    confusion = tuple(tuple(9 if row == column else 1 for column in range(len(names))) for row in range(len(names)))
+    cells = [(row, column, 9 if row == column else 1) for row in range(len(names)) for column in range(len(names))]
     figures = tuple(ClassFigures(name, 10, 0.9, 0.8) for name in names)
-    return Evaluation("test", 10 * len(names), 0.25, 0.875, 0.99, figures, confusion)
+    return Evaluation(
+        "test", 10 * len(names), 0.25, 0.875, 0.99, figures, confused=Confusion(*zip(*cells, strict=True))
+    )
 
 
 def test_a_page_without_anything_still_renders():

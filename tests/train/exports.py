@@ -16,6 +16,7 @@ from train.backends.backend import InputScale, ModelSpec
 from train.backends.keras.backend import SAVED_MODEL
 from train.backends.keras.serving import ServingModel, load_saved_model, write_saved_model
 from train.evaluate import evaluate_predictions
+from train.labels import LabelSpec
 from train.published.exported import ARTIFACTS, EXPORTS, Export, ExportRecord
 from train.records import put_record, record_numbers
 
@@ -37,7 +38,7 @@ def put_export(models_uri: str, dataset_uri: str, *, is_good: bool = True, split
     model.set_weights([each / 1e5 for each in weights])
     channels = shape_HWC[2]
     scale = InputScale((128.0,) * channels, (1.0,) * channels)
-    serving = ServingModel(model, True, ModelSpec(shape_HWC, manifest.class_names, scale))
+    serving = ServingModel(model, True, ModelSpec(shape_HWC, LabelSpec.of(manifest), scale))
     artifact_dir, files = f"{ARTIFACTS}/{secrets.token_hex(8)}", []
     with tempfile.TemporaryDirectory() as scratch:
         write_saved_model(serving, Path(scratch, SAVED_MODEL))
@@ -48,7 +49,7 @@ def put_export(models_uri: str, dataset_uri: str, *, is_good: bool = True, split
     evaluation = None
     if split:
         with read_split(dataset, split) as batches:
-            evaluation = evaluate_predictions(served, batches, split, manifest.class_names).without_classes()
+            evaluation = evaluate_predictions(served, batches, split, LabelSpec.of(manifest)).without_classes()
     record = ExportRecord(
         created_at="",
         run_id="run",

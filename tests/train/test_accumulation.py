@@ -1,5 +1,6 @@
 """A step computed in parts: the same sums, in the memory of one part."""
 
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import os
@@ -35,7 +36,7 @@ def test_a_step_in_parts_needs_the_memory_of_one_part(name):
     code = f"""
 from pathlib import Path
 import numpy as np
-from tests.train.test_models import batch_of
+from tests.train.test_models import THREE, batch_of
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.config import TrainConfig
@@ -44,7 +45,7 @@ from train.values import World
 def kib(name):
     return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
 
-spec = ModelSpec((128, 128, 3), ("a", "b", "c"), InputScale((120.0,) * 3, (60.0,) * 3))
+spec = ModelSpec((128, 128, 3), THREE, InputScale((120.0,) * 3, (60.0,) * 3))
 BACKENDS["{name}"].start(World(), 0)
 batch = batch_of((128, 128, 3), 96)
 for parts in (96, 1):

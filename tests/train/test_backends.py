@@ -1,6 +1,6 @@
 """Every backend keeps what `train.backends.backend` says: sums that are gradients, state that comes back, exports."""
 
-# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportOptionalOperand=false
 from __future__ import annotations
 
 import json
@@ -21,7 +21,7 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.reader import read_samples
 from tests.train import torch_models
-from tests.train.test_models import batch_of
+from tests.train.test_models import THREE, batch_of
 from tests.train.training import MODELS, Recorder, task_of, train_here
 from train.auto import resolve
 from train.backends import BACKENDS
@@ -37,7 +37,7 @@ from train.values import World
 
 TORCH_MODELS = "tests.train.torch_models"
 SHAPE = (16, 16, 3)
-SPEC = ModelSpec(SHAPE, ("a", "b", "c"), InputScale((120.0,) * 3, (60.0,) * 3))
+SPEC = ModelSpec(SHAPE, THREE, InputScale((120.0,) * 3, (60.0,) * 3))
 STATEFUL = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
 LINEAR = {"keras": f"{MODELS}:linear", "torch": f"{TORCH_MODELS}:linear"}
 
@@ -152,7 +152,7 @@ def test_an_export_answers_as_the_model_does(name, tmp_path):
         answers_NK = served(images_NHWC)
         assert answers_NK.shape == (num_rows, 3) and answers_NK.dtype == np.float32
         np.testing.assert_allclose(answers_NK.sum(axis=1), 1, rtol=1e-5)
-        np.testing.assert_allclose(answers_NK, one.probabilities(images_NHWC), atol=1e-5)
+        np.testing.assert_allclose(answers_NK, one.answers(images_NHWC), atol=1e-5)
     one.write_portable(tmp_path, batch_of(SHAPE).images_NHWC, 1e-5)
     assert any(path.is_file() for path in tmp_path.iterdir())
 

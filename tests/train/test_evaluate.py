@@ -1,5 +1,6 @@
 """Evaluation equals a plain computation over all samples at once, however it was cut into batches."""
 
+# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportOperatorIssue=false
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError
 from shardmill.reader import read_batches, read_samples, read_split
 from tests.support import make_dataset
-from train.evaluate import EvaluationSums, evaluate_batches, evaluate_predictions
+from train.evaluate import evaluate_batches, evaluate_predictions
+from train.labels import LabelSpec
+from train.strategies.collective import SingleCollective
 from train.values import Evaluation
 
 NUM_CLASSES = 7
@@ -39,18 +42,24 @@ def softmax(logits_NK: np.ndarray) -> np.ndarray:
 
 def evaluate_logits(dataset: Dataset, split: str, batch_size: int, num_streams: int) -> Evaluation:
     spec = dataset.plan_spec(split, seed=0, global_batch_size=batch_size, num_streams=num_streams, shuffle=False)
-    names = dataset.manifest.class_names
+    labels = LabelSpec.of(dataset.manifest)
     with read_batches(dataset, dataset.plan_epoch(spec, 0)) as batches:
-        return evaluate_batches(
-            logits_of, batches, split, names, sum_array=lambda array: array, outputs_are_logits=True
-        )
+        return evaluate_batches(logits_of, batches, split, labels, exchange=SingleCollective(), outputs_are_logits=True)
+
+
+def matrix(evaluation: Evaluation) -> list[list[int]]:
+    cells = evaluation.confused
+    dense = np.zeros((NUM_CLASSES, NUM_CLASSES), int)
+    dense[cells.true, cells.predicted] = cells.num_samples
+    assert (dense > 0).sum() == len(cells.num_samples)
+    return dense.tolist()
 
 
 def evaluate(
     probabilities_of: Callable[[np.ndarray], np.ndarray], dataset: Dataset, batch_size: int = 64
 ) -> Evaluation:
     with read_split(dataset, "test", batch_size=batch_size) as batches:
-        return evaluate_predictions(probabilities_of, batches, "test", dataset.manifest.class_names)
+        return evaluate_predictions(probabilities_of, batches, "test", LabelSpec.of(dataset.manifest))
 
 
 @pytest.mark.parametrize(("batch_size", "num_streams"), [(8, 1), (8, 8), (64, 4), (3, 3)])
@@ -75,7 +84,7 @@ def test_figures_equal_plain_numpy(dataset, split, batch_size, num_streams):
     assert evaluation.loss == pytest.approx(
         -np.log(softmax(logits_NK)[np.arange(len(samples)), labels_N]).mean(), rel=1e-9
     )
-    assert np.array(evaluation.confusion).tolist() == confusion.tolist()
+    assert matrix(evaluation) == confusion.tolist()
     for label, figures in enumerate(evaluation.per_class):
         assert figures.name == dataset.manifest.class_names[label]
         assert figures.num_samples == dataset.manifest.splits[split].class_counts[label] == (labels_N == label).sum()
@@ -94,7 +103,7 @@ def test_probabilities_give_what_logits_give(dataset):
 
     by_probabilities = evaluate(probabilities_of, dataset, batch_size=10)
     assert by_probabilities.loss == pytest.approx(by_logits.loss, rel=1e-6)
-    assert by_probabilities.confusion == by_logits.confusion
+    assert by_probabilities.confused == by_logits.confused
     assert by_probabilities.top5_accuracy == by_logits.top5_accuracy
     assert sizes == {(10, 16, 16, 3)}
 
@@ -118,12 +127,3 @@ def test_a_probability_of_zero_keeps_the_loss_finite(dataset):
 def test_outputs_that_are_not_numbers_are_an_error(dataset):
     with pytest.raises(TrainingError, match="the evaluation on 'test' gave a loss of nan"):
         evaluate(lambda images_NHWC: np.full((len(images_NHWC), NUM_CLASSES), np.nan), dataset)
-
-
-def test_sums_travel_without_loss():
-    sums = EvaluationSums(2)
-    sums.loss_sum, sums.num_top5 = 0.1, 3
-    sums.confusion_KK[:] = [[2**53 - 1, 1], [0, 5]]
-    summed = sums.summed(lambda array: array)
-    assert (summed.loss_sum, summed.num_top5) == (0.1, 3)
-    assert summed.confusion_KK.tolist() == sums.confusion_KK.tolist()

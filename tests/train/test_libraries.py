@@ -11,7 +11,7 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig, load_tree
 from shardmill.registry import Entry, load_object
-from tests.train.test_models import batch_of, step_of
+from tests.train.test_models import THREE, batch_of, step_of
 from train.auto import resolve
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
@@ -64,18 +64,18 @@ def test_an_architecture_of_keras_takes_a_step():
 )
 def test_images_that_an_architecture_of_keras_does_not_take_are_refused(model, message):
     with pytest.raises(UsageError, match=message):
-        build_model(TrainConfig(model=f"keras.applications:{model}"), (16, 16, 3), 3)
+        build_model(TrainConfig(model=f"keras.applications:{model}"), (16, 16, 3), THREE)
 
 
 def test_an_architecture_that_scales_pixels_by_itself_gets_none_that_are_standardized():
     with pytest.raises(UsageError, match="scales pixels by itself.* set train.standardize = false"):
-        build_model(TrainConfig(model="keras.applications:EfficientNetB0"), (32, 32, 3), 3)
+        build_model(TrainConfig(model="keras.applications:EfficientNetB0"), (32, 32, 3), THREE)
 
 
 def test_an_architecture_of_torchvision_trains_and_exports(tmp_path):
     shape = (32, 32, 1)
     BACKENDS["torch"].start(World(), 0)
-    spec = ModelSpec(shape, ("a", "b", "c"), InputScale((120.0,), (60.0,)))
+    spec = ModelSpec(shape, THREE, InputScale((120.0,), (60.0,)))
     config = TrainConfig(model="torchvision.models:squeezenet1_1")
     assert resolve(config, SparkConfig()).config.backend == "torch"
     one = BACKENDS["torch"].build(config, spec)
@@ -84,7 +84,7 @@ def test_an_architecture_of_torchvision_trains_and_exports(tmp_path):
     one.write_served(tmp_path)
     images_NHWC = batch_of(shape, 5).images_NHWC
     served = BACKENDS["torch"].load_served(tmp_path)
-    np.testing.assert_allclose(served(images_NHWC), one.probabilities(images_NHWC), atol=1e-5)
+    np.testing.assert_allclose(served(images_NHWC), one.answers(images_NHWC), atol=1e-5)
 
 
 def test_images_that_an_architecture_of_torchvision_does_not_take_are_refused():

@@ -25,6 +25,7 @@ from train.backends.keras.optimizers import build_optimizer
 from train.backends.keras.serving import KerasCheck, ServingModel, write_keras_file
 from train.backends.keras.step import TrainStep
 from train.config import TrainConfig
+from train.labels import LabelSpec
 from train.models import MODELS
 from train.models.find import find_model
 from train.models.small_cnn import small_cnn
@@ -32,6 +33,7 @@ from train.models.user import source_sha256
 from train.tree import TrainTree
 
 SHAPE = (16, 16, 3)
+THREE = LabelSpec("class", ("a", "b", "c"))
 
 
 def batch_of(shape_HWC: tuple[int, int, int], num_rows: int = 4, num_classes: int = 3) -> Batch:
@@ -50,7 +52,7 @@ def step_of(config: TrainConfig, shape_HWC: tuple[int, int, int]):
     import keras
 
     keras.utils.set_random_seed(0)
-    built = build_model(config, shape_HWC, 3)
+    built = build_model(config, shape_HWC, THREE)
     chosen = build_optimizer(config, built.model, built.compiled_optimizer)
     channels = shape_HWC[2]
     return built, TrainStep(built, chosen, InputScale((120.0,) * channels, (60.0,) * channels))
@@ -90,11 +92,12 @@ def test_the_examples_second_phase_starts_from_the_first_ones_export(monkeypatch
     images_NHWC = batch_of((32, 32, 3)).images_NHWC
     head, step = step_of(config, (32, 32, 3))
     step.apply(step.gradients(batch_of((32, 32, 3)), 4, 1.0), 0.1)
-    serving = ServingModel(
-        head.model, True, ModelSpec((32, 32, 3), ("a", "b", "c"), InputScale((0.0,) * 3, (1.0,) * 3))
-    )
+    serving = ServingModel(head.model, True, ModelSpec((32, 32, 3), THREE, InputScale((0.0,) * 3, (1.0,) * 3)))
     exported_NK = serving.predict(images_NHWC)
-    assert write_keras_file(serving, tmp_path / "model.keras", KerasCheck(images_NHWC, exported_NK, 1e-5)) == ""
+    assert (
+        write_keras_file(serving, tmp_path / "model.keras", KerasCheck("probabilities", images_NHWC, exported_NK, 1e-5))
+        == ""
+    )
 
     monkeypatch.setattr("finetune_model.PHASE_ONE", str(tmp_path / "model.keras"))
     monkeypatch.setattr("finetune_model.TRAIN_BACKBONE", True)
@@ -145,7 +148,7 @@ def test_rows_of_weight_zero_change_nothing():
 
 def test_resnet50_refuses_small_images():
     with pytest.raises(UsageError, match=r'"resnet50" with images of 16 x 16; expected at least 32 x 32; .*small_cnn'):
-        build_model(TrainConfig(model="resnet50"), SHAPE, 3)
+        build_model(TrainConfig(model="resnet50"), SHAPE, THREE)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
@@ -176,7 +179,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
 )
 def test_a_factory_that_does_not_fit_is_refused(factory, message):
     with pytest.raises(UsageError, match=message):
-        build_model(TrainConfig(model=factory), SHAPE, 3)
+        build_model(TrainConfig(model=factory), SHAPE, THREE)
 
 
 def test_modules_of_the_working_directory_come_last(tmp_path):
@@ -201,7 +204,7 @@ def test_modules_of_the_working_directory_come_last(tmp_path):
 )
 def test_a_users_model_trains_as_it_came(tiny_uri, tmp_path, factory, are_logits, own_optimizer):
     name = f"{USER_MODELS}:{factory}"
-    built = build_model(TrainConfig(model=name), SHAPE, 3)
+    built = build_model(TrainConfig(model=name), SHAPE, THREE)
     assert built.outputs_are_logits == are_logits
     assert (built.compiled_optimizer is not None) == own_optimizer
     recorder = Recorder()
@@ -233,14 +236,14 @@ def test_keras_losses_by_name_are_softmax_cross_entropy(factory):
 
     outputs_NK = tf.constant([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
     labels_N = tf.constant([0, 1], tf.int64)
-    own = build_model(TrainConfig(model=f"{USER_MODELS}:{factory}"), SHAPE, 3).per_sample_loss
+    own = build_model(TrainConfig(model=f"{USER_MODELS}:{factory}"), SHAPE, THREE).per_sample_loss
     np.testing.assert_allclose(own(labels_N, outputs_NK), -np.log([0.7, 0.1]), rtol=1e-5)
 
 
 def test_label_smoothing_spreads_the_label():
     import tensorflow as tf
 
-    loss = build_model(TrainConfig(label_smoothing=0.3), SHAPE, 3).per_sample_loss
+    loss = build_model(TrainConfig(label_smoothing=0.3), SHAPE, THREE).per_sample_loss
     logits_NK = np.array([[2.0, -1.0, 0.5]])
     log_p = logits_NK - np.log(np.exp(logits_NK).sum())
     expected = -(0.8 * log_p[0, 0] + 0.1 * log_p[0, 1] + 0.1 * log_p[0, 2])

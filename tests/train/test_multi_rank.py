@@ -3,6 +3,7 @@
 Which strategy is held to which promise follows from what it declares.
 """
 
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 from __future__ import annotations
 
 import functools
@@ -179,7 +180,7 @@ def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypa
     ids = several.sample_ids | {(report.epoch, report.step): report.sample_ids for report in rest.steps}
     assert ids == {(report.epoch, report.step): report.sample_ids for report in one.steps}
     assert result.evaluation is not None and one_result.evaluation is not None
-    assert result.evaluation.confusion == one_result.evaluation.confusion
+    assert result.evaluation.per_class == one_result.evaluation.per_class
     assert result.evaluation.loss == pytest.approx(one_result.evaluation.loss, rel=1e-4)
 
 
@@ -191,10 +192,13 @@ def test_evaluation_on_ranks_is_that_of_one(tiny_uri, tmp_path, strategy):
     alone = "single" if STRATEGIES[strategy].synchronous else strategy
     one = train_here(tiny_uri, tmp_path, **{**config, "strategy": alone})
     (tmp_path / "t" / "result.json").unlink()
+    confusion = (tmp_path / "t" / "confusion.json").read_bytes()
+    (tmp_path / "t" / "confusion.json").unlink()
     result, watcher = train_on_ranks(tiny_uri, tmp_path, 2, config)
     assert not watcher.losses
     assert result.weights_sha256 == one.weights_sha256
-    assert result.evaluation.confusion == one.evaluation.confusion
+    assert result.evaluation.per_class == one.evaluation.per_class
+    assert (tmp_path / "t" / "confusion.json").read_bytes() == confusion
     assert result.evaluation.top5_accuracy == one.evaluation.top5_accuracy
     assert result.evaluation.loss == pytest.approx(one.evaluation.loss, rel=1e-6)
 

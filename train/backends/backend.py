@@ -3,7 +3,7 @@
 Outside it, an image is a NumPy array, state is a list of NumPy arrays, and the tensors that pass between ranks are
 lists that nothing but the backend and its strategies look into.
 
-Shape legend: N batch, H height, W width, C channels, K classes.
+Shape legend: N batch, H height, W width, C channels, K outputs (classes, or numbers of a label).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from shardmill.values import Batch
+from train.labels import LabelSpec
 from train.values import World
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from train.config import TrainConfig
 
 Predict = Callable[[np.ndarray], np.ndarray]
-"""images_NHWC uint8 -> probabilities_NK float32."""
+"""images_NHWC uint8 -> answers_NK float32: probabilities of classes, or the numbers that labels are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +41,17 @@ class ModelSpec:
     """What a model is given and must answer; the same in training, export and serving."""
 
     image_shape_HWC: tuple[int, int, int]
-    class_names: tuple[str, ...]
+    labels: LabelSpec
     scale: InputScale
 
 
 def model_spec(manifest: Manifest, is_standardized: bool) -> ModelSpec:
-    """The images and classes of a dataset; pixels standardized over the train split, or untouched."""
+    """The images and labels of a dataset; pixels standardized over the train split, or untouched."""
     num_channels = len(manifest.channel_mean)
     scale = InputScale((0.0,) * num_channels, (1.0,) * num_channels)
     if is_standardized:
         scale = InputScale(manifest.channel_mean, manifest.channel_std)
-    return ModelSpec(manifest.normalize.image_shape_HWC, manifest.class_names, scale)
+    return ModelSpec(manifest.normalize.image_shape_HWC, LabelSpec.of(manifest), scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class StepOutcome:
 
     loss: float
     num_correct: float
+    """Samples whose class is right; of several classes an image the share that is, summed; 0 for numbers."""
     gradient_norm: float
     """Global norm before clipping."""
     is_applied: bool
@@ -130,8 +132,8 @@ class Learner(Protocol):
         """Over shape, type and bytes of all weights in the model's own order; not of generators."""
         ...
 
-    def probabilities(self, images_NHWC: np.ndarray) -> np.ndarray:
-        """uint8 images -> float32 probabilities_NK, by the same operations as in training."""
+    def answers(self, images_NHWC: np.ndarray) -> np.ndarray:
+        """uint8 images -> what `Predict` gives, by the same operations as in training."""
         ...
 
     def check_exportable(self) -> None:

@@ -80,8 +80,9 @@ def promotion_record(promotion: Promotion) -> StageRecord:
         "previous": promotion.previous,
         "current": promotion.current,
         "published": promotion.is_published,
-        "candidate_accuracy": promotion.gate.candidate_accuracy,
-        "current_accuracy": promotion.gate.current_accuracy,
+        "metric": promotion.gate.metric,
+        "candidate_figure": promotion.gate.candidate_figure,
+        "current_figure": promotion.gate.current_figure,
     }
     status = "skipped" if promotion.gate.decision == "already_current" else "done"
     return StageRecord(stage="promote", status=status, sections={"promotion": section})
@@ -110,6 +111,9 @@ def compare_with_current(models_uri: str, candidate: Export, history: History) -
         current = load_exported(models_uri, number)
     except IntegrityError as error:
         return Incomparable(f"the current export {number} is damaged ({error.what})", is_damaged=True)
+    (theirs, ours) = (each.record.labels for each in (current.export, candidate))
+    if (theirs.kind, theirs.vector_size) != (ours.kind, ours.vector_size):
+        return Incomparable(f"the current export {number} was trained on {theirs}, not {ours}")
     if current.export.record.normalize.image_shape_HWC != candidate.record.normalize.image_shape_HWC:
         shape, other = (each.record.normalize.image_shape_HWC for each in (current.export, candidate))
         return Incomparable(f"the current export {number} takes images of {shape}, not {other}")
@@ -122,28 +126,34 @@ def _compare_models(models_uri: str, candidate: Export, current: ExportedModel) 
     evaluation, names = candidate.record.evaluation, candidate.record.class_names
     assert evaluation is not None
     dataset = open_pinned(candidate.record.dataset)
+    # Numbers have no names: two empty sets are equal.
     if set(names) == set(current.export.record.class_names):
         # The candidate's own figures are of this split already, measured when it was exported.
         figures = _figures(current, dataset, evaluation.split)
-        return Comparison(evaluation.accuracy, figures.accuracy, evaluation.num_samples)
+        return Comparison(evaluation.figure, figures.figure, evaluation.num_samples)
     common = [name for name in names if name in current.export.record.class_names]
     num_samples = sum(dataset.manifest.splits[evaluation.split].class_counts[names.index(name)] for name in common)
     if not num_samples:
         return Incomparable(
             f"the current export {current.export.number} knows none of the classes of the {evaluation.split} split"
         )
-    candidate_accuracy, current_accuracy = (
-        _accuracy_among(common, _figures(model, dataset, evaluation.split, common))
+    candidate_figure, current_figure = (
+        _figure_among(common, _figures(model, dataset, evaluation.split, common))
         for model in (load_exported(models_uri, candidate.number), current)
     )
     on = f" of the {len(common)} classes that both know (of {len(names)})"
-    return Comparison(candidate_accuracy, current_accuracy, num_samples, on)
+    return Comparison(candidate_figure, current_figure, num_samples, on)
 
 
-def _accuracy_among(names: list[str], evaluation: Evaluation) -> float:
-    """Top-1 over the samples of these classes."""
-    rows = [row for row, figures in enumerate(evaluation.per_class) if figures.name in names]
-    return sum(evaluation.confusion[row][row] for row in rows) / sum(sum(evaluation.confusion[row]) for row in rows)
+def _figure_among(names: list[str], evaluation: Evaluation) -> float:
+    """Top-1 over the samples of these classes; of several classes an image, the mean average precision over these."""
+    classes = [figures for figures in evaluation.per_class if figures.name in names]
+    if evaluation.label_kind == "multi_label":
+        known = [each.average_precision for each in classes if each.average_precision is not None]
+        return sum(known) / len(known)
+    # A recall times its samples is the whole number that it was made from.
+    num_right = sum(round(each.recall * each.num_samples) for each in classes)
+    return num_right / sum(each.num_samples for each in classes)
 
 
 def _figures(model: ExportedModel, dataset: Dataset, split: str, among: Sequence[str] = ()) -> Evaluation:

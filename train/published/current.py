@@ -29,7 +29,7 @@ class Pointer(Section):
     """By the gate, by a person who named the export, or by a person who wanted the one before."""
     reason: str
     accuracy: float | None
-    """Top-1 of the export on the split by which it was judged."""
+    """Of the export on the split by which it was judged: top-1, or the figure that the labels have in its place."""
     run_id: str
     created_at: str
     """UTC, ISO 8601."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from train.values import METRICS
+
 Decision = Literal["promoted", "kept", "already_current", "chosen", "rolled_back"]
 
 
@@ -12,8 +14,9 @@ Decision = Literal["promoted", "kept", "already_current", "chosen", "rolled_back
 class Comparison:
     """Candidate and current export on the same samples."""
 
-    candidate_accuracy: float
-    current_accuracy: float
+    candidate_figure: float
+    current_figure: float
+    """By the metric of their labels (train/labels.py)."""
     num_samples: int
     on: str = ""
     """Which samples, if not all of the candidate's evaluation."""
@@ -34,8 +37,10 @@ class GateDecision:
 
     decision: Decision
     reason: str
-    candidate_accuracy: float | None = None
-    current_accuracy: float | None = None
+    candidate_figure: float | None = None
+    current_figure: float | None = None
+    metric: str = METRICS["class"].name
+    """Which figure that is: a field of `Evaluation`."""
     is_passed: bool = True
     """With `--require`, False is an error."""
 

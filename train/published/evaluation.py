@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import TypeAdapter
 
@@ -13,11 +13,15 @@ from shardmill.jobs.run_files import StageRecord
 from shardmill.reader import read_split
 from shardmill.stores import open_store
 from train.evaluate import evaluation_section
+from train.evaluate_split import read_confusion
 from train.published.exported import Export
 from train.published.figures import evaluate_export
 from train.published.load import load_exported
 from train.trainings import read_result
 from train.values import Evaluation
+
+# Of the confusion matrix in a run's record: all of 50 classes, or the fullest of more.
+MAX_CELLS_SHOWN = 2500
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +41,14 @@ def evaluate_on(models_uri: str, export: Export, dataset_uri: str, *, is_new: bo
     record = export.record
     uri, version = split_version(dataset_uri)
     version = version or record.dataset.version
-    result = read_result(open_store(models_uri), record.training_dir)
+    store = open_store(models_uri)
+    result = read_result(store, record.training_dir)
     if result is not None and version == result.dataset.version:
         # The figures of a skipped export were recorded by an earlier run; those of a new one are news of this run.
-        return Evaluated(result.evaluation, skipped=not is_new)
+        evaluation = result.evaluation
+        if evaluation is not None:
+            evaluation = replace(evaluation, confused=read_confusion(store, record.training_dir))
+        return Evaluated(evaluation, skipped=not is_new)
     dataset = open_dataset(f"{uri}@{version}")
     split = dataset.manifest.evaluation_split
     if split is None:
@@ -56,9 +64,12 @@ def evaluate_on(models_uri: str, export: Export, dataset_uri: str, *, is_new: bo
 
 def evaluation_record(found: Evaluated) -> StageRecord:
     """What an evaluation adds to a run's summary and report."""
+    shown = found.evaluation
+    if shown is not None and shown.confused is not None:
+        shown = replace(shown, confused=shown.confused.most_frequent(MAX_CELLS_SHOWN))
     return StageRecord(
         stage="evaluate",
         status="skipped" if found.skipped else "done",
         sections={"evaluation": evaluation_section(found.evaluation)},
-        detail={"evaluation": TypeAdapter(Evaluation | None).dump_python(found.evaluation, mode="json")},
+        detail={"evaluation": TypeAdapter(Evaluation | None).dump_python(shown, mode="json")},
     )

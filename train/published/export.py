@@ -23,6 +23,7 @@ from train.backends.backend import Backend, Learner, StatePart, model_spec
 from train.checkpoint import open_checkpoint
 from train.config import TrainConfig
 from train.evaluate import evaluate_predictions
+from train.labels import LabelSpec
 from train.models.identity import check_same_model
 from train.models.user import source_sha256
 from train.published.exported import (
@@ -43,8 +44,8 @@ NUM_PARITY_IMAGES = 64
 # multiply in 10 bits of mantissa. Where training computed in 16 bits and the export in 32, more of it.
 LOSS_TOLERANCE = 0.01
 """Of the recorded loss, and absolutely below a loss of 1."""
-ACCURACY_TOLERANCE = 0.005
-"""Or one sample, if that is more."""
+FIGURE_TOLERANCE = 0.005
+"""Of accuracy or mean average precision; or one sample, if that is more."""
 MIXED_PRECISION_FACTOR = 5
 
 
@@ -86,7 +87,7 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
         comparison = _write_and_compare(backend, learner, Path(scratch), dataset, config, result.evaluation)
         artifact_dir = f"{ARTIFACTS}/{secrets.token_hex(8)}"
         files = _publish(store, Path(scratch), artifact_dir)
-    manifest, scale = dataset.manifest, model_spec(dataset.manifest, config.standardize).scale
+    manifest, spec = dataset.manifest, model_spec(dataset.manifest, config.standardize)
     record = ExportRecord(
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         run_id=run_id,
@@ -95,12 +96,14 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
         backend=result.export_backend,
         keras_note=comparison.portable_note,
         model=config.model,
-        class_names=manifest.class_names,
+        class_names=spec.labels.class_names,
+        label_kind=spec.labels.kind,
+        vector_size=spec.labels.vector_size,
         normalize=manifest.normalize,
         normalization_fingerprint=manifest.normalization_fingerprint,
         decoder_id=manifest.decoder_id,
-        channel_mean=scale.mean,
-        channel_std=scale.std,
+        channel_mean=spec.scale.mean,
+        channel_std=spec.scale.std,
         dataset=result.dataset,
         content_digest=manifest.content_digest,
         layout_digest=manifest.layout_digest,
@@ -136,20 +139,25 @@ def export_record(outcome: ExportOutcome) -> StageRecord:
 def check_figures(measured: Evaluation, recorded: Evaluation, config: TrainConfig) -> None:
     """Raises IntegrityError, with both figures, if an export does not answer as well (or as badly) as was recorded."""
     factor = MIXED_PRECISION_FACTOR if config.mixed_precision != "off" else 1
-    loss_limit = factor * LOSS_TOLERANCE * max(1.0, recorded.loss)
-    accuracy_limit = factor * max(ACCURACY_TOLERANCE, 1 / recorded.num_samples)
+    metric, figure = recorded.metric, recorded.figure
+    if metric.higher_is_better:
+        loss_limit = factor * LOSS_TOLERANCE * max(1.0, recorded.loss)
+        figure_limit = factor * max(FIGURE_TOLERANCE, 1 / recorded.num_samples)
+    else:
+        # Errors have a unit: what is small is known relative to them alone.
+        loss_limit, figure_limit = factor * LOSS_TOLERANCE * recorded.loss, factor * LOSS_TOLERANCE * figure
     # Not `>`: a figure that is not a number must fail, too. Sums of floats do not decide about the last sample.
     agree = (
         measured.num_samples == recorded.num_samples
-        and abs(measured.loss - recorded.loss) <= loss_limit
-        and abs(measured.accuracy - recorded.accuracy) <= accuracy_limit + 1e-9
+        and abs(measured.loss - recorded.loss) <= loss_limit + 1e-9
+        and abs(measured.figure - figure) <= figure_limit + 1e-9
     )
     if not agree:
         raise IntegrityError(
-            f"the export has loss {measured.loss:.4f} and accuracy {measured.accuracy:.4f} on {measured.num_samples} "
-            f"{measured.split} samples; the training recorded {recorded.loss:.4f} and {recorded.accuracy:.4f} on "
-            f"{recorded.num_samples}",
-            f"expected them within {loss_limit:.4g} and {accuracy_limit:.4g}",
+            f"the export has loss {measured.loss:.4f} and {metric.words} {measured.figure:.4f} on "
+            f"{measured.num_samples} {measured.split} samples; the training recorded {recorded.loss:.4f} and "
+            f"{figure:.4f} on {recorded.num_samples}",
+            f"expected them within {loss_limit:.4g} and {figure_limit:.4g}",
             "the code of the model has changed since, or its result was altered: train again",
         )
 
@@ -223,7 +231,10 @@ def _write_and_compare(
     images_NHWC = _parity_images(dataset)
     learner.write_served(scratch)
     served = backend.load_served(scratch)
-    difference = float(np.abs(served(images_NHWC) - learner.probabilities(images_NHWC)).max())
+    answers_NK = learner.answers(images_NHWC)
+    # Numbers may be large, and float32 rounds them accordingly.
+    size = max(1.0, float(np.abs(answers_NK).max()))
+    difference = float(np.abs(served(images_NHWC) - answers_NK).max()) / size
     if not difference <= MAX_PARITY_DIFF:
         raise TrainingError(
             f"the exported model differs from the training model by {difference:g} on {len(images_NHWC)} images",
@@ -233,10 +244,10 @@ def _write_and_compare(
     measured = None
     if recorded is not None:
         with read_split(dataset, recorded.split, format=config.format) as batches:
-            measured = evaluate_predictions(served, batches, recorded.split, dataset.manifest.class_names)
+            measured = evaluate_predictions(served, batches, recorded.split, LabelSpec.of(dataset.manifest))
         measured = measured.without_classes()
         check_figures(measured, recorded, config)
-    note = learner.write_portable(scratch, images_NHWC, MAX_PARITY_DIFF)
+    note = learner.write_portable(scratch, images_NHWC, MAX_PARITY_DIFF * size)
     return _Comparison(difference, len(images_NHWC), measured, note)
 
 

@@ -17,7 +17,9 @@ from shardmill.sealed import SealedFile, check_sealed
 from shardmill.section import Section
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
+from shardmill.typed_columns import LabelKind
 from shardmill.values import DatasetPin
+from train.labels import LabelSpec
 from train.records import read_record, record_numbers
 from train.values import Evaluation
 
@@ -42,6 +44,9 @@ class ExportRecord(Section):
     model: str
     """`train.model` of the training."""
     class_names: tuple[str, ...]
+    label_kind: LabelKind = "class"
+    vector_size: int = 0
+    """Of labels that are vectors."""
     normalize: NormalizeOptions
     """How an image file becomes the uint8 pixels that the model takes."""
     normalization_fingerprint: str
@@ -59,8 +64,14 @@ class ExportRecord(Section):
     evaluation: Evaluation | None
     """The same figures of the reloaded SavedModel: measured when it was exported, and found equal to those."""
     parity_max_abs_diff: float
-    """Largest difference between probabilities of the reloaded SavedModel and of the training model."""
+    """Largest difference between answers of the reloaded export and of the training model; of numbers, relative to
+    the largest of them."""
     parity_num_images: int
+
+    @property
+    def labels(self) -> LabelSpec:
+        """What the export answers."""
+        return LabelSpec(self.label_kind, self.class_names, self.vector_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +88,7 @@ class ExportedModel:
 
     export: Export
     predict: Callable[[np.ndarray], np.ndarray]
-    """images_NHWC uint8 of the normalized size -> probabilities_NK float32."""
+    """images_NHWC uint8 of the normalized size -> answers_NK float32: probabilities, or the numbers that labels are."""
 
 
 def read_export(models_uri: str, number: int) -> Export:

@@ -13,6 +13,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
 from shardmill.values import Batch
 from train.evaluate import evaluate_predictions
+from train.labels import LabelSpec
 from train.published.exported import ExportedModel
 from train.values import Evaluation
 
@@ -23,17 +24,24 @@ def evaluate_export(
     """Exact figures of an export on the batches of a dataset's split, whose images have its size.
 
     A class of the dataset that the export does not know gets probability 0. `among` limits its answers to these
-    classes.
+    classes. Raises UsageError for labels of another kind, and images of another size.
     """
     record, manifest = model.export.record, dataset.manifest
-    manifest.row_schema.require_classes(f"the dataset {dataset.pin.uri}@{dataset.pin.version}")
+    labels = LabelSpec.of(manifest)
+    if (labels.kind, labels.vector_size) != (record.label_kind, record.vector_size):
+        raise UsageError(
+            f"export {model.export.number} was trained on {record.labels}",
+            f"the dataset {dataset.pin.uri}@{dataset.pin.version} has {labels}",
+        )
     if record.normalize.image_shape_HWC != manifest.normalize.image_shape_HWC:
         raise UsageError(
             f"export {model.export.number} takes images of {record.normalize.image_shape_HWC}",
             f"the dataset {dataset.pin.uri}@{dataset.pin.version} holds {manifest.normalize.image_shape_HWC}",
         )
-    answers = by_name(model.predict, record.class_names, manifest.class_names, among)
-    return evaluate_predictions(answers, batches, split, manifest.class_names)
+    answers = model.predict
+    if not labels.are_numbers:
+        answers = by_name(model.predict, record.class_names, labels.class_names, among)
+    return evaluate_predictions(answers, batches, split, labels)
 
 
 def by_name(

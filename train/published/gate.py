@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from train.config import GateConfig
+from train.labels import check_gate
 from train.published.current import History
 from train.published.decision import Comparison, GateDecision, Incomparable
 from train.published.exported import Export
-from train.values import Evaluation
+from train.values import METRICS, Evaluation
 
 FEW_SAMPLES = 30
 
@@ -27,10 +28,13 @@ def decide(
     below = _below_floor(candidate, gate)
     # The floor comes first: it holds also if there is no current export, or one that cannot be compared.
     if candidate is None or below:
-        return GateDecision("kept", below, candidate.accuracy if candidate else None, is_passed=False)
-    accuracy, before = candidate.accuracy, None
+        return GateDecision("kept", below, candidate.figure if candidate else None, None, _metric(candidate), False)
+    metric, figure, before = candidate.metric, candidate.figure, None
     num_samples = candidate.num_samples
-    reached = f"accuracy {_on(candidate)} reaches gate.min_accuracy = {gate.min_accuracy:g}"
+    name, limit = _limit(gate, candidate)
+    reached = f"{metric.words} {_on(candidate)} reaches {name} = {limit:g}"
+    if not limit and name == "gate.metric_limit":
+        reached = f"{metric.words} {_on(candidate)}, which {name} does not bound"
     is_promoted = True
     if against is None:
         reason = f"{reached}; there was no current model"
@@ -43,10 +47,10 @@ def decide(
         else:
             reason = f"{against.reason}; `shardmill promote --replace-current` promotes without a comparison"
     else:
-        accuracy, before = against.candidate_accuracy, against.current_accuracy
+        figure, before = against.candidate_figure, against.current_figure
         num_samples = against.num_samples
-        is_promoted = accuracy >= before - gate.max_regression
-        compared = f"accuracy {accuracy:.4f} on {num_samples} {candidate.split} samples{against.on}"
+        is_promoted = metric.reaches(figure, metric.limit_after(before, gate.max_regression))
+        compared = f"{metric.words} {figure:.4f} on {num_samples} {candidate.split} samples{against.on}"
         if not is_promoted:
             reason = (
                 f"{compared} falls behind the current model's {before:.4f} "
@@ -58,7 +62,7 @@ def decide(
             reason = f"{reached}; the current model has {before:.4f}"
     if num_samples < FEW_SAMPLES:
         reason += f"; caution: {num_samples} samples are too few to tell models apart"
-    return GateDecision("promoted" if is_promoted else "kept", reason, accuracy, before, is_promoted)
+    return GateDecision("promoted" if is_promoted else "kept", reason, figure, before, metric.name, is_promoted)
 
 
 def judge(
@@ -72,17 +76,19 @@ def judge(
 ) -> GateDecision:
     """Whether an export may follow what `history` says is current. `compare` is called only if that depends on it."""
     evaluation = candidate.record.evaluation
-    accuracy = evaluation.accuracy if evaluation is not None else None
+    check_gate(gate, candidate.record.label_kind)
+    figure = evaluation.figure if evaluation is not None else None
+    metric = _metric(evaluation)
     if history.current is not None and history.current.export == candidate.number:
         below = _below_floor(evaluation, gate)
         reason = f"export {candidate.number} is the current one" + (f", but {below}" if below else "")
-        return GateDecision("already_current", reason, accuracy, accuracy, is_passed=not below)
+        return GateDecision("already_current", reason, figure, figure, metric, is_passed=not below)
     if history.was_rolled_back(candidate.number):
         # A person took it back. A scheduled run finds the same export again and must not undo that.
         doubt = f" ({history.damage})" if history.damage else ""
         reason = f"export {candidate.number} was promoted before and rolled back{doubt}; `shardmill promote "
         reason += f"{models_uri}@{candidate.number}` makes it current again"
-        return GateDecision("kept", reason, accuracy, is_passed=False)
+        return GateDecision("kept", reason, figure, None, metric, is_passed=False)
     if _below_floor(evaluation, gate):
         # Refused already; the current export need not be loaded and evaluated for it.
         return decide(evaluation, None, gate)
@@ -93,10 +99,24 @@ def _below_floor(candidate: Evaluation | None, gate: GateConfig) -> str:
     """Why a candidate does not reach the floor; empty if it does."""
     if candidate is None:
         return "there is no test or validation split to judge by"
-    if candidate.accuracy < gate.min_accuracy:
-        return f"accuracy {_on(candidate)} is below gate.min_accuracy = {gate.min_accuracy:g}"
+    metric, (name, limit) = candidate.metric, _limit(gate, candidate)
+    if limit and not metric.reaches(candidate.figure, limit):
+        return (
+            f"{metric.words} {_on(candidate)} is {'below' if metric.higher_is_better else 'above'} {name} = {limit:g}"
+        )
     return ""
 
 
+def _limit(gate: GateConfig, candidate: Evaluation) -> tuple[str, float]:
+    """The setting that bounds the candidate's figure, and its value; 0 for no bound."""
+    if candidate.label_kind == "class" and gate.min_accuracy >= gate.metric_limit:
+        return "gate.min_accuracy", gate.min_accuracy
+    return "gate.metric_limit", gate.metric_limit
+
+
+def _metric(evaluation: Evaluation | None) -> str:
+    return (evaluation.metric if evaluation is not None else METRICS["class"]).name
+
+
 def _on(evaluation: Evaluation) -> str:
-    return f"{evaluation.accuracy:.4f} on {evaluation.num_samples} {evaluation.split} samples"
+    return f"{evaluation.figure:.4f} on {evaluation.num_samples} {evaluation.split} samples"

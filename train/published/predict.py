@@ -22,6 +22,8 @@ from train.published.image_files import list_files, read_file
 from train.published.load import current_export, load_exported
 
 MAX_BATCH_SIZE = 64
+LIKELY = 0.5
+"""Of several classes an image, those from this probability on count as predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,15 @@ class Prediction:
 
     path: str
     label: str
-    """Empty if rejected."""
+    """The most probable class; empty if rejected, or if the model answers with numbers."""
     probability: float
     rejection: str
     """`reason: detail` from the closed list of reasons; empty if the file is an image."""
     top: tuple[Guess, ...] = ()
-    """The most probable classes, best first."""
+    """The most probable classes, best first; where an image may have several, also all that it has more likely than
+    not."""
+    values: tuple[float, ...] = ()
+    """What a model of numbers says."""
 
 
 def open_model(model: str) -> ExportedModel:
@@ -92,16 +97,22 @@ def _predict_batch(
 ) -> list[Prediction]:
     record = model.export.record
     images = [image for image in read if isinstance(image, np.ndarray)]
-    probabilities_NK = model.predict(np.stack(images)) if images else np.empty((0, len(record.class_names)))
-    of_images = iter(probabilities_NK)
+    answers_NK = model.predict(np.stack(images)) if images else np.empty((0, record.labels.num_outputs))
+    of_images = iter(answers_NK)
     predictions = []
     for path, image in zip(paths, read, strict=True):
         if isinstance(image, Rejection):
             predictions.append(Prediction(path, "", 0.0, f"{image.reason}: {image.detail}"))
             continue
-        probabilities_K = next(of_images)
-        best_first = np.argsort(-probabilities_K, kind="stable")[:num_top]
-        top = tuple(Guess(record.class_names[index], float(probabilities_K[index])) for index in best_first)
+        answers_K = next(of_images)
+        if record.labels.are_numbers:
+            predictions.append(Prediction(path, "", 0.0, "", values=tuple(map(float, answers_K))))
+            continue
+        num_shown = num_top
+        if record.label_kind == "multi_label":
+            num_shown = max(num_top, int((answers_K >= LIKELY).sum()))
+        best_first = np.argsort(-answers_K, kind="stable")[:num_shown]
+        top = tuple(Guess(record.class_names[index], float(answers_K[index])) for index in best_first)
         predictions.append(Prediction(path, top[0].label, top[0].probability, "", top))
     return predictions
 

@@ -10,6 +10,7 @@ from train.published.current import CURRENT, History, Pointer, now, read_history
 from train.published.decision import GateDecision, Promotion
 from train.published.exported import Export, read_export, verify_export
 from train.records import read_record
+from train.values import METRICS
 
 
 def promote_if_passed(
@@ -46,15 +47,17 @@ def choose_export(models_uri: str, number: int, run_id: str) -> Promotion:
     """
     export = read_export(models_uri, number)
     verify_export(models_uri, export)
-    accuracy = export.record.evaluation.accuracy if export.record.evaluation is not None else None
+    evaluation = export.record.evaluation
+    figure = evaluation.figure if evaluation is not None else None
+    metric = METRICS[export.record.label_kind].name
     while True:
         # Naming an export is the way out of a damaged or foreign newest record, so neither may be an error here.
         history = read_history(open_store(models_uri), is_layout_free=True)
         before = history.current.export if history.current is not None else None
         if before == number:
-            decision = GateDecision("already_current", f"export {number} is the current one", accuracy, accuracy)
+            decision = GateDecision("already_current", f"export {number} is the current one", figure, figure, metric)
             return Promotion(models_uri, decision, before, before)
-        decision = GateDecision("chosen", f"export {number} was chosen by name, without the gate", accuracy)
+        decision = GateDecision("chosen", f"export {number} was chosen by name, without the gate", figure, None, metric)
         if _set(models_uri, history, number, decision, run_id):
             return Promotion(models_uri, decision, before, number)
 
@@ -78,7 +81,8 @@ def roll_back(models_uri: str, run_id: str) -> Promotion:
             f"`shardmill promote {models_uri}@N` makes any export current",
         )
     target = below.pop()
-    verify_export(models_uri, read_export(models_uri, target))
+    restored = read_export(models_uri, target)
+    verify_export(models_uri, restored)
     promoted = next((each for each in reversed(history.readable[:-1]) if each.export == target), None)
     new = Pointer(
         export=target,
@@ -98,7 +102,8 @@ def roll_back(models_uri: str, run_id: str) -> Promotion:
             "expected no other writer; this run changed nothing",
             "look at what is current now; roll back again if that is still wanted",
         )
-    decision = GateDecision("rolled_back", new.reason, new.accuracy, current.accuracy)
+    metric = METRICS[restored.record.label_kind].name
+    decision = GateDecision("rolled_back", new.reason, new.accuracy, current.accuracy, metric)
     return Promotion(models_uri, decision, current.export, target)
 
 
@@ -116,7 +121,7 @@ def _set(models_uri: str, history: History, number: int, decision: GateDecision,
         replaced=before,
         decision=decision.decision,
         reason=decision.reason,
-        accuracy=decision.candidate_accuracy,
+        accuracy=decision.candidate_figure,
         run_id=run_id,
         created_at=now(),
     )

@@ -29,6 +29,7 @@ from train.strategies.member import DataIndex
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
+from train.labels import LabelSpec
 
 COLUMNS = ["image", "label", "sample_id"]
 
@@ -160,7 +161,9 @@ class Petastorm:
                 "it reads Parquet only",
                 f"set train.format = 'parquet' and build the dataset with etl.formats = ['parquet'], {fix}",
             )
-        dataset.manifest.row_schema.require_classes(given)
+        labels = LabelSpec.of(dataset.manifest)
+        if labels.kind != "class":
+            raise UsageError(f"{given} on {labels}", "it gives one class an image", f"build such a dataset, {fix}")
         shares = shares_of_ranks(dataset, config, config.num_workers)
         for rank, share in enumerate(shares):
             if share.num_rows < share.batch_size:

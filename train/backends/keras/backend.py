@@ -68,7 +68,7 @@ class KerasLearner:
     def weights_sha256(self) -> str:
         return arrays_sha256(np.asarray(variable) for variable in self._model.weights)
 
-    def probabilities(self, images_NHWC: np.ndarray) -> np.ndarray:
+    def answers(self, images_NHWC: np.ndarray) -> np.ndarray:
         return self._serving.predict(images_NHWC)
 
     def check_exportable(self) -> None:
@@ -78,7 +78,7 @@ class KerasLearner:
         write_saved_model(self._serving, folder / SAVED_MODEL)
 
     def write_portable(self, folder: Path, images_NHWC: np.ndarray, max_abs_diff: float) -> str:
-        agrees = KerasCheck(images_NHWC, self.probabilities(images_NHWC), max_abs_diff)
+        agrees = KerasCheck(self._serving.answers_name, images_NHWC, self.answers(images_NHWC), max_abs_diff)
         return write_keras_file(self._serving, folder / KERAS_FILE, agrees)
 
     def wrap(self, run: Run) -> None:
@@ -105,7 +105,7 @@ class KerasBackend:
         start_tensorflow(world, seed)
 
     def build(self, config: TrainConfig, spec: ModelSpec) -> KerasLearner:
-        built = build_model(config, spec.image_shape_HWC, len(spec.class_names))
+        built = build_model(config, spec.image_shape_HWC, spec.labels)
         return KerasLearner(config, built, build_optimizer(config, built.model, built.compiled_optimizer), spec)
 
     def load_served(self, folder: Path) -> Predict:

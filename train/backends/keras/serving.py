@@ -1,6 +1,6 @@
-"""A trained model with what surrounds it at serving time inside: uint8 images in, probabilities and class names out.
+"""A trained model with what surrounds it at serving time inside: uint8 images in, answers out.
 
-Shape legend: N batch, H height, W width, C channels, K classes.
+Shape legend: N batch, H height, W width, C channels, K outputs (classes, or numbers of a label).
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from typing import Any
 import numpy as np
 
 from train.backends.backend import ModelSpec
+from train.backends.keras.losses import answers_of
 from train.backends.keras.runtime import import_tensorflow
 from train.backends.keras.standardize import standardize
 
+# Outputs of an export.
+PROBABILITIES = "probabilities"
+VALUES = "values"
 # A class may have any name; this one is never asked for, because every index has its own.
 _UNKNOWN = "\0unknown"
 
@@ -29,30 +33,42 @@ class ServingModel:
     outputs_are_logits: bool
     spec: ModelSpec
 
-    def probabilities(self, images_NHWC: Any) -> Any:
-        """uint8 images -> float32 probabilities_NK, by the same operations as in training."""
+    @property
+    def answers_name(self) -> str:
+        """What an export calls its answers."""
+        return VALUES if self.spec.labels.are_numbers else PROBABILITIES
+
+    def answers(self, images_NHWC: Any) -> Any:
+        """uint8 images -> float32 probabilities_NK or numbers_NK, by the same operations as in training."""
         import tensorflow as tf
 
         outputs_NK = self.model(standardize(images_NHWC, self.spec.scale), training=False)
-        outputs_NK = tf.cast(outputs_NK, tf.float32)
-        return tf.nn.softmax(outputs_NK) if self.outputs_are_logits else outputs_NK
+        return answers_of(self.spec.labels.kind, self.outputs_are_logits, tf.cast(outputs_NK, tf.float32))
 
     def predict(self, images_NHWC: np.ndarray) -> np.ndarray:
-        """`probabilities`, compiled as training and serving compile it: other kernels would round otherwise."""
+        """`answers`, compiled as training and serving compile it: other kernels would round otherwise."""
         import tensorflow as tf
 
-        return tf.function(self.probabilities)(tf.constant(images_NHWC, tf.uint8)).numpy()
+        return tf.function(self.answers)(tf.constant(images_NHWC, tf.uint8)).numpy()
 
 
 def write_saved_model(serving: ServingModel, folder: Path) -> None:
-    """A TensorFlow SavedModel: `serving_default(images)` gives `probabilities` and `label`."""
+    """A TensorFlow SavedModel: `serving_default(images)` gives `probabilities` and `label`.
+
+    Where an image may have several classes, it gives `class_names` in place of one label; of numbers, `values` alone.
+    """
     import keras
     import tensorflow as tf
 
     def serve(images: Any) -> dict[str, Any]:
-        probabilities_NK = serving.probabilities(images)
-        label_N = tf.gather(tf.constant(serving.spec.class_names), tf.argmax(probabilities_NK, axis=-1))
-        return {"probabilities": probabilities_NK, "label": label_N}
+        answers_NK = serving.answers(images)
+        labels = serving.spec.labels
+        found = {serving.answers_name: answers_NK}
+        if labels.kind == "class":
+            found["label"] = tf.gather(tf.constant(labels.class_names), tf.argmax(answers_NK, axis=-1))
+        elif labels.kind == "multi_label":
+            found["class_names"] = tf.constant(labels.class_names)
+        return found
 
     signature = tf.TensorSpec((None, *serving.spec.image_shape_HWC), tf.uint8, name="images")
     archive: Any = keras.export.ExportArchive()
@@ -62,12 +78,15 @@ def write_saved_model(serving: ServingModel, folder: Path) -> None:
 
 
 def load_saved_model(folder: Path) -> Any:
-    """A function images_NHWC uint8 -> probabilities_NK float32, as NumPy arrays."""
+    """A function images_NHWC uint8 -> answers_NK float32, as NumPy arrays."""
     tf = import_tensorflow()
     loaded = tf.saved_model.load(str(folder))
+    outputs = loaded.signatures["serving_default"].structured_outputs
+    name = next(name for name in (PROBABILITIES, VALUES) if name in outputs)
 
     def predict(images_NHWC: np.ndarray) -> np.ndarray:
-        return loaded.signatures["serving_default"](images=tf.constant(images_NHWC, tf.uint8))["probabilities"].numpy()
+        # `loaded` owns the variables, and would take them with it.
+        return loaded.signatures["serving_default"](images=tf.constant(images_NHWC, tf.uint8))[name].numpy()
 
     return predict
 
@@ -76,12 +95,13 @@ def load_saved_model(folder: Path) -> Any:
 class KerasCheck:
     """What a reloaded `.keras` file must answer."""
 
+    answers_name: str
     images_NHWC: np.ndarray
     expected_NK: np.ndarray
     max_abs_diff: float
 
     def difference(self, loaded: Any) -> float:
-        return float(np.abs(np.asarray(loaded(self.images_NHWC)["probabilities"]) - self.expected_NK).max())
+        return float(np.abs(np.asarray(loaded(self.images_NHWC)[self.answers_name]) - self.expected_NK).max())
 
 
 def write_keras_file(serving: ServingModel, file: Path, check: KerasCheck) -> str:
@@ -128,12 +148,16 @@ def _functional(serving: ServingModel, inlined: bool) -> Any:
         outputs = serving.model.call(standardized, **({"training": False} if takes_training else {}))
     else:
         outputs = serving.model(standardized, training=False)
-    last = "softmax" if serving.outputs_are_logits else "linear"
-    probabilities = keras.layers.Activation(last, dtype="float32", name="probabilities")(outputs)
-    label = keras.layers.StringLookup(
-        vocabulary=list(serving.spec.class_names), invert=True, num_oov_indices=0, oov_token=_UNKNOWN, name="label"
-    )(keras.ops.argmax(probabilities, axis=-1))
-    return keras.Model(images, {"probabilities": probabilities, "label": label})
+    labels = serving.spec.labels
+    link = "softmax" if labels.kind == "class" else "sigmoid"
+    last = link if serving.outputs_are_logits else "linear"
+    answers = keras.layers.Activation(last, dtype="float32", name=serving.answers_name)(outputs)
+    found = {serving.answers_name: answers}
+    if labels.kind == "class":
+        found["label"] = keras.layers.StringLookup(
+            vocabulary=list(labels.class_names), invert=True, num_oov_indices=0, oov_token=_UNKNOWN, name="label"
+        )(keras.ops.argmax(answers, axis=-1))
+    return keras.Model(images, found)
 
 
 def _custom_classes(model: Any) -> set[type]:

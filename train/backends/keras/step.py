@@ -94,7 +94,7 @@ class TrainStep:
                 loss += tf.cast(tf.add_n(model.losses), tf.float32) * share_of_streams
             objective = optimizer.scale_loss(loss) if self._chosen.scales_loss else loss
         gradients = tape.gradient(objective, variables)
-        is_correct_N = tf.cast(tf.argmax(outputs_NK, axis=1) == labels_N, tf.float32)
+        is_correct_N = self._built.per_sample_right(labels_N, outputs_NK)
         # A variable without influence still has its place in the group, which must be the same on every rank and has
         # one dtype.
         dense = [

@@ -16,7 +16,8 @@ from shardmill.errors import UsageError
 from shardmill.values import Batch
 from train.backends.backend import ModelSpec, Predict, StatePart, StepOutcome
 from train.backends.parts import parts_of
-from train.backends.torch.model import BuiltModule, build_module, per_sample_losses
+from train.backends.torch.losses import answers_of, per_sample_losses, right_of
+from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.optimizers import create_state, state_tensors
 from train.backends.torch.runtime import (
     decorrelate_generators,
@@ -95,13 +96,14 @@ class TorchLearner:
         with self._precision():
             outputs_NK = module(images_NHWC)
         outputs_NK = outputs_NK.float()
-        losses_N = per_sample_losses(outputs_NK, labels_N, self.outputs_are_logits, self._config.label_smoothing)
+        kind, are_logits = self._spec.labels.kind, self.outputs_are_logits
+        losses_N = per_sample_losses(kind, outputs_NK, labels_N, are_logits, self._config.label_smoothing)
         # Divided by the weight of the GLOBAL batch: see train/backends/keras/step.py.
         loss = (weights_N * losses_N).sum() / global_weight
         if self._built.is_keras and self._built.model.losses:
             loss = loss + sum(self._built.model.losses) * share_of_streams
         loss.backward()
-        num_correct = (weights_N * (outputs_NK.argmax(dim=1) == labels_N)).sum()
+        num_correct = (weights_N * right_of(kind, outputs_NK, labels_N, are_logits)).sum()
         return torch.stack([loss.detach(), num_correct]).float()
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
@@ -170,9 +172,9 @@ class TorchLearner:
             return arrays_sha256(weight.value.detach().cpu().numpy() for weight in self._built.model.weights)
         return arrays_sha256(tensor.detach().cpu().numpy() for tensor in self._built.model.state_dict().values())
 
-    def probabilities(self, images_NHWC: np.ndarray) -> np.ndarray:
+    def answers(self, images_NHWC: np.ndarray) -> np.ndarray:
         torch = import_torch()
-        served = _served(self.classifier, self.outputs_are_logits).eval()
+        served = self._served().eval()
         with torch.no_grad():
             return served(torch.from_numpy(images_NHWC).to(device())).cpu().numpy()
 
@@ -184,14 +186,14 @@ class TorchLearner:
     def write_served(self, folder: Path) -> None:
         torch = import_torch()
         (folder / SERVED).mkdir()
-        names = json.dumps(self._spec.class_names)
+        names = json.dumps(self._spec.labels.class_names)
         torch.export.save(self._program(), folder / SERVED / PROGRAM, extra_files={"class_names.json": names})
 
     def _program(self) -> Any:
         """What `torch.export` makes of the model as it is now."""
         torch = import_torch()
         # On the CPU, which every machine has: a program remembers its device, and is moved when it is loaded.
-        served = copy.deepcopy(_served(self.classifier, self.outputs_are_logits)).cpu().eval()
+        served = copy.deepcopy(self._served()).cpu().eval()
         images_NHWC = torch.zeros((2, *self._spec.image_shape_HWC), dtype=torch.uint8)
         try:
             return torch.export.export(served, (images_NHWC,), dynamic_shapes=({0: torch.export.Dim("N")},))
@@ -211,6 +213,22 @@ class TorchLearner:
         loaded = torch.load(folder / STATE_FILE, weights_only=True)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
         return f"{STATE_FILE} holds the weights alone: load them into what train.model builds"
+
+    def _served(self) -> Any:
+        torch = import_torch()
+        classifier, kind, are_logits = self.classifier, self._spec.labels.kind, self.outputs_are_logits
+
+        class Served(torch.nn.Module):
+            """uint8 images_NHWC -> answers_NK."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.classifier = classifier
+
+            def forward(self, images_NHWC: Any) -> Any:
+                return answers_of(kind, are_logits, self.classifier(images_NHWC))
+
+        return Served()
 
     def _of_part(self, part: StatePart) -> list[Any]:
         model = self._built.model
@@ -234,23 +252,6 @@ class TorchLearner:
         if self._config.mixed_precision == "off":
             return nullcontext()
         return torch.autocast(device().type, dtype=torch.bfloat16)
-
-
-def _served(classifier: Any, outputs_are_logits: bool) -> Any:
-    torch = import_torch()
-
-    class Served(torch.nn.Module):
-        """uint8 images_NHWC -> probabilities_NK."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.classifier = classifier
-
-        def forward(self, images_NHWC: Any) -> Any:
-            outputs_NK = self.classifier(images_NHWC)
-            return outputs_NK.softmax(dim=1) if outputs_are_logits else outputs_NK
-
-    return Served()
 
 
 class TorchBackend:

@@ -15,16 +15,14 @@ from shardmill.errors import UsageError
 from train.backends.backend import ModelSpec
 from train.backends.torch.runtime import device, import_torch
 from train.config import TrainConfig
+from train.labels import LabelSpec, check_labels
 from train.models import MODELS
 from train.models.user import call_factory, imported_packages
-
-# As in train/backends/keras/build.py.
-SMALLEST_PROBABILITY = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltModule:
-    """A module on its device, whose output fits the dataset's classes."""
+    """A module on its device, whose output fits the dataset's labels."""
 
     classifier: Any
     """An `nn.Module`: uint8 images_NHWC -> outputs_NK float32; standardization is inside."""
@@ -38,19 +36,14 @@ class BuiltModule:
 def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
     """Build what `train.model` names, with fresh weights from PyTorch's seed. Raises UsageError if it does not fit."""
     torch = import_torch()
-    num_classes = len(spec.class_names)
-    if num_classes < 2:
-        raise UsageError(
-            f"the dataset has {num_classes} class(es)",
-            "expected at least 2 to train a classifier",
-            "add images of another",
-        )
+    check_labels(config, spec.labels)
+    num_outputs = spec.labels.num_outputs
     if "keras" in imported_packages(config.model):
         _start_keras(config)
     if MODELS.is_own(config.model):
-        model = call_factory(config.model, spec.image_shape_HWC, num_classes)
+        model = call_factory(config.model, spec.image_shape_HWC, num_outputs)
     else:
-        model = MODELS[config.model](spec.image_shape_HWC, num_classes)
+        model = MODELS[config.model](spec.image_shape_HWC, num_outputs)
     is_keras = _is_keras(model)
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
@@ -63,7 +56,7 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
 
         check_pixels(config, model)
     classifier = _classifier(model.to(device()), is_keras, spec).to(device())
-    are_logits = _are_logits(config, model, is_keras)
+    are_logits = _are_logits(config, model, is_keras, spec.labels)
     _check_outputs(config.model, classifier, spec, are_logits)
     if is_keras:
         from train.backends.keras.runtime import config_sha256
@@ -71,18 +64,6 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
         _refuse_compiled(config, model)
         return BuiltModule(classifier, model, True, are_logits, config_sha256(model))
     return BuiltModule(classifier, model, False, are_logits, _structure_sha256(model))
-
-
-def per_sample_losses(outputs_NK: Any, labels_N: Any, are_logits: bool, label_smoothing: float) -> Any:
-    """Softmax cross-entropy of each sample."""
-    torch = import_torch()
-    if not are_logits:
-        outputs_NK = outputs_NK.clamp(SMALLEST_PROBABILITY, 1.0).log()
-    functional = torch.nn.functional
-    if are_logits:
-        return functional.cross_entropy(outputs_NK, labels_N, reduction="none", label_smoothing=label_smoothing)
-    targets_NK = functional.one_hot(labels_N, outputs_NK.shape[1]) * (1.0 - label_smoothing)
-    return -((targets_NK + label_smoothing / outputs_NK.shape[1]) * outputs_NK).sum(dim=1)
 
 
 def _classifier(model: Any, is_keras: bool, spec: ModelSpec) -> Any:
@@ -136,16 +117,19 @@ def _refuse_compiled(config: TrainConfig, model: Any) -> None:
         )
 
 
-def _are_logits(config: TrainConfig, model: Any, is_keras: bool) -> bool:
-    """What the config says; under `auto` whether the last layer or module is no softmax."""
+def _are_logits(config: TrainConfig, model: Any, is_keras: bool, labels: LabelSpec) -> bool:
+    """What the config says; under `auto` whether the last layer or module is no softmax, or sigmoid."""
     torch = import_torch()
     if is_keras:
-        from train.backends.keras.build import are_outputs_logits
+        from train.backends.keras.losses import are_outputs_logits
 
-        return are_outputs_logits(config, model)
+        return are_outputs_logits(config, model, labels.kind)
+    if labels.are_numbers:
+        return False
     if config.model_outputs != "auto":
         return config.model_outputs == "logits"
-    return not isinstance(list(model.modules())[-1], torch.nn.Softmax)
+    last = torch.nn.Softmax if labels.kind == "class" else torch.nn.Sigmoid
+    return not isinstance(list(model.modules())[-1], last)
 
 
 def _structure_sha256(model: Any) -> str:
@@ -169,14 +153,14 @@ def _check_outputs(name: str, classifier: Any, spec: ModelSpec, are_logits: bool
             f"train.model = {name!r}: calling the model failed: {type(error).__name__}: {error}",
             f"a module gets float32 images of shape (N, {channels}, {height}, {width})",
         ) from error
-    if tuple(outputs.shape) != (2, len(spec.class_names)):
+    if tuple(outputs.shape) != (2, spec.labels.num_outputs):
         raise UsageError(
             f"train.model = {name!r} gives an output of shape {tuple(outputs.shape)} for 2 images",
-            f"expected {len(spec.class_names)} outputs: the dataset has {len(spec.class_names)} classes",
+            f"expected {spec.labels.num_outputs} outputs: the dataset has {spec.labels}",
             "use the num_classes that the factory is called with in the last layer",
         )
     is_distribution = bool((outputs >= 0).all()) and bool(((outputs.sum(dim=1) - 1).abs() < 1e-3).all())
-    if not are_logits and not is_distribution:
+    if spec.labels.kind == "class" and not are_logits and not is_distribution:
         # A softmax that is built but used elsewhere looks like the last layer.
         raise UsageError(
             f"train.model = {name!r} is taken to give probabilities, and its outputs do not add up to 1",

@@ -1,0 +1,51 @@
+"""The loss of a PyTorch model for each kind of label, its answers, and what counts as right.
+
+Shape legend: N batch, K outputs. Labels: class numbers (N,), 0 or 1 for each class (N, K), numbers (N,) or (N, K).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardmill.typed_columns import LabelKind
+from train.backends.torch.runtime import import_torch
+
+# As in train/backends/keras/losses.py.
+SMALLEST_PROBABILITY = 1e-7
+
+
+def per_sample_losses(kind: LabelKind, outputs_NK: Any, labels: Any, are_logits: bool, label_smoothing: float) -> Any:
+    """Softmax cross-entropy of each sample; of several classes the mean of the sigmoids'; of numbers squared errors."""
+    torch = import_torch()
+    functional = torch.nn.functional
+    if kind == "multi_label":
+        targets_NK = labels * (1.0 - label_smoothing) + label_smoothing / 2
+        if are_logits:
+            losses_NK = functional.binary_cross_entropy_with_logits(outputs_NK, targets_NK, reduction="none")
+        else:
+            clipped_NK = outputs_NK.clamp(SMALLEST_PROBABILITY, 1.0 - SMALLEST_PROBABILITY)
+            losses_NK = functional.binary_cross_entropy(clipped_NK, targets_NK, reduction="none")
+        return losses_NK.mean(dim=1)
+    if kind != "class":
+        return (outputs_NK - labels.reshape(outputs_NK.shape)).square().mean(dim=1)
+    if are_logits:
+        return functional.cross_entropy(outputs_NK, labels, reduction="none", label_smoothing=label_smoothing)
+    outputs_NK = outputs_NK.clamp(SMALLEST_PROBABILITY, 1.0).log()
+    targets_NK = functional.one_hot(labels, outputs_NK.shape[1]) * (1.0 - label_smoothing)
+    return -((targets_NK + label_smoothing / outputs_NK.shape[1]) * outputs_NK).sum(dim=1)
+
+
+def right_of(kind: LabelKind, outputs_NK: Any, labels: Any, are_logits: bool) -> Any:
+    """Whether the class of each sample is right; of several classes the share that is; 0 for numbers. float32 (N,)."""
+    if kind == "class":
+        return (outputs_NK.argmax(dim=1) == labels).float()
+    if kind == "multi_label":
+        return ((outputs_NK >= (0.0 if are_logits else 0.5)) == (labels > 0.5)).float().mean(dim=1)
+    return outputs_NK.new_zeros(len(outputs_NK))
+
+
+def answers_of(kind: LabelKind, are_logits: bool, outputs_NK: Any) -> Any:
+    """What serving gives: probabilities, or the numbers."""
+    if not are_logits:
+        return outputs_NK
+    return outputs_NK.softmax(dim=1) if kind == "class" else outputs_NK.sigmoid()

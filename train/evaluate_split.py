@@ -1,0 +1,73 @@
+"""The figures of a training's model on one split, and the file that holds how its classes were confused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+
+from shardmill.errors import IntegrityError
+from shardmill.reader import read_batches
+from shardmill.sealed import seal, unseal
+from shardmill.storage import Store, join_uri
+from train.evaluate import evaluate_batches
+from train.readers.planned import reader_options
+from train.session import Session
+from train.values import CONFUSION, Confusion, Evaluation, from_json, to_json
+
+
+def evaluate_split(session: Session, split: str) -> Evaluation:
+    """Every rank reads the same streams as in training, each in stored order, and adds up its part of the sums."""
+    dataset, config = session.dataset, session.task.config
+    spec = dataset.plan_spec(
+        split,
+        seed=0,
+        global_batch_size=config.global_batch_size,
+        num_streams=config.num_streams,
+        window_budget_bytes=config.window_budget_bytes,
+        shuffle=False,
+    )
+
+    def outputs_of(images_NHWC: np.ndarray) -> np.ndarray:
+        session.reporter.doing(f"the evaluation on {split}")
+        return session.member.learner.outputs(images_NHWC)
+
+    plan, options = dataset.plan_epoch(spec, 0), reader_options(config)
+    # A silo that may not read the pinned dataset adds nothing.
+    reading = read_batches(dataset, plan, streams=session.streams, options=options) if session.streams else None
+    with reading or nullcontext(()) as batches:
+        return evaluate_batches(
+            outputs_of,
+            batches,
+            split,
+            session.labels,
+            exchange=session.member,
+            outputs_are_logits=session.member.learner.outputs_are_logits,
+        )
+
+
+def evaluate_finally(session: Session) -> Evaluation | None:
+    """The figures on data that no decision has seen; None if there is no such split.
+
+    Rank 0 alone has those of each class, and writes to a file how the classes were confused.
+    """
+    split = session.dataset.manifest.evaluation_split
+    if split is None:
+        return None
+    evaluation = evaluate_split(session, split)
+    if session.member.rank != 0:
+        return evaluation.without_classes()
+    if evaluation.confused is not None:
+        path = f"{session.task.training_dir}/{CONFUSION}"
+        session.checkpoints.store.put(path, seal(to_json(evaluation.confused)))
+    return replace(evaluation, confused=None)
+
+
+def read_confusion(store: Store, training_dir: str) -> Confusion | None:
+    """What `evaluate_finally` wrote; None if there is none, or it was altered: it is for people to look at."""
+    path = f"{training_dir}/{CONFUSION}"
+    try:
+        return from_json(Confusion, unseal(store.read(path), join_uri(store.uri, path)))
+    except (FileNotFoundError, IntegrityError, ValueError):
+        return None

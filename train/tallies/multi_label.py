@@ -1,0 +1,110 @@
+"""Several classes an image: average precision of each class, exact, from the scores of all samples.
+
+Scores are kept (5 bytes for each sample and class) and gathered class by class, so a rank holds its own part and a
+block of everyone's. Shape legend: N batch, K classes, B classes of a block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardmill.values import Batch
+from train.labels import LabelSpec
+from train.tallies.tally import SMALLEST_PROBABILITY, Exchange, check_finite
+from train.values import ClassFigures, Evaluation
+
+BLOCK_BYTES = 64_000_000
+_BYTES_EACH = 5
+
+
+class MultiLabelTally:
+    """`train.tallies.Tally` for labels that are 0 or 1 for each class."""
+
+    def __init__(self, labels: LabelSpec, outputs_are_logits: bool) -> None:
+        self._names = labels.class_names
+        self._are_logits = outputs_are_logits
+        self._loss_sum = 0.0
+        self._scores = [np.empty((0, len(self._names)), np.float32)]
+        self._truths = [np.empty((0, len(self._names)), np.bool_)]
+
+    def add(self, outputs_NK: np.ndarray, batch: Batch) -> None:
+        is_real_N = batch.weights_N > 0
+        truth_NK, outputs_NK = batch.labels_N[is_real_N] > 0.5, outputs_NK[is_real_N].astype(np.float64)
+        if self._are_logits:
+            # log(1 + exp(-x)) for a yes, log(1 + exp(x)) for a no.
+            self._loss_sum += float(np.logaddexp(0, np.where(truth_NK, -outputs_NK, outputs_NK)).mean(axis=1).sum())
+            outputs_NK = np.exp(-np.logaddexp(0, -outputs_NK))
+        else:
+            of_truth_NK = np.where(truth_NK, outputs_NK, 1 - outputs_NK)
+            self._loss_sum -= float(np.log(np.clip(of_truth_NK, SMALLEST_PROBABILITY, 1.0)).mean(axis=1).sum())
+        # As float32, in which an export answers: what is equal there must be equal here.
+        self._scores.append(outputs_NK.astype(np.float32))
+        self._truths.append(truth_NK)
+
+    def evaluation(self, split: str, exchange: Exchange) -> Evaluation:
+        scores_NK, truth_NK = np.concatenate(self._scores), np.concatenate(self._truths)
+        num_right = int(((scores_NK >= 0.5) == truth_NK).sum())
+        total = exchange.sum_array(np.array([self._loss_sum, num_right, len(scores_NK)], np.float64))
+        num_samples, num_classes = int(total[2]), len(self._names)
+        loss = float(total[0]) / max(1, num_samples)
+        check_finite(loss, split)
+        per_class: list[ClassFigures] = []
+        block = max(1, BLOCK_BYTES // (_BYTES_EACH * max(1, num_samples)))
+        for start in range(0, num_classes, block):
+            classes = slice(start, start + block)
+            all_scores_NB, all_truth_NB = _gathered(scores_NK[:, classes], truth_NK[:, classes], exchange)
+            per_class += [
+                _figures(name, all_scores_NB[:, place], all_truth_NB[:, place])
+                for place, name in enumerate(self._names[classes])
+            ]
+        known = [each.average_precision for each in per_class if each.average_precision is not None]
+        return Evaluation(
+            split=split,
+            num_samples=num_samples,
+            loss=loss,
+            accuracy=float(total[1]) / max(1, num_samples * num_classes),
+            top5_accuracy=None,
+            per_class=tuple(per_class),
+            label_kind="multi_label",
+            mean_average_precision=float(np.mean(known)) if known else 0.0,
+        )
+
+
+def average_precision(scores_N: np.ndarray, truth_N: np.ndarray) -> float | None:
+    """Precision at each distinct score, weighted by the recall that it adds; None without a sample of the class.
+
+    Samples of equal score count together, so their order does not matter.
+    """
+    order_N = np.argsort(-scores_N, kind="stable")
+    scores_N, truth_N = scores_N[order_N], truth_N[order_N]
+    if not truth_N.any():
+        return None
+    ends = np.flatnonzero(np.append(np.diff(scores_N) != 0, True))
+    num_right = np.cumsum(truth_N)[ends]
+    return float((np.diff(num_right, prepend=0) * num_right / (ends + 1)).sum() / num_right[-1])
+
+
+def _figures(name: str, scores_N: np.ndarray, truth_N: np.ndarray) -> ClassFigures:
+    is_chosen_N = scores_N >= 0.5
+    num_right, num_chosen, num_true = int((is_chosen_N & truth_N).sum()), int(is_chosen_N.sum()), int(truth_N.sum())
+    return ClassFigures(
+        name=name,
+        num_samples=num_true,
+        precision=num_right / num_chosen if num_chosen else 0.0,
+        recall=num_right / num_true if num_true else 0.0,
+        average_precision=average_precision(scores_N, truth_N),
+    )
+
+
+def _gathered(scores_NB: np.ndarray, truth_NB: np.ndarray, exchange: Exchange) -> tuple[np.ndarray, np.ndarray]:
+    """Of all ranks."""
+    num_classes = scores_NB.shape[1]
+    # One byte more, because not all ranks may send none.
+    of_ranks = exchange.gather_bytes(b"\0" + scores_NB.tobytes() + truth_NB.tobytes())
+    scores, truths = [], []
+    for data in of_ranks:
+        num_rows = (len(data) - 1) // (_BYTES_EACH * num_classes)
+        border = 1 + 4 * num_rows * num_classes
+        scores.append(np.frombuffer(data[1:border], np.float32).reshape(num_rows, num_classes))
+        truths.append(np.frombuffer(data[border:], np.bool_).reshape(num_rows, num_classes))
+    return np.concatenate(scores), np.concatenate(truths)

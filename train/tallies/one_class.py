@@ -1,0 +1,93 @@
+"""One class an image: accuracy, top five, and how often each class was taken for which, kept sparse.
+
+Shape legend: N batch, K classes, P pairs of a true and a predicted class that occur.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from shardmill.values import Batch
+from train.labels import LabelSpec
+from train.tallies.tally import SMALLEST_PROBABILITY, Exchange, check_finite
+from train.values import ClassFigures, Confusion, Evaluation
+
+TOP = 5
+
+
+class ClassTally:
+    """`train.tallies.Tally` for labels that are class numbers.
+
+    A pair of classes is one number, true * K + predicted: at 10,000 classes a matrix would take 800 MB on every rank.
+    """
+
+    def __init__(self, labels: LabelSpec, outputs_are_logits: bool) -> None:
+        self._names = labels.class_names
+        self._are_logits = outputs_are_logits
+        self._loss_sum = 0.0
+        self._num_top5 = 0
+        self._pairs: list[np.ndarray] = []
+
+    def add(self, outputs_NK: np.ndarray, batch: Batch) -> None:
+        is_real_N = batch.weights_N > 0
+        labels_N, outputs_NK = batch.labels_N[is_real_N], outputs_NK[is_real_N]
+        rows_N = np.arange(len(labels_N))
+        self._loss_sum -= float(_log_probabilities(outputs_NK, self._are_logits)[rows_N, labels_N].sum())
+        # The place of the true class among all; of equal ones the lower index comes first, as argmax has it.
+        of_true_N1 = outputs_NK[rows_N, labels_N][:, None]
+        is_tied_before_NK = (outputs_NK == of_true_N1) & (np.arange(outputs_NK.shape[1]) < labels_N[:, None])
+        self._num_top5 += int((((outputs_NK > of_true_N1) | is_tied_before_NK).sum(axis=1) < TOP).sum())
+        self._pairs.append(labels_N * len(self._names) + outputs_NK.argmax(axis=1))
+
+    def evaluation(self, split: str, exchange: Exchange) -> Evaluation:
+        pairs_P, counts_P = np.unique(np.concatenate([*self._pairs, np.empty(0, np.int64)]), return_counts=True)
+        mine = np.array([self._loss_sum, self._num_top5]).tobytes() + np.stack([pairs_P, counts_P]).tobytes()
+        of_ranks = exchange.gather_bytes(mine)
+        sums = [np.frombuffer(data[:16]) for data in of_ranks]
+        tables = [np.frombuffer(data[16:], np.int64).reshape(2, -1) for data in of_ranks]
+        all_pairs = np.concatenate([table[0] for table in tables])
+        pairs_P, place = np.unique(all_pairs, return_inverse=True)
+        # Integers in float64 are exact below 2^53.
+        counts_P = np.bincount(place, np.concatenate([table[1] for table in tables])).astype(np.int64)
+        loss = math.fsum(each[0] for each in sums) / max(1, counts_P.sum())
+        check_finite(loss, split)
+        return self._figures(split, loss, int(sum(each[1] for each in sums)), pairs_P, counts_P)
+
+    def _figures(self, split: str, loss: float, num_top5: int, pairs_P: np.ndarray, counts_P: np.ndarray) -> Evaluation:
+        num_classes, num_samples = len(self._names), int(counts_P.sum())
+        true_P, predicted_P = np.divmod(pairs_P, num_classes)
+        is_right_P = true_P == predicted_P
+        num_true_K = np.bincount(true_P, counts_P, num_classes)
+        num_predicted_K = np.bincount(predicted_P, counts_P, num_classes)
+        num_right_K = np.bincount(true_P[is_right_P], counts_P[is_right_P], num_classes)
+        per_class = tuple(
+            ClassFigures(
+                name=name,
+                num_samples=int(num_true),
+                precision=float(num_right / num_predicted) if num_predicted else 0.0,
+                recall=float(num_right / num_true) if num_true else 0.0,
+            )
+            for name, num_true, num_predicted, num_right in zip(
+                self._names, num_true_K, num_predicted_K, num_right_K, strict=True
+            )
+        )
+        return Evaluation(
+            split=split,
+            num_samples=num_samples,
+            loss=loss,
+            accuracy=float(num_right_K.sum() / num_samples),
+            top5_accuracy=num_top5 / num_samples if num_classes > TOP else None,
+            per_class=per_class,
+            confused=Confusion(tuple(true_P.tolist()), tuple(predicted_P.tolist()), tuple(counts_P.tolist())),
+        )
+
+
+def _log_probabilities(outputs_NK: np.ndarray, outputs_are_logits: bool) -> np.ndarray:
+    """In float64: the sum over a split should not depend on how it was cut into ranks."""
+    outputs_NK = np.asarray(outputs_NK, dtype=np.float64)
+    if not outputs_are_logits:
+        return np.log(np.clip(outputs_NK, SMALLEST_PROBABILITY, 1.0))
+    shifted_NK = outputs_NK - outputs_NK.max(axis=1, keepdims=True)
+    return shifted_NK - np.log(np.exp(shifted_NK).sum(axis=1, keepdims=True))

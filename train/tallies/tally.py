@@ -1,0 +1,47 @@
+"""What a tally is: what a rank adds up over a split, and from the sums of all ranks the figures."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from shardmill.errors import TrainingError
+from shardmill.values import Batch
+from train.values import Evaluation
+
+# Keeps the logarithm of a probability of 0 finite, and no more than that. The training loss clips at 1e-7
+# (backends/keras/losses.py) to bound its gradient; none is taken here, and errors made with confidence should differ.
+SMALLEST_PROBABILITY = float(np.finfo(np.float32).tiny)
+
+
+class Exchange(Protocol):
+    """What a tally needs of the other ranks; a `Member` has it, and a world of one."""
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        """The sum over all ranks, in the array's own type."""
+        ...
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes in rank order; not all of them may be empty."""
+        ...
+
+
+class Tally(Protocol):
+    """The part of one rank."""
+
+    def add(self, outputs_NK: np.ndarray, batch: Batch) -> None:
+        """Count a batch; rows of weight 0 are left out."""
+        ...
+
+    def evaluation(self, split: str, exchange: Exchange) -> Evaluation:
+        """The figures over all ranks, equal on all of them; all call it. Raises TrainingError for a loss of NaN."""
+        ...
+
+
+def check_finite(loss: float, split: str) -> None:
+    """Raises TrainingError if a loss is not a number."""
+    if not np.isfinite(loss):
+        raise TrainingError(
+            f"the evaluation on {split!r} gave a loss of {loss}", "expected finite outputs", "lower train.learning_rate"
+        )
