@@ -215,7 +215,7 @@ def test_a_killed_process_ends_all_others_with_the_cause(start, killed):
     ends = job.ends()
     if killed:
         outcome = job.driver.outcome()
-        assert outcome["error"] == "TrainingError" and "rank 1 (host" in outcome["message"], outcome
+        assert outcome["error"] == "RankLost" and "rank 1 (host" in outcome["message"], outcome
         assert ends[1][0] == 5 and "ERROR 5: rank 1 (host" in ends[1][1] and "was killed" in ends[1][1]
     else:
         assert [code for code, _ in ends] == [5, 5]
