@@ -65,6 +65,10 @@ class TrainConfig(Section):
     local_devices: Annotated[int, HOW] = Field(default=0, ge=0)
     """`mirrored` only: over how many devices of its process a batch is split; 0: all GPUs there are, else one CPU.
     Without GPUs the CPU counts as so many devices, which gains no speed."""
+    compression: Annotated[Literal["none", "fp16", "bf16"], LATER] = "none"
+    """How gradients travel between ranks: as they are, or in sixteen bits. On CPUs that costs more than it saves."""
+    bucket_bytes: Annotated[int, HOW] = Field(default=0, ge=0)
+    """Gradients are exchanged in groups of about so many bytes; 0: as Horovod (128 MiB) or PyTorch (25 MiB) has it."""
     backend: Annotated[str, OneOf(BACKENDS, also=("auto",))] = "auto"
     """The framework; `auto` follows from strategy and model."""
     launcher: Annotated[str, OneOf(LAUNCHERS, also=("auto",)), HOW] = "auto"

@@ -51,7 +51,7 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> Chosen:
     chosen = resolve(config, spark)
     config, backend = chosen.config, chosen.config.backend
     find_strategy(config.strategy, config.num_workers).check(config)
-    _check_local_updates(config)
+    _check_exchange(config)
     launcher = LAUNCHERS[config.launcher]
     if launcher.strategies is not None and config.strategy not in launcher.strategies:
         others = [name for name in LAUNCHERS if LAUNCHERS[name].strategies is None and name != "inline"]
@@ -94,7 +94,16 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> Chosen:
     return chosen
 
 
-def _check_local_updates(config: TrainConfig) -> None:
+def _check_exchange(config: TrainConfig) -> None:
+    """What ranks exchange, and when, must be something that the strategy does."""
+    has = STRATEGIES[config.strategy].compressions
+    if config.compression not in has:
+        others = [each for each in STRATEGIES if config.compression in STRATEGIES[each].compressions]
+        raise UsageError(
+            f"train.compression = {config.compression!r} with train.strategy = {config.strategy!r}",
+            f"it has {' and '.join(map(repr, has))}",
+            f"set train.compression = 'none', or train.strategy to {' or '.join(map(repr, others))}",
+        )
     if config.local_steps > 1 and config.strategy != "local_sgd":
         raise UsageError(
             f"train.local_steps = {config.local_steps} with train.strategy = {config.strategy!r}",

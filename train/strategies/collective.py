@@ -17,6 +17,8 @@ class Collective(Protocol):
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
         """Each tensor of the backend (all of one dtype) summed over all ranks, in ONE grouped operation.
 
+        The last one holds figures of the step, which are never compressed.
+
         Equal bits on every rank and in every run of the same world size.
         """
         ...

@@ -61,6 +61,8 @@ class Strategy:
     """What an error, or the last words, of a rank say that only lost its peer: another rank's fault is the cause."""
     check: Callable[[TrainConfig], None] = _takes_all
     """Raises UsageError for settings that it cannot run with; nothing is imported that trains."""
+    compressions: tuple[str, ...] = ("none",)
+    """Which values of `train.compression` it has."""
     may_lose: Callable[[TrainConfig], frozenset[int]] = _loses_none
     """The ranks without which the others go on, once training has begun. Their steps are not waited for, and a global
     step is what the other ranks report."""

@@ -109,12 +109,13 @@ class DdpMember(ReplicatedMember):
         data: DataIndex,
         streams: StreamShare,
         reporter: Reporter,
+        config: TrainConfig,
     ) -> None:
         super().__init__(learner, collective, data, streams)
         self._torch_learner = learner
         self._reporter = reporter
         self._ready_seconds = 0.0
-        self._distributed = self._distribute(learner.classifier)
+        self._distributed = self._distribute(learner.classifier, config)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
         # Gradients come back summed already; what is left of the exchange after the last bucket was filled could not be
@@ -129,7 +130,7 @@ class DdpMember(ReplicatedMember):
         seconds = exposed_seconds + time.perf_counter() - started_seconds
         return MemberStep(self.learner.apply(sums, learning_rate), seconds)
 
-    def _distribute(self, module: Any) -> Any:
+    def _distribute(self, module: Any, config: TrainConfig) -> Any:
         from torch.nn.parallel import DistributedDataParallel
 
         wrapped = DistributedDataParallel(
@@ -141,21 +142,38 @@ class DdpMember(ReplicatedMember):
             # Without it buckets are laid out anew after the first step, in the order of arrival: a resumed training
             # would add the values of three ranks in another order than one that never stopped.
             find_unused_parameters=True,
+            bucket_cap_mb=config.bucket_bytes / 2**20 or None,
         )
-        # A lambda, because PyTorch compares a function's annotations, which are text in this file, with its types.
-        wrapped.register_comm_hook(None, lambda _, bucket: self._sum_bucket(bucket))
+        sum_bucket = _summing(config.compression)
+
+        def announced(_: Any, bucket: Any) -> Any:
+            self._ready_seconds = time.perf_counter()
+            if bucket.is_last():
+                # The backward pass returns when all ranks have sent theirs.
+                self._reporter.doing("an allreduce", waits=True)
+            return sum_bucket(bucket)
+
+        # PyTorch compares a function's annotations, which are text in this file, with its types.
+        announced.__annotations__ = {}
+        wrapped.register_comm_hook(None, announced)
         return wrapped
 
-    def _sum_bucket(self, bucket: Any) -> Any:
-        """Start to sum a bucket. PyTorch's own hook divides by the world size: the objective here is a sum already."""
-        import torch.distributed as dist
 
-        self._ready_seconds = time.perf_counter()
-        if bucket.is_last():
-            # The backward pass returns when all ranks have sent theirs.
-            self._reporter.doing("an allreduce", waits=True)
-        work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
+def _summing(compression: str) -> Callable[[Any], Any]:
+    """What starts to sum a bucket -> a future of its sum. PyTorch's own hooks give means: the objective here is a sum
+    already."""
+    import torch
+    import torch.distributed as dist
+
+    dtype = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[compression]
+
+    def sum_bucket(bucket: Any) -> Any:
+        buffer = bucket.buffer()
+        work: Any = dist.all_reduce(buffer.to(dtype or buffer.dtype), async_op=True)
+        # Not copied into the buffer: over Gloo, with several buckets, that has hung (docs/LOG.md).
+        return work.get_future().then(lambda future: future.value()[0].to(buffer.dtype))
+
+    return sum_bucket
 
 
 def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
@@ -165,7 +183,7 @@ def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], re
     # The only backend that this strategy runs with.
     learner = cast("TorchLearner", build())
     collective = AnnouncedCollective(TorchCollective, world, reporter)
-    return DdpMember(learner, collective, data, StreamShare(share, config.num_streams), reporter)
+    return DdpMember(learner, collective, data, StreamShare(share, config.num_streams), reporter, config)
 
 
 def _meet(world: World) -> Any:
@@ -200,6 +218,7 @@ TORCH_DDP = Strategy(
     checkpoint_layout="replicated",
     max_world_size=None,
     join=join_ddp,
+    compressions=("none", "fp16", "bf16"),
     echo=re.compile(
         rf"{GLOO_ECHO}|Dist(Backend|Network|Store)Error|NCCL error|ProcessGroup\w+.*(timeout|abort)", re.IGNORECASE
     ),

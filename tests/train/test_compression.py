@@ -1,0 +1,54 @@
+"""Compressed gradients train as others do, but for their rounding; what a strategy lacks is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardmill.errors import UsageError
+from shardmill.jobs.config import SparkConfig
+from tests.train.test_multi_rank import SMOOTH_MODEL, train_on_ranks
+from tests.train.training import Recorder, train_here
+from train.config import TrainConfig
+from train.preflight import check_terms
+from train.strategies import STRATEGIES
+
+# Momentum alone: Adam would blow the rounding of small gradients up.
+CONFIG = {"num_streams": 4, "global_batch_size": 24, "epochs": 8, "optimizer": "sgd", "learning_rate": 0.02,
+          "label_smoothing": 0.1}  # fmt: skip
+QUICK = {("horovod", "fp16"), ("torch_ddp", "bf16")}
+COMPRESSED = [
+    pytest.param(name, each, marks=() if (name, each) in QUICK else pytest.mark.drill)
+    for name, strategy in STRATEGIES.items()
+    for each in strategy.compressions
+    if each != "none"
+]
+
+
+@pytest.mark.parametrize(("strategy", "compression"), COMPRESSED)
+def test_compressed_gradients_train_as_others_do(tiny_uri, tmp_path, strategy, compression):
+    """In small buckets too. The first loss is that of one rank alone, because no gradient has been used yet."""
+    model = SMOOTH_MODEL[STRATEGIES[strategy].backends[0]]
+    one = Recorder()
+    alone = train_here(tiny_uri, tmp_path / "one", one, **CONFIG, model=model)
+    config = {**CONFIG, "model": model, "strategy": strategy, "compression": compression, "bucket_bytes": 20_000}
+    result, watched = train_on_ranks(tiny_uri, tmp_path / "several", 2, config)
+    losses = [(float.fromhex(watched.losses[step]), float.fromhex(loss)) for step, loss in one.losses.items()]
+    assert losses[0][0] == pytest.approx(losses[0][1], rel=1e-6)
+    differences = [abs(found - expected) / expected for found, expected in losses]
+    # One that did nothing, or nothing but harm, would show here.
+    assert 1e-6 < max(differences) < 0.05, differences
+    assert result.evaluation is not None and alone.evaluation is not None
+    assert result.evaluation.accuracy >= alone.evaluation.accuracy - 0.1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"strategy": "single", "compression": "fp16"}, r"'single'; it has 'none'; set .* to 'horovod' or 'torch_ddp'"),
+        ({"strategy": "horovod", "compression": "bf16"}, r"it has 'none' and 'fp16'; .* to 'torch_ddp'"),
+        ({"strategy": "local_sgd", "compression": "bf16"}, r"train.strategy to 'torch_ddp'"),
+    ],
+)
+def test_a_compression_that_a_strategy_lacks_is_refused(given, message):
+    with pytest.raises(UsageError, match=message):
+        check_terms(TrainConfig(**given), SparkConfig())
