@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli_options import AllowChange, Command, Common, Fresh, command_without
-from pipeline.dataset_commands import DatasetArgument, dataset_app
+from pipeline.cli_options import AllowChange, Command, Common, DatasetArgument, Fresh, command_without
+from pipeline.dataset_commands import dataset_app
 from pipeline.ending import run_app
 from pipeline.plan_command import plan_app
 from pipeline.printing import (

@@ -28,6 +28,7 @@ class Common:
     debug: bool
 
 
+DatasetArgument = Annotated[str, typer.Argument(metavar="DATASET[@N]", help="Dataset folder or URI, or a TOML file.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Train again although a result exists; the old one stays.")]
 AllowChange = Annotated[
     list[str],

@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli_options import Command, Common, command_without
+from pipeline.cli_options import Command, Common, DatasetArgument, command_without
 from pipeline.printing import counted, flat_rows, print_result
 from shardmill.errors import UsageError
 
 dataset_app = typer.Typer()
 
-DatasetArgument = Annotated[str, typer.Argument(metavar="DATASET[@N]", help="Dataset folder or URI, or a TOML file.")]
 WholeDataset = Annotated[str, typer.Argument(metavar="DATASET", help="Dataset folder or URI, or a TOML file.")]
 
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeline.printing import Rows
-    from shardmill.dataset.maintenance.gc import Garbage, GcReport
+    from shardmill.dataset.maintenance.gc import GcReport
+    from shardmill.dataset.maintenance.retention import Garbage
     from train.garbage import ModelsReport
 
 

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli_options import Common, command_without
-from pipeline.dataset_commands import DatasetArgument
+from pipeline.cli_options import Common, DatasetArgument, command_without
 from pipeline.printing import print_result
 
 plan_app = typer.Typer()

@@ -15,14 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardmill.dataset.open import open_pinned
-from shardmill.formats.rows import RowSchema
 from shardmill.jobs.process import SAFE_PATH, Scratch, python_path
 from shardmill.parent_death import die_with_parent
-from shardmill.typed_columns import label_shape
-from shardmill.values import Batch, DatasetPin
+from shardmill.values import Batch
 from train.backends import BACKENDS
-from train.backends.backend import StatePart, model_spec
+from train.backends.backend import ModelSpec, StatePart
 from train.config import TrainConfig
 from train.launching.faults import Failure, FaultKind, RankFault, error_of, failure_of
 from train.strategies.strategy import NO_ECHO
@@ -39,7 +36,10 @@ class ProbeTask:
 
     config: TrainConfig
     """Without `auto`."""
-    dataset: DatasetPin
+    spec: ModelSpec
+    label_shape: tuple[int, ...]
+    """Of one label that is no class number; see `has_class`."""
+    has_class: bool
     local_batch_size: int
     ranks_per_node: int
     """Ranks that will share this machine's cores."""
@@ -95,10 +95,9 @@ def measure(task: ProbeTask) -> StepCost:
     config = task.config
     backend = BACKENDS[config.backend]
     backend.start(World(ranks_per_node=task.ranks_per_node), config.seed)
-    manifest = open_pinned(task.dataset).manifest
-    learner = backend.build(config, model_spec(manifest, config.standardize))
+    learner = backend.build(config, task.spec)
     sizes = {part: sum(array.nbytes for array in learner.arrays(part)) for part in StatePart}
-    batch = _made_up(task, manifest.normalize.image_shape_HWC, manifest.row_schema, len(manifest.class_names))
+    batch = _made_up(task)
     before_bytes = _peak_bytes()
     seconds = []
     for _ in range(NUM_STEPS):
@@ -114,13 +113,12 @@ def measure(task: ProbeTask) -> StepCost:
     )
 
 
-def _made_up(task: ProbeTask, shape_HWC: tuple[int, int, int], schema: RowSchema, num_classes: int) -> Batch:
-    rng = np.random.default_rng(0)
-    num_rows = task.local_batch_size
-    labels = np.zeros((num_rows, *label_shape(schema.label_type, num_classes)), np.float32)
-    if schema.has_class:
-        labels = rng.integers(0, max(1, num_classes), num_rows)
-    images_NHWC = rng.integers(0, 256, (num_rows, *shape_HWC), dtype=np.uint8)
+def _made_up(task: ProbeTask) -> Batch:
+    rng, num_rows = np.random.default_rng(0), task.local_batch_size
+    images_NHWC = rng.integers(0, 256, (num_rows, *task.spec.image_shape_HWC), dtype=np.uint8)
+    labels = np.zeros((num_rows, *task.label_shape), np.float32)
+    if task.has_class:
+        labels = rng.integers(0, max(1, len(task.spec.class_names)), num_rows)
     return Batch(images_NHWC, labels, np.ones(num_rows, np.float32), np.arange(num_rows), 0, 0)
 
 

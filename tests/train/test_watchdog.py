@@ -36,7 +36,7 @@ from train.launching.wire import (
 from train.observer import StepAssembler
 from train.run_log import RunLog
 from train.task import WorkerTask
-from train.values import StepReport, World
+from train.values import StepReport, World, from_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +64,10 @@ def finish(watchdog: Watchdog, rank: int) -> None:
 def test_a_rank_gets_its_task_after_its_hello(watchdog):
     there = watchdog.environment()
     _, welcome = call_driver(there[ADDRESS_VARIABLE], there[TOKEN_VARIABLE], "rank", 0, pid=1)
-    assert (welcome.task, welcome.worker) == (task_of(2, start_timeout_seconds=2), "none:none")
+    assert (from_json(WorkerTask, welcome.task_json), welcome.worker) == (
+        task_of(2, start_timeout_seconds=2),
+        "none:none",
+    )
 
 
 def test_strangers_are_not_heard(watchdog):

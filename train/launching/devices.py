@@ -15,7 +15,6 @@ from pathlib import Path
 
 from shardmill.errors import UsageError
 from train.backends.gpu_builds import why_no_gpu
-from train.choose_backend import choose_backend
 from train.config import TrainConfig
 from train.launching.place import Place
 from train.strategies import STRATEGIES
@@ -86,11 +85,13 @@ def check_devices(wanted: str, ranks: Sequence[RankDevices]) -> None:
 def devices_of_rank(place: Place, config: TrainConfig, assigned: Sequence[str] | None = None) -> tuple[str, ...]:
     """The devices of a rank on this host; none: it computes on the CPU. `assigned`: what Spark gave its task.
 
+    In `config` nothing is `auto` any more (train/auto.py).
+
     Raises UsageError if GPUs are asked for and the framework here was built without them.
     """
     if config.devices == "cpu":
         return ()
-    reason = why_no_gpu(choose_backend(config))
+    reason = why_no_gpu(config.backend)
     if reason and config.devices == "gpu":
         raise UsageError(
             "train.devices = 'gpu'", f"but {reason}", "docs/training.md says how to install for GPUs; or set 'auto'"
@@ -127,7 +128,7 @@ def check_devices_here(config: TrainConfig, num_ranks_here: int) -> str:
     check_devices(config.devices, ranks)
     if any(each.devices for each in ranks):
         return "GPU"
-    reason = why_no_gpu(choose_backend(config))
+    reason = why_no_gpu(config.backend)
     has_unused = visible_gpus(os.environ, _num_gpus_here()) and config.devices != "cpu"
     return f"CPU (a GPU is here, but {reason})" if has_unused and reason else "CPU"
 

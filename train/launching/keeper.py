@@ -19,6 +19,8 @@ from train.launching.faults import failure_of
 from train.launching.place import Place
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, RankExit, call_driver, wait_for_abort
 from train.strategies.strategy import NO_ECHO
+from train.task import WorkerTask
+from train.values import from_json
 
 NUM_OUTPUT_LINES = 40
 # After the process has ended its output is read for at most this long: a child of it may hold the pipe open forever.
@@ -98,7 +100,7 @@ def keep_rank(place: Place, environment: dict[str, str], assigned: Sequence[str]
     address, token = environment[ADDRESS_VARIABLE], environment[TOKEN_VARIABLE]
     connection, welcome = call_driver(address, token, "keeper", place.rank, os.getpid())
     try:
-        own = place.environment() | device_environment(place, welcome.task.config, assigned)
+        own = place.environment() | device_environment(place, from_json(WorkerTask, welcome.task_json).config, assigned)
     except ShardmillError as error:
         # What is known of this host only here ends the job as the same error of a rank would.
         connection.send(failure_of(error, NO_ECHO))

@@ -40,7 +40,7 @@ from train.launching.wire import (
 from train.strategies import STRATEGIES
 from train.strategies.nics import ipv4_of
 from train.task import WorkerTask
-from train.values import Reporter, StepReport, TrainResult, World
+from train.values import Reporter, StepReport, TrainResult, World, from_json
 
 DEFAULT_WORKER = "train.worker:run_worker"
 HEARTBEAT_SECONDS = 1.0
@@ -95,16 +95,17 @@ def main() -> NoReturn:
     # identifies its ranks by it.
     address, token = os.environ[ADDRESS_VARIABLE], os.environ.pop(TOKEN_VARIABLE)
     connection, welcome = call_driver(address, token, "rank", place.rank, os.getpid())
+    task = from_json(WorkerTask, welcome.task_json)
     exchange, stop_point = DriverExchange(connection), StopPoint()
     hearing = (connection, exchange, stop_point)
     threading.Thread(target=_hear_driver, args=hearing, name="rank-abort", daemon=True).start()
     reporter = DriverReporter(connection)
     threading.Thread(target=_beat, args=(connection, reporter), name="rank-heartbeat", daemon=True).start()
     try:
-        check_places(welcome.task)
-        nics = welcome.task.config.nics
+        check_places(task)
+        nics = task.config.nics
         address = ipv4_of(nics[0]) if nics else connection.own_address
-        placement = agree_on_devices(place, welcome.task.config, exchange, reporter)
+        placement = agree_on_devices(place, task.config, exchange, reporter)
         world = World(
             place.rank,
             place.world_size,
@@ -116,12 +117,12 @@ def main() -> NoReturn:
             placement,
         )
         worker = load_worker(welcome.worker)
-        outcome: Finished | Stopped | Failure = Finished(worker(welcome.task, world, reporter))
+        outcome: Finished | Stopped | Failure = Finished(worker(task, world, reporter))
     except Terminated as stopped:
         outcome = Stopped(str(stopped))
     except BaseException as error:
         # Anything, also a SystemExit of a user's code: the driver must get it before this process ends.
-        outcome = failure_of(error, STRATEGIES[welcome.task.config.strategy].echo)
+        outcome = failure_of(error, STRATEGIES[task.config.strategy].echo)
     try:
         connection.send(outcome)
     except OSError:

@@ -43,7 +43,7 @@ from train.launching.wire import (
 from train.observer import StepAssembler, TrainObserver
 from train.strategies import STRATEGIES
 from train.task import WorkerTask
-from train.values import TrainResult
+from train.values import TrainResult, to_json
 
 # The first fault need not be the cause. Other faults of the same cause arrive within this time; if only echoes
 # ("connection closed") have arrived so far, the cause itself does within the longer one.
@@ -93,8 +93,11 @@ class Watchdog:
         self._steps = StepAssembler(task.config.num_workers - len(may_lose))
         self._exchanges = ExchangeAssembler(task.config.num_workers)
         self._stop = StopAgreement()
-        answer = partial(answer_caller, token=self._token, task=task, worker=worker)
-        self._listener = RankListener(bind_host, answer, task.config.num_workers, self._on_received)
+        num_ranks = task.config.num_workers
+        answer = partial(
+            answer_caller, token=self._token, num_ranks=num_ranks, task=to_json(task).decode(), worker=worker
+        )
+        self._listener = RankListener(bind_host, answer, num_ranks, self._on_received)
         self._address = f"{advertised_host or bind_host}:{self._listener.port}"
 
     def __enter__(self) -> Watchdog:

@@ -26,7 +26,6 @@ from shardmill.jobs.observer import FieldValue
 from train.launching.attach_messages import AttachMessage
 from train.launching.faults import Failure
 from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
-from train.task import WorkerTask
 from train.values import StepReport, TrainResult
 
 ADDRESS_VARIABLE = "SHARDMILL_DRIVER_ADDRESS"
@@ -66,7 +65,8 @@ class Welcome:
     """The driver's answer: its own proof, and what to do."""
 
     proof: str
-    task: WorkerTask
+    task_json: str
+    """A `train.task.WorkerTask`; the wire does not look into it."""
     worker: str
     """Dotted name `package.module:function` of the function that does it."""
     kind: Literal["welcome"] = "welcome"
@@ -283,8 +283,8 @@ def call_driver(
     return connection, welcome
 
 
-def answer_caller(peer: socket.socket, token: str, task: WorkerTask, worker: str) -> tuple[Connection, Hello]:
-    """The driver's side of `call_driver`. Raises OSError or ProtocolError."""
+def answer_caller(peer: socket.socket, token: str, num_ranks: int, task: str, worker: str) -> tuple[Connection, Hello]:
+    """The driver's side of `call_driver`; `task` is JSON. Raises OSError or ProtocolError."""
     until_seconds = time.monotonic() + HANDSHAKE_TIMEOUT_SECONDS
     connection = Connection(peer)
     connection.set_timeout(until_seconds)
@@ -293,8 +293,8 @@ def answer_caller(peer: socket.socket, token: str, task: WorkerTask, worker: str
     hello = connection.receive(MAX_HANDSHAKE_BYTES, until_seconds)
     if not isinstance(hello, Hello) or not is_proof(token, hello.role, nonce, hello.proof):
         raise ProtocolError("not a rank of this job")
-    if not 0 <= hello.rank < task.config.num_workers:
-        raise ProtocolError(f"there is no rank {hello.rank} among {task.config.num_workers}")
+    if not 0 <= hello.rank < num_ranks:
+        raise ProtocolError(f"there is no rank {hello.rank} among {num_ranks}")
     connection.send(Welcome(proof_of(token, "driver", hello.nonce), task, worker))
     connection.set_timeout(None)
     return connection, hello

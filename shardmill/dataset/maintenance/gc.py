@@ -18,7 +18,9 @@ from shardmill.dataset.leases import LEASES, HeldLease, collecting, list_leases
 from shardmill.dataset.ledger import REJECTS
 from shardmill.dataset.maintenance.child import child_of
 from shardmill.dataset.maintenance.retention import (
+    UNPUBLISHED,
     CommittedVersion,
+    Garbage,
     Retention,
     as_ranges,
     choose_expired,
@@ -33,21 +35,12 @@ from shardmill.sealed import unseal
 from shardmill.storage import Store, StoredFile
 from shardmill.values import ShardInfo
 
-_PENDING, UNPUBLISHED = "pending", "unpublished"
+_PENDING = "pending"
 # Manifests and the records of their commits are in none of these: they are never deleted. What a killed job leaves in
 # the last two (listings for Spark's tasks, nonces) is named by none at all.
 _COLLECTED_FOLDERS = (SHARDS, ROWS, INDEXES, REJECTS, _PENDING, "listings", "reach")
 _ALL_FOLDERS = (*_COLLECTED_FOLDERS, MANIFESTS, COMMITTED, LEASES)
 _NUM_DELETERS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Garbage:
-    """One file that nothing names."""
-
-    kind: str
-    """The folder that it is in, or `unpublished` for one that a killed writer left."""
-    file: StoredFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which versions expire: arithmetic over the committed ones, by number, by age, and by what readers have leased."""
+"""What `gc` leaves alone, and which versions expire: by number, by age, and by what readers have leased."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from dataclasses import dataclass
 
 from shardmill.dataset.manifest import Manifest, VersionRange
 from shardmill.sealed import SealedFile
+from shardmill.storage import StoredFile
+
+UNPUBLISHED = "unpublished"
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """One file that nothing names."""
+
+    kind: str
+    """The folder that it is in, or `unpublished` for one that a killed writer left."""
+    file: StoredFile
 
 
 @dataclass(frozen=True, slots=True)
