@@ -18,6 +18,8 @@ from shardmill.jobs.run_record import RunRecord, recording
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
     from shardmill.dataset.verify import VerifyReport
+    from shardmill.jobs.config import SparkConfig
+    from train.config import TrainConfig
 
 SUMMARY_SECTIONS = ("dataset", "etl", "train", "evaluation", "export", "promotion")
 """Sections that the summary of a run always has, null if no stage has decided them."""
@@ -93,17 +95,17 @@ def setting(tree: PipelineTree, workdir: str) -> str:
     ranks = f"{train.num_workers} rank{'s' * (train.num_workers > 1)} by {train.launcher}"
     return (
         f"run: images at {tree.etl.image_size} pixels; {train.model}, {train.epochs} epochs on {ranks}, "
-        f"{_devices(tree)}; dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
+        f"{_devices(train, tree.spark)}; dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
     )
 
 
-def _devices(tree: PipelineTree) -> str:
+def _devices(train: TrainConfig, spark: SparkConfig) -> str:
     """CPU or GPU, as far as this machine knows; no framework is imported."""
     from train.launching import LAUNCHERS
     from train.launching.devices import check_devices_here
 
-    launcher = LAUNCHERS[tree.train.launcher]
-    num_ranks_here = launcher.ranks_here(tree.train.num_workers, tree.spark)
-    if launcher.assigns_devices(tree.spark) or not num_ranks_here:
+    launcher = LAUNCHERS[train.launcher]
+    num_ranks_here = launcher.ranks_here(train.num_workers, spark)
+    if launcher.assigns_devices(spark) or not num_ranks_here:
         return "devices of the executors"
-    return check_devices_here(tree.train, num_ranks_here)
+    return check_devices_here(train, num_ranks_here)

@@ -10,7 +10,6 @@ from typing import Any
 from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.errors import UsageError
 from shardmill.jobs.config import require_uri
-from shardmill.typed_columns import label_shape
 from train.backends.backend import model_spec
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
@@ -101,9 +100,8 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
     check_trainable(config, dataset)
     local_batch_size = -(-config.num_streams // config.num_workers) * config.global_batch_size // config.num_streams
     ranks_here = max(1, LAUNCHERS[config.launcher].ranks_here(config.num_workers, tree.spark))
-    schema, spec = dataset.manifest.row_schema, model_spec(dataset.manifest, config.standardize)
-    shape = label_shape(schema.label_type, len(spec.class_names))
-    cost = probe(ProbeTask(config, spec, shape, schema.has_class, local_batch_size, ranks_here))
+    spec = model_spec(dataset.manifest, config.standardize)
+    cost = probe(ProbeTask(config, spec, local_batch_size, ranks_here))
     exchange_seconds = exchange_time(cost.weights_bytes, config.num_workers, network_gbit)
     return TrainingPlan(
         dataset=f"{dataset.pin.uri}@{dataset.pin.version}",

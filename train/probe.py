@@ -37,9 +37,6 @@ class ProbeTask:
     config: TrainConfig
     """Without `auto`."""
     spec: ModelSpec
-    label_shape: tuple[int, ...]
-    """Of one label that is no class number; see `has_class`."""
-    has_class: bool
     local_batch_size: int
     ranks_per_node: int
     """Ranks that will share this machine's cores."""
@@ -116,9 +113,9 @@ def measure(task: ProbeTask) -> StepCost:
 def _made_up(task: ProbeTask) -> Batch:
     rng, num_rows = np.random.default_rng(0), task.local_batch_size
     images_NHWC = rng.integers(0, 256, (num_rows, *task.spec.image_shape_HWC), dtype=np.uint8)
-    labels = np.zeros((num_rows, *task.label_shape), np.float32)
-    if task.has_class:
-        labels = rng.integers(0, max(1, len(task.spec.class_names)), num_rows)
+    spec = task.spec.labels
+    shape = (num_rows,) if spec.kind == "float" else (num_rows, spec.num_outputs)
+    labels = rng.integers(0, spec.num_outputs, num_rows) if spec.kind == "class" else np.zeros(shape, np.float32)
     return Batch(images_NHWC, labels, np.ones(num_rows, np.float32), np.arange(num_rows), 0, 0)
 
 

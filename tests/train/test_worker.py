@@ -20,7 +20,7 @@ from train.checkpoint import complete_checkpoints, open_checkpoint
 from train.config import TrainConfig
 from train.preflight import check_trainable
 from train.trainings import read_result
-from train.values import World
+from train.values import RESULT, World
 from train.worker import run_worker
 
 STATEFUL = f"{MODELS}:stateful"
@@ -182,6 +182,8 @@ def test_early_stop_is_decided_once_and_survives_a_restart(tiny_uri, tmp_path):
     assert result.stopped_early and result.num_epochs == 3
     assert recorder.named("early_stop") == [{"epoch": 2, "epochs_since_best": 2}]
 
+    # As if it had been killed right before it published.
+    (tmp_path / "t" / RESULT).unlink()
     again = Recorder()
     assert train_here(tiny_uri, tmp_path, again, **config).weights_sha256 == result.weights_sha256
     assert again.steps == []

@@ -171,4 +171,5 @@ MIRRORED = Strategy(
     max_world_size=1,
     join=join_mirrored,
     check=check_mirrored,
+    devices_per_rank="all",
 )
