@@ -25,7 +25,7 @@ _LENGTH = re.compile(r"/epochs-(\d+)-(\w+)(?:/fresh-\d+)?$")
 
 @dataclass(frozen=True, slots=True)
 class BegunTraining:
-    """Which training a run has begun: a file of the run."""
+    """Which training a run has begun: a file of the run, in JSON. Its name does not end so, as stage records do."""
 
     store: Store
     path: str

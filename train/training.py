@@ -130,7 +130,7 @@ def train_in_run(
     if tree.train.tensorboard and tensorboard_is_installed():
         sinks.append(TensorBoardLog(run.store, f"{run.folder}/tensorboard"))
     with closing(RunLog(observer, sinks)) as log:
-        again = replace(again, begun=BegunTraining(run.store, f"{run.folder}/training.json"))
+        again = replace(again, begun=BegunTraining(run.store, f"{run.folder}/training.begun"))
         outcome = train_model(tree, log, version, fresh_for=run.run_id if again.fresh else "", again=again)
         verdict = times.verdict(tree.train)
         if verdict is not None:

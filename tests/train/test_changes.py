@@ -28,17 +28,17 @@ def begun(tmp_path_factory):
 
     def copy(folder: Path) -> Path:
         shutil.copytree(made / "models", folder / "models")
-        shutil.copy(made / "training.json", folder)
+        shutil.copy(made / "training.begun", folder)
         # The run's file names the models' root.
-        text = (folder / "training.json").read_text().replace(str(made), str(folder))
-        (folder / "training.json").write_text(text)
+        text = (folder / "training.begun").read_text().replace(str(made), str(folder))
+        (folder / "training.begun").write_text(text)
         return folder
 
     return uri, made, copy
 
 
 def file_of(folder: Path) -> BegunTraining:
-    return BegunTraining(open_store(folder), "training.json")
+    return BegunTraining(open_store(folder), "training.begun")
 
 
 def train(uri: str, folder: Path, recorder: Recorder | None = None, *, allow_change=(), is_run=True, **settings):
