@@ -34,7 +34,7 @@ from train.published.load import load_exported
 from train.records import put_record, read_record, record_numbers
 from train.run_log import RunLog
 from train.task import WorkerTask
-from train.trainings import training_dir
+from train.trainings import read_result, training_dir
 from train.values import TrainResult
 
 MODELS = "tests.train.launch_models"
@@ -121,7 +121,8 @@ def test_other_programs_read_both_forms(models, dataset, tmp_path):
 
 def test_the_same_training_is_exported_once(models, dataset):
     config = config_of()
-    result = trained(dataset, models, config)
+    result = read_result(open_store(models), training_dir(config, dataset.pin, source_sha256(config.model)))
+    assert result is not None
     outcome = export_training(str(models), config, result, "run-2")
     export, skipped = outcome.export, outcome.skipped
     assert (export.number, skipped, export.record.run_id) == (1, True, "run-1")
