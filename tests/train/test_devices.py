@@ -156,6 +156,19 @@ def test_a_framework_that_does_not_see_its_device_does_not_fall_back_to_the_cpu(
         LAUNCHERS["local"].launch(task, SparkConfig(), Watcher())
 
 
+@pytest.fixture
+def own_jvm(monkeypatch):
+    """What a JVM was started with counts for every later application in it: these settings must end with the test."""
+    from pyspark import SparkContext
+
+    monkeypatch.setattr(SparkContext, "_gateway", None)
+    monkeypatch.setattr(SparkContext, "_jvm", None)
+    yield
+    if SparkContext._gateway is not None:
+        SparkContext._gateway.shutdown()
+        SparkContext._gateway.proc.kill()
+
+
 def spark_with_gpus(tmp_path: Path, num_workers: int, cores: int, addresses: str) -> SparkConfig:
     """Workers that find these GPUs by a discovery script, as Spark's own `getGpusResources.sh` tells them."""
     script = tmp_path / "find_gpus.sh"
@@ -173,7 +186,8 @@ def spark_with_gpus(tmp_path: Path, num_workers: int, cores: int, addresses: str
     return SparkConfig(master=master, train=SparkApplicationConfig(conf=conf))
 
 
-def test_ranks_get_the_gpus_that_spark_found_and_assigned(tmp_path, monkeypatch):
+@pytest.mark.drill
+def test_ranks_get_the_gpus_that_spark_found_and_assigned(tmp_path, monkeypatch, own_jvm):
     # Not what the machine shows: Spark says which of them is whose.
     monkeypatch.setenv(CUDA_VARIABLE, "9")
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
@@ -185,7 +199,7 @@ def test_ranks_get_the_gpus_that_spark_found_and_assigned(tmp_path, monkeypatch)
 
 
 @pytest.mark.drill
-def test_two_executors_that_claim_the_same_gpus_are_refused(tmp_path, monkeypatch):
+def test_two_executors_that_claim_the_same_gpus_are_refused(tmp_path, monkeypatch, own_jvm):
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     with pytest.raises(UsageError, match=r"ranks \d and \d would share GPU \d of host .*4 ranks there, 2 GPU"):
         launch("spark_barrier", spark_with_gpus(tmp_path, 2, 2, '"0", "1"'))
