@@ -43,6 +43,10 @@ SYNCHRONOUS_WORLDS = [
     for ranks in (2, 3)
     if strategy.synchronous and strategy.allows_world_size(ranks)
 ]
+# local_sgd meets by the collectives of horovod and torch_ddp.
+WITH_A_MEETING_OF_THEIR_OWN = [
+    name for name, strategy in STRATEGIES.items() if strategy.synchronous and strategy.allows_world_size(2)
+]
 FILES_OF_LAYOUT = {
     "replicated": lambda world_size: {MARKER, WEIGHTS, OPTIMIZER, *(rank_file(rank) for rank in range(world_size))}
 }
@@ -205,7 +209,7 @@ def test_evaluation_on_ranks_is_that_of_one(tiny_uri, tmp_path, strategy):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("strategy", [name for name, each in STRATEGIES.items() if each.allows_world_size(2)])
+@pytest.mark.parametrize("strategy", WITH_A_MEETING_OF_THEIR_OWN)
 def test_every_strategy_trains_in_a_barrier_stage_as_it_does_in_processes_here(tiny_uri, tmp_path, strategy):
     config = {**stateful(strategy), "num_workers": 2}
     here, _ = train_on_ranks(tiny_uri, tmp_path / "here", 2, stateful(strategy))
@@ -216,7 +220,7 @@ def test_every_strategy_trains_in_a_barrier_stage_as_it_does_in_processes_here(t
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("strategy", [name for name, each in STRATEGIES.items() if each.allows_world_size(2)])
+@pytest.mark.parametrize("strategy", WITH_A_MEETING_OF_THEIR_OWN)
 def test_the_rank_that_stands_still_is_named_and_not_the_one_that_waits_for_it(tiny_uri, tmp_path, strategy):
     config = {**stateful(strategy), "num_workers": 2, "launcher": "local"}
     limits = {"progress_timeout_seconds": 2, "start_timeout_seconds": 120}
