@@ -36,3 +36,16 @@ def interrupted(tiny_uri, tmp_path_factory) -> Path:
 @pytest.fixture
 def models(interrupted, tmp_path) -> Path:
     return Path(shutil.copytree(interrupted, tmp_path / "models"))
+
+
+@pytest.fixture
+def own_jvm(monkeypatch):
+    """A JVM of this test alone: what one was started with, also its environment, reaches every later application."""
+    from pyspark import SparkContext
+
+    monkeypatch.setattr(SparkContext, "_gateway", None)
+    monkeypatch.setattr(SparkContext, "_jvm", None)
+    yield
+    if SparkContext._gateway is not None:
+        SparkContext._gateway.shutdown()
+        SparkContext._gateway.proc.kill()

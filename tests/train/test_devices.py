@@ -156,19 +156,6 @@ def test_a_framework_that_does_not_see_its_device_does_not_fall_back_to_the_cpu(
         LAUNCHERS["local"].launch(task, SparkConfig(), Watcher())
 
 
-@pytest.fixture
-def own_jvm(monkeypatch):
-    """What a JVM was started with counts for every later application in it: these settings must end with the test."""
-    from pyspark import SparkContext
-
-    monkeypatch.setattr(SparkContext, "_gateway", None)
-    monkeypatch.setattr(SparkContext, "_jvm", None)
-    yield
-    if SparkContext._gateway is not None:
-        SparkContext._gateway.shutdown()
-        SparkContext._gateway.proc.kill()
-
-
 def spark_with_gpus(tmp_path: Path, num_workers: int, cores: int, addresses: str) -> SparkConfig:
     """Workers that find these GPUs by a discovery script, as Spark's own `getGpusResources.sh` tells them."""
     script = tmp_path / "find_gpus.sh"

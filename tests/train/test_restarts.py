@@ -48,11 +48,10 @@ def launch_on(uri, models, launcher, watcher, **config):
         ("local", "torch_ddp", GELU),
         pytest.param("local", "horovod", "small_cnn", marks=pytest.mark.drill),
         pytest.param("spark_barrier", "torch_ddp", GELU, marks=pytest.mark.drill),
-        pytest.param("spark_barrier", "horovod", "small_cnn", marks=pytest.mark.drill),
     ],
 )
 def test_ranks_that_die_are_done_without_and_the_losses_stay(
-    tiny_uri, tmp_path, monkeypatch, launcher, strategy, model
+    tiny_uri, tmp_path, monkeypatch, own_jvm, launcher, strategy, model
 ):
     monkeypatch.setenv(KILL_AT, "3:20 2:40")
     watcher, one = StepWatcher(), Recorder()
