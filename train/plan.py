@@ -98,7 +98,9 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
         )
     dataset = open_pinned(first_alike(open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin))
     check_trainable(config, dataset)
-    local_batch_size = -(-config.num_streams // config.num_workers) * config.global_batch_size // config.num_streams
+    # Before the step is measured: it refuses what cannot run.
+    memory = window_memory(config, dataset)
+    local_batch_size = memory.streams_per_rank * config.global_batch_size // config.num_streams
     ranks_here = max(1, LAUNCHERS[config.launcher].ranks_here(config.num_workers, tree.spark))
     spec = model_spec(dataset.manifest, config.standardize)
     cost = probe(ProbeTask(config, spec, local_batch_size, ranks_here))
@@ -113,7 +115,7 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
         steps_per_epoch=dataset.plan_epoch(config.plan_spec(dataset), 0).num_steps,
         global_batch_size=config.global_batch_size,
         local_batch_size=local_batch_size,
-        window_bytes_per_rank=window_memory(config, dataset).bytes_per_rank,
+        window_bytes_per_rank=memory.bytes_per_rank,
         cost=cost,
         exchange_seconds=exchange_seconds,
         images_per_second=None if kind else config.global_batch_size / (cost.step_seconds + exchange_seconds),

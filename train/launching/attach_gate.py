@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from train.launching.attach_messages import Admitted, Begin, Ended, Stop
 from train.launching.listener import RankListener, Received
@@ -22,6 +23,7 @@ from train.launching.wire import (
     Connection,
     Hello,
     ProtocolError,
+    answer_caller,
     is_proof,
     proof_of,
 )
@@ -35,7 +37,6 @@ class Gate:
 
     def __init__(self, host: str, port: int, token: str, world_size: int) -> None:
         """Raises OSError if it cannot listen there."""
-        self._token = token
         self._world_size = world_size
         self._changed = threading.Condition()
         self._begin: Begin | None = None
@@ -44,7 +45,8 @@ class Gate:
         self._seen: set[int] = set()
         """The ranks of all that have been."""
         self._on_lost: Callable[[str], None] | None = None
-        self._listener = RankListener(host, self._answer, world_size, self._on_received, port)
+        answer = partial(answer_caller, token=token, ranks=range(1, world_size), welcome=Admitted)
+        self._listener = RankListener(host, answer, world_size, self._on_received, port)
 
     def begin(self, address: str, nonce: str, on_lost: Callable[[str], None]) -> None:
         """Let every process start its rank. `on_lost` is told, from any thread, of each that goes away."""
@@ -59,22 +61,6 @@ class Gate:
             self._changed.wait_for(lambda: len(self._seen) == self._world_size - 1, LATE_SECONDS)
         self._listener.send_to_all(Ended(exit_code, line))
         self._listener.close()
-
-    def _answer(self, peer: socket.socket) -> tuple[Connection, Hello]:
-        """The listening side of `call_gate`. Raises OSError or ProtocolError."""
-        until_seconds = time.monotonic() + HANDSHAKE_TIMEOUT_SECONDS
-        connection = Connection(peer)
-        connection.set_timeout(until_seconds)
-        nonce = secrets.token_hex(16)
-        connection.send(Challenge(nonce))
-        hello = connection.receive(MAX_HANDSHAKE_BYTES, until_seconds)
-        if not isinstance(hello, Hello) or not is_proof(self._token, hello.role, nonce, hello.proof):
-            raise ProtocolError("not a process of this job")
-        if not 0 < hello.rank < self._world_size:
-            raise ProtocolError(f"there is no rank {hello.rank} among {self._world_size}")
-        connection.send(Admitted(proof_of(self._token, "driver", hello.nonce)))
-        connection.set_timeout(None)
-        return connection, hello
 
     def _on_received(self, received: Received) -> None:
         """Runs in the connection's thread."""

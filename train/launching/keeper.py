@@ -17,7 +17,7 @@ from shardmill.jobs.process import SAFE_PATH, Scratch
 from train.launching.devices import device_environment
 from train.launching.faults import failure_of
 from train.launching.place import Place
-from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, RankExit, call_driver, wait_for_abort
+from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, RankExit, call_driver
 from train.strategies.strategy import NO_ECHO
 from train.task import WorkerTask
 from train.values import from_json
@@ -104,7 +104,7 @@ def keep_rank(place: Place, environment: dict[str, str], assigned: Sequence[str]
     except ShardmillError as error:
         # What is known of this host only here ends the job as the same error of a rank would.
         connection.send(failure_of(error, NO_ECHO))
-        wait_for_abort(connection)
+        _wait_for_abort(connection)
         return EXIT_NOT_STARTED
     process = RankProcess(environment | own)
     threading.Thread(target=_end_on_abort, args=(connection, process), name="keeper-abort", daemon=True).start()
@@ -119,5 +119,12 @@ def keep_rank(place: Place, environment: dict[str, str], assigned: Sequence[str]
 
 
 def _end_on_abort(connection: Connection, process: RankProcess) -> None:
-    wait_for_abort(connection)
+    _wait_for_abort(connection)
     process.kill()
+
+
+def _wait_for_abort(connection: Connection) -> None:
+    """Return when the driver asks this process to end, or is gone."""
+    while (message := connection.receive()) is not None:
+        if isinstance(message, Abort):
+            return

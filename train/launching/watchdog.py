@@ -37,6 +37,7 @@ from train.launching.wire import (
     Hello,
     RankExit,
     Step,
+    Welcome,
     answer_caller,
     new_token,
 )
@@ -94,9 +95,8 @@ class Watchdog:
         self._exchanges = ExchangeAssembler(task.config.num_workers)
         self._stop = StopAgreement()
         num_ranks = task.config.num_workers
-        answer = partial(
-            answer_caller, token=self._token, num_ranks=num_ranks, task=to_json(task).decode(), worker=worker
-        )
+        welcome = partial(Welcome, task_json=to_json(task).decode(), worker=worker)
+        answer = partial(answer_caller, token=self._token, ranks=range(num_ranks), welcome=welcome)
         self._listener = RankListener(bind_host, answer, num_ranks, self._on_received)
         self._address = f"{advertised_host or bind_host}:{self._listener.port}"
 

@@ -17,13 +17,14 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from shardmill.jobs.observer import FieldValue
-from train.launching.attach_messages import AttachMessage
+from train.launching.attach_messages import Admitted, AttachMessage
 from train.launching.faults import Failure
 from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
 from train.values import StepReport, TrainResult
@@ -256,13 +257,6 @@ def is_proof(token: str, role: str, nonce: str, proof: str) -> bool:
     return hmac.compare_digest(proof_of(token, role, nonce).encode(), proof.encode(errors="replace"))
 
 
-def wait_for_abort(connection: Connection) -> None:
-    """Return when the driver asks this process to end, or is gone."""
-    while (message := connection.receive()) is not None:
-        if isinstance(message, Abort):
-            return
-
-
 def call_driver(
     address: str, token: str, role: Literal["rank", "keeper"], rank: int, pid: int
 ) -> tuple[Connection, Welcome]:
@@ -283,8 +277,13 @@ def call_driver(
     return connection, welcome
 
 
-def answer_caller(peer: socket.socket, token: str, num_ranks: int, task: str, worker: str) -> tuple[Connection, Hello]:
-    """The driver's side of `call_driver`; `task` is JSON. Raises OSError or ProtocolError."""
+def answer_caller(
+    peer: socket.socket, token: str, ranks: range, welcome: Callable[[str], Welcome | Admitted]
+) -> tuple[Connection, Hello]:
+    """The listening side: one of `ranks` that proves the token gets `welcome(our proof)`.
+
+    Raises OSError or ProtocolError.
+    """
     until_seconds = time.monotonic() + HANDSHAKE_TIMEOUT_SECONDS
     connection = Connection(peer)
     connection.set_timeout(until_seconds)
@@ -293,8 +292,8 @@ def answer_caller(peer: socket.socket, token: str, num_ranks: int, task: str, wo
     hello = connection.receive(MAX_HANDSHAKE_BYTES, until_seconds)
     if not isinstance(hello, Hello) or not is_proof(token, hello.role, nonce, hello.proof):
         raise ProtocolError("not a rank of this job")
-    if not 0 <= hello.rank < num_ranks:
-        raise ProtocolError(f"there is no rank {hello.rank} among {num_ranks}")
-    connection.send(Welcome(proof_of(token, "driver", hello.nonce), task, worker))
+    if hello.rank not in ranks:
+        raise ProtocolError(f"there is no rank {hello.rank} among {ranks.stop}")
+    connection.send(welcome(proof_of(token, "driver", hello.nonce)))
     connection.set_timeout(None)
     return connection, hello
