@@ -213,11 +213,12 @@ def _slots(tree: PipelineTree) -> Iterator[Finding]:
     """Whether each rank that starts here has a core of its own; nothing of a launcher that cannot be loaded."""
     from train.auto import resolve
     from train.launching import LAUNCHERS
+    from train.strategies import roles_of
 
     cores = os.cpu_count() or 1
     try:
         train = resolve(tree.train, tree.spark).config
-        num_ranks_here = LAUNCHERS[train.launcher].ranks_here(train.num_workers, tree.spark)
+        num_ranks_here = LAUNCHERS[train.launcher].ranks_here(len(roles_of(train)), tree.spark)
     except ShardmillError:
         return
     if num_ranks_here > cores:

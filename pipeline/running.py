@@ -103,9 +103,10 @@ def _devices(train: TrainConfig, spark: SparkConfig) -> str:
     """CPU or GPU, as far as this machine knows; no framework is imported."""
     from train.launching import LAUNCHERS
     from train.launching.devices import check_devices_here
+    from train.strategies import roles_of
 
     launcher = LAUNCHERS[train.launcher]
-    num_ranks_here = launcher.ranks_here(train.num_workers, spark)
+    num_ranks_here = launcher.ranks_here(len(roles_of(train)), spark)
     if launcher.assigns_devices(spark) or not num_ranks_here:
         return "devices of the executors"
     return check_devices_here(train, num_ranks_here)

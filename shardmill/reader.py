@@ -77,7 +77,7 @@ class BatchReader:
         waiting: collections.deque[Future[Batch]] = collections.deque()
         try:
             for step in range(self._first_step, self._plan.num_steps):
-                waiting.append(self._submit(step))
+                waiting.append(self.submit(step))
                 # A finished batch does not wait for the queue to fill.
                 while waiting and (len(waiting) > self._max_batches_ahead or waiting[0].done()):
                     yield waiting.popleft().result()
@@ -105,7 +105,8 @@ class BatchReader:
         self._fetch_pool.shutdown(wait=True, cancel_futures=True)
         self._chunks.clear()
 
-    def _submit(self, step: int) -> Future[Batch]:
+    def submit(self, step: int) -> Future[Batch]:
+        """Begin to read one step, whichever it is; not from several threads at once. Iterating does it in order."""
         rows = self._planner.rows_of_step(step)
         # Keep the chunks of the current windows. A step in flight holds its own references, so dropping a chunk here
         # frees its memory only after the last step that needs it.

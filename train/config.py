@@ -62,6 +62,8 @@ class TrainConfig(Section):
     """Ranks: training processes."""
     strategy: Annotated[str, OneOf(STRATEGIES, also=("auto",)), HOW] = "auto"
     """How ranks share the training; `auto` follows from the model, `num_workers` and the devices (docs/training.md)."""
+    parameter_servers: Annotated[int, HOW] = Field(default=1, ge=1)
+    """`parameter_server` only: processes that hold the variables, beside `num_workers` workers and a chief."""
     local_devices: Annotated[int, HOW] = Field(default=0, ge=0)
     """`mirrored` only: over how many devices of its process a batch is split; 0: all GPUs there are, else one CPU.
     Without GPUs the CPU counts as so many devices, which gains no speed."""

@@ -12,7 +12,7 @@ from shardmill.reader import read_batches
 from shardmill.sealed import seal, unseal
 from shardmill.storage import Store, join_uri
 from train.evaluate import evaluate_batches
-from train.readers.planned import reader_options
+from train.reading import reader_options
 from train.session import Session
 from train.values import CONFUSION, Confusion, Evaluation, from_json, to_json
 

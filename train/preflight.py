@@ -14,7 +14,7 @@ from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
 from train.models.user import imported_packages
 from train.readers import READERS
-from train.strategies import STRATEGIES, find_strategy
+from train.strategies import STRATEGIES, find_strategy, roles_of
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -73,9 +73,9 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> Chosen:
             "it starts no ranks that it could start again",
             "set train.launcher to 'local' or 'spark_barrier', or train.max_restarts = 0",
         )
-    launcher.check(config.num_workers, spark)
+    launcher.check(len(roles_of(config)), spark)
     if not launcher.assigns_devices(spark):
-        check_devices_here(config, launcher.ranks_here(config.num_workers, spark))
+        check_devices_here(config, launcher.ranks_here(len(roles_of(config)), spark))
     is_keras = "keras" in imported_packages(config.model)
     if backend == "torch" and is_keras and config.launcher == "inline":
         raise UsageError(
@@ -154,8 +154,11 @@ def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
     every world size. Only what a rank holds of it depends on how many ranks share the streams.
     """
     index = dataset.index("train")
+    # What `auto` chooses shares them.
+    shares_streams = config.strategy == "auto" or STRATEGIES[config.strategy].shares_streams
+    num_shares = config.num_workers if shares_streams else 1
     memory = WindowMemory(
-        streams_per_rank=-(-config.num_streams // config.num_workers),
+        streams_per_rank=-(-config.num_streams // num_shares),
         window_chunks=config.plan_spec(dataset).window_chunks,
         chunk_bytes=index.max_chunk_bytes,
         split_bytes=sum(chunk.image_bytes for chunk in index.chunks),

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from shardmill.values import DatasetPin, Nonce
 from train.config import TrainConfig
+from train.roles import Role
+from train.strategies import roles_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +28,8 @@ class WorkerTask:
     """Settings of `train.*` in which that one may differ."""
     reach: Nonce | None = None
     """What the driver wrote into `models_uri`, for every rank to read back before it works."""
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """What each process is for, in rank order."""
+        return roles_of(self.config)

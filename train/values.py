@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from shardmill.jobs.observer import Observer
 from shardmill.typed_columns import LabelKind
 from shardmill.values import Cursor, DatasetPin
+from train.roles import Role
 
 Value = TypeVar("Value")
 # The name of a `TrainResult` in the folder of its training.
@@ -64,6 +65,8 @@ class World:
     """All ranks, in rank order; empty where nothing was asked of devices."""
     files_uri: str = ""
     """A folder of this training in which ranks may leave files for each other."""
+    role: Role = Role.MEMBER
+    """What this process is for."""
 
     @property
     def devices(self) -> tuple[str, ...]:

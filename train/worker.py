@@ -114,7 +114,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         model=model,
         strategy=config.strategy,
         export_backend=member.learner.export_backend,
-        world_size=world.world_size,
+        world_size=config.num_workers,
         num_epochs=progress.cursor.epoch,
         num_steps=session.global_step(progress),
         seconds=progress.spent.total,
@@ -160,7 +160,7 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
     member = session.member
     epoch, first_step = progress.cursor.epoch, progress.cursor.step
     plan, lap = session.epochs[epoch], session.stopwatch.lap
-    with plan.read(first_step) as reader:
+    with member.batches(plan, progress.cursor) as reader:
         batches = iter(reader)
         checkpoint_seconds = 0.0
         for step in range(first_step, plan.num_steps):
@@ -171,7 +171,7 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
 
             num_rows, state_before = plan.num_rows_of_step(step), own_state(session)
             done = member.train_step(batch, num_rows, _scheduled_learning_rate(session, progress))
-            outcome = done.outcome
+            outcome, batch = done.outcome, done.batch or batch
             if not outcome.is_applied:
                 leave_out(session, progress, batch, outcome, state_before)
             # What the member did not count as exchange is computation.

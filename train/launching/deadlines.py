@@ -11,6 +11,8 @@ from shardmill.values import Cursor
 from train.config import TrainConfig
 from train.launching.faults import FaultKind, RankFault
 from train.launching.wire import Heartbeat, Hello
+from train.roles import Role
+from train.strategies import roles_of
 from train.values import TrainResult
 
 # A rank may pause this many times longer than the longest pause of any rank so far: a straggler is no fault.
@@ -22,6 +24,7 @@ class RankState:
     """One rank. Its connection's thread writes `seen_seconds`, the main thread the rest."""
 
     number: int
+    role: Role = Role.MEMBER
     hello: Hello | None = None
     is_connected: bool = False
     result: TrainResult | None = None
@@ -42,6 +45,7 @@ class RankState:
 
     @property
     def is_done(self) -> bool:
+        """Nothing more is expected of it."""
         return self.result is not None or self.stopped is not None or self.is_lost
 
     @property
@@ -53,7 +57,7 @@ class Deadlines:
     """All ranks of a training, and how long they may take."""
 
     def __init__(self, config: TrainConfig, now: float) -> None:
-        self.ranks = [RankState(number) for number in range(config.num_workers)]
+        self.ranks = [RankState(number, role) for number, role in enumerate(roles_of(config))]
         self._config = config
         self._started_seconds = now
         self._longest_pause_seconds = 0.0

@@ -17,7 +17,7 @@ from shardmill.errors import UsageError
 from train.backends.gpu_builds import why_no_gpu
 from train.config import TrainConfig
 from train.launching.place import Place
-from train.strategies import STRATEGIES
+from train.strategies import STRATEGIES, roles_of
 from train.values import RankDevices, Reporter
 
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -123,7 +123,7 @@ def device_environment(place: Place, config: TrainConfig, assigned: Sequence[str
 
 def check_devices_here(config: TrainConfig, num_ranks_here: int) -> str:
     """`check_devices` for the ranks that start on this host, before any does. -> what they compute on, in words."""
-    places = [Place(rank, config.num_workers, rank, num_ranks_here) for rank in range(num_ranks_here)]
+    places = [Place(rank, len(roles_of(config)), rank, num_ranks_here) for rank in range(num_ranks_here)]
     ranks = tuple(RankDevices(place.rank, socket.gethostname(), devices_of_rank(place, config)) for place in places)
     check_devices(config.devices, ranks)
     if any(each.devices for each in ranks):

@@ -22,7 +22,7 @@ def launch_local(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
     """Run every rank as a process here. Raises the first failing rank's own error."""
-    world_size = task.config.num_workers
+    world_size = len(task.roles)
     with Watchdog(task, worker, observer, LOOPBACK) as watchdog:
         shared = {**os.environ, "PYTHONPATH": python_path(), **watchdog.environment()}
         places = [Place(rank, world_size, local_rank=rank, ranks_per_node=world_size) for rank in range(world_size)]

@@ -106,6 +106,7 @@ def main() -> NoReturn:
         nics = task.config.nics
         address = ipv4_of(nics[0]) if nics else connection.own_address
         placement = agree_on_devices(place, task.config, exchange, reporter)
+        strategy = STRATEGIES[task.config.strategy]
         world = World(
             place.rank,
             place.world_size,
@@ -115,7 +116,10 @@ def main() -> NoReturn:
             exchange,
             stop_point.may_begin,
             placement,
+            role=strategy.roles(task.config)[place.rank],
         )
+        if not world.role.runs_loop:
+            strategy.serve(task, world, reporter)
         worker = load_worker(welcome.worker)
         outcome: Finished | Stopped | Failure = Finished(worker(task, world, reporter))
     except Terminated as stopped:

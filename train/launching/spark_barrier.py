@@ -44,16 +44,17 @@ def launch_spark_barrier(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
     """Run every rank in a Spark task. Raises UsageError at once if Spark cannot run them all at the same time."""
-    check_barrier(task.config.num_workers, spark)
+    world_size = len(task.roles)
+    check_barrier(world_size, spark)
     with spark_context(APPLICATION_NAME, spark, spark.train.conf) as context:
         master, conf = str(context.master), dict(context.getConf().getAll())
-        check_slots(task.config.num_workers, master, conf)
+        check_slots(world_size, master, conf)
         check_no_dynamic_allocation(conf)
         bind_host, advertised_host = LOOPBACK, LOOPBACK
         if not master.startswith("local"):
             bind_host, advertised_host = "", conf["spark.driver.host"]
         with Watchdog(task, worker, observer, bind_host, advertised_host) as watchdog:
-            job = _BarrierJob(context, task.config.num_workers, watchdog)
+            job = _BarrierJob(context, world_size, watchdog)
             try:
                 result = watchdog.watch()
                 job.finish()

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from shardmill.errors import ShardmillError
+from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated, stopping_in_order
 from shardmill.values import Cursor
 from train.launching.deadlines import Deadlines
@@ -42,6 +43,7 @@ from train.launching.wire import (
     new_token,
 )
 from train.observer import StepAssembler, TrainObserver
+from train.roles import Role
 from train.strategies import STRATEGIES
 from train.task import WorkerTask
 from train.values import TrainResult, to_json
@@ -88,13 +90,14 @@ class Watchdog:
         self._inbox: queue.SimpleQueue[Received | RankFault] = queue.SimpleQueue()
         self._deadlines = Deadlines(task.config, time.monotonic())
         self._ranks = self._deadlines.ranks
+        self._loops = [rank for rank in self._ranks if rank.role.runs_loop]
         self._faults: dict[int, RankFault] = {}
         may_lose = STRATEGIES[task.config.strategy].may_lose(task.config)
         self._losses = Losses(may_lose, observer)
-        self._steps = StepAssembler(task.config.num_workers - len(may_lose))
-        self._exchanges = ExchangeAssembler(task.config.num_workers)
+        self._steps = StepAssembler(len(self._loops) - len(may_lose))
+        self._exchanges = ExchangeAssembler(len(self._ranks))
         self._stop = StopAgreement()
-        num_ranks = task.config.num_workers
+        num_ranks = len(self._ranks)
         welcome = partial(Welcome, task_json=to_json(task).decode(), worker=worker)
         answer = partial(answer_caller, token=self._token, ranks=range(num_ranks), welcome=welcome)
         self._listener = RankListener(bind_host, answer, num_ranks, self._on_received)
@@ -128,7 +131,7 @@ class Watchdog:
         """
         with stopping_in_order(self._task.config.stop_timeout_seconds) as request:
             ticked_seconds = time.monotonic()
-            while not self._losses.is_over(self._ranks, time.monotonic()):
+            while not self._losses.is_over(self._loops, time.monotonic()):
                 try:
                     received = self._inbox.get(timeout=TICK_SECONDS)
                 except queue.Empty:
@@ -145,6 +148,9 @@ class Watchdog:
                     self._record_fault(fault)
                 if self._faults and self._is_cause_known(now):
                     raise self._error()
+            if len(self._loops) < len(self._ranks):
+                # Those that serve others do so until they are ended.
+                self.abort()
             stopped = [rank.stopped for rank in self._ranks if rank.stopped is not None]
             if stopped:
                 raise Terminated(stopped[0])
@@ -186,7 +192,7 @@ class Watchdog:
             self._stop.is_asked = True
             self._observer.event("stopping", {"rank": 0, "reason": "SIGTERM"})
             self._listener.send_to_all(Hold())
-        last = self._stop.agreed({rank.number for rank in self._ranks if not rank.is_done})
+        last = self._stop.agreed({rank.number for rank in self._loops if not rank.is_done})
         if last is not None:
             self._listener.send_to_all(StopAfter(last))
 
@@ -252,8 +258,21 @@ class Watchdog:
     def _record_fault(self, fault: RankFault) -> None:
         if fault.rank >= 0 and self._losses.takes(self._ranks[fault.rank], fault):
             return
-        if fault.rank < 0 or not self._ranks[fault.rank].is_done:
+        if self._goes_on_without(fault):
+            rank = self._ranks[fault.rank]
+            rank.is_lost = True
+            warning = f"rank {fault.rank}, a worker, is gone ({fault.where}): the others do its work"
+            self._observer.event("worker_lost", {"rank": fault.rank, "where": fault.where, WARNING: warning})
+        elif fault.rank < 0 or not self._ranks[fault.rank].is_done:
             self._faults[fault.rank] = merged(self._faults.get(fault.rank), fault)
+
+    def _goes_on_without(self, fault: RankFault) -> bool:
+        """Whether a worker died during the training, and another one is left to do what a chief dispatches."""
+        if fault.kind is not FaultKind.KILLED or fault.rank in self._faults:
+            return False
+        workers = [rank for rank in self._ranks if rank.role is Role.WORKER and not rank.is_lost]
+        has_begun = all(rank.last_step is not None for rank in self._loops)
+        return has_begun and len(workers) > 1 and self._ranks[fault.rank] in workers
 
     def _is_cause_known(self, now: float) -> bool:
         first_seconds = min(fault.seen_seconds for fault in self._faults.values())

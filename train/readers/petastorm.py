@@ -24,7 +24,7 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.encodings import decode_stored
 from shardmill.reader import ReaderSeconds
 from shardmill.values import Batch
-from train.readers.reader import Epoch
+from train.reading import Epoch
 from train.strategies.member import DataIndex
 
 if TYPE_CHECKING:

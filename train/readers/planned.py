@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardmill.epoch_plan import EpochPlan, streams_of_rank
-from shardmill.reader import BatchReader, ReaderOptions, read_batches
+from shardmill.reader import BatchReader, read_batches
+from train.reading import reader_options
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from train.config import TrainConfig
-    from train.readers.reader import Epoch
+    from train.reading import Epoch
     from train.strategies.member import DataIndex
 
 
@@ -49,11 +50,6 @@ class Planned:
     def epoch(self, dataset: Dataset, config: TrainConfig, number: int, data: DataIndex) -> Epoch:
         streams = streams_of_rank(data.index, data.count, config.num_streams)
         return PlannedEpoch(dataset, config, dataset.plan_epoch(config.plan_spec(dataset), number), streams)
-
-
-def reader_options(config: TrainConfig) -> ReaderOptions:
-    """How our own reader works, by the section `train`."""
-    return ReaderOptions(format=config.format, num_threads=config.reader_threads, prefetch_bytes=config.prefetch_bytes)
 
 
 PLANNED = Planned()

@@ -7,48 +7,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from shardmill.dataset.dataset import Dataset
-    from shardmill.reader import ReaderSeconds
-    from shardmill.values import Batch
     from train.config import TrainConfig
     from train.progress import Progress
+    from train.reading import Epoch
     from train.strategies.member import DataIndex
-
-
-class Batches(Protocol):
-    """A rank's batches of an epoch, one a step, in order. A context manager: leaving it joins what reads ahead."""
-
-    def __enter__(self) -> Batches: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def __iter__(self) -> Iterator[Batch]: ...
-
-    def take_seconds(self) -> ReaderSeconds:
-        """What was worked since the last call."""
-        ...
-
-
-class Epoch(Protocol):
-    """One pass over the train split, with as many steps on every rank."""
-
-    @property
-    def num_steps(self) -> int: ...
-
-    @property
-    def num_rows(self) -> int:
-        """Samples that all ranks together read."""
-        ...
-
-    def num_rows_of_step(self, step: int) -> int:
-        """Samples of a step on all ranks, without padding."""
-        ...
-
-    def read(self, first_step: int) -> Batches:
-        """The rest of it from `first_step`, which is 0 unless the reader is exact."""
-        ...
 
 
 class TrainReader(Protocol):

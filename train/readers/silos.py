@@ -12,7 +12,7 @@ import numpy as np
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.reader import BatchReader, ReaderSeconds, read_batches
-from train.readers.planned import reader_options
+from train.reading import reader_options
 from train.strategies.member import DataIndex, SiloIndex
 
 if TYPE_CHECKING:

@@ -8,6 +8,8 @@ from shardmill.errors import UsageError
 from shardmill.registry import Entry, Registry
 
 if TYPE_CHECKING:
+    from train.config import TrainConfig
+    from train.roles import Role
     from train.strategies.strategy import Strategy
 
 STRATEGIES: Registry[Strategy] = Registry(
@@ -32,6 +34,12 @@ STRATEGIES: Registry[Strategy] = Registry(
             extra="tensorflow",
             packages=("tensorflow",),
         ),
+        "parameter_server": Entry(
+            "train.strategies.parameter_server:PARAMETER_SERVER",
+            "asynchronous: servers hold the weights, workers update them, a chief dispatches",
+            extra="tensorflow",
+            packages=("tensorflow",),
+        ),
         "torch_ddp": Entry(
             "train.strategies.torch_ddp:TORCH_DDP",
             "PyTorch's DistributedDataParallel",
@@ -45,6 +53,11 @@ STRATEGIES: Registry[Strategy] = Registry(
     },
     takes_own=True,
 )
+
+
+def roles_of(config: TrainConfig) -> tuple[Role, ...]:
+    """What each process of a training is for, in rank order."""
+    return STRATEGIES[config.strategy].roles(config)
 
 
 def find_strategy(name: str, world_size: int) -> Strategy:

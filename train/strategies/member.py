@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.values import Batch
 from train.backends.backend import Learner, StepOutcome
+
+if TYPE_CHECKING:
+    from shardmill.values import Cursor
+    from train.reading import Batches, Epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class MemberStep:
     outcome: StepOutcome
     allreduce_seconds: float
     """Of its time, what went into the exchange with other ranks; the rest was computation."""
+    batch: Batch | None = None
+    """What was trained on, where another process has read it."""
 
 
 class Member(Protocol):
@@ -53,6 +59,10 @@ class Member(Protocol):
     world_size: int
     data: DataIndex
     learner: Learner
+
+    def batches(self, epoch: Epoch, cursor: Cursor) -> Batches:
+        """What the loop takes its steps from: the rest of `epoch` from `cursor` on, as this member has them."""
+        ...
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
         """One update of the model by the global batch, of which this member has `batch`."""

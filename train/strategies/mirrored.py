@@ -169,7 +169,8 @@ MIRRORED = Strategy(
     exact_resume=True,
     checkpoint_layout="replicated",
     max_world_size=1,
+    devices_per_rank="all",
+    leaves_out_batches=False,
     join=join_mirrored,
     check=check_mirrored,
-    devices_per_rank="all",
 )

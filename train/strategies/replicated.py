@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +22,10 @@ from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.strategy import Join
 from train.values import Reporter, World
+
+if TYPE_CHECKING:
+    from shardmill.values import Cursor
+    from train.reading import Batches, Epoch
 
 
 def replicated(join_collective: Callable[[World], Collective]) -> Join:
@@ -55,6 +60,9 @@ class ReplicatedMember:
         self.learner = learner
         self._collective = collective
         self._streams = streams
+
+    def batches(self, epoch: Epoch, cursor: Cursor) -> Batches:
+        return epoch.read(cursor.step)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
         addends = self.learner.gradients(batch, global_weight, self._streams.here / self._streams.total)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
 from train.backends.backend import Learner
 from train.config import TrainConfig
+from train.roles import Role
 from train.strategies.member import Member
 from train.values import Reporter, World
+
+if TYPE_CHECKING:
+    from train.task import WorkerTask
 
 
 class Join(Protocol):
@@ -26,6 +30,15 @@ class Join(Protocol):
 
 def _loses_none(config: TrainConfig) -> frozenset[int]:
     return frozenset()
+
+
+def all_members(config: TrainConfig) -> tuple[Role, ...]:
+    """`train.num_workers` equals."""
+    return (Role.MEMBER,) * config.num_workers
+
+
+def _none_serves(task: WorkerTask, world: World, reporter: Reporter) -> NoReturn:
+    raise AssertionError(f"every process of this strategy runs the loop, not rank {world.rank}: {world.role}")
 
 
 def _takes_all(config: TrainConfig) -> None:
@@ -66,6 +79,12 @@ class Strategy:
     may_lose: Callable[[TrainConfig], frozenset[int]] = _loses_none
     """The ranks without which the others go on, once training has begun. Their steps are not waited for, and a global
     step is what the other ranks report."""
+    roles: Callable[[TrainConfig], tuple[Role, ...]] = all_members
+    """What the process of each rank is for; those that run the loop come first."""
+    serve: Callable[[WorkerTask, World, Reporter], NoReturn] = _none_serves
+    """What a process that does not run the loop does instead, until the driver ends it; raises what goes wrong."""
+    shares_streams: bool = True
+    """Each rank reads its part of the streams; False: every worker reads all of them."""
 
     def allows_world_size(self, world_size: int) -> bool:
         return world_size >= 1 and (self.max_world_size is None or world_size <= self.max_world_size)

@@ -65,6 +65,21 @@ class TrainStep:
             addends[-1].numpy()
         return addends
 
+    def whole(
+        self, images_NHWC: Any, labels_N: Any, weights_N: Any, global_weight: Any, learning_rate: Any
+    ) -> tuple[Any, Any, Any]:
+        """Traced, for a strategy that has a worker compute a whole batch and update the weights by it.
+
+        -> whether the update was applied, the gradient's norm, (loss, number correct).
+        """
+        import tensorflow as tf
+
+        if self._chosen.follows_schedule:
+            self._chosen.optimizer.learning_rate.assign(learning_rate)
+        sums = self._gradients(images_NHWC, labels_N, weights_N, global_weight, tf.constant(1.0))
+        is_applied, gradient_norm = self._update(sums)
+        return is_applied, gradient_norm, sums[-1]
+
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
         if learning_rate is not None:
             self._chosen.optimizer.learning_rate = learning_rate

@@ -1,0 +1,154 @@
+"""The strategy `parameter_server`: each sample once an epoch, in the plan's order, also when a worker is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, field
+
+import pytest
+
+from shardmill.dataset.open import open_dataset
+from shardmill.errors import IntegrityError, TrainingError, UsageError
+from shardmill.ids import format_sample_id
+from shardmill.jobs.config import SparkConfig
+from shardmill.reader import read_batches
+from tests.train.test_multi_rank import MODELS, Watcher
+from tests.train.training import task_of
+from train.config import TrainConfig
+from train.launching import LAUNCHERS
+from train.preflight import check_terms
+from train.roles import Role
+from train.strategies import roles_of
+
+SERVED = {
+    "strategy": "parameter_server", "launcher": "local", "num_workers": 2, "parameter_servers": 2, "num_streams": 6,
+    "global_batch_size": 12, "epochs": 6, "learning_rate": 0.003, "record_samples": True, "checkpoint_every_steps": 3,
+}  # fmt: skip
+
+
+@dataclass
+class Killer(Watcher):
+    """Kills the process of a rank when a step is reported."""
+
+    rank: int = -1
+    at: tuple[int, int] = (0, 0)
+    pids: dict[int, int] = field(default_factory=dict)
+    fields: dict[str, dict] = field(default_factory=dict)
+
+    def step(self, step) -> None:
+        super().step(step)
+        if (step.epoch, step.step) == self.at and self.rank >= 0:
+            os.kill(self.pids[self.rank], signal.SIGKILL)
+
+    def event(self, name: str, fields: dict) -> None:
+        super().event(name, fields)
+        self.fields[name] = fields
+        if name == "rank_started":
+            self.pids[fields["rank"]] = fields["pid"]
+
+
+def launch(uri, models, watcher, **config):
+    given = {**SERVED, **config}
+    return LAUNCHERS[given["launcher"]].launch(task_of(uri, models, **given), SparkConfig(master="local[5]"), watcher)
+
+
+def planned(uri: str, config: TrainConfig) -> dict[tuple[int, int], tuple[str, ...]]:
+    """The sample ids of every step, as the plan has them."""
+    dataset = open_dataset(uri)
+    found = {}
+    for epoch in range(config.epochs):
+        with read_batches(dataset, dataset.plan_epoch(config.plan_spec(dataset), epoch)) as batches:
+            for batch in batches:
+                ids = batch.sample_ids_N[batch.weights_N > 0].tolist()
+                found[epoch, batch.step] = tuple(map(format_sample_id, ids))
+    return found
+
+
+def assert_all_steps_in_order(watcher: Watcher, uri: str, config: TrainConfig) -> None:
+    assert list(watcher.sample_ids.items()) == list(planned(uri, config).items())
+    num_rows = open_dataset(uri).manifest.splits["train"].num_rows
+    for epoch in range(config.epochs):
+        ids = [each for (of_epoch, _), ids in watcher.sample_ids.items() if of_epoch == epoch for each in ids]
+        assert len(ids) == len(set(ids)) == num_rows
+
+
+def test_workers_train_what_the_chief_dispatches_and_a_lost_one_is_replaced(tiny_uri, tmp_path):
+    watcher = Killer(rank=2, at=(1, 2))
+    result = launch(tiny_uri, tmp_path, watcher)
+    config = TrainConfig(**{**SERVED, "augment": {"random_crop_padding": 1}})
+    assert_all_steps_in_order(watcher, tiny_uri, config)
+    assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
+    assert watcher.events.count("worker_lost") == 1 and watcher.fields["worker_lost"]["rank"] == 2
+    # The lost worker's steps, of which it had one at a time; it may have died between two.
+    repeated = watcher.fields.get("redispatched", {"num_steps": 0, "num_applied_twice": 0})
+    assert 0 <= repeated["num_applied_twice"] <= repeated["num_steps"] <= 1
+    assert result.world_size == 2
+    files = {file.name for file in (tmp_path / result.checkpoint).iterdir()}
+    assert files == {"MARKER.json", "weights.npz", "optimizer.npz", "rank-00000.npz"}
+
+
+@pytest.mark.drill
+def test_a_chief_goes_on_where_it_was_killed(tiny_uri, tmp_path):
+    watcher, rest = Killer(rank=0, at=(2, 4)), Killer()
+    with pytest.raises(TrainingError, match=r"^rank 0 .* was killed by SIGKILL after step \d of epoch 2"):
+        launch(tiny_uri, tmp_path, watcher, model=f"{MODELS}:stateful")
+    result = launch(tiny_uri, tmp_path, rest, model=f"{MODELS}:stateful")
+    assert result.resumed_from is not None and result.resumed_from.epoch == 2
+    both = watcher.sample_ids | rest.sample_ids
+    assert both == planned(tiny_uri, TrainConfig(**{**SERVED, "augment": {"random_crop_padding": 1}}))
+
+
+@pytest.mark.drill
+def test_a_server_that_is_lost_is_named(tiny_uri, tmp_path):
+    with pytest.raises(TrainingError, match=r"^rank 4 \(host .*was killed by SIGKILL"):
+        launch(tiny_uri, tmp_path, Killer(rank=4, at=(1, 2)))
+
+
+@pytest.mark.drill
+def test_the_last_worker_is_not_spared(tiny_uri, tmp_path):
+    with pytest.raises(TrainingError, match=r"^rank 1 \(host .*was killed by SIGKILL"):
+        launch(tiny_uri, tmp_path, Killer(rank=1, at=(1, 2)), num_workers=1, parameter_servers=1)
+
+
+@pytest.mark.drill
+def test_what_a_worker_cannot_read_ends_the_training_with_its_own_error(tmp_path):
+    from tests.support import make_dataset
+
+    uri = make_dataset(tmp_path / "data")
+    dataset = open_dataset(uri)
+    for shard in (tmp_path / "data").rglob("*.parquet"):
+        if "train" in str(shard):
+            data = bytearray(shard.read_bytes())
+            data[64] ^= 1
+            shard.write_bytes(data)
+    assert dataset.pin.version
+    with pytest.raises(IntegrityError, match=r"rank [12]"):
+        launch(uri, tmp_path / "models", Killer())
+
+
+@pytest.mark.drill
+def test_it_trains_in_a_barrier_stage(tiny_uri, tmp_path):
+    watcher = Killer()
+    result = launch(tiny_uri, tmp_path, watcher, launcher="spark_barrier")
+    assert_all_steps_in_order(watcher, tiny_uri, TrainConfig(**{**SERVED, "augment": {"random_crop_padding": 1}}))
+    assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
+
+
+def test_roles_follow_from_the_numbers():
+    roles = roles_of(TrainConfig(strategy="parameter_server", num_workers=3, parameter_servers=2))
+    assert roles == (Role.CHIEF, *[Role.WORKER] * 3, *[Role.SERVER] * 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"launcher": "inline"}, r"it needs 3 processes: a chief, 1 worker\(s\) and 1 server\(s\); set .* 'local'"),
+        ({"launcher": "local", "accumulation_steps": 2}, r"accumulation_steps = 2 .*; lower train.global_batch_size"),
+        ({"launcher": "local", "backend": "torch"}, r"'parameter_server' with the backend 'torch'"),
+        ({"launcher": "spark_barrier"}, r"expected at least 3 slots"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(config, message):
+    with pytest.raises(UsageError, match=message):
+        check_terms(TrainConfig(strategy="parameter_server", **config), SparkConfig(master="local[2]"))

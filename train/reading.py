@@ -1,0 +1,52 @@
+"""What reading gives the loop, whichever reader reads: epochs, and their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from shardmill.reader import ReaderOptions
+
+if TYPE_CHECKING:
+    from shardmill.reader import ReaderSeconds
+    from shardmill.values import Batch
+    from train.config import TrainConfig
+
+
+class Batches(Protocol):
+    """A rank's batches of an epoch, one a step, in order. A context manager: leaving it joins what reads ahead."""
+
+    def __enter__(self) -> Batches: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def take_seconds(self) -> ReaderSeconds:
+        """What was worked since the last call."""
+        ...
+
+
+class Epoch(Protocol):
+    """One pass over the train split, with as many steps on every rank."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def num_rows(self) -> int:
+        """Samples that all ranks together read."""
+        ...
+
+    def num_rows_of_step(self, step: int) -> int:
+        """Samples of a step on all ranks, without padding."""
+        ...
+
+    def read(self, first_step: int) -> Batches:
+        """The rest of it from `first_step`, which is 0 unless the reader is exact."""
+        ...
+
+
+def reader_options(config: TrainConfig) -> ReaderOptions:
+    """How our own reader works, by the section `train`."""
+    return ReaderOptions(format=config.format, num_threads=config.reader_threads, prefetch_bytes=config.prefetch_bytes)

@@ -1,0 +1,172 @@
+"""What workers and servers of the strategy `parameter_server` do: a gRPC server of TensorFlow each; workers also read.
+
+A worker computes what its chief traced. Inside that is one call of Python in the worker's own process: it reads the
+rows of a step of the plan with the reader that every strategy uses.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn, Self
+
+import numpy as np
+
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_pinned
+from shardmill.errors import TrainingError
+from shardmill.reader import BatchReader, read_batches
+from shardmill.typed_columns import label_shape
+from shardmill.values import Batch
+from train.backends import BACKENDS
+from train.config import TrainConfig
+from train.reading import reader_options
+from train.roles import Role
+from train.task import WorkerTask
+from train.values import Reporter, World
+
+# Operations that wait for other processes must not take the only thread there is.
+NUM_WAITING_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Helper:
+    """A worker or server, as the chief knows it."""
+
+    role: Role
+    address: str
+    reads: str = ""
+    """Of a worker: the name under which TensorFlow knows its function `(epoch, step) -> the rows`."""
+    image_shape_HWC: tuple[int, ...] = ()
+    label_dtype: str = "int64"
+    label_shape: tuple[int, ...] = ()
+    """Of one label."""
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """What `to_json` wrote. Raises TrainingError for anything else."""
+        try:
+            given: dict[str, Any] = json.loads(data)
+            shapes: dict[str, Any] = {name: tuple(given.pop(name)) for name in ("image_shape_HWC", "label_shape")}
+            return cls(Role(given.pop("role")), **given, **shapes)
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainingError(
+                f"a process told no address: {error}", "expected a worker or server", "start all with one launcher"
+            ) from error
+
+
+class StepReader:
+    """Reads the steps that a worker is given, in any order, and the one that it is likely to get next."""
+
+    def __init__(self, dataset: Dataset, config: TrainConfig, reporter: Reporter) -> None:
+        self._dataset, self._config, self._reporter = dataset, config, reporter
+        self._plan_spec = config.plan_spec(dataset)
+        self._lock = threading.Lock()
+        self._epoch = -1
+        self._num_steps = 0
+        self._reader: BatchReader | None = None
+        self._ahead: dict[int, Future[Batch]] = {}
+        self.errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def __call__(self, epoch: Any, step: Any) -> tuple[np.ndarray, ...]:
+        """The rows of a step: images, labels, weights, sample ids. Called by TensorFlow."""
+        try:
+            with self._lock:
+                self._reporter.doing(f"reading step {int(step)} of epoch {int(epoch)}")
+                batch = self._read(int(epoch), int(step))
+                self._reporter.doing("a step of the chief, or for the next one", waits=True)
+        except BaseException as error:
+            # This process tells its driver what it was; to the chief it is a failed operation.
+            self.errors.put(error)
+            raise
+        return batch.images_NHWC, batch.labels_N, batch.weights_N.astype(np.float32), batch.sample_ids_N
+
+    def _read(self, epoch: int, step: int) -> Batch:
+        if self._reader is None or epoch != self._epoch:
+            self._open(epoch)
+        assert self._reader is not None
+        found = self._ahead.get(step) or self._reader.submit(step)
+        # Equally fast workers take turns.
+        likely = step + self._config.num_workers
+        self._ahead = {number: future for number, future in self._ahead.items() if number == likely}
+        if likely < self._num_steps and likely not in self._ahead:
+            self._ahead[likely] = self._reader.submit(likely)
+        return found.result()
+
+    def _open(self, epoch: int) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        config = self._config
+        plan = self._dataset.plan_epoch(self._plan_spec, epoch)
+        options = reader_options(config)
+        self._reader = read_batches(self._dataset, plan, options=options, augment=config.augment)
+        self._epoch, self._num_steps, self._ahead = epoch, plan.num_steps, {}
+
+
+def serve(task: WorkerTask, world: World, reporter: Reporter) -> NoReturn:
+    """Serve the chief until the driver ends this process. Raises what went wrong when a worker read its rows."""
+    import tensorflow as tf
+
+    BACKENDS["keras"].start(world, task.config.seed)
+    start_threads()
+    job = {Role.WORKER: "worker", Role.SERVER: "ps"}[world.role]
+    # Number 0 is the chief; then come all workers, then the servers.
+    number = world.rank - 1 - (task.config.num_workers if world.role is Role.SERVER else 0)
+    read = StepReader(open_pinned(task.dataset), task.config, reporter) if world.role is Role.WORKER else None
+    named = _named(read) if read is not None else None
+    # Port 0: the kernel chooses when the server binds it. The chief tells everybody the whole cluster.
+    server = tf.distribute.Server({job: {number: f"{world.address}:0"}}, job_name=job, task_index=number)
+    port = server.target.rpartition(":")[2]
+    helper = Helper(world.role, f"{world.address}:{port}")
+    if read is not None and named is not None:
+        schema = open_pinned(task.dataset).manifest.row_schema
+        helper = Helper(
+            world.role,
+            helper.address,
+            reads=named.name,
+            image_shape_HWC=open_pinned(task.dataset).manifest.normalize.image_shape_HWC,
+            label_dtype="int64" if schema.has_class else "float32",
+            label_shape=label_shape(schema.label_type, len(schema.class_names)),
+        )
+    world.exchange(helper.to_json())
+    reporter.doing("for the chief", waits=True)
+    errors = read.errors if read is not None else queue.SimpleQueue[BaseException]()
+    raise errors.get()
+
+
+def start_threads() -> None:
+    """More than one thread for operations that wait; before TensorFlow runs."""
+    import tensorflow as tf
+
+    tf.config.threading.set_inter_op_parallelism_threads(NUM_WAITING_THREADS)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFunction:
+    """A Python function that TensorFlow's runtime in this process finds by name, as long as this value lives."""
+
+    name: str
+    traced: Any
+
+
+def _named(read: StepReader) -> NamedFunction:
+    """Make `read` known to TensorFlow in this process.
+
+    A remote graph can call it: the operation PyFunc runs in the process to which it is sent, and takes the function by
+    its name there.
+    """
+    import tensorflow as tf
+
+    dtype = tf.int64
+    outputs = [tf.uint8, tf.int64, tf.float32, tf.int64]
+    traced = tf.function(lambda epoch, step: tf.numpy_function(read, [epoch, step], outputs)).get_concrete_function(
+        tf.TensorSpec([], dtype), tf.TensorSpec([], dtype)
+    )
+    [operation] = [each for each in traced.graph.get_operations() if each.type == "PyFunc"]
+    return NamedFunction(operation.get_attr("token").decode(), traced)
