@@ -14,7 +14,7 @@ from train.launching import LAUNCHERS
 from train.launching.attach_place import find_place
 from train.launching.devices import gpus_here
 from train.models.user import imported_packages
-from train.strategies import STRATEGIES
+from train.strategies import STRATEGIES, roles_of
 
 if TYPE_CHECKING:
     from shardmill.jobs.config import SparkConfig
@@ -27,6 +27,8 @@ class Facts:
     """All that the rules look at."""
 
     num_workers: int
+    num_ranks: int
+    """More than `num_workers` where a strategy that is set needs other processes, too."""
     local_steps: int
     backend: str
     """That of the config, or of the model's own code; `keras` if either would do."""
@@ -66,12 +68,12 @@ STRATEGY_RULES = (
 LAUNCHER_RULES = (
     Rule(
         "inline",
-        lambda facts: facts.num_workers == 1 and not (facts.is_keras_model and facts.backend == "torch"),
+        lambda facts: facts.num_ranks == 1 and not (facts.is_keras_model and facts.backend == "torch"),
         "in this process",
     ),
     Rule(
         "spark_barrier",
-        lambda facts: facts.num_workers > 1 and facts.has_cluster,
+        lambda facts: facts.num_ranks > 1 and facts.has_cluster,
         "as tasks of the Spark cluster {spark_master}",
     ),
     Rule("local", lambda facts: True, "in processes of this machine"),
@@ -123,6 +125,7 @@ def _facts(config: TrainConfig, spark: SparkConfig) -> Facts:
     backend = framework_of(config) or "keras"
     return Facts(
         num_workers=config.num_workers,
+        num_ranks=config.num_workers if config.strategy == AUTO else len(roles_of(config)),
         local_steps=config.local_steps,
         backend=backend,
         is_keras_model="keras" in imported_packages(config.model),

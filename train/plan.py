@@ -15,6 +15,7 @@ from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.preflight import check_terms, check_trainable, window_memory
 from train.probe import ProbeTask, StepCost, probe
+from train.strategies import roles_of, shares_streams
 from train.tree import TrainTree
 
 GIB = 2**30
@@ -47,7 +48,8 @@ class TrainingPlan:
     window_bytes_per_rank: int
     cost: StepCost
     exchange_seconds: float
-    """One allreduce of all gradients at the given bandwidth; 0 for one worker."""
+    """One allreduce of all gradients at the given bandwidth, 0 for one worker; with servers, what one worker reads and
+    sends."""
     images_per_second: float | None
     """If every rank is as fast as the one measured here and input keeps up; None for devices that are not here."""
     host: str
@@ -67,7 +69,7 @@ class TrainingPlan:
     def rows(self) -> list[tuple[str, ...]]:
         """What a person reads."""
         cost, speed = self.cost, self.images_per_second
-        exchange = f", exchange {1000 * self.exchange_seconds:.1f} ms" if self.num_workers > 1 else ""
+        exchange = f", exchange {1000 * self.exchange_seconds:.1f} ms" if self.exchange_seconds else ""
         return [
             ("dataset", self.dataset),
             ("choice", f"{self.num_workers} worker(s), backend {self.backend}; {self.reason}"),
@@ -101,10 +103,14 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
     # Before the step is measured: it refuses what cannot run.
     memory = window_memory(config, dataset)
     local_batch_size = memory.streams_per_rank * config.global_batch_size // config.num_streams
-    ranks_here = max(1, LAUNCHERS[config.launcher].ranks_here(config.num_workers, tree.spark))
+    ranks_here = max(1, LAUNCHERS[config.launcher].ranks_here(len(roles_of(config)), tree.spark))
     spec = model_spec(dataset.manifest, config.standardize)
     cost = probe(ProbeTask(config, spec, local_batch_size, ranks_here))
     exchange_seconds = exchange_time(cost.weights_bytes, config.num_workers, network_gbit)
+    images_at_once = config.global_batch_size
+    if not shares_streams(config):
+        exchange_seconds = 2 * transfer_time(cost.weights_bytes, network_gbit)
+        images_at_once *= config.num_workers
     return TrainingPlan(
         dataset=f"{dataset.pin.uri}@{dataset.pin.version}",
         strategy=config.strategy,
@@ -118,7 +124,7 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
         window_bytes_per_rank=memory.bytes_per_rank,
         cost=cost,
         exchange_seconds=exchange_seconds,
-        images_per_second=None if kind else config.global_batch_size / (cost.step_seconds + exchange_seconds),
+        images_per_second=None if kind else images_at_once / (cost.step_seconds + exchange_seconds),
         host=socket.gethostname(),
         device=kind,
         device_bytes=DEVICE_BYTES.get(kind, 0),
@@ -136,7 +142,12 @@ def parse_devices(text: str) -> tuple[int, str]:
 
 def exchange_time(num_bytes: int, world_size: int, network_gbit: float) -> float:
     """Seconds of a ring allreduce: each rank sends 2 (N - 1) / N of the data (Patarasuk and Yuan, 2009)."""
-    return 2 * (world_size - 1) / world_size * num_bytes * 8 / (network_gbit * 1e9)
+    return 2 * (world_size - 1) / world_size * transfer_time(num_bytes, network_gbit)
+
+
+def transfer_time(num_bytes: int, network_gbit: float) -> float:
+    """Seconds for the bytes at that many Gbit/s."""
+    return num_bytes * 8 / (network_gbit * 1e9)
 
 
 def advice(config: TrainConfig, cost: StepCost, local_batch_size: int, kind: str) -> str:
@@ -146,6 +157,8 @@ def advice(config: TrainConfig, cost: StepCost, local_batch_size: int, kind: str
         return f"fits into the {DEVICE_BYTES[kind] // GIB} GiB of one {kind}"
     per_image = cost.work_bytes * config.accumulation_steps / local_batch_size
     affordable = int(free_bytes / per_image) if free_bytes > 0 else 0
+    if affordable >= 1 and not shares_streams(config):
+        return f"one {kind} holds about {affordable} images: lower train.global_batch_size, which is another training"
     if affordable >= 1:
         num_parts = -(-local_batch_size // affordable)
         return f"one {kind} holds about {affordable} images: set train.accumulation_steps = {num_parts}"

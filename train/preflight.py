@@ -14,7 +14,7 @@ from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
 from train.models.user import imported_packages
 from train.readers import READERS
-from train.strategies import STRATEGIES, find_strategy, roles_of
+from train.strategies import STRATEGIES, find_strategy, roles_of, shares_streams
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -154,9 +154,7 @@ def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
     every world size. Only what a rank holds of it depends on how many ranks share the streams.
     """
     index = dataset.index("train")
-    # What `auto` chooses shares them.
-    shares_streams = config.strategy == "auto" or STRATEGIES[config.strategy].shares_streams
-    num_shares = config.num_workers if shares_streams else 1
+    num_shares = config.num_workers if shares_streams(config) else 1
     memory = WindowMemory(
         streams_per_rank=-(-config.num_streams // num_shares),
         window_chunks=config.plan_spec(dataset).window_chunks,
@@ -166,11 +164,12 @@ def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
     )
     if memory.bytes_per_rank > memory.budget_bytes:
         affordable = max(1, memory.budget_bytes // (memory.window_chunks * memory.chunk_bytes))
+        more = f"set train.num_workers to {-(-config.num_streams // affordable)} or more; or "
         raise UsageError(
             f"a rank with {memory.streams_per_rank} of {config.num_streams} streams needs {memory.streams_per_rank} x "
             f"{memory.window_chunks} chunk(s) of up to {memory.chunk_bytes} bytes: {memory.bytes_per_rank} bytes",
             f"expected at most train.window_budget_bytes = {memory.budget_bytes}",
-            f"set train.num_workers to {-(-config.num_streams // affordable)} or more; or raise the budget or lower "
-            "train.num_streams, which is another training",
+            f"{more if shares_streams(config) else ''}raise the budget or lower train.num_streams, which is another "
+            "training",
         )
     return memory

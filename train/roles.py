@@ -20,3 +20,8 @@ class Role(StrEnum):
     @property
     def runs_loop(self) -> bool:
         return self in (Role.MEMBER, Role.CHIEF)
+
+    @property
+    def computes(self) -> bool:
+        """Whether a GPU is of use to it."""
+        return self is not Role.SERVER

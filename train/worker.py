@@ -174,8 +174,9 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
             outcome, batch = done.outcome, done.batch or batch
             if not outcome.is_applied:
                 leave_out(session, progress, batch, outcome, state_before)
-            # What the member did not count as exchange is computation.
-            compute = lap() - done.allreduce_seconds
+            # What the member did not count as something else is computation.
+            compute = lap() - done.allreduce_seconds - done.input_wait_seconds
+            input_wait += done.input_wait_seconds
             spent = TimeSpent(input_wait=input_wait, compute=compute, allreduce=done.allreduce_seconds)
             if outcome.is_applied:
                 progress = progress.after_step(outcome.loss, outcome.num_correct, num_rows, spent)

@@ -20,6 +20,31 @@ def stateful(image_shape, num_classes):
     )
 
 
+class CountOfBatches(keras.layers.Layer):
+    """Counts the batches that it is trained with, those of several processes at once, too: Keras's own `assign_add`
+    reads, adds and then writes."""
+
+    def build(self, input_shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+
+    def call(self, inputs, training=False):
+        if training:
+            self.count.value.assign_add(1.0)
+        return inputs
+
+
+def counting(image_shape, num_classes):
+    return keras.Sequential(
+        [
+            keras.Input(image_shape),
+            CountOfBatches(),
+            keras.layers.Conv2D(8, 3, strides=2, activation="relu"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(num_classes),
+        ]
+    )
+
+
 def wide(image_shape, num_classes):
     """With far more activations than weights."""
     return keras.Sequential(

@@ -17,10 +17,11 @@ from train.strategies import STRATEGIES
 
 ALL = frozenset({*STRATEGIES.entries, *LAUNCHERS.entries})
 ONE = Facts(
-    num_workers=1, local_steps=1, backend="keras", is_keras_model=True, num_devices=0, spark_master="local[*]",
-    installed=ALL,
+    num_workers=1, num_ranks=1, local_steps=1, backend="keras", is_keras_model=True, num_devices=0,
+    spark_master="local[*]", installed=ALL,
 )  # fmt: skip
-FOUR = replace(ONE, num_workers=4)
+FOUR = replace(ONE, num_workers=4, num_ranks=4)
+SERVED = replace(ONE, num_ranks=3)
 
 STRATEGY_CASES = [
     (replace(FOUR, local_steps=4), "local_sgd"),
@@ -41,6 +42,8 @@ LAUNCHER_CASES = [
     (replace(FOUR, spark_master="yarn"), "spark_barrier"),
     (replace(FOUR, spark_master="yarn", installed=ALL - {"spark_barrier"}), "local"),
     (FOUR, "local"),
+    (SERVED, "local"),
+    (replace(SERVED, spark_master="yarn"), "spark_barrier"),
 ]
 
 
@@ -62,6 +65,13 @@ def test_every_row_is_reached_by_a_case_and_stands_in_the_docs():
     assert rows == [rule.choice for rule in (*STRATEGY_RULES, *LAUNCHER_RULES)]
     reached = {name for _, name in (*STRATEGY_CASES, *LAUNCHER_CASES)}
     assert reached == set(rows)
+    never = re.search(r"(.*) are never chosen", table)
+    assert never is not None and set(re.findall(r"`(\w+)`", never[1])) == ALL - reached
+
+
+def test_a_strategy_with_servers_gets_a_launcher_of_processes():
+    chosen = resolve(TrainConfig(strategy="parameter_server"), SparkConfig()).config
+    assert (chosen.num_workers, chosen.launcher, chosen.backend) == (1, "local", "keras")
 
 
 def test_what_is_set_stays_and_what_is_resolved_stays_as_it_is():

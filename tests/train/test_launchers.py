@@ -230,7 +230,7 @@ def test_inline_runs_one_rank_only():
 def test_spark_with_too_few_slots_is_refused_before_it_starts():
     config = TrainConfig(num_workers=3, strategy="horovod", launcher="horovod_spark")
     task = WorkerTask(config, PIN, "/nowhere", "trainings/test", "")
-    with pytest.raises(UsageError, match=r"num_workers = 3, but Spark at 'local\[2\]' runs 2 task.*local\[3\]"):
+    with pytest.raises(UsageError, match=r"a training of 3 ranks, but Spark at 'local\[2\]' runs 2 task.*local\[3\]"):
         LAUNCHERS["horovod_spark"].launch(task, SparkConfig(master="local[2]"), RunLog(SilentObserver()))
 
 

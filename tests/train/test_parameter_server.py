@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import signal
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -13,23 +17,29 @@ from shardmill.errors import IntegrityError, TrainingError, UsageError
 from shardmill.ids import format_sample_id
 from shardmill.jobs.config import SparkConfig
 from shardmill.reader import read_batches
+from shardmill.stores import open_store
+from tests.train.driver_process import start_driver
 from tests.train.test_multi_rank import MODELS, Watcher
 from tests.train.training import task_of
+from train.checkpoint import complete_checkpoints
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
+from train.launching.restarts import launch_until_done
 from train.preflight import check_terms
 from train.roles import Role
+from train.state import load_arrays, rank_file
 from train.strategies import roles_of
 
 SERVED = {
     "strategy": "parameter_server", "launcher": "local", "num_workers": 2, "parameter_servers": 2, "num_streams": 6,
-    "global_batch_size": 12, "epochs": 6, "learning_rate": 0.003, "record_samples": True, "checkpoint_every_steps": 3,
+    "global_batch_size": 12, "epochs": 6, "model": f"{MODELS}:counting", "learning_rate": 0.003, "record_samples": True,
+    "checkpoint_every_steps": 3,
 }  # fmt: skip
 
 
 @dataclass
 class Killer(Watcher):
-    """Kills the process of a rank when a step is reported."""
+    """Kills the process of a rank, once, when a step is reported."""
 
     rank: int = -1
     at: tuple[int, int] = (0, 0)
@@ -40,6 +50,7 @@ class Killer(Watcher):
         super().step(step)
         if (step.epoch, step.step) == self.at and self.rank >= 0:
             os.kill(self.pids[self.rank], signal.SIGKILL)
+            self.rank = -1
 
     def event(self, name: str, fields: dict) -> None:
         super().event(name, fields)
@@ -73,16 +84,25 @@ def assert_all_steps_in_order(watcher: Watcher, uri: str, config: TrainConfig) -
         assert len(ids) == len(set(ids)) == num_rows
 
 
+def num_trained(checkpoint: Path) -> int:
+    """How many batches the model of `counting` was trained with."""
+    [count] = load_arrays((checkpoint / rank_file(0)).read_bytes())
+    return int(count)
+
+
 def test_workers_train_what_the_chief_dispatches_and_a_lost_one_is_replaced(tiny_uri, tmp_path):
     watcher = Killer(rank=2, at=(1, 2))
     result = launch(tiny_uri, tmp_path, watcher)
     config = TrainConfig(**{**SERVED, "augment": {"random_crop_padding": 1}})
     assert_all_steps_in_order(watcher, tiny_uri, config)
     assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
-    assert watcher.events.count("worker_lost") == 1 and watcher.fields["worker_lost"]["rank"] == 2
+    assert watcher.events.count("rank_lost") == 1 and watcher.fields["rank_lost"]["rank"] == 2
     # The lost worker's steps, of which it had one at a time; it may have died between two.
     repeated = watcher.fields.get("redispatched", {"num_steps": 0, "num_applied_twice": 0})
     assert 0 <= repeated["num_applied_twice"] <= repeated["num_steps"] <= 1
+    # By the model's own count; a worker may have died before it came to that.
+    num_more = num_trained(tmp_path / result.last_checkpoint) - result.num_steps
+    assert repeated["num_applied_twice"] <= num_more <= repeated["num_steps"]
     assert result.world_size == 2
     files = {file.name for file in (tmp_path / result.checkpoint).iterdir()}
     assert files == {"MARKER.json", "weights.npz", "optimizer.npz", "rank-00000.npz"}
@@ -100,9 +120,39 @@ def test_a_chief_goes_on_where_it_was_killed(tiny_uri, tmp_path):
 
 
 @pytest.mark.drill
-def test_a_server_that_is_lost_is_named(tiny_uri, tmp_path):
-    with pytest.raises(TrainingError, match=r"^rank 4 \(host .*was killed by SIGKILL"):
-        launch(tiny_uri, tmp_path, Killer(rank=4, at=(1, 2)))
+def test_sigterm_stops_behind_what_is_dispatched_and_every_step_is_applied_once(tiny_uri, tmp_path):
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    config = {**SERVED, "checkpoint_every_steps": 0, "stop_timeout_seconds": 60}
+    pin = open_dataset(tiny_uri).pin
+    stopped = start_driver(tmp_path, config, dataset=pin)
+    stopped.wait_for_step()
+    time.sleep(random.Random(seed).random() * 0.3)
+    stopped.process.send_signal(signal.SIGTERM)
+    first = stopped.outcome()
+    assert first.get("error") == "Terminated", first
+    stopped.assert_nothing_left()
+    newest = next(complete_checkpoints(open_store(tmp_path / "models"), "trainings/test"))
+    assert len(first["sample_ids"]) == newest.marker.global_step == num_trained(tmp_path / "models" / newest.path) > 0
+    second = start_driver(tmp_path, config, dataset=pin).outcome()
+    expected = [list(ids) for ids in planned(tiny_uri, TrainConfig(**config)).values()]
+    assert first["sample_ids"] + second["sample_ids"] == expected
+    newest = next(complete_checkpoints(open_store(tmp_path / "models"), "trainings/test"))
+    assert newest.marker.global_step == num_trained(tmp_path / "models" / newest.path) == len(expected)
+
+
+@pytest.mark.drill
+def test_a_server_that_is_lost_is_named_and_the_training_goes_on(tiny_uri, tmp_path):
+    watcher = Killer(rank=4, at=(1, 2))
+    config = TrainConfig(**{**SERVED, "max_restarts": 1, "augment": {"random_crop_padding": 1}})
+    result, restarts = launch_until_done(
+        lambda config: launch(tiny_uri, tmp_path, watcher, num_workers=config.num_workers),
+        config,
+        watcher,
+        lambda config: check_terms(config, SparkConfig()),
+    )
+    assert re.match(r"rank 4 \(host .*was killed by SIGKILL", restarts[0].cause)
+    assert result.world_size == 1 and watcher.sample_ids == planned(tiny_uri, config)
 
 
 @pytest.mark.drill
@@ -128,9 +178,10 @@ def test_what_a_worker_cannot_read_ends_the_training_with_its_own_error(tmp_path
 
 
 @pytest.mark.drill
-def test_it_trains_in_a_barrier_stage(tiny_uri, tmp_path):
-    watcher = Killer()
+def test_it_trains_in_a_barrier_stage_and_a_lost_worker_is_replaced(tiny_uri, tmp_path):
+    watcher = Killer(rank=1, at=(1, 2))
     result = launch(tiny_uri, tmp_path, watcher, launcher="spark_barrier")
+    assert watcher.fields["rank_lost"]["rank"] == 1
     assert_all_steps_in_order(watcher, tiny_uri, TrainConfig(**{**SERVED, "augment": {"random_crop_padding": 1}}))
     assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
 
@@ -145,8 +196,14 @@ def test_roles_follow_from_the_numbers():
     [
         ({"launcher": "inline"}, r"it needs 3 processes: a chief, 1 worker\(s\) and 1 server\(s\); set .* 'local'"),
         ({"launcher": "local", "accumulation_steps": 2}, r"accumulation_steps = 2 .*; lower train.global_batch_size"),
+        ({"launcher": "local", "mixed_precision": "float16"}, r"set train.mixed_precision = 'bfloat16'"),
+        ({"launcher": "local", "on_non_finite": "skip"}, r"expected a strategy that can leave a batch out"),
+        ({"launcher": "local", "compression": "fp16"}, r"it has 'none'"),
+        ({"launcher": "local", "reader": "petastorm"}, r"a chief dispatches the steps of the epoch plan"),
+        ({"launcher": "horovod_spark"}, r"set train.launcher to 'local' or 'spark_barrier'"),
+        ({"launcher": "attach"}, r"set train.launcher to 'local' or 'spark_barrier'"),
         ({"launcher": "local", "backend": "torch"}, r"'parameter_server' with the backend 'torch'"),
-        ({"launcher": "spark_barrier"}, r"expected at least 3 slots"),
+        ({"launcher": "spark_barrier"}, r"a training of 3 ranks, .*expected at least 3 slots"),
     ],
 )
 def test_what_it_cannot_do_is_refused(config, message):

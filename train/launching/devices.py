@@ -96,7 +96,7 @@ def devices_of_rank(place: Place, config: TrainConfig, assigned: Sequence[str] |
         raise UsageError(
             "train.devices = 'gpu'", f"but {reason}", "docs/training.md says how to install for GPUs; or set 'auto'"
         )
-    if reason:
+    if reason or not roles_of(config)[place.rank].computes:
         return ()
     if assigned is not None:
         return tuple(assigned)
@@ -125,7 +125,7 @@ def check_devices_here(config: TrainConfig, num_ranks_here: int) -> str:
     """`check_devices` for the ranks that start on this host, before any does. -> what they compute on, in words."""
     places = [Place(rank, len(roles_of(config)), rank, num_ranks_here) for rank in range(num_ranks_here)]
     ranks = tuple(RankDevices(place.rank, socket.gethostname(), devices_of_rank(place, config)) for place in places)
-    check_devices(config.devices, ranks)
+    check_devices(config.devices, _computing(ranks, config))
     if any(each.devices for each in ranks):
         return "GPU"
     reason = why_no_gpu(config.backend)
@@ -141,10 +141,15 @@ def agree_on_devices(
     reporter.doing("the ranks' first meeting", waits=True)
     told = exchange(json.dumps([place.rank, socket.gethostname(), mine]).encode())
     ranks = tuple(RankDevices(rank, host, tuple(devices)) for rank, host, devices in map(json.loads, told))
-    check_devices(config.devices, ranks)
+    check_devices(config.devices, _computing(ranks, config))
     if place.rank == 0:
         reporter.event("devices", {"map": "; ".join(map(str, ranks))})
     return ranks
+
+
+def _computing(ranks: Sequence[RankDevices], config: TrainConfig) -> list[RankDevices]:
+    roles = roles_of(config)
+    return [each for each in ranks if roles[each.rank].computes]
 
 
 def _num_gpus_here() -> int:

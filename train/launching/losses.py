@@ -1,4 +1,5 @@
-"""Ranks without which the others go on (`Strategy.may_lose`): what happens to them is told, and is no fault of the job.
+"""Ranks without which the others go on (`Strategy.may_lose`, and all workers of a chief but the last): what happens to
+them is told, and is no fault of the job.
 
 Only once training has begun: a rank that never made a step has a config or a place that is wrong.
 """
@@ -8,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from shardmill.jobs.observer import WARNING
 from train.launching.faults import FaultKind, RankFault
+from train.roles import Role
 
 if TYPE_CHECKING:
     from train.launching.deadlines import RankState
@@ -21,7 +24,9 @@ LEAVE_SECONDS = 5.0
 class Losses:
     """Which of the ranks that may be lost are; called from the watchdog's main thread."""
 
-    def __init__(self, may_lose: frozenset[int], observer: TrainObserver) -> None:
+    def __init__(self, ranks: Sequence[RankState], may_lose: frozenset[int], observer: TrainObserver) -> None:
+        self._ranks = ranks
+        self._loops = [rank for rank in ranks if rank.role.runs_loop]
         self._may_lose = may_lose
         self._observer = observer
         self._away_since: dict[int, float] = {}
@@ -33,6 +38,8 @@ class Losses:
 
     def takes(self, rank: RankState, fault: RankFault) -> bool:
         """Whether the others go on in spite of `fault`. Told once."""
+        if rank.role is Role.WORKER:
+            return self._takes_worker(rank, fault)
         if rank.number not in self._may_lose or rank.last_step is None:
             return False
         if rank.is_done:
@@ -49,16 +56,32 @@ class Losses:
             self._observer.event("rank_lost", {**fields, "what": what})
         return True
 
+    def _takes_worker(self, rank: RankState, fault: RankFault) -> bool:
+        """A chief gives what a killed worker was doing to another, if there is one."""
+        if rank.is_lost:
+            return True
+        ended_itself = fault.returncode is not None and fault.returncode >= 0
+        if fault.kind is not FaultKind.KILLED or ended_itself:
+            return False
+        others = [each for each in self._ranks if each.role is Role.WORKER and each is not rank and not each.is_lost]
+        if not others or any(each.last_step is None for each in self._loops):
+            return False
+        rank.is_lost = True
+        warning = f"rank {rank.number}, a worker, is gone ({fault.where}): {len(others)} other(s) do its work"
+        fields = {"rank": rank.number, "kind": str(fault.kind), "where": fault.where, WARNING: warning}
+        self._observer.event("rank_lost", fields)
+        return True
+
     def heard_of(self, rank: RankState) -> None:
         """Tell it if a rank that was away makes progress again."""
         if rank.progress_seconds > self._away_since.get(rank.number, float("inf")):
             del self._away_since[rank.number]
             self._observer.event("rank_back", {"rank": rank.number})
 
-    def is_over(self, ranks: Sequence[RankState], now: float) -> bool:
-        """Whether nothing is left to wait for."""
-        if not all(rank.is_done for rank in ranks if rank.number not in self._may_lose):
+    def is_over(self, now: float) -> bool:
+        """Whether nothing is left to wait for. Processes that serve others do so until they are ended."""
+        if not all(rank.is_done for rank in self._loops if rank.number not in self._may_lose):
             return False
         if self._others_done_seconds is None:
             self._others_done_seconds = now
-        return all(rank.is_done for rank in ranks) or now - self._others_done_seconds > LEAVE_SECONDS
+        return all(rank.is_done for rank in self._loops) or now - self._others_done_seconds > LEAVE_SECONDS

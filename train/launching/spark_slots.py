@@ -36,7 +36,7 @@ def check_slots(world_size: int, master: str, conf: dict[str, str]) -> None:
     num_slots = num_slots_of(master, conf)
     if num_slots is not None and num_slots < world_size:
         raise UsageError(
-            f"train.num_workers = {world_size}, but Spark at {master!r} runs {num_slots} task(s) at a time",
+            f"a training of {world_size} ranks, but Spark at {master!r} runs {num_slots} task(s) at a time",
             f"expected at least {world_size} slots: each rank is a Spark task, and all must run at once",
             f'set spark.master = "local[{world_size}]"'
             if master.startswith("local")

@@ -61,7 +61,8 @@ class StopPoint:
             self._changed.wait_for(lambda: not self._is_held or self._last is not None)
             if self._last is not None and global_step > self._last:
                 return False
-            self._begun = global_step
+            # A chief begins steps ahead of those that its loop comes to.
+            self._begun = max(self._begun, global_step)
             return True
 
     def hold(self) -> int:

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 from shardmill.errors import ShardmillError
-from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated, stopping_in_order
 from shardmill.values import Cursor
 from train.launching.deadlines import Deadlines
@@ -43,7 +42,6 @@ from train.launching.wire import (
     new_token,
 )
 from train.observer import StepAssembler, TrainObserver
-from train.roles import Role
 from train.strategies import STRATEGIES
 from train.task import WorkerTask
 from train.values import TrainResult, to_json
@@ -93,7 +91,7 @@ class Watchdog:
         self._loops = [rank for rank in self._ranks if rank.role.runs_loop]
         self._faults: dict[int, RankFault] = {}
         may_lose = STRATEGIES[task.config.strategy].may_lose(task.config)
-        self._losses = Losses(may_lose, observer)
+        self._losses = Losses(self._ranks, may_lose, observer)
         self._steps = StepAssembler(len(self._loops) - len(may_lose))
         self._exchanges = ExchangeAssembler(len(self._ranks))
         self._stop = StopAgreement()
@@ -131,7 +129,7 @@ class Watchdog:
         """
         with stopping_in_order(self._task.config.stop_timeout_seconds) as request:
             ticked_seconds = time.monotonic()
-            while not self._losses.is_over(self._loops, time.monotonic()):
+            while not self._losses.is_over(time.monotonic()):
                 try:
                     received = self._inbox.get(timeout=TICK_SECONDS)
                 except queue.Empty:
@@ -256,23 +254,11 @@ class Watchdog:
         self._losses.heard_of(rank)
 
     def _record_fault(self, fault: RankFault) -> None:
-        if fault.rank >= 0 and self._losses.takes(self._ranks[fault.rank], fault):
+        is_known = fault.rank in self._faults
+        if fault.rank >= 0 and not is_known and self._losses.takes(self._ranks[fault.rank], fault):
             return
-        if self._goes_on_without(fault):
-            rank = self._ranks[fault.rank]
-            rank.is_lost = True
-            warning = f"rank {fault.rank}, a worker, is gone ({fault.where}): the others do its work"
-            self._observer.event("worker_lost", {"rank": fault.rank, "where": fault.where, WARNING: warning})
-        elif fault.rank < 0 or not self._ranks[fault.rank].is_done:
+        if fault.rank < 0 or not self._ranks[fault.rank].is_done:
             self._faults[fault.rank] = merged(self._faults.get(fault.rank), fault)
-
-    def _goes_on_without(self, fault: RankFault) -> bool:
-        """Whether a worker died during the training, and another one is left to do what a chief dispatches."""
-        if fault.kind is not FaultKind.KILLED or fault.rank in self._faults:
-            return False
-        workers = [rank for rank in self._ranks if rank.role is Role.WORKER and not rank.is_lost]
-        has_begun = all(rank.last_step is not None for rank in self._loops)
-        return has_begun and len(workers) > 1 and self._ranks[fault.rank] in workers
 
     def _is_cause_known(self, now: float) -> bool:
         first_seconds = min(fault.seen_seconds for fault in self._faults.values())

@@ -60,6 +60,11 @@ def roles_of(config: TrainConfig) -> tuple[Role, ...]:
     return STRATEGIES[config.strategy].roles(config)
 
 
+def shares_streams(config: TrainConfig) -> bool:
+    """Whether each worker reads a part of the streams, as with all that `auto` chooses."""
+    return config.strategy == "auto" or STRATEGIES[config.strategy].shares_streams
+
+
 def find_strategy(name: str, world_size: int) -> Strategy:
     """The strategy of that name, if it allows the world size. Raises UsageError otherwise."""
     strategy = STRATEGIES[name]

@@ -48,6 +48,8 @@ class MemberStep:
     outcome: StepOutcome
     allreduce_seconds: float
     """Of its time, what went into the exchange with other ranks; the rest was computation."""
+    input_wait_seconds: float = 0.0
+    """Likewise, what went into waiting for rows that another process reads."""
     batch: Batch | None = None
     """What was trained on, where another process has read it."""
 

@@ -6,59 +6,27 @@ rows of a step of the plan with the reader that every strategy uses.
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from typing import Any, NoReturn, Self
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_pinned
-from shardmill.errors import TrainingError
-from shardmill.reader import BatchReader, read_batches
+from shardmill.reader import BatchReader, ReaderSeconds, read_batches
 from shardmill.typed_columns import label_shape
 from shardmill.values import Batch
 from train.backends import BACKENDS
 from train.config import TrainConfig
 from train.reading import reader_options
 from train.roles import Role
+from train.stopwatch import Stopwatch
+from train.strategies.parameter_server_cluster import ClusterTask, start_threads
 from train.task import WorkerTask
 from train.values import Reporter, World
-
-# Operations that wait for other processes must not take the only thread there is.
-NUM_WAITING_THREADS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Helper:
-    """A worker or server, as the chief knows it."""
-
-    role: Role
-    address: str
-    reads: str = ""
-    """Of a worker: the name under which TensorFlow knows its function `(epoch, step) -> the rows`."""
-    image_shape_HWC: tuple[int, ...] = ()
-    label_dtype: str = "int64"
-    label_shape: tuple[int, ...] = ()
-    """Of one label."""
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Self:
-        """What `to_json` wrote. Raises TrainingError for anything else."""
-        try:
-            given: dict[str, Any] = json.loads(data)
-            shapes: dict[str, Any] = {name: tuple(given.pop(name)) for name in ("image_shape_HWC", "label_shape")}
-            return cls(Role(given.pop("role")), **given, **shapes)
-        except (ValueError, KeyError, TypeError) as error:
-            raise TrainingError(
-                f"a process told no address: {error}", "expected a worker or server", "start all with one launcher"
-            ) from error
 
 
 class StepReader:
@@ -75,19 +43,23 @@ class StepReader:
         self.errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 
     def __call__(self, epoch: Any, step: Any) -> tuple[np.ndarray, ...]:
-        """The rows of a step: images, labels, weights, sample ids. Called by TensorFlow."""
+        """The rows of a step: images, labels, weights, sample ids; then seconds: waiting for them, and since the last
+        call fetching and decoding. Called by TensorFlow."""
         try:
             with self._lock:
+                stopwatch = Stopwatch()
                 self._reporter.doing(f"reading step {int(step)} of epoch {int(epoch)}")
-                batch = self._read(int(epoch), int(step))
+                batch, read = self._read(int(epoch), int(step))
+                wait_seconds = stopwatch.lap()
                 self._reporter.doing("a step of the chief, or for the next one", waits=True)
         except BaseException as error:
             # This process tells its driver what it was; to the chief it is a failed operation.
             self.errors.put(error)
             raise
-        return batch.images_NHWC, batch.labels_N, batch.weights_N.astype(np.float32), batch.sample_ids_N
+        seconds = np.array([wait_seconds, read.fetch, read.decode])
+        return batch.images_NHWC, batch.labels_N, batch.weights_N.astype(np.float32), batch.sample_ids_N, seconds
 
-    def _read(self, epoch: int, step: int) -> Batch:
+    def _read(self, epoch: int, step: int) -> tuple[Batch, ReaderSeconds]:
         if self._reader is None or epoch != self._epoch:
             self._open(epoch)
         assert self._reader is not None
@@ -97,7 +69,7 @@ class StepReader:
         self._ahead = {number: future for number, future in self._ahead.items() if number == likely}
         if likely < self._num_steps and likely not in self._ahead:
             self._ahead[likely] = self._reader.submit(likely)
-        return found.result()
+        return found.result(), self._reader.take_seconds()
 
     def _open(self, epoch: int) -> None:
         if self._reader is not None:
@@ -118,33 +90,27 @@ def serve(task: WorkerTask, world: World, reporter: Reporter) -> NoReturn:
     job = {Role.WORKER: "worker", Role.SERVER: "ps"}[world.role]
     # Number 0 is the chief; then come all workers, then the servers.
     number = world.rank - 1 - (task.config.num_workers if world.role is Role.SERVER else 0)
-    read = StepReader(open_pinned(task.dataset), task.config, reporter) if world.role is Role.WORKER else None
+    dataset = open_pinned(task.dataset)
+    read = StepReader(dataset, task.config, reporter) if world.role is Role.WORKER else None
     named = _named(read) if read is not None else None
     # Port 0: the kernel chooses when the server binds it. The chief tells everybody the whole cluster.
     server = tf.distribute.Server({job: {number: f"{world.address}:0"}}, job_name=job, task_index=number)
     port = server.target.rpartition(":")[2]
-    helper = Helper(world.role, f"{world.address}:{port}")
+    own = ClusterTask(world.role, f"{world.address}:{port}")
     if read is not None and named is not None:
-        schema = open_pinned(task.dataset).manifest.row_schema
-        helper = Helper(
+        schema = dataset.manifest.row_schema
+        own = ClusterTask(
             world.role,
-            helper.address,
+            own.address,
             reads=named.name,
-            image_shape_HWC=open_pinned(task.dataset).manifest.normalize.image_shape_HWC,
+            image_shape_HWC=dataset.manifest.normalize.image_shape_HWC,
             label_dtype="int64" if schema.has_class else "float32",
             label_shape=label_shape(schema.label_type, len(schema.class_names)),
         )
-    world.exchange(helper.to_json())
+    world.exchange(own.to_json())
     reporter.doing("for the chief", waits=True)
     errors = read.errors if read is not None else queue.SimpleQueue[BaseException]()
     raise errors.get()
-
-
-def start_threads() -> None:
-    """More than one thread for operations that wait; before TensorFlow runs."""
-    import tensorflow as tf
-
-    tf.config.threading.set_inter_op_parallelism_threads(NUM_WAITING_THREADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +130,7 @@ def _named(read: StepReader) -> NamedFunction:
     import tensorflow as tf
 
     dtype = tf.int64
-    outputs = [tf.uint8, tf.int64, tf.float32, tf.int64]
+    outputs = [tf.uint8, tf.int64, tf.float32, tf.int64, tf.float64]
     traced = tf.function(lambda epoch, step: tf.numpy_function(read, [epoch, step], outputs)).get_concrete_function(
         tf.TensorSpec([], dtype), tf.TensorSpec([], dtype)
     )

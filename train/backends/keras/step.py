@@ -65,6 +65,11 @@ class TrainStep:
             addends[-1].numpy()
         return addends
 
+    @property
+    def trained_variables(self) -> list[Any]:
+        """Those that an update changes now."""
+        return self._built.model.trainable_variables
+
     def whole(
         self, images_NHWC: Any, labels_N: Any, weights_N: Any, global_weight: Any, learning_rate: Any
     ) -> tuple[Any, Any, Any]:
