@@ -218,14 +218,17 @@ def _slots(tree: PipelineTree) -> Iterator[Finding]:
     cores = os.cpu_count() or 1
     try:
         train = resolve(tree.train, tree.spark).config
-        num_ranks_here = LAUNCHERS[train.launcher].ranks_here(len(roles_of(train)), tree.spark)
+        num_ranks = len(roles_of(train))
+        num_ranks_here = LAUNCHERS[train.launcher].ranks_here(num_ranks, tree.spark)
     except ShardmillError:
         return
     if num_ranks_here > cores:
-        found = f"train.num_workers = {train.num_workers} on {cores} cores: ranks will share them"
+        found = (
+            f"{num_ranks_here} ranks (train.num_workers = {train.num_workers}) on {cores} cores: they will share them"
+        )
         yield Finding("warn", "slots", found, "fewer workers, or a cluster")
     else:
-        found = f"{train.num_workers} rank(s) by launcher {train.launcher}, {cores} cores here"
+        found = f"{num_ranks} rank(s) by launcher {train.launcher}, {cores} cores here"
         yield Finding("ok", "slots", found)
 
 

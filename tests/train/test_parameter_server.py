@@ -45,9 +45,12 @@ class Killer(Watcher):
     at: tuple[int, int] = (0, 0)
     pids: dict[int, int] = field(default_factory=dict)
     fields: dict[str, dict] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def step(self, step) -> None:
         super().step(step)
+        for name, seconds in step.reports[0].seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         if (step.epoch, step.step) == self.at and self.rank >= 0:
             os.kill(self.pids[self.rank], signal.SIGKILL)
             self.rank = -1
@@ -103,6 +106,8 @@ def test_workers_train_what_the_chief_dispatches_and_a_lost_one_is_replaced(tiny
     # By the model's own count; a worker may have died before it came to that.
     num_more = num_trained(tmp_path / result.last_checkpoint) - result.num_steps
     assert repeated["num_applied_twice"] <= num_more <= repeated["num_steps"]
+    # What happens in workers is told.
+    assert all(watcher.seconds[name] > 0 for name in ("input_wait", "compute", "fetch", "decode"))
     assert result.world_size == 2
     files = {file.name for file in (tmp_path / result.checkpoint).iterdir()}
     assert files == {"MARKER.json", "weights.npz", "optimizer.npz", "rank-00000.npz"}
@@ -151,7 +156,7 @@ def test_a_server_that_is_lost_is_named_and_the_training_goes_on(tiny_uri, tmp_p
         watcher,
         lambda config: check_terms(config, SparkConfig()),
     )
-    assert re.match(r"rank 4 \(host .*was killed by SIGKILL", restarts[0].cause)
+    assert re.match(r"rank 4 \(host .*was killed by SIGKILL after step \d of epoch 1", restarts[0].cause)
     assert result.world_size == 1 and watcher.sample_ids == planned(tiny_uri, config)
 
 

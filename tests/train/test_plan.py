@@ -25,6 +25,11 @@ def test_a_ring_sends_almost_twice_the_data():
     assert exchange_time(10**9, 100, 8) == pytest.approx(1.98)
 
 
+def test_a_worker_of_a_parameter_server_is_not_advised_to_accumulate():
+    served = TrainConfig(strategy="parameter_server")
+    assert "holds about 32 images: lower train.global_batch_size" in advice(served, cost(4, 20), 64, "T4")
+
+
 def test_devices_are_a_count_and_a_kind_that_is_known():
     assert parse_devices("8xH200") == (8, "H200") and parse_devices("1xA100-80") == (1, "A100-80")
     for wrong in ("H200", "0xH200", "8xH2000", "8 x H200", "x"):

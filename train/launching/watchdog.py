@@ -89,6 +89,8 @@ class Watchdog:
         self._deadlines = Deadlines(task.config, time.monotonic())
         self._ranks = self._deadlines.ranks
         self._loops = [rank for rank in self._ranks if rank.role.runs_loop]
+        # What they have done is what their chief has.
+        self._serving = [rank for rank in self._ranks if not rank.role.runs_loop]
         self._faults: dict[int, RankFault] = {}
         may_lose = STRATEGIES[task.config.strategy].may_lose(task.config)
         self._losses = Losses(self._ranks, may_lose, observer)
@@ -223,7 +225,8 @@ class Watchdog:
                 self._deadlines.heartbeat(rank, beat, received.seen_seconds)
             case Step(report):
                 self._deadlines.progress(rank, received.seen_seconds)
-                rank.last_step = Cursor(report.epoch, report.step)
+                for each in (rank, *self._serving):
+                    each.last_step = Cursor(report.epoch, report.step)
                 if not self._losses.may_lose(received.rank) and (step := self._steps.add(report)) is not None:
                     self._observer.step(step)
             case Event(name, fields):
