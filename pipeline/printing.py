@@ -95,7 +95,12 @@ def _training_rows(sections: Mapping[str, Any]) -> Rows:
     if not train:
         return []
     size = (counted(train["world_size"], "rank"), counted(train["epochs"], "epoch"), counted(train["steps"], "step"))
-    return [("training", ", ".join((train["strategy"], *size)))]
+    rows: Rows = [("training", ", ".join((train["strategy"], *size)))]
+    if found := train.get("initialized"):
+        fresh = "; ".join((*found["replaced"], *(f"{name}: not in the file" for name in found["missing"])))
+        arrays = f"{found['num_loaded']:,} of {counted(found['num_weights'], 'array')} from {found['source']}"
+        rows.append(("began with", f"{arrays}; fresh: {fresh}" if fresh else arrays))
+    return rows
 
 
 def _evaluation_rows(sections: Mapping[str, Any]) -> Rows:

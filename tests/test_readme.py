@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardmill.errors import ERROR_BY_EXIT_CODE
+from shardmill.sealed import unseal
 from tests.demo import Demo
 from tests.pipeline.command import ENVIRONMENT
 from tests.support import write_images
@@ -31,22 +33,42 @@ def commands() -> list[str]:
     return [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
 
 
+# Two trainings of a residual network, one of them in two processes.
+SLOW = "--set train.model=torchvision"
+
+
 @pytest.mark.timeout(1000)
 def test_every_command_of_the_readme_runs(demo: Demo):
     # `make demo` is what the fixture ran; `make test` is what runs this.
     told = {"make demo", "make test", "source .venv/bin/activate"}
     assert told <= set(commands()) and len(commands()) >= 12
     write_images(demo.folder / "my_photos", num_images=100, num_classes=3)
+    write_images(demo.folder / "new_photos", num_images=60, num_classes=4)
     for command in commands():
-        if command in told:
-            continue
-        if command == "shardmill run my_photos":
-            # The same command with less to train: ten epochs at 64 pixels are for people.
-            command += " --set train.epochs=1 --set etl.image_size=16"
-        done = subprocess.run(
-            shlex.split(command), cwd=demo.folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+        if command not in told and SLOW not in command:
+            run_it(command, demo.folder)
+
+
+@pytest.mark.drill
+def test_the_slow_commands_of_the_readme_run(tmp_path):
+    write_images(tmp_path / "my_photos", num_images=100, num_classes=3)
+    slow = [command for command in commands() if SLOW in command]
+    assert len(slow) == 2
+    for command in slow:
+        assert "resnet18" in command and "training" in run_it(command, tmp_path)
+    trainings = list((tmp_path / "shardmill-work" / "models").glob("trainings/*/*/*/fresh-*/result.json"))
+    assert [json.loads(unseal(each.read_bytes(), "result"))["world_size"] for each in trainings] == [2]
+
+
+def run_it(command: str, folder: Path) -> str:
+    """What it says; if need be of the same command with less to train: ten epochs at 64 pixels are for people."""
+    if re.match(r"shardmill run \w+_photos", command) and "train.epochs" not in command:
+        command += " --set train.epochs=1 --set etl.image_size=16"
+    done = subprocess.run(
+        shlex.split(command), cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+    return done.stdout
 
 
 def test_the_python_of_the_readme_runs(demo: Demo):

@@ -38,6 +38,10 @@ LATER = Resume("it came after trainings that do not name it: at its default it m
 SAFE = Resume("steps to come use it, what a checkpoint holds does not depend on it: `--allow-change` may change it")
 
 
+SHA256_OF_FILE = "#sha256="
+"""In `train.init_from`, as the driver gives it to the ranks: the hash of the file follows."""
+
+
 class TrainConfig(Section):
     """How a model is trained. The important keys come first."""
 
@@ -58,6 +62,13 @@ class TrainConfig(Section):
     `dataset.uri` then gives the classes, the standardization, and what rank 0 evaluates on."""
     silo_timeout_seconds: Annotated[float, HOW] = Field(default=60.0, gt=0)
     """So long rank 0 waits in a round for silos that took part in the last one; then the round goes on without them."""
+    init_from: Annotated[str, LATER] = ""
+    """Trained weights to begin with: a `.keras`, `.weights.h5`, `.h5`, `.safetensors`, `.pt` or `.pth` file, or
+    `MODELS@N`, an export. A last layer for other classes stays fresh. Another file makes another training."""
+    freeze: Annotated[tuple[str, ...], LATER] = ()
+    """Weights that are not trained: `all_but_head` (the last layer), or patterns of their names such as `conv*`."""
+    unfreeze_epoch: Annotated[int, LATER] = Field(default=0, ge=0)
+    """They are trained from this epoch on, counted from 0, with an optimizer that begins anew; 0: never."""
     num_workers: Annotated[int, HOW] = Field(default=1, ge=1)
     """Ranks: training processes."""
     strategy: Annotated[str, OneOf(STRATEGIES, also=("auto",)), HOW] = "auto"
@@ -240,4 +251,6 @@ def settings_that_matter(config: TrainConfig) -> dict[str, str]:
     is_synchronous = config.strategy == "auto" or STRATEGIES[config.strategy].synchronous
     free -= set() if is_synchronous else {"strategy"}
     values = config.model_dump(mode="json")
+    # A file is what it holds, wherever it lies.
+    values["init_from"] = config.init_from.rpartition(SHA256_OF_FILE)[2]
     return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in free}

@@ -18,6 +18,7 @@ from shardmill.jobs.reach import REACH, planted
 from shardmill.storage import Store, StoredFile
 from train.attempts import ATTEMPTS
 from train.checkpoint import MARKER, complete_checkpoints
+from train.initialize import INITIALIZED
 from train.published.current import CURRENT, read_history
 from train.published.exported import ARTIFACTS, EXPORTS, Export, read_export
 from train.records import record_numbers, record_path
@@ -27,7 +28,7 @@ from train.values import RESULT
 _FOLDERS = (TRAININGS, ARTIFACTS, EXPORTS, CURRENT, REACH)
 _ATTEMPT = r"v\d{8}-[0-9a-f]{8}/epochs-\d+-\w+(?:/fresh-\d{8})?"
 _TRAINING_FILE = re.compile(
-    rf"({TRAININGS}/[0-9a-f]+/{_ATTEMPT})/(?:{RESULT}|{ATTEMPTS}/\d+\.json|checkpoints/([^/]+)/.+)"
+    rf"({TRAININGS}/[0-9a-f]+/{_ATTEMPT})/(?:{RESULT}|{INITIALIZED}|{ATTEMPTS}/\d+\.json|checkpoints/([^/]+)/.+)"
 )
 
 Files = Mapping[str, list[StoredFile]]

@@ -9,6 +9,7 @@ from shardmill.errors import UsageError
 from train.auto import Chosen, resolve
 from train.backends import BACKENDS
 from train.config import GateConfig, TrainConfig
+from train.initial import check_initial
 from train.labels import LabelSpec, check_gate, check_labels
 from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
@@ -76,6 +77,7 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> Chosen:
     launcher.check(len(roles_of(config)), spark)
     if not launcher.assigns_devices(spark):
         check_devices_here(config, launcher.ranks_here(len(roles_of(config)), spark))
+    check_initial(config)
     is_keras = "keras" in imported_packages(config.model)
     if backend == "torch" and is_keras and config.launcher == "inline":
         raise UsageError(

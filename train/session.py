@@ -64,15 +64,17 @@ class Session:
             self.reporter.event(name, fields)
 
 
-def resume(session: Session) -> FoundCheckpoint | None:
+def resume(session: Session, begin: Callable[[Session], None]) -> FoundCheckpoint | None:
     """Load the newest checkpoint of which every file that is needed is intact, and give all ranks the same variables.
 
-    Without one of its own a training begins where the shorter one ended that it continues, if there is one.
+    Without one of its own a training begins where the shorter one ended that it continues, if there is one; else with
+    the variables that rank 0 has after `begin`.
     """
     found, files = _choose_checkpoint(session)
     if found:
         session.member.start(files, found.marker.world_size, f"the checkpoint {found.path}")
     else:
+        begin(session)
         session.member.start({}, 0, "")
     if found:
         cursor = found.marker.progress.cursor

@@ -23,8 +23,11 @@ from shardmill.values import DatasetPin
 from train.auto import Chosen, resolve
 from train.changes import AS_USUAL, Again, BegunTraining, going_on
 from train.evaluate import evaluation_section
+from train.initial import pinned
+from train.initialize import read_initialized
 from train.launching import LAUNCHERS
 from train.launching.restarts import Restart, launch_until_done
+from train.match_weights import Initialized
 from train.observer import TrainObserver
 from train.preflight import WindowMemory, check_terms, check_trainable, window_memory
 from train.readers import READERS
@@ -66,7 +69,7 @@ def train_model(
     """
     # What can be said before anything starts: names, numbers, places.
     chosen = check_terms(tree.train, tree.spark)
-    tree = tree.model_copy(update={"train": chosen.config})
+    tree = tree.model_copy(update={"train": pinned(chosen.config)})
     launcher = LAUNCHERS[tree.train.launcher]
     models = open_store(require_uri("models.uri", tree.models.uri))
 
@@ -155,6 +158,7 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
     """What a training adds to a run's summary and report."""
     result = outcome.result
     plain = TypeAdapter(TrainResult).dump_python(result, mode="json")
+    initialized = read_initialized(open_store(outcome.models_uri), result.training_dir)
     return StageRecord(
         stage="train",
         status="skipped" if outcome.skipped else "done",
@@ -182,6 +186,7 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
                 "continued_from": result.continued_from,
                 "restarts": TypeAdapter(tuple[Restart, ...]).dump_python(outcome.restarts, mode="json"),
                 "training_dir": result.training_dir,
+                "initialized": TypeAdapter(Initialized | None).dump_python(initialized, mode="json"),
             },
             "evaluation": evaluation_section(result.evaluation),
         },
@@ -195,4 +200,4 @@ def _choose(tree: TrainTree, version: DatasetPin | None = None, fresh_for: str =
     # An expiry or a rollback makes a version and changes no row: what was trained on those rows is not trained again.
     same_rows = first_alike(version)
     models = open_store(require_uri("models.uri", tree.models.uri))
-    return choose_training(models, tree.train, same_rows, fresh_for)
+    return choose_training(models, pinned(tree.train), same_rows, fresh_for)

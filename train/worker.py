@@ -24,6 +24,8 @@ from train.checkpoint import CheckpointFolder, TrainingIdentity
 from train.choose_backend import choose_backend
 from train.config import settings_that_matter
 from train.evaluate_split import evaluate_finally, evaluate_split
+from train.freezing import hold_still
+from train.initialize import initialize
 from train.models.identity import check_source, inputs_hint
 from train.non_finite import leave_out, own_state
 from train.progress import EarlyStop, Progress, TimeSpent, has_not_learned
@@ -88,7 +90,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     )
 
     # Go on from the last complete checkpoint, if there is one; in any case all ranks start with the same variables.
-    found = resume(session)
+    found = resume(session, begin=initialize)
     progress = session.epochs.resumed(found.marker.progress) if found else Progress()
     last_checkpoint = found.path if found else ""
     session.stopwatch.lap()
@@ -159,6 +161,7 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
     """
     member = session.member
     epoch, first_step = progress.cursor.epoch, progress.cursor.step
+    hold_still(member.learner, session.task.config, progress.cursor)
     plan, lap = session.epochs[epoch], session.stopwatch.lap
     with member.batches(plan, progress.cursor) as reader:
         batches = iter(reader)

@@ -13,16 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.config import load_pipeline
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.values import Batch
 from tests.train.training import MODELS as USER_MODELS
 from tests.train.training import Recorder, train_here
-from train.backends.backend import InputScale, ModelSpec
+from train.backends.backend import InputScale
 from train.backends.keras.build import build_model
 from train.backends.keras.optimizers import build_optimizer
-from train.backends.keras.serving import KerasCheck, ServingModel, write_keras_file
 from train.backends.keras.step import TrainStep
 from train.config import TrainConfig
 from train.labels import LabelSpec
@@ -69,46 +67,6 @@ def test_every_model_takes_a_step(name, shape_HWC):
     after = [np.array(variable) for variable in built.model.trainable_variables]
     assert any((old != new).any() for old, new in zip(before, after, strict=True))
     assert step.outputs(batch_of(shape_HWC).images_NHWC).shape == (4, 3)
-
-
-def test_the_example_fine_tunes(monkeypatch):
-    root = Path(__file__).parents[2]
-    monkeypatch.syspath_prepend(root / "examples")
-    # Three times as quick; what is left to train is the head.
-    monkeypatch.setattr("finetune_model.TRAIN_BACKBONE", False)
-    config = load_pipeline(str(root / "examples/finetune.toml"), (), "work").train
-    assert not config.standardize, "the example's model scales pixels by itself"
-    built, step = step_of(config, (32, 32, 3))
-    assert built.outputs_are_logits
-    outcome = step.apply(step.gradients(batch_of((32, 32, 3)), 4, 1.0), 0.001)
-    assert outcome.is_applied and np.isfinite(outcome.loss) and outcome.gradient_norm > 0
-
-
-def test_the_examples_second_phase_starts_from_the_first_ones_export(monkeypatch, tmp_path):
-    root = Path(__file__).parents[2]
-    monkeypatch.syspath_prepend(root / "examples")
-    monkeypatch.setattr("finetune_model.TRAIN_BACKBONE", False)
-    config = load_pipeline(str(root / "examples/finetune.toml"), (), "work").train
-    images_NHWC = batch_of((32, 32, 3)).images_NHWC
-    head, step = step_of(config, (32, 32, 3))
-    step.apply(step.gradients(batch_of((32, 32, 3)), 4, 1.0), 0.1)
-    serving = ServingModel(head.model, True, ModelSpec((32, 32, 3), THREE, InputScale((0.0,) * 3, (1.0,) * 3)))
-    exported_NK = serving.predict(images_NHWC)
-    assert (
-        write_keras_file(serving, tmp_path / "model.keras", KerasCheck("probabilities", images_NHWC, exported_NK, 1e-5))
-        == ""
-    )
-
-    monkeypatch.setattr("finetune_model.PHASE_ONE", str(tmp_path / "model.keras"))
-    monkeypatch.setattr("finetune_model.TRAIN_BACKBONE", True)
-    whole, step = step_of(config, (32, 32, 3))
-    assert whole.outputs_are_logits, "softmax is a layer of the export, not of the trained model"
-    assert np.allclose(
-        whole.model(images_NHWC.astype(np.float32)), head.model(images_NHWC.astype(np.float32)), atol=1e-5
-    )
-    assert len(whole.model.trainable_variables) > len(head.model.trainable_variables) == 2
-    outcome = step.apply(step.gradients(batch_of((32, 32, 3)), 4, 1.0), 0.001)
-    assert outcome.is_applied and np.isfinite(outcome.loss)
 
 
 @pytest.mark.parametrize("side", [1, 2, 7, 16, 100])

@@ -8,7 +8,7 @@ Shape legend: N batch, H height, W width, C channels, K outputs (classes, or num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -75,6 +75,17 @@ class StatePart(Enum):
     OWN = "moving statistics and states of random generators: each rank has its own"
 
 
+@dataclass(frozen=True, slots=True)
+class NamedWeights:
+    """All weights of a model, without optimizer and generators, by the names that files give them."""
+
+    arrays: Mapping[str, np.ndarray]
+    head: tuple[str, ...]
+    """The names of the last layer's."""
+    assign: Callable[[Mapping[str, np.ndarray]], None]
+    """Gives some of them new values."""
+
+
 class Learner(Protocol):
     """A model whose variables exist, with its loss and its optimizer."""
 
@@ -122,6 +133,26 @@ class Learner(Protocol):
 
     def moving_statistics(self) -> list[int]:
         """Which of the arrays of `StatePart.OWN` are floating: averages over batches, that ranks can average again."""
+        ...
+
+    def read_weights(self, data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
+        """Name -> array of a file of weights. Raises UsageError for a file that is none; runs nothing in it."""
+        ...
+
+    def named_weights(self, like: Collection[str] = ()) -> NamedWeights:
+        """The model's weights; where a framework has several ways to name them, as `like` names some."""
+        ...
+
+    def freeze(self) -> None:
+        """From here on updates leave alone what `train.freeze` names until `train.unfreeze_epoch`."""
+        ...
+
+    def unfreeze(self) -> None:
+        """From here on they change it, and the optimizer begins anew.
+
+        Adam corrects its means by the number of steps: with that of the first epochs and without their gradients it
+        would change what was held still several times as fast as the learning rate says.
+        """
         ...
 
     def decorrelate(self, rank: int) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardmill.values import Batch
-from train.backends.backend import ModelSpec, Predict, StatePart, StepOutcome
+from train.backends.backend import ModelSpec, NamedWeights, Predict, StatePart, StepOutcome
 from train.backends.keras.build import BuiltModel, build_model
-from train.backends.keras.optimizers import ChosenOptimizer, build_optimizer
+from train.backends.keras.names import named_weights, read_weights
+from train.backends.keras.optimizers import ChosenOptimizer, build_optimizer, check_unfreezable
 from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, start_tensorflow
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.backends.keras.step import Run, TrainStep
@@ -36,7 +37,16 @@ class KerasLearner:
         self.follows_schedule = chosen.follows_schedule
         self.step = TrainStep(built, chosen, spec.scale, config.accumulation_steps)
         self._model = built.model
+        self._frozen = built.frozen
+        self._is_frozen = False
+        # As they are now: what is held still for some epochs keeps its place among the weights.
+        self._trainable = tuple(built.model.trainable_variables)
+        self._own = tuple(built.model.non_trainable_variables)
         self._optimizer = chosen.optimizer
+        self._fresh_optimizer: list[np.ndarray] = []
+        if config.unfreeze_epoch:
+            check_unfreezable(chosen)
+            self._fresh_optimizer = self.arrays(StatePart.OPTIMIZER)
         self._serving = ServingModel(built.model, built.outputs_are_logits, spec)
 
     @property
@@ -62,8 +72,27 @@ class KerasLearner:
         variables = self.variables(StatePart.OWN)
         return [index for index, variable in enumerate(variables) if "float" in str(variable.dtype)]
 
+    def read_weights(self, data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
+        return read_weights(data, suffix, where)
+
+    def named_weights(self, like: Collection[str] = ()) -> NamedWeights:
+        return named_weights(self._model, like)
+
+    def freeze(self) -> None:
+        # Asked for before every epoch; tracing takes seconds.
+        if not self._is_frozen:
+            self._is_frozen = True
+            self._frozen.set_trainable(False)
+            self.step.compile()
+
+    def unfreeze(self) -> None:
+        self._is_frozen = False
+        self._frozen.set_trainable(True)
+        self.step.compile()
+        self.assign(StatePart.OPTIMIZER, self._fresh_optimizer, "a fresh optimizer")
+
     def decorrelate(self, rank: int) -> None:
-        decorrelate_seed_states(self._model.non_trainable_variables, rank)
+        decorrelate_seed_states(self._own, rank)
 
     def weights_sha256(self) -> str:
         return arrays_sha256(np.asarray(variable) for variable in self._model.weights)
@@ -89,11 +118,11 @@ class KerasLearner:
         """Keras's own, in the order of `arrays`: for strategies that spread a variable over devices."""
         match part:
             case StatePart.WEIGHTS:
-                return self._model.trainable_variables
+                return self._trainable
             case StatePart.OPTIMIZER:
                 return self._optimizer.variables
             case StatePart.OWN:
-                return self._model.non_trainable_variables
+                return self._own
 
 
 class KerasBackend:

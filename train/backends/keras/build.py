@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmill.errors import UsageError
+from train.backends.keras.freeze import Frozen, freeze
 from train.backends.keras.losses import PerSample, are_outputs_logits, choose_loss, right_of
 from train.backends.keras.runtime import config_sha256
 from train.config import TrainConfig
@@ -31,6 +32,8 @@ class BuiltModel:
     per_sample_loss: PerSample
     per_sample_right: PerSample
     """What `StepOutcome.num_correct` adds up."""
+    frozen: Frozen
+    """What `train.freeze` names."""
     compiled_optimizer: Any | None
     """The optimizer that a user's factory compiled the model with."""
     config_sha256: str
@@ -67,7 +70,8 @@ def build_model(config: TrainConfig, image_shape_HWC: tuple[int, int, int], labe
         keras.config.set_dtype_policy(former_policy)
     optimizer = model.optimizer if getattr(model, "compiled", False) else None
     is_right = right_of(labels.kind, outputs_are_logits)
-    return BuiltModel(model, outputs_are_logits, loss, is_right, optimizer, config_sha256(model))
+    frozen = freeze(config, model)
+    return BuiltModel(model, outputs_are_logits, loss, is_right, frozen, optimizer, config_sha256(model))
 
 
 def check_pixels(config: TrainConfig, model: Any) -> None:

@@ -56,6 +56,17 @@ def build_optimizer(config: TrainConfig, model: Any, compiled_optimizer: Any | N
     return ChosenOptimizer(optimizer, follows_schedule=own is None)
 
 
+def check_unfreezable(chosen: ChosenOptimizer) -> None:
+    """Raises UsageError for an optimizer that cannot leave weights out for some epochs."""
+    optimizer = chosen.optimizer.inner_optimizer if chosen.scales_loss else chosen.optimizer
+    if optimizer.use_ema:
+        raise UsageError(
+            "train.unfreeze_epoch with an optimizer that averages weights (use_ema)",
+            "Keras averages all weights or none",
+            "leave use_ema out, or freeze for good: train.unfreeze_epoch = 0",
+        )
+
+
 def sgd(config: TrainConfig) -> Any:
     """Stochastic gradient descent with `train.momentum`."""
     import keras

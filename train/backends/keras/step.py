@@ -35,16 +35,24 @@ class TrainStep:
         self._chosen = chosen
         self._scale = scale
         self._accumulation_steps = accumulation_steps
-        self._compiled_gradients = tf.function(self._gradients)
+        self._around: Run | None = None
+        self.compile()
         self._compiled_sum = tf.function(_sum_of)
-        self._compiled_update = tf.function(self._update)
         self._compiled_outputs = tf.function(self._outputs)
 
     def wrap(self, run: Run) -> None:
         """Compute gradients inside `run`, in one compiled function."""
+        self._around = run
+        self.compile()
+
+    def compile(self) -> None:
+        """Trace the step anew when it is next called: which variables are trained has changed."""
         import tensorflow as tf
 
-        self._compiled_gradients = tf.function(lambda *arguments: run(self._gradients, *arguments))
+        run = self._around
+        gradients = self._gradients if run is None else lambda *arguments: run(self._gradients, *arguments)
+        self._compiled_gradients = tf.function(gradients)
+        self._compiled_update = tf.function(self._update)
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
         import tensorflow as tf

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,11 +11,12 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.values import Batch
-from train.backends.backend import ModelSpec, Predict, StatePart, StepOutcome
+from train.backends.backend import ModelSpec, NamedWeights, Predict, StatePart, StepOutcome
 from train.backends.parts import parts_of
-from train.backends.torch.losses import answers_of, per_sample_losses, right_of
+from train.backends.torch.losses import per_sample_losses, right_of
 from train.backends.torch.model import BuiltModule, build_module
-from train.backends.torch.optimizers import create_state, state_tensors
+from train.backends.torch.names import named_weights, read_weights
+from train.backends.torch.optimizers import clear_state, create_state, state_tensors
 from train.backends.torch.runtime import (
     decorrelate_generators,
     device,
@@ -27,13 +25,13 @@ from train.backends.torch.runtime import (
     restore_generators,
     start_torch,
 )
+from train.backends.torch.serving import load_program, program_of, served_module, write_program
 from train.config import TrainConfig
 from train.optimizers import OPTIMIZERS, not_in
 from train.state import arrays_sha256
 from train.values import World
 
 SERVED = "torch_export"
-PROGRAM = "model.pt2"
 STATE_FILE = "state_dict.pt"
 
 
@@ -51,7 +49,11 @@ class TorchLearner:
         self._built = built
         self._spec = spec
         self.classifier = built.classifier
-        self._weights = self._of_part(StatePart.WEIGHTS)
+        self._served = served_module(built.classifier, spec.labels.kind, built.outputs_are_logits)
+        if not config.unfreeze_epoch:
+            self.classifier.still = built.frozen.modules
+        # As they are now: what is held still for some epochs keeps its place among the weights.
+        self._weights, self._own = _parts_of_state(built)
         name = "adam" if config.optimizer == "auto" else config.optimizer
         create = OPTIMIZERS[name].torch
         if create is None:
@@ -119,7 +121,8 @@ class TorchLearner:
             if limit and gradient_norm > limit:
                 gradients = [each * (limit / gradient_norm) for each in gradients]
             for weight, gradient in zip(self._weights, gradients, strict=True):
-                weight.grad = gradient.to(weight.dtype)
+                # The optimizer leaves alone what has none.
+                weight.grad = gradient.to(weight.dtype) if weight.requires_grad else None
             self._optimizer.step()
         return StepOutcome(loss, num_correct, gradient_norm, bool(is_usable))
 
@@ -155,6 +158,29 @@ class TorchLearner:
         if generators:
             restore_generators(generators)
 
+    def read_weights(self, data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
+        if self._built.is_keras:
+            from train.backends.keras.names import read_weights as read_weights_of_keras
+
+            return read_weights_of_keras(data, suffix, where)
+        return read_weights(data, suffix, where)
+
+    def named_weights(self, like: Collection[str] = ()) -> NamedWeights:
+        if self._built.is_keras:
+            from train.backends.keras.names import named_weights as named_weights_of_keras
+
+            return named_weights_of_keras(self._built.model, like)
+        return named_weights(self._built.model)
+
+    def freeze(self) -> None:
+        self._built.frozen.set_trainable(False)
+        self.classifier.still = self._built.frozen.modules
+
+    def unfreeze(self) -> None:
+        self._built.frozen.set_trainable(True)
+        self.classifier.still = ()
+        clear_state(self._optimizer, self._weights)
+
     def moving_statistics(self) -> list[int]:
         tensors = self._of_part(StatePart.OWN)
         return [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
@@ -174,37 +200,17 @@ class TorchLearner:
 
     def answers(self, images_NHWC: np.ndarray) -> np.ndarray:
         torch = import_torch()
-        served = self._served().eval()
+        served = self._served.eval()
         with torch.no_grad():
             return served(torch.from_numpy(images_NHWC).to(device())).cpu().numpy()
 
     def check_exportable(self) -> None:
         # A Keras model is exported by Keras on TensorFlow.
         if not self._built.is_keras:
-            self._program()
+            program_of(self._served, self._spec, self._config.model)
 
     def write_served(self, folder: Path) -> None:
-        torch = import_torch()
-        (folder / SERVED).mkdir()
-        names = json.dumps(self._spec.labels.class_names)
-        torch.export.save(self._program(), folder / SERVED / PROGRAM, extra_files={"class_names.json": names})
-
-    def _program(self) -> Any:
-        """What `torch.export` makes of the model as it is now."""
-        torch = import_torch()
-        # On the CPU, which every machine has: a program remembers its device, and is moved when it is loaded.
-        served = copy.deepcopy(self._served()).cpu().eval()
-        images_NHWC = torch.zeros((2, *self._spec.image_shape_HWC), dtype=torch.uint8)
-        try:
-            return torch.export.export(served, (images_NHWC,), dynamic_shapes=({0: torch.export.Dim("N")},))
-        except Exception as error:
-            # A user's forward may do anything; what torch.export cannot follow, it says in errors of many kinds.
-            raise UsageError(
-                f"torch.export cannot follow train.model = {self._config.model!r}: "
-                f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
-                "expected a forward without branches on the values of tensors",
-                "rewrite it (torch.where, torch.cond)",
-            ) from error
+        write_program(self._served, self._spec, self._config.model, folder / SERVED)
 
     def write_portable(self, folder: Path, images_NHWC: np.ndarray, max_abs_diff: float) -> str:
         torch = import_torch()
@@ -214,32 +220,14 @@ class TorchLearner:
         assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
         return f"{STATE_FILE} holds the weights alone: load them into what train.model builds"
 
-    def _served(self) -> Any:
-        torch = import_torch()
-        classifier, kind, are_logits = self.classifier, self._spec.labels.kind, self.outputs_are_logits
-
-        class Served(torch.nn.Module):
-            """uint8 images_NHWC -> answers_NK."""
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.classifier = classifier
-
-            def forward(self, images_NHWC: Any) -> Any:
-                return answers_of(kind, are_logits, self.classifier(images_NHWC))
-
-        return Served()
-
     def _of_part(self, part: StatePart) -> list[Any]:
-        model = self._built.model
-        if part is StatePart.OPTIMIZER:
-            return state_tensors(self._optimizer, self._weights)
-        is_weight = part is StatePart.WEIGHTS
-        if self._built.is_keras:
-            variables = model.trainable_variables if is_weight else model.non_trainable_variables
-            return [variable.value for variable in variables]
-        parameters = [each for each in model.parameters() if each.requires_grad == is_weight]
-        return parameters if is_weight else [*parameters, *model.buffers()]
+        match part:
+            case StatePart.WEIGHTS:
+                return self._weights
+            case StatePart.OPTIMIZER:
+                return state_tensors(self._optimizer, self._weights)
+            case StatePart.OWN:
+                return self._own
 
     def _has_generators(self, part: StatePart) -> bool:
         return part is StatePart.OWN and not self._built.is_keras
@@ -254,6 +242,17 @@ class TorchLearner:
         return torch.autocast(device().type, dtype=torch.bfloat16)
 
 
+def _parts_of_state(built: BuiltModule) -> tuple[list[Any], list[Any]]:
+    """The tensors of `StatePart.WEIGHTS` and `StatePart.OWN`."""
+    model = built.model
+    if built.is_keras:
+        return [each.value for each in model.trainable_variables], [
+            each.value for each in model.non_trainable_variables
+        ]
+    weights = [each for each in model.parameters() if each.requires_grad]
+    return weights, [*(each for each in model.parameters() if not each.requires_grad), *model.buffers()]
+
+
 class TorchBackend:
     """`train.backends.backend.Backend` of PyTorch."""
 
@@ -266,21 +265,7 @@ class TorchBackend:
         return TorchLearner(config, build_module(config, spec), spec)
 
     def load_served(self, folder: Path) -> Predict:
-        torch = import_torch()
-        from torch.export.passes import move_to_device_pass
-
-        with warnings.catch_warnings():
-            # That the file's bytes, which nothing writes to, are read-only.
-            warnings.filterwarnings("ignore", "The given buffer is not writable")
-            program = torch.export.load(folder / SERVED / PROGRAM)
-        # `to` alone would leave the device that the program asserts.
-        module = move_to_device_pass(program, device()).module()
-
-        def predict(images_NHWC: np.ndarray) -> np.ndarray:
-            with torch.no_grad():
-                return module(torch.from_numpy(np.ascontiguousarray(images_NHWC)).to(device())).cpu().numpy()
-
-        return predict
+        return load_program(folder / SERVED)
 
 
 TORCH = TorchBackend()

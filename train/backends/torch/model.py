@@ -13,6 +13,7 @@ from typing import Any
 
 from shardmill.errors import UsageError
 from train.backends.backend import ModelSpec
+from train.backends.torch.freeze import Frozen, freeze
 from train.backends.torch.runtime import device, import_torch
 from train.config import TrainConfig
 from train.labels import LabelSpec, check_labels
@@ -30,6 +31,8 @@ class BuiltModule:
     """What the factory returned."""
     is_keras: bool
     outputs_are_logits: bool
+    frozen: Frozen
+    """What `train.freeze` names."""
     config_sha256: str
 
 
@@ -59,11 +62,9 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
     are_logits = _are_logits(config, model, is_keras, spec.labels)
     _check_outputs(config.model, classifier, spec, are_logits)
     if is_keras:
-        from train.backends.keras.runtime import config_sha256
-
         _refuse_compiled(config, model)
-        return BuiltModule(classifier, model, True, are_logits, config_sha256(model))
-    return BuiltModule(classifier, model, False, are_logits, _structure_sha256(model))
+    frozen = freeze(config, model, is_keras)
+    return BuiltModule(classifier, model, is_keras, are_logits, frozen, _identity(model, is_keras))
 
 
 def _classifier(model: Any, is_keras: bool, spec: ModelSpec) -> Any:
@@ -75,6 +76,8 @@ def _classifier(model: Any, is_keras: bool, spec: ModelSpec) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.model = model
+            self.still: tuple[Any, ...] = ()
+            """Modules that compute as in inference, also in training."""
             # Not part of the state: they are the dataset's.
             self.register_buffer("mean", torch.tensor(spec.scale.mean, dtype=torch.float32), persistent=False)
             self.register_buffer("std", torch.tensor(spec.scale.std, dtype=torch.float32), persistent=False)
@@ -84,6 +87,12 @@ def _classifier(model: Any, is_keras: bool, spec: ModelSpec) -> Any:
             if is_keras:
                 return self.model(images_NHWC, training=self.training).float()
             return self.model(images_NHWC.permute(0, 3, 1, 2)).float()
+
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+            for module in self.still:
+                module.training = False
+            return self
 
     return Classifier()
 
@@ -132,8 +141,12 @@ def _are_logits(config: TrainConfig, model: Any, is_keras: bool, labels: LabelSp
     return not isinstance(list(model.modules())[-1], last)
 
 
-def _structure_sha256(model: Any) -> str:
-    """Over the module's structure, as PyTorch prints it, and the shapes of its state."""
+def _identity(model: Any, is_keras: bool) -> str:
+    """Of a module over its structure, as PyTorch prints it, and the shapes of its state."""
+    if is_keras:
+        from train.backends.keras.runtime import config_sha256
+
+        return config_sha256(model)
     shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
     return hashlib.sha256(f"{model!r}{shapes}".encode()).hexdigest()
 

@@ -43,6 +43,12 @@ def create_state(optimizer: Any, weights: list[Any]) -> None:
     with torch.no_grad():
         for weight, value in zip(weights, kept, strict=True):
             weight.copy_(value)
+    clear_state(optimizer, weights)
+
+
+def clear_state(optimizer: Any, weights: list[Any]) -> None:
+    """Let an optimizer have forgotten everything; at first all of its state is zero."""
+    with import_torch().no_grad():
         for tensor in state_tensors(optimizer, weights):
             tensor.zero_()
 

@@ -1,0 +1,59 @@
+"""The example of fine-tuning does what its comments say, command by command."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.command import ENVIRONMENT
+from tests.support import write_images
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+# Less to compute than for a person's photos; still some epochs of the head alone, and some of everything.
+SMALLER = "--set etl.image_size=32 --set train.epochs=3 --set train.unfreeze_epoch=2"
+# Nothing is downloaded in a test.
+BACKBONE = """import keras
+keras.utils.set_random_seed(1)
+keras.applications.MobileNet(alpha=0.25, include_top=False, input_shape=(96, 96, 3), weights=None).save_weights(
+    "mobilenet.weights.h5")"""
+
+
+def commands() -> list[str]:
+    comments = re.sub(r"\\\n# +", "", (EXAMPLES / "finetune.toml").read_text())
+    return re.findall(r"^# +(PYTHONPATH=examples shardmill .*)$", comments, re.MULTILINE)
+
+
+@pytest.mark.drill
+def test_the_example_fine_tunes_from_a_file_and_then_from_its_own_export(tmp_path):
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    write_images(tmp_path / "my_photos", num_images=300, num_classes=3)
+    write_images(tmp_path / "more_photos", num_images=100, num_classes=4)
+    first, more = commands()
+
+    def shell(command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, shell=True, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+        )
+
+    # What is not there is missed before the first image is read.
+    missing = shell(first)
+    assert missing.returncode == 2 and "mobilenet.weights.h5': there is no such file" in missing.stderr
+    assert not list((tmp_path / "finetune-work").rglob("*"))
+
+    subprocess.run([sys.executable, "-c", BACKBONE], cwd=tmp_path, env=ENVIRONMENT, check=True, timeout=100)
+    for command, source in ((first, "/mobilenet.weights.h5"), (more, "/model.keras")):
+        done = shell(f"{command} {SMALLER}")
+        assert done.returncode == 0, done.stderr[-3000:]
+        summaries = sorted((tmp_path / "shardmill-work" / "runs").glob("*/summary.json"))
+        train = json.loads(summaries[-1].read_bytes())["train"]
+        found = train["initialized"]
+        assert train["epochs"] == 3 and found["source"].endswith(source)
+        # All but the head: kernel and bias.
+        assert (found["num_loaded"], found["unused"]) == (found["num_weights"] - 2, [])
+        assert len(found["missing"]) + len(found["replaced"]) == 2
+    assert [len(found["missing"]), len(found["replaced"])] == [0, 2], "four classes now"

@@ -1,0 +1,240 @@
+"""`train.init_from` takes over what fits, says what does not, and runs nothing in the file."""
+
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardmill.dataset.open import open_dataset
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.jobs.config import SparkConfig
+from shardmill.stores import open_store
+from tests.support import make_dataset
+from tests.train.test_models import THREE, batch_of
+from tests.train.training import MODELS, Recorder, train_here
+from train.backends import BACKENDS
+from train.backends.backend import InputScale, ModelSpec, StatePart
+from train.config import TrainConfig, settings_that_matter
+from train.initial import pinned, read_pinned
+from train.initialize import read_initialized
+from train.match_weights import match_weights
+from train.preflight import check_terms
+from train.published.export import export_training
+from train.published.exported import read_export
+from train.state import WEIGHTS, load_arrays, rank_file
+from train.trainings import training_dir
+from train.values import World
+from train.weight_files import read_arrays
+
+SHAPE = (16, 16, 3)
+TORCH_MODELS = "tests.train.torch_models"
+NORMED = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
+
+
+def safetensors(arrays: dict[str, tuple[str, tuple[int, ...], bytes]]) -> bytes:
+    header, body = {}, b""
+    for name, (dtype, shape, data) in arrays.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def plain(arrays: dict[str, np.ndarray]) -> bytes:
+    return safetensors({name: ("F32", each.shape, each.astype("<f4").tobytes()) for name, each in arrays.items()})
+
+
+def learner(name: str, model: str, **config: Any):
+    BACKENDS[name].start(World(), 0)
+    spec = ModelSpec(SHAPE, THREE, InputScale((120.0,) * 3, (60.0,) * 3))
+    return BACKENDS[name].build(TrainConfig(model=model, **config), spec)
+
+
+def test_safetensors_of_every_float():
+    values = np.array([1.0, -2.5, 3.25], np.float32)
+    upper_halves = (values.view("<u4") >> 16).astype("<u2")
+    data = safetensors(
+        {
+            "a": ("F32", (3,), values.tobytes()),
+            "b": ("BF16", (3, 1), upper_halves.tobytes()),
+            "c": ("F16", (3,), values.astype("<f2").tobytes()),
+        }
+    )
+    arrays = read_arrays(data, ".safetensors", "f")
+    assert [arrays[name].ravel().tolist() for name in "abc"] == [[1.0, -2.5, 3.25]] * 3 and arrays["b"].shape == (3, 1)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff" * 8 + b"{}",
+        (10).to_bytes(8, "little") + b"{}",
+        safetensors({"a": ("F32", (4,), b"1234")}),
+        safetensors({"a": ("F32", (-1, -1), b"1234")}),
+        safetensors({"a": ("XX", (1,), b"1234")}),
+        safetensors({"a": ("F32", (1,), b"1234")})[:-1],
+        (2).to_bytes(8, "little") + b"[]",
+    ],
+)
+def test_a_damaged_or_hostile_file_is_an_error(data):
+    for suffix in (".safetensors", ".weights.h5", ".keras"):
+        with pytest.raises(UsageError, match=rf"f does not read as {suffix}"):
+            read_arrays(data, suffix, "f")
+
+
+def test_an_archive_with_code_gives_its_arrays_alone(tmp_path):
+    """A `.keras` file whose configuration names a lambda: the configuration is not even read."""
+    one = learner("keras", "small_cnn")
+    one._model.save(tmp_path / "a.keras")
+    hostile = io.BytesIO()
+    with zipfile.ZipFile(tmp_path / "a.keras") as source, zipfile.ZipFile(hostile, "w") as target:
+        target.writestr("config.json", '{"class_name": "Lambda", "module": "os", "config": "system"}')
+        target.writestr("model.weights.h5", source.read("model.weights.h5"))
+    arrays = read_arrays(hostile.getvalue(), ".keras", "f")
+    named = one.named_weights(arrays.keys())
+    assert set(named.arrays) <= set(arrays) and len(named.arrays) == len(one.arrays(StatePart.WEIGHTS))
+
+
+def test_nothing_is_unpickled(tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "ran",)
+
+    import torch
+
+    torch.save({"a": torch.ones(2), "b": Attack()}, tmp_path / "a.pt")
+    for data in ((tmp_path / "a.pt").read_bytes(), pickle.dumps(Attack())):
+        with pytest.raises(UsageError, match=r"does not read as .pt: .*; expected a state_dict"):
+            learner("torch", f"{TORCH_MODELS}:linear").read_weights(data, ".pt", "f")
+    assert not (tmp_path / "ran").exists()
+
+
+NAMED = {"a.w": (2, 2), "a.b": (2,), "head.w": (2, 3)}
+
+
+def ones(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    return {name: np.ones(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(("of_file", "of_model"), [("", ""), ("module.", ""), ("", "backbone."), ("a.", "")])
+def test_names_are_matched_below_a_common_prefix(of_file, of_model):
+    weights = {of_model + name: np.zeros(shape, np.float32) for name, shape in NAMED.items()}
+    given = ones({**{of_file + name: shape for name, shape in NAMED.items()}, of_file + "head.w": (2, 9), "step": ()})
+    match = match_weights(weights, given, (f"{of_model}head.w",), "f")
+    assert set(match.arrays) == {f"{of_model}a.w", f"{of_model}a.b"}
+    assert all(array.dtype == np.float32 and (array == 1).all() for array in match.arrays.values())
+    assert match.replaced == (f"{of_model}head.w: (2, 9) in the file, (2, 3) in the model",)
+    assert (match.missing, match.unused) == ((), ("step",))
+    assert match.initialized("f", weights).share == 0.5
+
+
+def test_a_head_for_other_classes_is_replaced_and_anything_else_that_does_not_fit_refused():
+    weights = {name: np.zeros(shape, np.float32) for name, shape in NAMED.items()}
+    assert match_weights(weights, ones(NAMED), ("head.w",), "f").replaced == ()
+    match = match_weights(weights, ones(NAMED), ("head.w",), "f", other_classes=True)
+    assert match.replaced == ("head.w: of other classes",) and "head.w" not in match.arrays
+    # A count is an array without axes, and stays one.
+    assert match_weights({"n": np.array(0)}, {"n": np.array(3)}, (), "f").arrays["n"].shape == ()
+    with pytest.raises(UsageError) as refused:
+        match_weights(weights, ones({**NAMED, "a.w": (2, 5), "a.b": (5,)}), ("head.w",), "f")
+    assert "f does not fit the model: a.w: (2, 5) in the file, (2, 2) in the model; a.b: (5,)" in str(refused.value)
+    with pytest.raises(UsageError, match=r"no array of f fits .* the model has a.w; a.b; head.w; the file has z"):
+        match_weights(weights, ones({"z": (1,)}), (), "f")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_weight_of_a_file_of_the_same_model_is_taken(name, tmp_path):
+    one, other = learner(name, NORMED[name]), learner(name, NORMED[name])
+    one.apply(one.gradients(batch_of(SHAPE), 4, 1.0), 0.1)
+    one.write_portable(tmp_path, batch_of(SHAPE).images_NHWC, 1e-3)
+    kinds = {".safetensors": plain(dict(one.named_weights().arrays))}
+    if name == "torch":
+        kinds[".pt"] = (tmp_path / "state_dict.pt").read_bytes()
+    else:
+        kinds[".keras"] = (tmp_path / "model.keras").read_bytes()
+        one._model.save_weights(tmp_path / "a.weights.h5")
+        kinds[".weights.h5"] = (tmp_path / "a.weights.h5").read_bytes()
+    for suffix, data in kinds.items():
+        other = learner(name, NORMED[name], seed=3)
+        given = other.read_weights(data, suffix, "f")
+        named = other.named_weights(given.keys())
+        match = match_weights(named.arrays, given, named.head, "f")
+        assert (match.replaced, match.missing) == ((), ()), suffix
+        named.assign(match.arrays)
+        assert other.weights_sha256() == one.weights_sha256(), suffix
+
+
+def test_a_training_starts_from_an_export(tiny_uri, tmp_path):
+    config = TrainConfig(epochs=1, global_batch_size=32, augment={"random_crop_padding": 1})
+    models = tmp_path / "models"
+    first = train_here(tiny_uri, models, epochs=1)
+    export_training(str(models), config, first, "run")
+    five = make_dataset(tmp_path / "five", num_images=60, num_classes=5)
+
+    start = pinned(TrainConfig(init_from=f"{models}@1"))
+    [exported] = [each for each in read_export(str(models), 1).record.files if each.path.endswith(".keras")]
+    assert start.init_from == f"{models}@1#sha256={exported.sha256}"
+    settings = {"epochs": 1, "init_from": start.init_from, "freeze": ["all_but_head"]}
+    recorder = Recorder()
+    result = train_here(five, tmp_path / "other", recorder, **settings)
+    [said] = recorder.named("initialized")
+    assert said["loaded"] == said["weights"] - 2 and said["source"].endswith("/model.keras")
+    assert "(5,) in the model" in said["replaced"] and said["missing"] == ""
+    found = read_initialized(open_store(tmp_path / "other"), "t")
+    assert found is not None and found.num_loaded == said["loaded"]
+    # Held still, what was taken over is still there, bit by bit; the head is another one.
+    old = load_arrays((models / first.checkpoint / WEIGHTS).read_bytes())
+    new = load_arrays((tmp_path / "other" / result.checkpoint / rank_file(0)).read_bytes())
+    assert len(new) == len(old) - 2 and all((a == b).all() for a, b in zip(old, new, strict=False))
+
+    # Going on from a checkpoint takes nothing from the file, and needs it no more.
+    shutil.rmtree(models)
+    (tmp_path / "other" / "t" / "result.json").unlink()
+    again = Recorder()
+    train_here(five, tmp_path / "other", again, **settings)
+    assert again.named("resumed") and not again.named("initialized")
+
+
+def test_the_files_hash_is_part_of_the_trainings_name(tmp_path, tiny_uri):
+    pin = open_dataset(tiny_uri).pin
+    for name, values in {"a": 1.0, "same": 1.0, "b": 2.0}.items():
+        (tmp_path / f"{name}.safetensors").write_bytes(plain({"w": np.full(3, values)}))
+    configs = {
+        name: pinned(TrainConfig(init_from=str(tmp_path / f"{name}.safetensors"))) for name in ("a", "same", "b")
+    }
+    folders = {name: training_dir(config, pin, "") for name, config in configs.items()}
+    assert folders["a"] == folders["same"] != folders["b"]
+    assert not {"init_from", "freeze", "unfreeze_epoch"} & settings_that_matter(TrainConfig()).keys()
+    assert configs["a"].init_from.startswith(f"{tmp_path}/a.safetensors#sha256="), "ranks may start elsewhere"
+    assert pinned(configs["a"]) == configs["a"]
+    (tmp_path / "a.safetensors").write_bytes(plain({"w": np.zeros(3)}))
+    with pytest.raises(IntegrityError, match="expected .*, which the driver found"):
+        read_pinned(configs["a"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"init_from": "nowhere/a.keras"}, "nowhere/a.keras': there is no such file"),
+        ({"init_from": "a.pt"}, r"'small_cnn' is a Keras model; expected .keras, .weights.h5, .h5, .safetensors or an"),
+        ({"init_from": "a.keras", "model": f"{TORCH_MODELS}:linear"}, r"a PyTorch model; expected .pt, .pth, .safeten"),
+        ({"init_from": "page.keras"}, r"page.keras' begins with b'<!DOCTYP'; which is no .keras file"),
+        ({"init_from": "nowhere@3"}, "nowhere has no export 3; it has none"),
+        ({"unfreeze_epoch": 2}, r"unfreeze_epoch = 2, and train.freeze is empty"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_anything_starts(settings, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("page.keras").write_text("<!DOCTYPE html>")
+    with pytest.raises(UsageError, match=message):
+        check_terms(TrainConfig(**settings), SparkConfig())

@@ -1,0 +1,71 @@
+"""Weights of a PyTorch module that `train.freeze` holds still: for good, or until `train.unfreeze_epoch`.
+
+A Keras model on PyTorch keeps books of its own beside PyTorch's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from train.config import TrainConfig
+from train.freezing import frozen_names
+
+if TYPE_CHECKING:
+    from train.backends.keras.freeze import Frozen as FrozenOfKeras
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """What `train.freeze` names; nothing if it is empty."""
+
+    parameters: tuple[Any, ...] = ()
+    modules: tuple[Any, ...] = ()
+    """Those without another parameter that is trained: they compute as in inference, so that batch norms keep their
+    statistics."""
+    of_keras: FrozenOfKeras | None = None
+
+    def set_trainable(self, is_trainable: bool) -> None:
+        """Whether gradients of them are computed. The modules are put to inference by who puts all to training."""
+        if self.of_keras is not None:
+            self.of_keras.set_trainable(is_trainable)
+        for parameter in self.parameters:
+            parameter.requires_grad_(is_trainable)
+
+
+def freeze(config: TrainConfig, model: Any, is_keras: bool) -> Frozen:
+    """Hold still what `train.freeze` names; with `train.unfreeze_epoch` only name it.
+
+    Raises UsageError for a pattern that matches nothing.
+    """
+    if not config.freeze:
+        return Frozen()
+    frozen = _of_keras(config, model) if is_keras else _of_module(config, model)
+    if not config.unfreeze_epoch:
+        frozen.set_trainable(False)
+    return frozen
+
+
+def head_of(model: Any) -> str:
+    """The path of the last module with parameters of its own."""
+    return [path for path, each in model.named_modules() if list(each.parameters(recurse=False))][-1]
+
+
+def _of_keras(config: TrainConfig, model: Any) -> Frozen:
+    from train.backends.keras.freeze import freeze as freeze_keras
+
+    of_keras = freeze_keras(config, model)
+    return Frozen(parameters=tuple(variable.value for variable in of_keras.variables), of_keras=of_keras)
+
+
+def _of_module(config: TrainConfig, model: Any) -> Frozen:
+    trainable = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    last = head_of(model)
+    names = frozen_names(config, list(trainable), [name for name in trainable if name.rpartition(".")[0] == last])
+    modules = []
+    for path, module in model.named_modules():
+        own = [f"{path}.{name}".lstrip(".") for name, each in module.named_parameters() if each.requires_grad]
+        # What has parts may hold some that are trained in training's own way.
+        if own and not list(module.children()) and all(name in names for name in own):
+            modules.append(module)
+    return Frozen(tuple(trainable[name] for name in trainable if name in names), tuple(modules))

@@ -1,0 +1,53 @@
+"""`train.freeze`: which weights it names, and for which epochs they are held still, each backend in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from shardmill.errors import UsageError
+from shardmill.values import Cursor
+
+if TYPE_CHECKING:
+    from train.backends.backend import Learner
+    from train.config import TrainConfig
+
+ALL_BUT_HEAD = "all_but_head"
+MAX_NAMED = 6
+
+
+def hold_still(learner: Learner, config: TrainConfig, cursor: Cursor) -> None:
+    """Before the steps from `cursor` on: what follows from the cursor alone is the same after a resume."""
+    if cursor.epoch < config.unfreeze_epoch:
+        learner.freeze()
+    elif cursor.epoch == config.unfreeze_epoch > 0 and cursor.step == 0:
+        learner.unfreeze()
+
+
+def frozen_names(config: TrainConfig, names: Sequence[str], head: Collection[str]) -> set[str]:
+    """Of `names`, those that a pattern of `train.freeze` matches; `head`: those of the last layer.
+
+    Raises UsageError for a pattern that matches nothing, and if nothing is left to train.
+    """
+    frozen: set[str] = set()
+    for pattern in config.freeze:
+        if pattern == ALL_BUT_HEAD:
+            found = set(names) - set(head)
+        else:
+            found = {name for name in names if fnmatchcase(name, pattern)}
+        if not found:
+            shown = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+            raise UsageError(
+                f"train.freeze = {pattern!r} matches no weight of train.model = {config.model!r}",
+                f"it has {shown}",
+                f"give a pattern such as 'conv*', or {ALL_BUT_HEAD!r}",
+            )
+        frozen |= found
+    if frozen >= set(names):
+        raise UsageError(
+            f"train.freeze = {list(config.freeze)!r} leaves nothing of train.model = {config.model!r} to train",
+            "expected at least one weight",
+            f"give fewer patterns, or {ALL_BUT_HEAD!r}",
+        )
+    return frozen

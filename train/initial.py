@@ -1,0 +1,157 @@
+"""`train.init_from`: where a training's first weights lie, which file that is, and its hash, which names the training.
+
+Nothing here imports a framework: the driver finds and hashes the file, rank 0 reads it again and compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from shardmill.dataset.versions import split_version
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.storage import Store, join_uri
+from shardmill.stores import open_store
+from train.choose_backend import framework_of
+from train.config import SHA256_OF_FILE, TrainConfig
+from train.models.user import imported_packages
+from train.published.exported import read_export
+
+KERAS_SUFFIXES = (".keras", ".weights.h5", ".h5", ".safetensors")
+TORCH_SUFFIXES = (".pt", ".pth", ".safetensors")
+MAX_FILE_BYTES = 8_000_000_000
+
+_ZIP, _HDF5 = rb"PK\x03\x04", rb"\x89HDF\r\n\x1a\n"
+_BEGINS = {
+    ".keras": _ZIP,
+    ".weights.h5": _HDF5,
+    ".h5": _HDF5,
+    # A length below 2**32, then JSON.
+    ".safetensors": rb"....\0\0\0\0\s*\{",
+    # Of today, and of PyTorch before 1.6.
+    ".pt": rb"PK\x03\x04|\x80\x02",
+    ".pth": rb"PK\x03\x04|\x80\x02",
+}
+"""How a file of each kind begins: one that was saved as a web page is found before anything starts."""
+_LONGEST_BEGINNING = 64
+
+
+@dataclass(frozen=True, slots=True)
+class InitialFile:
+    """One file of trained weights."""
+
+    uri: str
+    """Absolute: ranks may start elsewhere."""
+    suffix: str
+    class_names: tuple[str, ...] | None = None
+    """Of an export of ours; None if the file does not say them."""
+    sha256: str = ""
+    """As the export's record or the config has it; empty if the file has yet to be hashed."""
+
+    def check(self) -> None:
+        """Raises UsageError if there is none, if it begins as no file of its kind, or if it is larger than any model
+        that one process could hold."""
+        store, name = self._place()
+        found = store.stat(name)
+        if found is None:
+            raise UsageError(
+                f"train.init_from = {self.uri!r}: there is no such file",
+                "expected a file of weights, or an export MODELS@N",
+                "check the path",
+            )
+        if found.size_bytes > MAX_FILE_BYTES:
+            raise UsageError(
+                f"train.init_from = {self.uri!r} has {found.size_bytes} bytes", f"expected at most {MAX_FILE_BYTES}"
+            )
+        begins = store.read_range(name, 0, min(_LONGEST_BEGINNING, found.size_bytes))
+        if not re.match(_BEGINS[self.suffix], begins, re.DOTALL):
+            raise UsageError(
+                f"train.init_from = {self.uri!r} begins with {begins[:8]!r}",
+                f"which is no {self.suffix} file",
+                "download or save it again",
+            )
+
+    def read(self) -> bytes:
+        """Raises as `check` does."""
+        self.check()
+        store, name = self._place()
+        return store.read(name)
+
+    def _place(self) -> tuple[Store, str]:
+        folder, _, name = self.uri.rpartition("/")
+        return open_store(folder or "/"), name
+
+
+def find_initial(config: TrainConfig) -> InitialFile:
+    """The file that `train.init_from` names. Raises UsageError if the framework of the model does not read its kind."""
+    given, _, sha256 = config.init_from.partition(SHA256_OF_FILE)
+    packages = imported_packages(config.model)
+    is_keras = "keras" in packages or framework_of(config) != "torch"
+    root, number = split_version(given)
+    if number is not None:
+        return _in_export(root, number, "model.keras" if is_keras else "state_dict.pt", sha256)
+    suffixes = KERAS_SUFFIXES if is_keras else TORCH_SUFFIXES
+    # The longest: `.weights.h5` is also `.h5`, and another format.
+    suffix = max((each for each in suffixes if given.endswith(each)), key=len, default=None)
+    if suffix is None:
+        kind = "Keras" if is_keras else "PyTorch"
+        raise UsageError(
+            f"train.init_from = {given!r}, and train.model = {config.model!r} is a {kind} model",
+            f"expected {', '.join(suffixes)} or an export MODELS@N",
+            "convert the file, or choose another model",
+        )
+    folder, _, name = given.rpartition("/")
+    at_root = given.startswith("/") and not folder
+    return InitialFile(join_uri(open_store("/" if at_root else folder or ".").uri, name), suffix, sha256=sha256)
+
+
+def check_initial(config: TrainConfig) -> None:
+    """Raises UsageError if there is no such file, or its kind is none that the model takes."""
+    if config.init_from:
+        find_initial(config).check()
+    if config.unfreeze_epoch and not config.freeze:
+        raise UsageError(
+            f"train.unfreeze_epoch = {config.unfreeze_epoch}, and train.freeze is empty",
+            "expected something to unfreeze",
+            'set train.freeze = ["all_but_head"]',
+        )
+
+
+def pinned(config: TrainConfig) -> TrainConfig:
+    """`config` with the SHA-256 of the file behind `init_from`: another file makes another training."""
+    if not config.init_from:
+        return config
+    file = find_initial(config)
+    sha256 = file.sha256 or hashlib.sha256(file.read()).hexdigest()
+    root, number = split_version(config.init_from.partition(SHA256_OF_FILE)[0])
+    # Which export it is stays said: it knows its classes.
+    place = file.uri if number is None else f"{open_store(root).uri}@{number}"
+    return config.model_copy(update={"init_from": f"{place}{SHA256_OF_FILE}{sha256}"})
+
+
+def read_pinned(config: TrainConfig) -> tuple[InitialFile, bytes]:
+    """The file and its bytes. Raises IntegrityError if they are not those that the driver hashed."""
+    file = find_initial(config)
+    data = file.read()
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != file.sha256:
+        raise IntegrityError(
+            f"{file.uri} has SHA-256 {digest}",
+            f"expected {file.sha256}, which the driver found",
+            "do not change it while a training starts",
+        )
+    return file, data
+
+
+def _in_export(root: str, number: int, name: str, sha256: str) -> InitialFile:
+    record, store = read_export(root, number).record, open_store(root)
+    for file in record.files:
+        if file.path == f"{record.artifact_dir}/{name}":
+            suffix = f".{name.rpartition('.')[2]}"
+            return InitialFile(join_uri(store.uri, file.path), suffix, record.class_names, sha256 or file.sha256)
+    raise UsageError(
+        f"train.init_from = {root}@{number}: the export has no {name}",
+        f"its model {record.model!r} is of the backend {record.backend!r} {record.keras_note}".strip(),
+        "start from an export of the same framework, or from a file",
+    )

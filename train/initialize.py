@@ -1,0 +1,65 @@
+"""The first weights of a training that has no checkpoint yet: those of `train.init_from`, into rank 0's model.
+
+The other ranks get them as they get fresh ones: by the broadcast with which every training starts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardmill.errors import IntegrityError
+from shardmill.jobs.observer import WARNING
+from shardmill.sealed import seal, unseal
+from shardmill.storage import Store, join_uri
+from train.initial import read_pinned
+from train.match_weights import Initialized, listed, match_weights
+from train.values import from_json, to_json
+
+if TYPE_CHECKING:
+    from train.session import Session
+
+INITIALIZED = "initialized.json"
+"""The `Initialized` of a training, in its folder."""
+MAX_LISTED = 20
+_FEW = 0.5
+"""Of the model's numbers; from a backbone without its head most come."""
+
+
+def initialize(session: Session) -> None:
+    """Raises UsageError if the file does not fit the model, IntegrityError if it is another file by now."""
+    config, learner = session.task.config, session.member.learner
+    if not config.init_from or session.member.rank != 0:
+        return
+    session.reporter.doing("reading train.init_from")
+    file, data = read_pinned(config)
+    given = learner.read_weights(data, file.suffix, file.uri)
+    named = learner.named_weights(given.keys())
+    other_classes = file.class_names is not None and file.class_names != session.dataset.manifest.class_names
+    match = match_weights(named.arrays, given, named.head, file.uri, other_classes=other_classes)
+    named.assign(match.arrays)
+    found = match.initialized(file.uri, named.arrays)
+    session.checkpoints.store.put(f"{session.task.training_dir}/{INITIALIZED}", seal(to_json(found)))
+    fields: dict[str, str | int | float] = {
+        "source": found.source,
+        "loaded": found.num_loaded,
+        "weights": found.num_weights,
+        "share": found.share,
+        "replaced": listed(found.replaced, MAX_LISTED),
+        "missing": listed(found.missing, MAX_LISTED),
+        "unused": listed(found.unused, MAX_LISTED),
+    }
+    if found.share < _FEW:
+        fields[WARNING] = (
+            f"only {found.share:.0%} of the model's numbers come from {found.source}; "
+            f"it has no {listed(found.missing) or 'head that fits'}"
+        )
+    session.event("initialized", fields)
+
+
+def read_initialized(store: Store, training_dir: str) -> Initialized | None:
+    """What `initialize` took over; None if the training began with fresh weights, or from another training's end."""
+    path = f"{training_dir}/{INITIALIZED}"
+    try:
+        return from_json(Initialized, unseal(store.read(path), join_uri(store.uri, path)))
+    except (FileNotFoundError, IntegrityError, ValueError):
+        return None

@@ -1,0 +1,126 @@
+"""Which arrays of a file are which weights of a model: by name, below one common prefix; and what does not fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmill.errors import UsageError
+
+MAX_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Initialized:
+    """What a training took over from `train.init_from`."""
+
+    source: str
+    num_loaded: int
+    num_weights: int
+    """Arrays of the model."""
+    share: float
+    """Of the model's numbers."""
+    replaced: tuple[str, ...]
+    """Weights of the head that keep their fresh values, and why: other shapes, or other classes."""
+    missing: tuple[str, ...]
+    """Weights of the model that the file does not have; they keep their fresh values."""
+    unused: tuple[str, ...]
+    """Arrays of the file that the model does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Values for some of a model's weights, and what is said of the others; as in `Initialized`."""
+
+    arrays: Mapping[str, np.ndarray]
+    replaced: tuple[str, ...]
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def initialized(self, source: str, weights: Mapping[str, np.ndarray]) -> Initialized:
+        """For the record."""
+        size = sum(array.size for array in weights.values())
+        share = sum(array.size for array in self.arrays.values()) / max(1, size)
+        return Initialized(source, len(self.arrays), len(weights), share, self.replaced, self.missing, self.unused)
+
+
+def match_weights(
+    weights: Mapping[str, np.ndarray],
+    given: Mapping[str, np.ndarray],
+    head: Collection[str],
+    source: str,
+    *,
+    other_classes: bool = False,
+) -> Match:
+    """`weights`: the model's, `given`: the file's, both by name; `head`: the names of those of the last layer.
+
+    Names of either side may have a common prefix: a model inside an export or in DistributedDataParallel, a file of a
+    backbone that is a part of the model. The head's arrays are left out if they do not fit, or with `other_classes`.
+    Raises UsageError that lists all other weights of which the file has another shape, or if nothing fits.
+    """
+    of_file, of_model = _prefixes(weights, given)
+    arrays, replaced, unfit, missing = {}, [], [], []
+    taken: set[str] = set()
+    for name, weight in weights.items():
+        name_there = of_file + name.removeprefix(of_model)
+        array = given.get(name_there) if name.startswith(of_model) else None
+        if array is None:
+            missing.append(name)
+            continue
+        taken.add(name_there)
+        shapes = f"{name}: {array.shape} in the file, {weight.shape} in the model"
+        if name in head and (other_classes or array.shape != weight.shape):
+            replaced.append(shapes if array.shape != weight.shape else f"{name}: of other classes")
+        elif array.shape != weight.shape:
+            unfit.append(shapes)
+        else:
+            arrays[name] = np.array(array, dtype=weight.dtype, order="C")
+    if unfit:
+        raise UsageError(
+            f"{source} does not fit the model: {listed(unfit)}",
+            "expected equal shapes but for those of the last layer",
+            "choose the model and the image size that the file was made with",
+        )
+    if not arrays:
+        raise UsageError(
+            f"no array of {source} fits a weight of the model",
+            f"the model has {listed(list(weights))}; the file has {listed(list(given)) or 'none'}",
+            "choose the model that the file was made with",
+        )
+    return Match(arrays, tuple(replaced), tuple(missing), tuple(sorted(given.keys() - taken)))
+
+
+def listed(names: Collection[str], most: int = MAX_NAMED) -> str:
+    """For people: the first of them, and how many there are beyond."""
+    shown = "; ".join(list(names)[:most])
+    return shown + (f"; and {len(names) - most} more" if len(names) > most else "")
+
+
+def _prefixes(weights: Mapping[str, np.ndarray], given: Mapping[str, np.ndarray]) -> tuple[str, str]:
+    """The file's and the model's under which most names are found with their shapes; of equal ones the shortest.
+
+    One of the two is empty.
+    """
+    found = Counter({("", ""): 0})
+    by_end: dict[str, list[str]] = {}
+    for name in given:
+        by_end.setdefault(_end(name), []).append(name)
+    for weight, array in weights.items():
+        for name in by_end.get(_end(weight), ()):
+            if given[name].shape != array.shape:
+                continue
+            of_file, of_model = name.removesuffix(weight), weight.removesuffix(name)
+            if name == weight:
+                found["", ""] += 1
+            elif name.endswith(weight) and of_file[-1] in "./":
+                found[of_file, ""] += 1
+            elif weight.endswith(name) and of_model[-1] in "./":
+                found["", of_model] += 1
+    return min(found, key=lambda each: (-found[each], len("".join(each))))
+
+
+def _end(name: str) -> str:
+    return name.replace(".", "/").rpartition("/")[2]
