@@ -92,6 +92,27 @@ def test_a_damaged_or_hostile_file_is_an_error(data):
             read_arrays(data, suffix, "f")
 
 
+def test_a_small_file_of_endless_arrays_is_refused():
+    import h5py
+
+    bomb = io.BytesIO()
+    with h5py.File(bomb, "w") as file:
+        # Declared, and never written.
+        file.create_dataset("layers/dense/vars/0", (100_000, 1_000), "f4", chunks=(1_000, 100), compression="gzip")
+    with pytest.raises(UsageError, match=r"its arrays have 400000000 bytes, in a file of \d+; expected a whole file"):
+        read_arrays(bomb.getvalue(), ".weights.h5", "f")
+    many = io.BytesIO()
+    with zipfile.ZipFile(many, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model.weights.h5", bytes(150_000_000))
+    with pytest.raises(UsageError, match="its arrays have 150000000 bytes"):
+        read_arrays(many.getvalue(), ".keras", "f")
+    # Many names for the same bytes.
+    header = {str(n): {"dtype": "F32", "shape": [1_000_000], "data_offsets": [0, 4_000_000]} for n in range(200)}
+    text = json.dumps(header).encode()
+    with pytest.raises(UsageError, match="its arrays have 800000000 bytes"):
+        read_arrays(len(text).to_bytes(8, "little") + text + bytes(4_000_000), ".safetensors", "f")
+
+
 def test_an_archive_with_code_gives_its_arrays_alone(tmp_path):
     """A `.keras` file whose configuration names a lambda: the configuration is not even read."""
     one = learner("keras", "small_cnn")
@@ -164,6 +185,8 @@ def test_every_weight_of_a_file_of_the_same_model_is_taken(name, tmp_path):
         kinds[".keras"] = (tmp_path / "model.keras").read_bytes()
         one._model.save_weights(tmp_path / "a.weights.h5")
         kinds[".weights.h5"] = (tmp_path / "a.weights.h5").read_bytes()
+        one._model.save(tmp_path / "a.h5")
+        kinds[".h5"] = (tmp_path / "a.h5").read_bytes()
     for suffix, data in kinds.items():
         other = learner(name, NORMED[name], seed=3)
         given = other.read_weights(data, suffix, "f")
