@@ -24,6 +24,9 @@ FAILPOINTS = {
     "task_report": "a unit is finished and recorded, its task has not reported it",
     "manifest_put": "everything that a manifest names is published, the manifest is not",
     "post_commit": "the manifest is there, nothing that follows the commit was done",
+    "checkpoint_file": "a file of a training's checkpoint is about to be written",
+    "checkpoint_marker": "all files of a checkpoint are there, its marker is not",
+    "checkpoint_done": "the marker is there, older checkpoints were not deleted",
     "gc_delete": "gc deletes a file that nothing names",
 }
 

@@ -1,29 +1,28 @@
-"""Resumable training state: files first, one marker last; only files that the marker names with size and hash are used.
+"""Resumable training state: what a checkpoint is, which ones are complete, and which stay.
 
 <training_dir>/checkpoints/step-00000120-a00000002/      of attempt 2 (train/attempts.py)
     weights.npz  optimizer.npz      written by rank 0
     rank-00000.npz ...              each rank's non-trainable state (moving statistics, seed states)
     MARKER.json                     size and SHA-256 of every file, and where the training stands; published last
+
+Only files that the marker names are used.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from pydantic import ValidationError
 
-from shardmill.errors import IntegrityError, StorageError, UsageError
-from shardmill.sealed import SealedFile, check_relative_path, read_sealed, seal, seal_file, unseal
+from shardmill.errors import IntegrityError, UsageError
+from shardmill.sealed import SealedFile, check_relative_path, read_sealed, unseal
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
 from train.attempts import Attempt
 from train.progress import Progress
-from train.values import ModelIdentity, from_json, to_json
+from train.values import ModelIdentity, from_json
 
 MARKER = "MARKER.json"
 
@@ -152,72 +151,17 @@ def check_resumable(found: FoundCheckpoint, now: TrainingIdentity, allowed: Coll
         )
 
 
-class Ranks(Protocol):
-    """Those that write a checkpoint together; see train/strategies/member.py."""
-
-    rank: int
-    world_size: int
-
-    def gather_bytes(self, data: bytes) -> list[bytes]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointParts:
-    """A moment of a training, as one rank would write it."""
-
-    path: str
-    files: dict[str, bytes]
-    """This rank's, by name."""
-    identity: TrainingIdentity
-    progress: Progress
-    global_step: int
-
-
-def save_checkpoint(folder: CheckpointFolder, ranks: Ranks, parts: CheckpointParts) -> str:
-    """Every rank calls it; rank 0 publishes the marker when the files of all are there. -> why not, equal on all ranks.
-
-    Empty if it is published. A store that refuses leaves the checkpoints before as they are. Afterwards the newest
-    `keep_checkpoints` complete ones stay, with those of the best epochs that they name; whatever is older is deleted,
-    marker first. Raises CommitConflict, on rank 0, if a newer attempt has begun.
-    """
-    mine = _stored(folder.store, parts)
-    of_all_ranks = [from_json(_Stored, part) for part in ranks.gather_bytes(to_json(mine))]
-    # The gather is also the barrier: rank 0 has every rank's list only after every rank has stored (and synced) its
-    # files, so a marker never names a file that a crash has lost.
-    problem = "; ".join(each.problem for each in of_all_ranks if each.problem)
-    if ranks.rank == 0 and not problem:
-        all_files = tuple(file for of_rank in of_all_ranks for file in of_rank.files)
-        marker = CheckpointMarker(parts.identity, ranks.world_size, parts.global_step, parts.progress, all_files)
-        folder.attempt.check()
-        try:
-            folder.store.put(f"{parts.path}/{MARKER}", seal(to_json(marker)))
-        except StorageError as error:
-            problem = str(error)
-        else:
-            # What is left of older ones is deleted next time.
-            with suppress(StorageError):
-                _delete_older(folder, keep=parts.path)
-    # All ranks go on alike: rank 0's word counts.
-    return json.loads(ranks.gather_bytes(json.dumps(problem).encode())[0])
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """What one rank has stored of a checkpoint, or why it could not."""
-
-    files: tuple[SealedFile, ...]
-    problem: str = ""
-
-
-def _stored(store: Store, parts: CheckpointParts) -> _Stored:
-    written = []
-    try:
-        for name, data in parts.files.items():
-            store.put(f"{parts.path}/{name}", data)
-            written.append(seal_file(name, data))
-    except StorageError as error:
-        return _Stored((), str(error))
-    return _Stored(tuple(written))
+def delete_older(folder: CheckpointFolder, keep: str) -> None:
+    """Of the complete ones the newest stay, those of the best epochs that they name, and `keep`."""
+    names_of = _list_checkpoints(folder.store, folder.training_dir)
+    complete = sorted((path for path, names in names_of.items() if MARKER in names), key=_place_of)
+    # Nothing of a newer attempt is older than this one's. What an older one is still writing will be refused to it.
+    oldest_kept = _place_of(complete[-folder.keep_checkpoints :][0])
+    old = {path for path in names_of if _place_of(path) < oldest_kept}
+    best = {_best_of(folder.store, path) for path, names in names_of.items() if path not in old and MARKER in names}
+    # `keep`: with a newer attempt beside it, which it is about to find, this one still names its own.
+    for path in old - best - {keep}:
+        _delete_checkpoint(folder.store, path, names_of[path])
 
 
 def _read_marker(store: Store, path: str) -> CheckpointMarker:
@@ -256,18 +200,6 @@ def _list_checkpoints(store: Store, training_dir: str) -> dict[str, dict[str, in
         folder, _, name = file.path.rpartition("/")
         sizes_of.setdefault(folder, {})[name] = file.size_bytes
     return sizes_of
-
-
-def _delete_older(folder: CheckpointFolder, keep: str) -> None:
-    names_of = _list_checkpoints(folder.store, folder.training_dir)
-    complete = sorted((path for path, names in names_of.items() if MARKER in names), key=_place_of)
-    # Nothing of a newer attempt is older than this one's. What an older one is still writing will be refused to it.
-    oldest_kept = _place_of(complete[-folder.keep_checkpoints :][0])
-    old = {path for path in names_of if _place_of(path) < oldest_kept}
-    best = {_best_of(folder.store, path) for path, names in names_of.items() if path not in old and MARKER in names}
-    # `keep`: with a newer attempt beside it, which it is about to find, this one still names its own.
-    for path in old - best - {keep}:
-        _delete_checkpoint(folder.store, path, names_of[path])
 
 
 def _best_of(store: Store, path: str) -> str:

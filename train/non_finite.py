@@ -19,11 +19,11 @@ MAX_NAMED_SAMPLES = 5
 
 
 def own_state(session: Session) -> list[np.ndarray]:
-    """What a forward pass of the next batch changes by itself (moving statistics), copied, if it may be skipped."""
+    """What a forward pass of the next batch changes by itself (moving statistics), if it may be skipped."""
     learner = session.member.learner
     if session.task.config.on_non_finite == "stop" or not learner.moving_statistics():
         return []
-    return [np.array(array) for array in learner.arrays(StatePart.OWN)]
+    return learner.arrays(StatePart.OWN)
 
 
 def leave_out(

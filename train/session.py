@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardmill.dataset.dataset import Dataset
@@ -12,22 +12,21 @@ from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated
 from train.checkpoint import (
     CheckpointFolder,
-    CheckpointParts,
     FoundCheckpoint,
     TrainingIdentity,
     check_resumable,
     complete_checkpoints,
     delete_checkpoint,
     open_checkpoint,
-    save_checkpoint,
 )
+from train.checkpoint_writer import CheckpointWriter, Moment
 from train.labels import LabelSpec
 from train.progress import BestEpoch, Progress, TimeSpent
 from train.readers.reader import Epochs
 from train.stopwatch import Stopwatch
 from train.strategies.member import Member
 from train.task import WorkerTask
-from train.values import Reporter, from_json, to_json
+from train.values import Reporter, World, from_json, to_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +41,10 @@ class Session:
     member: Member
     checkpoints: CheckpointFolder
     identity: TrainingIdentity
+    world: World
     reporter: Reporter
-    may_begin: Callable[[int], bool]
-    """`World.may_begin`."""
+    writer: CheckpointWriter
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    owed: list[CheckpointParts] = field(default_factory=list)
-    """The best epoch's checkpoint, while the store refuses it."""
-    refusals: list[str] = field(default_factory=list)
-    """Why the store refused checkpoints, oldest first."""
 
     @property
     def labels(self) -> LabelSpec:
@@ -130,69 +125,85 @@ def _candidates(session: Session) -> Iterator[FoundCheckpoint]:
 
 
 def save(session: Session, progress: Progress) -> tuple[Progress, str]:
-    """Write a checkpoint of this very moment. -> progress with the time it took, and the checkpoint's path.
+    """Begin to write a checkpoint of this very moment. -> progress with the time it cost here, and its path.
 
-    If the store refuses, all ranks go on with the checkpoints that there are, and a warning; the path is empty then.
+    Only if the one before is still being written does the training wait, for that one. If the store refuses, all ranks
+    go on with the checkpoints that there are, and a warning.
     """
+    wait_for_checkpoint(session)
     global_step = session.global_step(progress)
-    path = session.checkpoints.path_of(global_step)
-    now = CheckpointParts(path, session.member.state_files(), session.identity, progress, global_step)
-    problem = _save_in_order(session, now)
-    seconds = session.stopwatch.lap()
-    cursor = progress.cursor
-    fields = {"path": path, "epoch": cursor.epoch, "step": cursor.step, "global_step": global_step, "seconds": seconds}
-    if problem:
-        warning = f"no checkpoint at global step {global_step}: {problem}; the training goes on from the one before"
+    moment = Moment(
+        path=session.checkpoints.path_of(global_step),
+        files=session.member.state_files(),
+        identity=session.identity,
+        progress=progress,
+        global_step=global_step,
+        world_size=session.member.world_size,
+    )
+    session.writer.begin(moment)
+    return progress.after_time(TimeSpent(checkpoint=session.stopwatch.lap())), moment.path
+
+
+def report_checkpoint(session: Session) -> None:
+    """Report the checkpoint that was begun, if it is there, or refused, by now."""
+    if not session.writer.is_writing:
+        wait_for_checkpoint(session)
+
+
+def wait_for_checkpoint(session: Session) -> None:
+    """Return when none is being written, and report the one that was."""
+    written = session.writer.take()
+    if written is None:
+        return
+    moment = written.moment
+    cursor, step = moment.progress.cursor, moment.global_step
+    fields = {"path": moment.path, "epoch": cursor.epoch, "step": cursor.step, "global_step": step}
+    fields |= {"seconds": written.seconds}
+    if written.problem:
+        warning = f"no checkpoint at global step {step}: {written.problem}; the training goes on from the one before"
         session.event("checkpoint_failed", {**fields, WARNING: warning})
     else:
         session.event("checkpoint", fields)
-    return progress.after_time(TimeSpent(checkpoint=seconds)), "" if problem else path
 
 
 def save_last(session: Session, progress: Progress, last_checkpoint: str) -> tuple[Progress, str]:
     """The checkpoint that a result names, written now unless it is `last_checkpoint`. Raises StorageError."""
-    if not last_checkpoint:
-        progress, last_checkpoint = save(session, progress)
-    if not last_checkpoint:
+    progress, path, problem = _completed(session, progress, last_checkpoint)
+    if problem:
         raise StorageError(
-            f"the last checkpoint of {session.task.training_dir} could not be written: {session.refusals[-1]}",
+            f"the last checkpoint of {session.task.training_dir} could not be written: {problem}",
             "a finished training needs it",
             "make room or repair the storage, then run the same command again: it goes on from the last complete one",
         )
-    return progress, last_checkpoint
-
-
-def _save_in_order(session: Session, now: CheckpointParts) -> str:
-    """First what is owed: a marker must name no checkpoint of the best epoch that is not there. -> why not, or ''."""
-    best = now.progress.best
-    owed = [each for each in session.owed if best is not None and each.path == best.checkpoint]
-    session.owed.clear()
-    for parts in (*owed, now):
-        problem = save_checkpoint(session.checkpoints, session.member, parts)
-        if problem:
-            session.refusals.append(problem)
-            # The weights of the best epoch exist nowhere else.
-            is_best = best is not None and now.path == best.checkpoint
-            session.owed.extend([now] if is_best else owed)
-            return problem
-        owed = owed[1:]
-    return ""
+    return progress, path
 
 
 def stop(session: Session, progress: Progress, last_checkpoint: str) -> Terminated:
     """SIGTERM has come: all ranks are before the same step, write a checkpoint there and leave. -> what to raise.
 
-    `last_checkpoint`: that of this very moment, if there is one already.
+    `last_checkpoint`: that of this very moment, if one was begun already.
     """
-    path, is_new = last_checkpoint, session.global_step(progress) == 0
-    if not path and not is_new:
-        progress, path = save(session, progress)
+    how = "nothing was trained yet"
+    if session.global_step(progress):
+        progress, path, problem = _completed(session, progress, last_checkpoint)
+        how = problem or f"checkpoint {path}"
     session.member.barrier()
     session.member.close()
     cursor = progress.cursor
     where = f"before step {cursor.step} of epoch {cursor.epoch} (global step {session.global_step(progress)})"
-    how = f"checkpoint {path}" if path else "nothing was trained yet" if is_new else session.refusals[-1]
     return Terminated(f"terminated by SIGTERM {where}; {how}")
+
+
+def _completed(session: Session, progress: Progress, last_checkpoint: str) -> tuple[Progress, str, str]:
+    """A checkpoint of this moment, which is `last_checkpoint` unless that is empty or was refused. -> why it is not
+    there, or ''."""
+    wait_for_checkpoint(session)
+    path, refused = last_checkpoint, session.writer.refused
+    if not path or path in refused:
+        progress, path = save(session, progress)
+        wait_for_checkpoint(session)
+    progress = progress.after_time(TimeSpent(checkpoint=session.stopwatch.lap()))
+    return progress, path, refused.get(path, "")
 
 
 def load_best(session: Session, best: BestEpoch | None, last_checkpoint: str) -> BestEpoch | None:

@@ -58,6 +58,8 @@ class World:
     exchange: Callable[[bytes], list[bytes]] = _alone
     """Every rank's bytes in rank order. They go through the driver, authenticated: for addresses, not for work. All
     ranks call it equally often."""
+    exchange_aside: Callable[[bytes], list[bytes]] = _alone
+    """Likewise, for another thread than the one that trains."""
     may_begin: Callable[[int], bool] = _always
     """Asked by every rank before each global step, in order; False: the training is to stop before this step, and then
     it is so on all ranks (train/launching/stop_point.py)."""

@@ -16,11 +16,12 @@ from shardmill.reader import ReaderSeconds
 from shardmill.sealed import seal
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
-from shardmill.values import Batch
+from shardmill.values import Batch, Cursor
 from train.attempts import Attempt, claim_attempt
 from train.backends import BACKENDS
 from train.backends.backend import Backend, Learner, model_spec
 from train.checkpoint import CheckpointFolder, TrainingIdentity
+from train.checkpoint_writer import CheckpointWriter
 from train.choose_backend import choose_backend
 from train.config import settings_that_matter
 from train.evaluate_split import evaluate_finally, evaluate_split
@@ -28,10 +29,10 @@ from train.freezing import hold_still
 from train.initialize import initialize
 from train.models.identity import check_source, inputs_hint
 from train.non_finite import leave_out, own_state
-from train.progress import EarlyStop, Progress, TimeSpent, has_not_learned
+from train.progress import BestEpoch, EarlyStop, Progress, TimeSpent, has_not_learned
 from train.readers import reader_of
 from train.readers.reader import Epochs
-from train.session import Session, load_best, resume, save, save_last, stop
+from train.session import Session, load_best, report_checkpoint, resume, save, save_last, stop
 from train.strategies import find_strategy
 from train.strategies.member import evaluated_streams
 from train.task import WorkerTask
@@ -77,35 +78,52 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     store = open_store(task.models_uri)
     number = claim_attempt(store, task.training_dir, world.world_size).number if member.rank == 0 else 0
     attempt = Attempt(store, task.training_dir, int(member.broadcast_bytes(str(number).encode())))
+    checkpoints = CheckpointFolder(attempt, config.keep_checkpoints)
     session = Session(
         task=task,
         dataset=dataset,
         epochs=Epochs(reader_of(config), dataset, config, member.data),
         streams=evaluated_streams(member.data, config.num_streams),
         member=member,
-        checkpoints=CheckpointFolder(attempt, config.keep_checkpoints),
+        checkpoints=checkpoints,
         identity=TrainingIdentity(task.dataset, plan_spec.fingerprint, model, settings_that_matter(config)),
+        world=world,
         reporter=reporter,
-        may_begin=world.may_begin,
+        writer=CheckpointWriter(checkpoints, member, reporter),
     )
 
-    # Go on from the last complete checkpoint, if there is one; in any case all ranks start with the same variables.
-    found = resume(session, begin=initialize)
-    progress = session.epochs.resumed(found.marker.progress) if found else Progress()
-    last_checkpoint = found.path if found else ""
-    session.stopwatch.lap()
+    with session.writer:
+        # Go on from the last complete checkpoint, if there is one; in any case all ranks start with the same variables.
+        found = resume(session, begin=initialize)
+        progress = session.epochs.resumed(found.marker.progress) if found else Progress()
+        last_checkpoint = found.path if found else ""
+        session.stopwatch.lap()
 
-    # Epochs: steps, then validation, then a checkpoint that holds what was validated.
-    while progress.cursor.epoch < config.epochs and not progress.early_stop.stopped:
-        progress = _train_steps(session, progress, last_checkpoint)
-        progress = _finish_epoch(session, progress)
-        progress, last_checkpoint = save(session, progress)
-    progress, last_checkpoint = save_last(session, progress, last_checkpoint)
+        # Epochs: steps, then validation, then a checkpoint that holds what was validated.
+        while progress.cursor.epoch < config.epochs and not progress.early_stop.stopped:
+            progress = _train_steps(session, progress, last_checkpoint)
+            progress = _finish_epoch(session, progress)
+            progress, last_checkpoint = save(session, progress)
+        progress, last_checkpoint = save_last(session, progress, last_checkpoint)
 
     # The weights that count, and their figures on data that no decision has seen.
     best = load_best(session, progress.best, last_checkpoint)
-    evaluation = evaluate_finally(session)
-    result = TrainResult(
+    resumed_from = found.marker.progress.cursor if found else None
+    result = _result(session, progress, best, last_checkpoint, resumed_from)
+    if member.rank == 0:
+        attempt.publish(f"{task.training_dir}/{RESULT}", seal(to_json(result)))
+
+    # Leave together: if one rank failed, its own error must reach the driver before its peers report a lost connection.
+    member.barrier()
+    member.close()
+    return result
+
+
+def _result(
+    session: Session, progress: Progress, best: BestEpoch | None, last_checkpoint: str, resumed_from: Cursor | None
+) -> TrainResult:
+    task, member = session.task, session.member
+    return TrainResult(
         dataset=task.dataset,
         training_dir=task.training_dir,
         exported="best" if best else "last",
@@ -113,10 +131,10 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         checkpoint=best.checkpoint if best else last_checkpoint,
         last_checkpoint=last_checkpoint,
         continued_from=task.continues,
-        model=model,
-        strategy=config.strategy,
+        model=session.identity.model,
+        strategy=task.config.strategy,
         export_backend=member.learner.export_backend,
-        world_size=config.num_workers,
+        world_size=task.config.num_workers,
         num_epochs=progress.cursor.epoch,
         num_steps=session.global_step(progress),
         seconds=progress.spent.total,
@@ -125,19 +143,12 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         final_loss_hex=progress.last_loss_hex,
         weights_sha256=member.learner.weights_sha256(),
         stopped_early=progress.early_stop.stopped,
-        resumed_from=found.marker.progress.cursor if found else None,
+        resumed_from=resumed_from,
         history=progress.history,
-        evaluation=evaluation,
+        evaluation=evaluate_finally(session),
         num_skipped_steps=progress.skipped.total,
-        placement=world.placement,
+        placement=session.world.placement,
     )
-    if member.rank == 0:
-        attempt.publish(f"{task.training_dir}/{RESULT}", seal(to_json(result)))
-
-    # Leave together: if one rank failed, its own error must reach the driver before its peers report a lost connection.
-    member.barrier()
-    member.close()
-    return result
 
 
 def _with_files(world: World, task: WorkerTask) -> World:
@@ -167,7 +178,7 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
         batches = iter(reader)
         checkpoint_seconds = 0.0
         for step in range(first_step, plan.num_steps):
-            if not session.may_begin(session.global_step(progress)):
+            if not session.world.may_begin(session.global_step(progress)):
                 raise stop(session, progress, last_checkpoint)
             batch = next(batches)
             input_wait = lap()
@@ -191,7 +202,8 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
             session.reporter.step(_step_report(session, batch, outcome.loss, progress, spent, read))
             progress = progress.after_time(TimeSpent(other=lap()))
 
-            # The epoch's end writes its own.
+            # Written by another thread, the last one may be there by now. The epoch's end writes its own.
+            report_checkpoint(session)
             checkpoint_seconds, last_checkpoint = 0.0, ""
             every = session.epochs.checkpoint_every_steps
             if every and session.global_step(progress) % every == 0 and step + 1 < plan.num_steps:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from shardmill.stores import open_store
 from tests.train.training import MODELS
-from train.checkpoint import complete_checkpoints
+from train.checkpoint import CheckpointFolder, TrainingIdentity, complete_checkpoints
+from train.checkpoint_writer import CheckpointWriter, Moment
+from train.progress import Progress
+from train.state import WEIGHTS
 
 CONFIG = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 1, "keep_checkpoints": 3}
 KILLED_AT = 4
@@ -18,8 +23,27 @@ class OneRank:
     rank = 0
     world_size = 1
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
+    def gather_aside(self, data: bytes) -> list[bytes]:
         return [data]
+
+
+class Silent:
+    """Whom nobody listens to."""
+
+    def step(self, report: object) -> None: ...
+
+    def event(self, name: str, fields: object) -> None: ...
+
+    def doing(self, what: str, *, waits: bool = False) -> None: ...
+
+
+def write_checkpoint(folder: CheckpointFolder, step: int, identity: TrainingIdentity, progress: Progress) -> None:
+    """One of a training of one rank, with one small file."""
+    weights = {WEIGHTS: [np.zeros(3, np.float32)]}
+    with CheckpointWriter(folder, OneRank(), Silent()) as writer:
+        writer.begin(Moment(folder.path_of(step), weights, identity, progress, step, world_size=1))
+        written = writer.take()
+    assert written is not None and not written.problem
 
 
 def newest(models: Path) -> Path:

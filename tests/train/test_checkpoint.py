@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import resource
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,20 +19,19 @@ from shardmill.errors import CommitConflict, SecurityRefusal, StorageError
 from shardmill.sealed import seal
 from shardmill.stores import STORES, open_store
 from tests.counting_store import BYTES_READ, ENTRY, SCHEME
-from tests.train.checkpoints import CONFIG, KILLED_AT, OneRank, newest
+from tests.train.checkpoints import CONFIG, KILLED_AT, newest, write_checkpoint
 from tests.train.training import Killed, Recorder, train_here
 from train.attempts import claim_attempt
 from train.checkpoint import (
     MARKER,
     CheckpointFolder,
-    CheckpointParts,
     complete_checkpoints,
     open_checkpoint,
-    save_checkpoint,
 )
 from train.progress import BestEpoch, Progress
 from train.state import OPTIMIZER, WEIGHTS
 from train.trainings import read_result
+from train.values import RESULT
 
 
 def checkpoints(models: Path) -> list[str]:
@@ -129,9 +132,7 @@ def test_what_a_newer_attempt_wrote_counts_before_later_steps_of_an_older_one(mo
     late = CheckpointFolder(claim_attempt(store, "t", 1), keep_checkpoints=1)
     progress = Progress(best=BestEpoch(0, 1.0, late.path_of(0)))
     for step in (0, 1):
-        assert not save_checkpoint(
-            late, OneRank(), CheckpointParts(late.path_of(step), {WEIGHTS: b"w"}, identity, progress, step)
-        )
+        write_checkpoint(late, step, identity, progress)
     for step in (0, 1):
         assert open_checkpoint(store, late.path_of(step)).marker.global_step == step
     assert [each.path for each in complete_checkpoints(store, "t")] == [late.path_of(1), late.path_of(0)]
@@ -232,3 +233,44 @@ def test_checkpoints_and_results_live_on_s3(tiny_uri, s3_bucket, tmp_path, whole
     assert train_here(tiny_uri, models, recorder, **CONFIG).weights_sha256 == whole.weights_sha256
     assert recorder.named("resumed")[0]["global_step"] == 3
     assert open_store(models).stat("t/result.json") is not None
+
+
+def test_training_goes_on_while_the_store_is_slow(tiny_uri, tmp_path, whole, faulty):
+    """A checkpoint's file is kept back until the step after it is done."""
+    done: dict[int, threading.Event] = {}
+
+    class Steps(Recorder):
+        def step(self, report) -> None:
+            super().step(report)
+            done.setdefault(report.epoch * report.num_steps + report.step + 1, threading.Event()).set()
+
+    def put(store, path, data) -> None:
+        if path.endswith(WEIGHTS) and (step := int(path.split("step-")[1][:8])) < whole.num_steps:
+            assert done.setdefault(step + 1, threading.Event()).wait(60), f"step {step + 1} waits for its checkpoint"
+        store.sound.put(path, data)
+
+    faulty["put"] = put
+    config = {**CONFIG, "keep_checkpoints": 100}
+    result = train_here(tiny_uri, f"faulty://{tmp_path}", recorder := Steps(), **config)
+    assert result.weights_sha256 == whole.weights_sha256
+    # Each holds the state of its own step, not that of the one which was done before it was written.
+    saved = [each["global_step"] for each in recorder.named("checkpoint")]
+    assert saved == list(range(1, whole.num_steps + 1))
+    for step in (1, 2):
+        models = Path(shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-{step}"))
+        (models / "t" / RESULT).unlink()
+        for name in checkpoints(models):
+            if int(name[5:13]) > step:
+                shutil.rmtree(models / "t" / "checkpoints" / name)
+        assert train_here(tiny_uri, models, **CONFIG).weights_sha256 == whole.weights_sha256
+
+
+@pytest.mark.parametrize("num_kills", [5, pytest.param(30, marks=pytest.mark.drill)])
+def test_no_kill_costs_a_complete_checkpoint(tiny_uri, tmp_path, num_kills):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    program = [sys.executable, "-m", "tests.programs.train_until_killed", tiny_uri, str(tmp_path), str(seed)]
+    done = subprocess.run([*program, str(num_kills)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, killed, undisturbed = done.stdout.split()
+    assert killed == undisturbed

@@ -124,7 +124,7 @@ class Learner(Protocol):
         ...
 
     def arrays(self, part: StatePart) -> list[np.ndarray]:
-        """A part of the state, in an order that the model's configuration fixes."""
+        """A part of the state, in an order that the model's configuration fixes: copies, which no step changes."""
         ...
 
     def assign(self, part: StatePart, arrays: Sequence[np.ndarray], source: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import queue
 import socket
 import sys
 import threading
@@ -20,6 +19,7 @@ from shardmill.jobs.process import Terminated
 from shardmill.jobs.reach import check_nonce
 from shardmill.parent_death import die_with_parent
 from train.launching.devices import agree_on_devices
+from train.launching.exchanges import LANES, Exchanged, Lane, RankExchange
 from train.launching.faults import failure_of
 from train.launching.place import place_from_environment
 from train.launching.stop_point import Begun, Hold, StopAfter, Stopped, StopPoint
@@ -29,8 +29,6 @@ from train.launching.wire import (
     Abort,
     Connection,
     Event,
-    Exchange,
-    Exchanged,
     Failure,
     Finished,
     Heartbeat,
@@ -71,21 +69,6 @@ class DriverReporter:
         self.heartbeat = Heartbeat(self.heartbeat.num_calls + 1, what, waits)
 
 
-class DriverExchange:
-    """`World.exchange` by way of the driver."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._answers: queue.SimpleQueue[Exchanged] = queue.SimpleQueue()
-
-    def __call__(self, data: bytes) -> list[bytes]:
-        self._connection.send(Exchange(data.hex()))
-        return [bytes.fromhex(each) for each in self._answers.get().data_hex_of_ranks]
-
-    def answer(self, message: Exchanged) -> None:
-        self._answers.put(message)
-
-
 def main() -> NoReturn:
     """Run the worker function that the driver names and end this process: 0 when it returned, 1 when it raised."""
     # The closed connection ends a running rank; a stopped one cannot notice that, so the kernel is asked to kill it.
@@ -96,8 +79,9 @@ def main() -> NoReturn:
     address, token = os.environ[ADDRESS_VARIABLE], os.environ.pop(TOKEN_VARIABLE)
     connection, welcome = call_driver(address, token, "rank", place.rank, os.getpid())
     task = from_json(WorkerTask, welcome.task_json)
-    exchange, stop_point = DriverExchange(connection), StopPoint()
-    hearing = (connection, exchange, stop_point)
+    exchanges: dict[Lane, RankExchange] = {lane: RankExchange(connection.send, lane) for lane in LANES}
+    stop_point = StopPoint()
+    hearing = (connection, exchanges, stop_point)
     threading.Thread(target=_hear_driver, args=hearing, name="rank-abort", daemon=True).start()
     reporter = DriverReporter(connection)
     threading.Thread(target=_beat, args=(connection, reporter), name="rank-heartbeat", daemon=True).start()
@@ -105,7 +89,7 @@ def main() -> NoReturn:
         check_places(task)
         nics = task.config.nics
         address = ipv4_of(nics[0]) if nics else connection.own_address
-        placement = agree_on_devices(place, task.config, exchange, reporter)
+        placement = agree_on_devices(place, task.config, exchanges["main"], reporter)
         strategy = STRATEGIES[task.config.strategy]
         world = World(
             place.rank,
@@ -113,7 +97,8 @@ def main() -> NoReturn:
             place.local_rank,
             place.ranks_per_node,
             address,
-            exchange,
+            exchanges["main"],
+            exchanges["aside"],
             stop_point.may_begin,
             placement,
             role=strategy.roles(task.config)[place.rank],
@@ -162,12 +147,12 @@ def load_worker(name: str) -> Worker:
     return getattr(module, function_name)
 
 
-def _hear_driver(connection: Connection, exchange: DriverExchange, stop_point: StopPoint) -> NoReturn:
+def _hear_driver(connection: Connection, exchanges: Mapping[Lane, RankExchange], stop_point: StopPoint) -> NoReturn:
     """Hand over what the driver says until it wants this process to end, or is gone."""
     while (message := connection.receive()) is not None and not isinstance(message, Abort):
         match message:
             case Exchanged():
-                exchange.answer(message)
+                exchanges[message.lane].answer(message)
             case Hold():
                 # From this thread: the other one may wait in a collective for a rank that holds already.
                 with suppress(OSError):

@@ -11,7 +11,6 @@ import queue
 import signal
 import socket
 import time
-from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from shardmill.errors import ShardmillError
 from shardmill.jobs.process import Terminated, stopping_in_order
 from shardmill.values import Cursor
 from train.launching.deadlines import Deadlines
+from train.launching.exchanges import Exchange, ExchangeAssembler
 from train.launching.faults import RANK_OF_KIND, FaultKind, RankFault, error_of_all, merged, root_cause
 from train.launching.listener import RankListener, Received
 from train.launching.losses import Losses
@@ -29,8 +29,6 @@ from train.launching.wire import (
     TOKEN_VARIABLE,
     Abort,
     Event,
-    Exchange,
-    Exchanged,
     Failure,
     Finished,
     Heartbeat,
@@ -53,20 +51,6 @@ ECHO_GRACE_SECONDS = 4.0
 # After an abort, ranks have this long to end; then those on this host are killed.
 ABORT_SECONDS = 1.5
 TICK_SECONDS = 0.1
-
-
-class ExchangeAssembler:
-    """Puts what the ranks give to one exchange together."""
-
-    def __init__(self, world_size: int) -> None:
-        self._waiting: list[deque[str]] = [deque() for _ in range(world_size)]
-
-    def add(self, rank: int, data_hex: str) -> Exchanged | None:
-        """The answer to all ranks that this completes, or None."""
-        self._waiting[rank].append(data_hex)
-        if not all(self._waiting):
-            return None
-        return Exchanged(tuple(of_rank.popleft() for of_rank in self._waiting))
 
 
 class Watchdog:
@@ -232,9 +216,10 @@ class Watchdog:
             case Event(name, fields):
                 self._deadlines.progress(rank, received.seen_seconds)
                 self._observer.event(name, {"rank": received.rank, **fields})
-            case Exchange(data_hex):
-                self._deadlines.progress(rank, received.seen_seconds)
-                if (answer := self._exchanges.add(received.rank, data_hex)) is not None:
+            case Exchange(lane=lane) as given:
+                if lane == "main":
+                    self._deadlines.progress(rank, received.seen_seconds)
+                if (answer := self._exchanges.add(received.rank, given)) is not None:
                     self._listener.send_to_all(answer)
             case Begun(global_step):
                 self._stop.answer(received.rank, global_step)

@@ -25,6 +25,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from shardmill.jobs.observer import FieldValue
 from train.launching.attach_messages import Admitted, AttachMessage
+from train.launching.exchanges import Exchange, Exchanged
 from train.launching.faults import Failure
 from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
 from train.values import StepReport, TrainResult
@@ -99,22 +100,6 @@ class Event:
     name: str
     fields: dict[str, FieldValue] = field(default_factory=dict)
     kind: Literal["event"] = "event"
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """`World.exchange`: what this rank gives."""
-
-    data_hex: str
-    kind: Literal["exchange"] = "exchange"
-
-
-@dataclass(frozen=True, slots=True)
-class Exchanged:
-    """The driver's answer to every rank, once all have given theirs."""
-
-    data_hex_of_ranks: tuple[str, ...]
-    kind: Literal["exchanged"] = "exchanged"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from train.strategies import STRATEGIES
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.horovod import HOROVOD, HorovodCollective
 from train.strategies.member import DataIndex, Member, MemberStep, SiloIndex
-from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.replicated import Gather, ReplicatedMember, StreamShare, alone
 from train.strategies.silo_post import SiloPost
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
@@ -77,9 +77,15 @@ class LocalSgdMember(ReplicatedMember):
     """A replica that differs from the others within a step, and only then."""
 
     def __init__(
-        self, learner: Learner, collective: Collective, data: DataIndex, streams: StreamShare, local_steps: int
+        self,
+        learner: Learner,
+        collective: Collective,
+        data: DataIndex,
+        streams: StreamShare,
+        gather_aside: Gather,
+        local_steps: int,
     ) -> None:
-        super().__init__(learner, collective, data, streams)
+        super().__init__(learner, collective, data, streams, gather_aside)
         self._local_steps = local_steps
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
@@ -119,7 +125,7 @@ class SiloMember(ReplicatedMember):
     """A silo: it reads a dataset of its own, and nothing of it travels but weights, and figures of a round."""
 
     def __init__(self, learner: Learner, post: SiloPost, data: SiloIndex, local_steps: int) -> None:
-        super().__init__(learner, post, data, StreamShare(1, 1))
+        super().__init__(learner, post, data, StreamShare(1, 1), alone)
         self._post = post
         self._silo = data
         self._local_steps = local_steps
@@ -153,7 +159,7 @@ class SiloMember(ReplicatedMember):
         """They travel with the weights."""
         return
 
-    def state_files(self) -> dict[str, bytes]:
+    def state_files(self) -> dict[str, list[np.ndarray]]:
         """What a silo's optimizer remembers stays in the silo, and is lost with it."""
         return super().state_files() if self.rank == 0 else {}
 
@@ -187,7 +193,8 @@ def join_local_sgd(world: World, config: TrainConfig, build: Callable[[], Learne
     share = len(streams_of_rank(data.index, data.count, config.num_streams))
     learner = build()
     collective = AnnouncedCollective(COLLECTIVE_OF_BACKEND[choose_backend(config)], world, reporter)
-    return LocalSgdMember(learner, collective, data, StreamShare(share, config.num_streams), config.local_steps)
+    streams = StreamShare(share, config.num_streams)
+    return LocalSgdMember(learner, collective, data, streams, world.exchange_aside, config.local_steps)
 
 
 def join_silos(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:

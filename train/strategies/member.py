@@ -94,8 +94,12 @@ class Member(Protocol):
         """Leave the world."""
         ...
 
-    def state_files(self) -> dict[str, bytes]:
-        """This member's part of a checkpoint, by name."""
+    def gather_aside(self, data: bytes) -> list[bytes]:
+        """Like `gather_bytes` for those that have a part of a checkpoint; called by the thread that writes it."""
+        ...
+
+    def state_files(self) -> dict[str, list[np.ndarray]]:
+        """This member's part of a checkpoint: what goes into which file. Later steps do not change the arrays."""
         ...
 
     def files_to_resume(self, saved_world_size: int) -> list[str]:

@@ -15,10 +15,10 @@ from shardmill.errors import UsageError
 from train.backends.backend import Learner, StatePart
 from train.backends.keras.runtime import decorrelate_seed_states
 from train.config import TrainConfig
-from train.state import OPTIMIZER, WEIGHTS, dump_arrays, load_arrays, rank_file
+from train.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.strategies.collective import SingleCollective
 from train.strategies.member import DataIndex, Member
-from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.replicated import ReplicatedMember, StreamShare, alone
 from train.strategies.strategy import Strategy
 from train.values import Reporter, World
 
@@ -28,7 +28,7 @@ class MirroredMember(ReplicatedMember):
 
     def __init__(self, learner: Any, strategy: Any, config: TrainConfig) -> None:
         super().__init__(
-            learner, SingleCollective(), DataIndex(0, 1), StreamShare(config.num_streams, config.num_streams)
+            learner, SingleCollective(), DataIndex(0, 1), StreamShare(config.num_streams, config.num_streams), alone
         )
         self._strategy = strategy
         self._global_batch_size = config.global_batch_size
@@ -47,9 +47,9 @@ class MirroredMember(ReplicatedMember):
             for variable in variables[place]:
                 variable.assign(mean.astype(variable.dtype.as_numpy_dtype))
 
-    def state_files(self) -> dict[str, bytes]:
+    def state_files(self) -> dict[str, list[np.ndarray]]:
         own = {
-            rank_file(device): dump_arrays([of_device[device].numpy() for of_device in self._own()])
+            rank_file(device): [of_device[device].numpy() for of_device in self._own()]
             for device in range(self.world_size)
         }
         return super().state_files() | own

@@ -107,7 +107,8 @@ def join_multi_worker(world: World, config: TrainConfig, build: Callable[[], Lea
     data = DataIndex(world.rank, world.world_size)
     share = len(streams_of_rank(data.index, data.count, config.num_streams))
     collective = AnnouncedCollective(join, world, reporter)
-    return ReplicatedMember(learner, collective, data, StreamShare(share, config.num_streams))
+    streams = StreamShare(share, config.num_streams)
+    return ReplicatedMember(learner, collective, data, streams, world.exchange_aside)
 
 
 def _meet(world: World) -> Any:

@@ -28,7 +28,7 @@ from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.parameter_server_cluster import ClusterTask, start_threads
 from train.strategies.parameter_server_step import Dispatched, RemoteSteps
 from train.strategies.parameter_server_worker import serve
-from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.replicated import ReplicatedMember, StreamShare, alone
 from train.strategies.strategy import Strategy
 from train.values import Reporter, World
 
@@ -41,7 +41,7 @@ class ChiefMember(ReplicatedMember):
 
     def __init__(self, learner: Learner, work: RemoteSteps, config: TrainConfig, world: World, reporter: Reporter):
         every = StreamShare(config.num_streams, config.num_streams)
-        super().__init__(learner, SingleCollective(), DataIndex(0, 1), every)
+        super().__init__(learner, SingleCollective(), DataIndex(0, 1), every, alone)
         self._work = work
         self._config = config
         self._may_begin = world.may_begin

@@ -37,9 +37,19 @@ def replicated(join_collective: Callable[[World], Collective]) -> Join:
         # A model that does not build is a user's error on every rank: none should wait for the others then.
         learner = build()
         collective = AnnouncedCollective(join_collective, world, reporter)
-        return ReplicatedMember(learner, collective, data, StreamShare(share, config.num_streams))
+        streams = StreamShare(share, config.num_streams)
+        return ReplicatedMember(learner, collective, data, streams, world.exchange_aside)
 
     return join
+
+
+Gather = Callable[[bytes], list[bytes]]
+"""Every rank's bytes in rank order."""
+
+
+def alone(data: bytes) -> list[bytes]:
+    """`Gather` of a member that writes its checkpoints alone."""
+    return [data]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +63,16 @@ class StreamShare:
 class ReplicatedMember:
     """`train.strategies.member.Member` with the whole model."""
 
-    def __init__(self, learner: Learner, collective: Collective, data: DataIndex, streams: StreamShare) -> None:
+    def __init__(
+        self, learner: Learner, collective: Collective, data: DataIndex, streams: StreamShare, gather_aside: Gather
+    ) -> None:
         self.rank = data.index
         self.world_size = data.count
         self.data = data
         self.learner = learner
         self._collective = collective
         self._streams = streams
+        self._gather_aside = gather_aside
 
     def batches(self, epoch: Epoch, cursor: Cursor) -> Batches:
         return epoch.read(cursor.step)
@@ -104,11 +117,14 @@ class ReplicatedMember:
     def close(self) -> None:
         self._collective.close()
 
-    def state_files(self) -> dict[str, bytes]:
-        files = {rank_file(self.rank): dump_arrays(self.learner.arrays(StatePart.OWN))}
+    def gather_aside(self, data: bytes) -> list[bytes]:
+        return self._gather_aside(data)
+
+    def state_files(self) -> dict[str, list[np.ndarray]]:
+        files = {rank_file(self.rank): self.learner.arrays(StatePart.OWN)}
         if self.rank == 0:
-            files[WEIGHTS] = dump_arrays(self.learner.arrays(StatePart.WEIGHTS))
-            files[OPTIMIZER] = dump_arrays(self.learner.arrays(StatePart.OPTIMIZER))
+            files[WEIGHTS] = self.learner.arrays(StatePart.WEIGHTS)
+            files[OPTIMIZER] = self.learner.arrays(StatePart.OPTIMIZER)
         return files
 
     def files_to_resume(self, saved_world_size: int) -> list[str]:

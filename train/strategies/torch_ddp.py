@@ -24,7 +24,7 @@ from train.config import TrainConfig
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.nics import nic_with
-from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.replicated import Gather, ReplicatedMember, StreamShare
 from train.strategies.strategy import GLOO_ECHO, Strategy
 from train.values import Reporter, World
 
@@ -108,10 +108,11 @@ class DdpMember(ReplicatedMember):
         collective: AnnouncedCollective,
         data: DataIndex,
         streams: StreamShare,
+        gather_aside: Gather,
         reporter: Reporter,
         config: TrainConfig,
     ) -> None:
-        super().__init__(learner, collective, data, streams)
+        super().__init__(learner, collective, data, streams, gather_aside)
         self._torch_learner = learner
         self._reporter = reporter
         self._ready_seconds = 0.0
@@ -183,7 +184,8 @@ def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], re
     # The only backend that this strategy runs with.
     learner = cast("TorchLearner", build())
     collective = AnnouncedCollective(TorchCollective, world, reporter)
-    return DdpMember(learner, collective, data, StreamShare(share, config.num_streams), reporter, config)
+    streams = StreamShare(share, config.num_streams)
+    return DdpMember(learner, collective, data, streams, world.exchange_aside, reporter, config)
 
 
 def _meet(world: World) -> Any:

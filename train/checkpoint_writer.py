@@ -1,0 +1,190 @@
+"""Writes checkpoints behind the training: a moment's arrays are handed over, and the next step begins.
+
+Every rank has a writer, with one thread, and hands over the same moments in the same order. At most one is being
+written; to hand over the next waits for it. The ranks' threads agree among themselves (`Member.gather_aside`), so that
+no step waits for the store, and after each checkpoint all of them know alike whether it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from shardmill.errors import StorageError
+from shardmill.failpoints import failpoint
+from shardmill.sealed import SealedFile, seal, seal_file
+from shardmill.storage import Store
+from train.checkpoint import MARKER, CheckpointFolder, CheckpointMarker, TrainingIdentity, delete_older
+from train.progress import Progress
+from train.state import dump_arrays
+from train.values import Reporter, from_json, to_json
+
+# A training that fails leaves a checkpoint that was begun this long: ranks that fail for one reason can complete it.
+LAST_SECONDS = 10.0
+
+
+class Ranks(Protocol):
+    """Those that write a checkpoint together; see train/strategies/member.py."""
+
+    rank: int
+    world_size: int
+
+    def gather_aside(self, data: bytes) -> list[bytes]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of a training, as one rank has it."""
+
+    path: str
+    """Of its checkpoint."""
+    files: dict[str, list[np.ndarray]]
+    """This rank's, by name."""
+    identity: TrainingIdentity
+    progress: Progress
+    global_step: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of a checkpoint, equal on all ranks but for the time."""
+
+    moment: Moment
+    problem: str
+    """Why the store refused it, or one that had to come before it; empty if it is there."""
+    seconds: float
+
+
+class CheckpointWriter:
+    """On one rank."""
+
+    def __init__(self, folder: CheckpointFolder, ranks: Ranks, reporter: Reporter) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._reporter = reporter
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._running: Future[Written] | None = None
+        # The thread's own until `_running` is done.
+        self._owed: list[Moment] = []
+        """The best epoch's, while the store refuses it."""
+        self.refused: dict[str, str] = {}
+        """Checkpoints that are not there, and why."""
+        self._is_stored = threading.Event()
+        """This rank has done its part of the running one."""
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A training that failed leaves what it has begun a short time to be completed."""
+        if self._running is not None:
+            wait([self._running], LAST_SECONDS)
+        self._thread.shutdown(wait=False)
+
+    def begin(self, moment: Moment) -> None:
+        """Hand over what is to be written; the one before must have been taken."""
+        assert self._running is None
+        self._is_stored.clear()
+        self._running = self._thread.submit(self._write_in_order, moment)
+
+    @property
+    def is_writing(self) -> bool:
+        return self._running is not None and not self._running.done()
+
+    def take(self) -> Written | None:
+        """What became of the one that was begun, once: waits for it. None if there is none.
+
+        Raises what its thread raised: CommitConflict, on rank 0, if a newer attempt has begun.
+        """
+        running, self._running = self._running, None
+        if running is None:
+            return None
+        if not running.done():
+            self._reporter.doing("storing a checkpoint")
+            self._is_stored.wait()
+            self._reporter.doing("the checkpoint of all ranks", waits=self._ranks.world_size > 1)
+            wait([running])
+            self._reporter.doing("its own work")
+        return running.result()
+
+    def _write_in_order(self, now: Moment) -> Written:
+        """First what is owed: a marker must name no checkpoint of the best epoch that is not there."""
+        start_seconds = time.perf_counter()
+        best = now.progress.best
+        owed = [each for each in self._owed if best is not None and each.path == best.checkpoint]
+        problem = ""
+        for moment in (*owed, now):
+            problem = self._write(moment)
+            if problem:
+                self.refused[now.path] = self.refused[moment.path] = problem
+                break
+            self.refused.pop(moment.path, None)
+            owed = [each for each in owed if each is not moment]
+        # The weights of the best epoch exist nowhere else.
+        is_best = best is not None and now.path == best.checkpoint
+        self._owed = [now] if problem and is_best else owed
+        return Written(now, problem, time.perf_counter() - start_seconds)
+
+    def _write(self, moment: Moment) -> str:
+        """Rank 0 publishes the marker when the files of all are there. -> why not, equal on all ranks.
+
+        Empty if it is published. A store that refuses leaves the checkpoints before as they are. Afterwards the newest
+        `keep_checkpoints` complete ones stay, with those of the best epochs that they name; whatever is older is
+        deleted, marker first.
+        """
+        try:
+            mine = _stored(self._folder.store, moment)
+        finally:
+            self._is_stored.set()
+        of_all_ranks = [from_json(_Stored, part) for part in self._ranks.gather_aside(to_json(mine))]
+        # The gather is also the barrier: rank 0 has every rank's list only after every rank has stored (and synced) its
+        # files, so a marker never names a file that a crash has lost.
+        problem = "; ".join(each.problem for each in of_all_ranks if each.problem)
+        if self._ranks.rank == 0 and not problem:
+            problem = self._publish(moment, tuple(file for of_rank in of_all_ranks for file in of_rank.files))
+        # All ranks go on alike: rank 0's word counts.
+        return json.loads(self._ranks.gather_aside(json.dumps(problem).encode())[0])
+
+    def _publish(self, moment: Moment, files: tuple[SealedFile, ...]) -> str:
+        """-> why not, or ''. Raises CommitConflict if a newer attempt has begun."""
+        marker = CheckpointMarker(moment.identity, moment.world_size, moment.global_step, moment.progress, files)
+        self._folder.attempt.check()
+        failpoint("checkpoint_marker")
+        try:
+            self._folder.store.put(f"{moment.path}/{MARKER}", seal(to_json(marker)))
+        except StorageError as error:
+            return str(error)
+        failpoint("checkpoint_done")
+        # What is left of older ones is deleted next time.
+        with suppress(StorageError):
+            delete_older(self._folder, keep=moment.path)
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What one rank has stored of a checkpoint, or why it could not."""
+
+    files: tuple[SealedFile, ...]
+    problem: str = ""
+
+
+def _stored(store: Store, moment: Moment) -> _Stored:
+    written = []
+    try:
+        for name, arrays in moment.files.items():
+            data = dump_arrays(arrays)
+            failpoint("checkpoint_file")
+            store.put(f"{moment.path}/{name}", data)
+            written.append(seal_file(name, data))
+    except StorageError as error:
+        return _Stored((), str(error))
+    return _Stored(tuple(written))

@@ -1,0 +1,67 @@
+"""What ranks tell each other by way of the driver: the messages, the driver's side, and a rank's.
+
+It needs no collective, so it works before the ranks have one, and beside it: a thread that writes checkpoints exchanges
+in a lane of its own, whatever the thread that trains is waiting for.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Lane = Literal["main", "aside"]
+"""Each is used by one thread of a rank; the exchanges of a lane have the same order on all ranks."""
+LANES: tuple[Lane, ...] = get_args(Lane)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What this rank gives."""
+
+    data_hex: str
+    lane: Lane = "main"
+    kind: Literal["exchange"] = "exchange"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """The driver's answer to every rank, once all have given theirs."""
+
+    data_hex_of_ranks: tuple[str, ...]
+    lane: Lane = "main"
+    kind: Literal["exchanged"] = "exchanged"
+
+
+class ExchangeAssembler:
+    """On the driver: puts what the ranks give to one exchange together."""
+
+    def __init__(self, world_size: int) -> None:
+        self._waiting: dict[Lane, list[deque[str]]] = {lane: [deque() for _ in range(world_size)] for lane in LANES}
+
+    def add(self, rank: int, given: Exchange) -> Exchanged | None:
+        """The answer to all ranks that this completes, or None."""
+        of_ranks = self._waiting[given.lane]
+        of_ranks[rank].append(given.data_hex)
+        if not all(of_ranks):
+            return None
+        return Exchanged(tuple(of_rank.popleft() for of_rank in of_ranks), given.lane)
+
+
+class RankExchange:
+    """On a rank: `World.exchange` and `World.exchange_aside`."""
+
+    def __init__(self, send: Callable[[Exchange], None], lane: Lane) -> None:
+        self._send = send
+        self._lane: Lane = lane
+        self._answers: queue.SimpleQueue[Exchanged] = queue.SimpleQueue()
+
+    def __call__(self, data: bytes) -> list[bytes]:
+        self._send(Exchange(data.hex(), self._lane))
+        return [bytes.fromhex(each) for each in self._answers.get().data_hex_of_ranks]
+
+    def answer(self, message: Exchanged) -> None:
+        """Called by the thread that hears the driver."""
+        self._answers.put(message)
