@@ -32,7 +32,8 @@ from train.config import TrainConfig
 from train.progress import Progress
 from train.state import dump_arrays
 from train.strategies import STRATEGIES
-from train.values import ModelIdentity, World
+from train.values import ModelIdentity
+from train.world import World
 
 HIDDEN = 2000
 

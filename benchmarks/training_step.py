@@ -25,7 +25,8 @@ from train.backends.backend import InputScale, ModelSpec
 from train.config import TrainConfig
 from train.labels import LabelSpec
 from train.strategies import STRATEGIES
-from train.values import StepReport, World
+from train.values import StepReport
+from train.world import World
 
 SHAPE = (64, 64, 3)
 NUM_CLASSES = 10

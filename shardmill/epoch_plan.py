@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -171,6 +172,22 @@ def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:
             f"set train.num_streams to {world_size} or a multiple of it",
         )
     return range(rank * num_streams // world_size, (rank + 1) * num_streams // world_size)
+
+
+def streams_by_weight(weights: Sequence[float], num_streams: int) -> list[range]:
+    """The contiguous streams of each rank, in proportion to its weight and at least one; as many ranks as weights.
+
+    By largest remainders: of two equal ones the first rank gets one more.
+    """
+    shares = [weight / sum(weights) * num_streams for weight in weights]
+    counts = [max(1, int(share)) for share in shares]
+    while sum(counts) < num_streams:
+        counts[max(range(len(counts)), key=lambda rank: shares[rank] - counts[rank])] += 1
+    while sum(counts) > num_streams:
+        # A small weight got a whole stream: the rank that has most above its share gives one up.
+        counts[max((rank for rank, n in enumerate(counts) if n > 1), key=lambda r: counts[r] - shares[r])] -= 1
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
 def window_chunks_within(budget_bytes: int, max_chunk_bytes: int, num_streams: int) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from shardmill.epoch_plan import streams_by_weight, streams_of_rank
 from shardmill.formats import SHARD_FORMATS
 from shardmill.options import AugmentOptions
 from shardmill.registry import OneOf
@@ -71,6 +72,9 @@ class TrainConfig(Section):
     """They are trained from this epoch on, counted from 0, with an optimizer that begins anew; 0: never."""
     num_workers: Annotated[int, HOW] = Field(default=1, ge=1)
     """Ranks: training processes."""
+    rank_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], HOW] = ()
+    """Relative speed of each rank, in rank order: a slow one gets fewer of the `num_streams` (at least one), and the
+    global batches stay the same. Empty for equal shares."""
     strategy: Annotated[str, OneOf(STRATEGIES, also=("auto",)), HOW] = "auto"
     """How ranks share the training; `auto` follows from the model, `num_workers` and the devices (docs/training.md)."""
     parameter_servers: Annotated[int, HOW] = Field(default=1, ge=1)
@@ -188,6 +192,12 @@ class TrainConfig(Section):
             window_budget_bytes=self.window_budget_bytes,
         )
 
+    def streams_of(self, rank: int, world_size: int) -> range:
+        """The logical streams that a rank reads."""
+        if len(self.rank_weights) == world_size:
+            return streams_by_weight(self.rank_weights, self.num_streams)[rank]
+        return streams_of_rank(rank, world_size, self.num_streams)
+
     @property
     def base_learning_rate(self) -> float:
         """After linear scaling (Goyal et al., arXiv:1706.02677): proportional to the global batch, if asked for."""
@@ -214,7 +224,13 @@ class TrainConfig(Section):
                 f"train.num_workers = {self.num_workers} to be at most train.num_streams = {self.num_streams}; "
                 f"each rank owns at least one stream"
             )
-        smallest_share = self.num_streams // self.num_workers * (self.global_batch_size // self.num_streams)
+        if self.rank_weights and len(self.rank_weights) != self.num_workers:
+            raise ValueError(
+                f"train.rank_weights = {list(self.rank_weights)} to have one weight for each of train.num_workers = "
+                f"{self.num_workers} ranks"
+            )
+        fewest_streams = min(len(self.streams_of(rank, self.num_workers)) for rank in range(self.num_workers))
+        smallest_share = fewest_streams * (self.global_batch_size // self.num_streams)
         if self.accumulation_steps * self.local_steps > smallest_share:
             raise ValueError(
                 f"train.accumulation_steps = {self.accumulation_steps} times train.local_steps = {self.local_steps} to "

@@ -61,6 +61,7 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> Chosen:
             f"it starts ranks of {' and '.join(launcher.strategies)}",
             f"set train.launcher to {' or '.join(map(repr, others))}",
         )
+    _check_rank_weights(config)
     if config.on_non_finite == "skip" and not STRATEGIES[config.strategy].leaves_out_batches:
         able = [repr(name) for name in STRATEGIES if STRATEGIES[name].leaves_out_batches]
         raise UsageError(
@@ -94,6 +95,22 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> Chosen:
             "set train.mixed_precision = 'bfloat16'",
         )
     return chosen
+
+
+def _check_rank_weights(config: TrainConfig) -> None:
+    if not config.rank_weights:
+        return
+    others = {
+        "train.silos": bool(config.silos),
+        f"train.reader = {config.reader!r}": config.reader != "shardmill",
+        f"train.strategy = {config.strategy!r}": not STRATEGIES[config.strategy].shares_streams,
+    }
+    if found := [name for name, is_set in others.items() if is_set]:
+        raise UsageError(
+            f"train.rank_weights with {found[0]}",
+            "expected the reader 'shardmill' and a strategy whose ranks share its streams",
+            "leave train.rank_weights out",
+        )
 
 
 def _check_exchange(config: TrainConfig) -> None:
@@ -158,7 +175,7 @@ def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
     index = dataset.index("train")
     num_shares = config.num_workers if shares_streams(config) else 1
     memory = WindowMemory(
-        streams_per_rank=-(-config.num_streams // num_shares),
+        streams_per_rank=max(len(config.streams_of(share, num_shares)) for share in range(num_shares)),
         window_chunks=config.plan_spec(dataset).window_chunks,
         chunk_bytes=index.max_chunk_bytes,
         split_bytes=sum(chunk.image_bytes for chunk in index.chunks),

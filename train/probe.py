@@ -23,7 +23,8 @@ from train.backends.backend import ModelSpec, StatePart
 from train.config import TrainConfig
 from train.launching.faults import Failure, FaultKind, RankFault, error_of, failure_of
 from train.strategies.strategy import NO_ECHO
-from train.values import World, from_json, to_json
+from train.values import from_json, to_json
+from train.world import World
 
 # The first compiles; of the others the median counts.
 NUM_STEPS = 6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from shardmill.dataset.dataset import Dataset
@@ -26,7 +26,8 @@ from train.readers.reader import Epochs
 from train.stopwatch import Stopwatch
 from train.strategies.member import Member
 from train.task import WorkerTask
-from train.values import Reporter, World, from_json, to_json
+from train.values import Reporter, from_json, to_json
+from train.world import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from shardmill.values import DatasetPin, Nonce
 from train.config import TrainConfig
-from train.roles import Role
 from train.strategies import roles_of
+from train.world import Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar
 
@@ -11,69 +10,13 @@ from pydantic import TypeAdapter
 from shardmill.jobs.observer import Observer
 from shardmill.typed_columns import LabelKind
 from shardmill.values import Cursor, DatasetPin
-from train.roles import Role
+from train.world import RankDevices
 
 Value = TypeVar("Value")
 # The name of a `TrainResult` in the folder of its training.
 RESULT = "result.json"
 CONFUSION = "confusion.json"
 """Likewise the `Confusion` of its evaluation, which grows with the square of the classes."""
-
-
-LOOPBACK = "127.0.0.1"
-
-
-def _alone(data: bytes) -> list[bytes]:
-    return [data]
-
-
-def _always(global_step: int) -> bool:
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class RankDevices:
-    """Where a rank computes."""
-
-    rank: int
-    host: str
-    devices: tuple[str, ...]
-    """Addresses of GPUs of its host, as CUDA_VISIBLE_DEVICES takes them; none: the CPU."""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}: {self.host} {'gpu ' + ','.join(self.devices) if self.devices else 'cpu'}"
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """This process's place among all ranks, and how it meets the others."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    """Among those of its host."""
-    ranks_per_node: int = 1
-    address: str = LOOPBACK
-    """Of this host, as the other ranks reach it."""
-    exchange: Callable[[bytes], list[bytes]] = _alone
-    """Every rank's bytes in rank order. They go through the driver, authenticated: for addresses, not for work. All
-    ranks call it equally often."""
-    exchange_aside: Callable[[bytes], list[bytes]] = _alone
-    """Likewise, for another thread than the one that trains."""
-    may_begin: Callable[[int], bool] = _always
-    """Asked by every rank before each global step, in order; False: the training is to stop before this step, and then
-    it is so on all ranks (train/launching/stop_point.py)."""
-    placement: tuple[RankDevices, ...] = ()
-    """All ranks, in rank order; empty where nothing was asked of devices."""
-    files_uri: str = ""
-    """A folder of this training in which ranks may leave files for each other."""
-    role: Role = Role.MEMBER
-    """What this process is for."""
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """This rank's GPUs."""
-        return self.placement[self.rank].devices if self.placement else ()
 
 
 @dataclass(frozen=True, slots=True)

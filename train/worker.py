@@ -44,10 +44,10 @@ from train.values import (
     Reporter,
     StepReport,
     TrainResult,
-    World,
     from_json,
     to_json,
 )
+from train.world import World
 
 # In the folder of the training.
 EXCHANGED_FILES = "silos"
@@ -83,7 +83,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         task=task,
         dataset=dataset,
         epochs=Epochs(reader_of(config), dataset, config, member.data),
-        streams=evaluated_streams(member.data, config.num_streams),
+        streams=evaluated_streams(member.data, config),
         member=member,
         checkpoints=checkpoints,
         identity=TrainingIdentity(task.dataset, plan_spec.fingerprint, model, settings_that_matter(config)),

@@ -11,7 +11,8 @@ from typing import NoReturn
 from shardmill.errors import IntegrityError
 from shardmill.values import Cursor
 from train.task import WorkerTask
-from train.values import ModelIdentity, Reporter, StepReport, TimeShares, TrainResult, World
+from train.values import ModelIdentity, Reporter, StepReport, TimeShares, TrainResult
+from train.world import World
 
 NUM_STEPS = 4
 

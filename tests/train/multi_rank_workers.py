@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from shardmill.jobs.observer import FieldValue
 from shardmill.stores import open_store
 from train.task import WorkerTask
-from train.values import Reporter, StepReport, TrainResult, World
+from train.values import Reporter, StepReport, TrainResult
 from train.worker import run_worker
+from train.world import World
 
 KILL_AT = "SHARDMILL_TEST_KILL_AT_STEP"
 

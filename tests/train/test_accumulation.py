@@ -40,7 +40,7 @@ from tests.train.test_models import THREE, batch_of
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.config import TrainConfig
-from train.values import World
+from train.world import World
 
 def kib(name):
     return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])

@@ -33,7 +33,7 @@ from train.published.export import export_training
 from train.published.load import load_exported
 from train.run_log import RunLog
 from train.trainings import training_dir
-from train.values import World
+from train.world import World
 
 TORCH_MODELS = "tests.train.torch_models"
 SHAPE = (16, 16, 3)

@@ -27,7 +27,8 @@ from train.launching.place import Place
 from train.launching.spark_slots import num_slots_of
 from train.preflight import check_terms
 from train.task import WorkerTask
-from train.values import RankDevices, TrainResult
+from train.values import TrainResult
+from train.world import RankDevices
 
 HERE = socket.gethostname()
 pytestmark = pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")

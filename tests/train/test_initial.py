@@ -32,8 +32,8 @@ from train.published.export import export_training
 from train.published.exported import read_export
 from train.state import WEIGHTS, load_arrays, rank_file
 from train.trainings import training_dir
-from train.values import World
 from train.weight_files import read_arrays
+from train.world import World
 
 SHAPE = (16, 16, 3)
 TORCH_MODELS = "tests.train.torch_models"

@@ -35,7 +35,8 @@ from train.published.candidate import judge_export, promote_export
 from train.published.export import export_training
 from train.published.predict import open_model, predict_files
 from train.run_log import RunLog
-from train.values import EpochRecord, Evaluation, World
+from train.values import EpochRecord, Evaluation
+from train.world import World
 
 SHAPE = (16, 16, 3)
 SIDES = ("left", "right")

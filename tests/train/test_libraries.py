@@ -19,7 +19,7 @@ from train.backends.keras.build import build_model
 from train.config import TrainConfig
 from train.models import MODELS
 from train.tree import TrainTree
-from train.values import World
+from train.world import World
 
 
 def test_a_typo_is_answered_with_the_nearest_architecture():

@@ -26,9 +26,9 @@ from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.restarts import launch_until_done
 from train.preflight import check_terms
-from train.roles import Role
 from train.state import load_arrays, rank_file
 from train.strategies import roles_of
+from train.world import Role
 
 SERVED = {
     "strategy": "parameter_server", "launcher": "local", "num_workers": 2, "parameter_servers": 2, "num_streams": 6,

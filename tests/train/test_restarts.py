@@ -101,6 +101,11 @@ def test_as_many_restarts_as_allowed_each_with_the_ranks_that_are_left():
     assert go_on_through(faults[:1], max_restarts=0) == ([4], faults[0])
 
 
+def test_weights_of_ranks_end_with_the_world_that_they_were_for():
+    sizes, error = go_on_through([lost(1, {3})], rank_weights=[1, 1, 1, 0.5])
+    assert (sizes, error) == ([4, 3], None)
+
+
 @pytest.mark.parametrize("step", [None, 7])
 def test_a_fault_that_comes_again_at_the_same_step_ends_it_with_its_first_cause(step):
     faults = [lost(step, {3}, "rank 3 hangs"), lost(2, {0}), lost(step, {1}, "rank 1 hangs")]

@@ -10,7 +10,7 @@ from shardmill.registry import Entry
 from train.strategies import STRATEGIES, find_strategy
 from train.strategies.horovod import HorovodCollective
 from train.strategies.single import open_single
-from train.values import World
+from train.world import World
 
 
 @pytest.mark.parametrize("join", [open_single, HorovodCollective])

@@ -36,7 +36,8 @@ from train.launching.wire import (
 from train.observer import StepAssembler
 from train.run_log import RunLog
 from train.task import WorkerTask
-from train.values import StepReport, World, from_json
+from train.values import StepReport, from_json
+from train.world import World
 
 ROOT = Path(__file__).parents[2]
 

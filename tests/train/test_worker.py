@@ -20,8 +20,9 @@ from train.checkpoint import complete_checkpoints, open_checkpoint
 from train.config import TrainConfig
 from train.preflight import check_trainable
 from train.trainings import read_result
-from train.values import RESULT, World
+from train.values import RESULT
 from train.worker import run_worker
+from train.world import World
 
 STATEFUL = f"{MODELS}:stateful"
 

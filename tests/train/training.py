@@ -14,8 +14,9 @@ from train.config import TrainConfig
 from train.models.user import source_sha256
 from train.observer import GlobalStep
 from train.task import WorkerTask
-from train.values import StepReport, TrainResult, World
+from train.values import StepReport, TrainResult
 from train.worker import run_worker
+from train.world import World
 
 MODELS = "tests.train.models_under_test"
 SMALL = {"epochs": 2, "global_batch_size": 32, "augment": {"random_crop_padding": 1}}
@@ -58,11 +59,14 @@ class StepWatcher:
 
     losses: dict[tuple[int, int], str] = field(default_factory=dict)
     sample_ids: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
+    num_samples: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    """Of each rank."""
     events: list[tuple[str, dict]] = field(default_factory=list)
 
     def step(self, step: GlobalStep) -> None:
         self.losses[step.epoch, step.step] = step.loss_hex
         self.sample_ids[step.epoch, step.step] = step.sample_ids
+        self.num_samples[step.epoch, step.step] = tuple(len(each.sample_ids) for each in step.reports)
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         self.events.append((name, dict(fields)))

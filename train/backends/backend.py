@@ -18,7 +18,7 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.labels import LabelSpec
-from train.values import World
+from train.world import World
 
 if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest

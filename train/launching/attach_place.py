@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardmill.errors import UsageError
 from train.launching.place import OURS, Place
-from train.values import LOOPBACK
+from train.world import LOOPBACK
 
 Environment = Mapping[str, str]
 

@@ -11,9 +11,9 @@ from shardmill.values import Cursor
 from train.config import TrainConfig
 from train.launching.faults import FaultKind, RankFault
 from train.launching.wire import Heartbeat, Hello
-from train.roles import Role
 from train.strategies import roles_of
 from train.values import TrainResult
+from train.world import Role
 
 # A rank may pause this many times longer than the longest pause of any rank so far: a straggler is no fault.
 PATIENCE = 10.0

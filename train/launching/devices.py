@@ -18,7 +18,8 @@ from train.backends.gpu_builds import why_no_gpu
 from train.config import TrainConfig
 from train.launching.place import Place
 from train.strategies import STRATEGIES, roles_of
-from train.values import RankDevices, Reporter
+from train.values import Reporter
+from train.world import RankDevices
 
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 DEVICES_VARIABLE = "SHARDMILL_DEVICES"

@@ -43,7 +43,8 @@ from train.strategies.horovod_rendezvous import (
     listening_on,
 )
 from train.task import WorkerTask
-from train.values import LOOPBACK, TrainResult
+from train.values import TrainResult
+from train.world import LOOPBACK
 
 TOKEN_PURPOSE, PATH_PURPOSE = "shardmill watchdog", "shardmill rendezvous"
 APPLICATION_NAME = "shardmill-train"

@@ -19,7 +19,8 @@ from train.launching.rank import DEFAULT_WORKER, load_worker
 from train.observer import StepAssembler, TrainObserver
 from train.strategies.strategy import NO_ECHO
 from train.task import WorkerTask
-from train.values import StepReport, TrainResult, World
+from train.values import StepReport, TrainResult
+from train.world import World
 
 
 class ObserverReporter:

@@ -15,7 +15,8 @@ from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
 from train.observer import TrainObserver
 from train.task import WorkerTask
-from train.values import LOOPBACK, TrainResult
+from train.values import TrainResult
+from train.world import LOOPBACK
 
 
 def launch_local(

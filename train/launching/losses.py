@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardmill.jobs.observer import WARNING
 from train.launching.faults import FaultKind, RankFault
-from train.roles import Role
+from train.world import Role
 
 if TYPE_CHECKING:
     from train.launching.deadlines import RankState

@@ -38,7 +38,8 @@ from train.launching.wire import (
 from train.strategies import STRATEGIES
 from train.strategies.nics import ipv4_of
 from train.task import WorkerTask
-from train.values import Reporter, StepReport, TrainResult, World, from_json
+from train.values import Reporter, StepReport, TrainResult, from_json
+from train.world import World
 
 DEFAULT_WORKER = "train.worker:run_worker"
 HEARTBEAT_SECONDS = 1.0
@@ -87,8 +88,7 @@ def main() -> NoReturn:
     threading.Thread(target=_beat, args=(connection, reporter), name="rank-heartbeat", daemon=True).start()
     try:
         check_places(task)
-        nics = task.config.nics
-        address = ipv4_of(nics[0]) if nics else connection.own_address
+        address = ipv4_of(task.config.nics[0]) if task.config.nics else connection.own_address
         placement = agree_on_devices(place, task.config, exchanges["main"], reporter)
         strategy = STRATEGIES[task.config.strategy]
         world = World(

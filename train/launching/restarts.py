@@ -75,7 +75,8 @@ def _without(config: TrainConfig, lost_ranks: frozenset[int]) -> TrainConfig | N
     world_size = max(1, config.num_workers - len(lost_ranks))
     while world_size and not strategy.allows_world_size(world_size):
         world_size -= 1
-    return config.model_copy(update={"num_workers": world_size}) if world_size else None
+    # Who gets which number now is the launcher's choice, so weights would meet other machines.
+    return config.model_copy(update={"num_workers": world_size, "rank_weights": ()}) if world_size else None
 
 
 def _report(restarts: list[Restart], before: TrainConfig, after: TrainConfig, observer: TrainObserver) -> None:

@@ -30,7 +30,8 @@ from train.launching.spark_slots import (
 from train.launching.watchdog import Watchdog
 from train.observer import TrainObserver
 from train.task import WorkerTask
-from train.values import LOOPBACK, TrainResult
+from train.values import TrainResult
+from train.world import LOOPBACK
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

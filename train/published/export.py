@@ -36,7 +36,8 @@ from train.published.exported import (
 )
 from train.records import put_record, record_numbers
 from train.state import WEIGHTS, load_arrays, rank_file
-from train.values import Evaluation, ModelIdentity, TrainResult, World
+from train.values import Evaluation, ModelIdentity, TrainResult
+from train.world import World
 
 MAX_PARITY_DIFF = 1e-5
 NUM_PARITY_IMAGES = 64

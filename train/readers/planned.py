@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardmill.epoch_plan import EpochPlan, streams_of_rank
+from shardmill.epoch_plan import EpochPlan
 from shardmill.reader import BatchReader, read_batches
 from train.reading import reader_options
 
@@ -48,7 +48,7 @@ class Planned:
         return ""
 
     def epoch(self, dataset: Dataset, config: TrainConfig, number: int, data: DataIndex) -> Epoch:
-        streams = streams_of_rank(data.index, data.count, config.num_streams)
+        streams = config.streams_of(data.index, data.count)
         return PlannedEpoch(dataset, config, dataset.plan_epoch(config.plan_spec(dataset), number), streams)
 
 

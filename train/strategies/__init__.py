@@ -9,8 +9,8 @@ from shardmill.registry import Entry, Registry
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
-    from train.roles import Role
     from train.strategies.strategy import Strategy
+    from train.world import Role
 
 STRATEGIES: Registry[Strategy] = Registry(
     "train.strategy",

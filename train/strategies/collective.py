@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from train.values import Reporter, World
+from train.values import Reporter
+from train.world import World
 
 
 class Collective(Protocol):

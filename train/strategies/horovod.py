@@ -22,7 +22,8 @@ from train.strategies.horovod_rendezvous import GLOO_ADDRESS, meeting
 from train.strategies.member import Member
 from train.strategies.replicated import replicated
 from train.strategies.strategy import GLOO_ECHO, Strategy
-from train.values import Reporter, World
+from train.values import Reporter
+from train.world import World
 
 
 class HorovodCollective:

@@ -18,7 +18,7 @@ from typing import Any
 
 from shardmill.jobs.process import python_path
 from train.strategies.nics import ipv4_of, nic_with
-from train.values import World
+from train.world import World
 
 GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 GLOO_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"

@@ -16,7 +16,6 @@ import numpy as np
 
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.versions import split_version
-from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import TrainingError, UsageError
 from shardmill.registry import install_hint
 from shardmill.values import Batch
@@ -33,7 +32,8 @@ from train.strategies.replicated import Gather, ReplicatedMember, StreamShare, a
 from train.strategies.silo_post import SiloPost
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
-from train.values import Reporter, World
+from train.values import Reporter
+from train.world import World
 
 COLLECTIVE_OF_BACKEND: dict[str, Callable[[World], Collective]] = {"keras": HorovodCollective, "torch": TorchCollective}
 
@@ -190,7 +190,7 @@ def join_local_sgd(world: World, config: TrainConfig, build: Callable[[], Learne
     if config.silos:
         return join_silos(world, config, build, reporter)
     data = DataIndex(world.rank, world.world_size)
-    share = len(streams_of_rank(data.index, data.count, config.num_streams))
+    share = len(config.streams_of(data.index, data.count))
     learner = build()
     collective = AnnouncedCollective(COLLECTIVE_OF_BACKEND[choose_backend(config)], world, reporter)
     streams = StreamShare(share, config.num_streams)

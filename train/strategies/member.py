@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from shardmill.epoch_plan import streams_of_rank
 from shardmill.values import Batch
 from train.backends.backend import Learner, StepOutcome
 
 if TYPE_CHECKING:
     from shardmill.values import Cursor
+    from train.config import TrainConfig
     from train.reading import Batches, Epoch
 
 
@@ -34,11 +34,11 @@ class SiloIndex(DataIndex):
     """Samples in the train split of each."""
 
 
-def evaluated_streams(data: DataIndex, num_streams: int) -> range:
+def evaluated_streams(data: DataIndex, config: TrainConfig) -> range:
     """Those of the pinned dataset that a member evaluates on: what it trains on; of silos the first one all."""
     if isinstance(data, SiloIndex):
-        return range(num_streams if data.index == 0 else 0)
-    return streams_of_rank(data.index, data.count, num_streams)
+        return range(config.num_streams if data.index == 0 else 0)
+    return config.streams_of(data.index, data.count)
 
 
 @dataclass(frozen=True, slots=True)

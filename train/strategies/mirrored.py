@@ -20,7 +20,8 @@ from train.strategies.collective import SingleCollective
 from train.strategies.member import DataIndex, Member
 from train.strategies.replicated import ReplicatedMember, StreamShare, alone
 from train.strategies.strategy import Strategy
-from train.values import Reporter, World
+from train.values import Reporter
+from train.world import World
 
 
 class MirroredMember(ReplicatedMember):

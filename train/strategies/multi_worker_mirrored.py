@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from shardmill.epoch_plan import streams_of_rank
 from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.strategies.collective import AnnouncedCollective, Collective, SingleCollective
@@ -20,7 +19,8 @@ from train.strategies.grpc_port import reserved_port
 from train.strategies.member import DataIndex, Member
 from train.strategies.replicated import ReplicatedMember, StreamShare
 from train.strategies.strategy import Strategy
-from train.values import Reporter, World
+from train.values import Reporter
+from train.world import World
 
 # Collectives of TensorFlow know no bytes; a sum in which all but one rank have zeros is exact in integers.
 WORD = np.dtype(np.int32)
@@ -105,7 +105,7 @@ def join_multi_worker(world: World, config: TrainConfig, build: Callable[[], Lea
         # Layers find the replica context, and synchronized batch norm its peers.
         learner.wrap(lambda gradients, *arguments: strategy.run(gradients, args=arguments))
     data = DataIndex(world.rank, world.world_size)
-    share = len(streams_of_rank(data.index, data.count, config.num_streams))
+    share = len(config.streams_of(data.index, data.count))
     collective = AnnouncedCollective(join, world, reporter)
     streams = StreamShare(share, config.num_streams)
     return ReplicatedMember(learner, collective, data, streams, world.exchange_aside)

@@ -21,7 +21,6 @@ from shardmill.values import Batch, Cursor
 from train.backends.backend import Learner, StepOutcome
 from train.config import TrainConfig
 from train.reading import Epoch
-from train.roles import Role
 from train.stopwatch import Stopwatch
 from train.strategies.collective import SingleCollective
 from train.strategies.member import DataIndex, Member, MemberStep
@@ -30,7 +29,8 @@ from train.strategies.parameter_server_step import Dispatched, RemoteSteps
 from train.strategies.parameter_server_worker import serve
 from train.strategies.replicated import ReplicatedMember, StreamShare, alone
 from train.strategies.strategy import Strategy
-from train.values import Reporter, World
+from train.values import Reporter
+from train.world import Role, World
 
 # Dispatched and not yet answered, for each worker: one that it computes, and one that waits.
 STEPS_AHEAD = 2

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import TrainingError
-from train.roles import Role
 from train.strategies.parameter_server_cluster import ClusterTask
+from train.world import Role
 
 
 @dataclass(frozen=True, slots=True)

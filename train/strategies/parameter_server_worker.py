@@ -22,11 +22,11 @@ from shardmill.values import Batch
 from train.backends import BACKENDS
 from train.config import TrainConfig
 from train.reading import reader_options
-from train.roles import Role
 from train.stopwatch import Stopwatch
 from train.strategies.parameter_server_cluster import ClusterTask, start_threads
 from train.task import WorkerTask
-from train.values import Reporter, World
+from train.values import Reporter
+from train.world import Role, World
 
 
 class StepReader:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardmill.epoch_plan import streams_of_rank
 from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart
 from train.config import TrainConfig
@@ -21,7 +20,8 @@ from train.stopwatch import Stopwatch
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.strategy import Join
-from train.values import Reporter, World
+from train.values import Reporter
+from train.world import World
 
 if TYPE_CHECKING:
     from shardmill.values import Cursor
@@ -33,7 +33,7 @@ def replicated(join_collective: Callable[[World], Collective]) -> Join:
 
     def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
         data = DataIndex(world.rank, world.world_size)
-        share = len(streams_of_rank(data.index, data.count, config.num_streams))
+        share = len(config.streams_of(data.index, data.count))
         # A model that does not build is a user's error on every rank: none should wait for the others then.
         learner = build()
         collective = AnnouncedCollective(join_collective, world, reporter)

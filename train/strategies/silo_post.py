@@ -23,7 +23,8 @@ import numpy as np
 
 from shardmill.stores import open_store
 from train.state import dump_arrays, load_arrays
-from train.values import Reporter, World
+from train.values import Reporter
+from train.world import World
 
 POLL_SECONDS = 0.05
 # Older means are deleted; a silo that is further behind goes on with the next one that is there.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from train.strategies.collective import SingleCollective
 from train.strategies.replicated import replicated
 from train.strategies.strategy import Strategy
-from train.values import World
+from train.world import World
 
 
 def open_single(world: World) -> SingleCollective:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
 from train.backends.backend import Learner
 from train.config import TrainConfig
-from train.roles import Role
 from train.strategies.member import Member
-from train.values import Reporter, World
+from train.values import Reporter
+from train.world import Role, World
 
 if TYPE_CHECKING:
     from train.task import WorkerTask

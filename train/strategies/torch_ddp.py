@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import TrainingError
 from shardmill.values import Batch
 from train.backends.backend import Learner
@@ -26,7 +25,8 @@ from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.nics import nic_with
 from train.strategies.replicated import Gather, ReplicatedMember, StreamShare
 from train.strategies.strategy import GLOO_ECHO, Strategy
-from train.values import Reporter, World
+from train.values import Reporter
+from train.world import World
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
@@ -180,7 +180,7 @@ def _summing(compression: str) -> Callable[[Any], Any]:
 def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
     """`train.strategies.strategy.Join`."""
     data = DataIndex(world.rank, world.world_size)
-    share = len(streams_of_rank(data.index, data.count, config.num_streams))
+    share = len(config.streams_of(data.index, data.count))
     # The only backend that this strategy runs with.
     learner = cast("TorchLearner", build())
     collective = AnnouncedCollective(TorchCollective, world, reporter)

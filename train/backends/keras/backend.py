@@ -17,7 +17,7 @@ from train.backends.keras.runtime import assign_variables, decorrelate_seed_stat
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.backends.keras.step import Run, TrainStep
 from train.state import arrays_sha256
-from train.values import World
+from train.world import World
 
 if TYPE_CHECKING:
     from train.config import TrainConfig

@@ -15,7 +15,7 @@ from shardmill.errors import UsageError
 from shardmill.registry import install_hint
 from shardmill.user_module import USER_PACKAGE
 from train.backends.gpu_builds import check_seen
-from train.values import World
+from train.world import World
 
 
 def import_tensorflow() -> Any:

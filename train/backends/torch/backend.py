@@ -29,7 +29,7 @@ from train.backends.torch.serving import load_program, program_of, served_module
 from train.config import TrainConfig
 from train.optimizers import OPTIMIZERS, not_in
 from train.state import arrays_sha256
-from train.values import World
+from train.world import World
 
 SERVED = "torch_export"
 STATE_FILE = "state_dict.pt"
