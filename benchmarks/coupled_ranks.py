@@ -1,0 +1,187 @@
+"""Steps of two ranks that exchange gradients: ours, a hand-written loop, and the same two processes without exchange.
+
+    .venv/bin/python benchmarks/coupled_ranks.py --strategy horovod
+    .venv/bin/python benchmarks/coupled_ranks.py --strategy torch_ddp
+
+The contestants take turns in the same two processes, in blocks of steps that both ranks begin together; what counts is
+rank 0's wall time of a block. By hand: under Horovod one allreduce for each gradient, as its first guide shows; under
+PyTorch DistributedDataParallel. Uncoupled: each process trains for itself, which two processes on one machine cannot
+beat. `accumulated`: ours with 8 parts to one exchange, beside 8 steps without any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.training_step import NUM_CLASSES, SHAPE, SPEC, SilentReporter, torch_net
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.observer import FieldValue
+from shardmill.values import Batch, DatasetPin
+from train.backends import BACKENDS
+from train.backends.backend import Learner
+from train.config import TrainConfig
+from train.launching import LAUNCHERS
+from train.observer import GlobalStep
+from train.strategies import STRATEGIES
+from train.task import WorkerTask
+from train.values import ModelIdentity, Reporter, TimeShares, TrainResult
+from train.world import World
+
+LOCAL_BATCH_SIZE = 32
+NUM_PARTS = 8
+STEPS_OF_BLOCK = 8
+NUM_BLOCKS = 15
+MODELS = {"horovod": "small_cnn", "torch_ddp": "benchmarks.training_step:torch_net"}
+
+
+def random_batch(num_rows: int, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (num_rows, *SHAPE), dtype=np.uint8)
+    labels = rng.integers(0, NUM_CLASSES, num_rows)
+    return Batch(images, labels, np.ones(num_rows, np.float32), np.arange(num_rows), 0, 0)
+
+
+def coupled_step_in_torch(world_size: int) -> Callable[[Batch], object]:
+    """DistributedDataParallel, Adam, cross-entropy; in the process group that ours has opened."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    net = DistributedDataParallel(torch_net(SHAPE, NUM_CLASSES))
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+
+    def step(batch: Batch) -> float:
+        images = (torch.from_numpy(batch.images_NHWC).float() - 120.0) / 60.0
+        loss = torch.nn.functional.cross_entropy(net(images.permute(0, 3, 1, 2)), torch.from_numpy(batch.labels_N))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def coupled_step_in_keras(world_size: int) -> Callable[[Batch], object]:
+    """One `hvd.allreduce` for each gradient, in one tf.function; in the world that ours has joined."""
+    import horovod.tensorflow as hvd
+    import keras
+    import tensorflow as tf
+
+    from train.models.small_cnn import small_cnn
+
+    model, optimizer = small_cnn(SHAPE, NUM_CLASSES), keras.optimizers.Adam(1e-3)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def compiled(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        variables = [variable.value for variable in model.trainable_variables]
+        with tf.GradientTape() as tape:
+            outputs = model((tf.cast(images, tf.float32) - 120.0) / 60.0, training=True)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs))
+        gradients = tape.gradient(loss, variables)
+        sums = [hvd.allreduce(each, op=hvd.Average, name=f"by_hand_{n}") for n, each in enumerate(gradients)]
+        optimizer.apply(sums, model.trainable_variables)
+        return loss
+
+    return lambda batch: float(compiled(tf.constant(batch.images_NHWC), tf.constant(batch.labels_N)))
+
+
+def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """On each rank: `train.launching.rank.Worker`."""
+    name = task.config.strategy
+    (backend,) = STRATEGIES[name].backends
+    BACKENDS[backend].start(world, task.config.seed)
+
+    def learner(accumulation_steps: int = 1) -> Callable[[], Learner]:
+        config = task.config.model_copy(update={"accumulation_steps": accumulation_steps})
+        return lambda: BACKENDS[backend].build(config, SPEC)
+
+    silent, small = SilentReporter(), random_batch(LOCAL_BATCH_SIZE, world.rank)
+    large = random_batch(LOCAL_BATCH_SIZE * NUM_PARTS, world.rank)
+    member = STRATEGIES[name].join(world, task.config, learner(), silent)
+    member.start({}, 0, "")
+    alone = STRATEGIES["single"].join(World(), task.config, learner(), silent)
+    alone.start({}, 0, "")
+    coupled = {"keras": coupled_step_in_keras, "torch": coupled_step_in_torch}[backend](world.world_size)
+    total = LOCAL_BATCH_SIZE * world.world_size
+    contestants: dict[str, Callable[[], object]] = {
+        "ours": lambda: member.train_step(small, total, None),
+        "by hand": lambda: coupled(small),
+        "uncoupled": lambda: alone.train_step(small, LOCAL_BATCH_SIZE, None),
+    }
+    if backend == "keras":
+        # A collective of its own joins the same Horovod world; PyTorch's process group is there once.
+        config = task.config.model_copy(update={"accumulation_steps": NUM_PARTS})
+        accumulating = STRATEGIES[name].join(world, config, learner(NUM_PARTS), silent)
+        accumulating.start({}, 0, "")
+        contestants["accumulated"] = lambda: accumulating.train_step(large, total * NUM_PARTS, None)
+    seconds: dict[str, list[float]] = {each: [] for each in contestants}
+    for block in range(NUM_BLOCKS + 1):
+        reporter.doing(f"block {block}")
+        for each, step in contestants.items():
+            num_steps = 1 if each == "accumulated" else STEPS_OF_BLOCK
+            member.barrier()
+            start = time.perf_counter()
+            for _ in range(num_steps):
+                step()
+            # Both ranks' share of the work has to be done.
+            member.barrier()
+            if block:
+                seconds[each].append((time.perf_counter() - start) / STEPS_OF_BLOCK)
+    for each, of_blocks in seconds.items():
+        reporter.event("block_seconds", {"contestant": each, "seconds": " ".join(map(repr, of_blocks))})
+    member.barrier()
+    member.close()
+    return TrainResult(
+        dataset=task.dataset, training_dir="", exported="last", weights_epoch=0, checkpoint="", last_checkpoint="",
+        continued_from="", model=ModelIdentity("", ""), strategy=name, world_size=world.world_size, num_epochs=0,
+        num_steps=0, seconds=0.0, images_per_second=0.0, time_shares=TimeShares(), final_loss_hex="", weights_sha256="",
+        stopped_early=False, resumed_from=None, history=(), evaluation=None,
+    )  # fmt: skip
+
+
+class Figures:
+    """A driver's observer that keeps rank 0's block times."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    def step(self, step: GlobalStep) -> None:
+        return
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        if name == "block_seconds" and fields["rank"] == 0:
+            self.seconds[str(fields["contestant"])] = [float(each) for each in str(fields["seconds"]).split()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", choices=tuple(MODELS), default="horovod")
+    given = parser.parse_args()
+    config = TrainConfig(
+        strategy=given.strategy, launcher="local", num_workers=2, model=MODELS[given.strategy], optimizer="adam",
+        global_batch_size=2 * LOCAL_BATCH_SIZE * NUM_PARTS,
+    )  # fmt: skip
+    figures = Figures()
+    with tempfile.TemporaryDirectory() as scratch:
+        task = WorkerTask(config, DatasetPin(Path(scratch).as_uri(), 1, ""), scratch, "t", "")
+        LAUNCHERS["local"].launch(task, SparkConfig(), figures, worker="benchmarks.coupled_ranks:measure")
+    seconds = figures.seconds
+    sys.stdout.write(f"{given.strategy}, 2 ranks of {LOCAL_BATCH_SIZE} images; medians of {NUM_BLOCKS} blocks\n")
+    for name, each in seconds.items():
+        sys.stdout.write(f"{name:12s} {1e3 * statistics.median(each):8.2f} ms for {LOCAL_BATCH_SIZE} images a rank\n")
+    for one, other in (("by hand", "ours"), ("uncoupled", "ours"), ("uncoupled", "accumulated")):
+        if one in seconds and other in seconds:
+            ratio = statistics.median(a / b for a, b in zip(seconds[one], seconds[other], strict=True))
+            sys.stdout.write(f"throughput of {other} / {one}: {ratio:.3f} (median of the pairs)\n")
+
+
+if __name__ == "__main__":
+    main()
