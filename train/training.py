@@ -30,6 +30,7 @@ from train.launching.restarts import Restart, launch_until_done
 from train.match_weights import Initialized
 from train.observer import TrainObserver
 from train.preflight import WindowMemory, check_terms, check_trainable, window_memory
+from train.rank_times import StragglerWatch
 from train.readers import READERS
 from train.run_log import RunLog, Sink, StepsLog
 from train.tensorboard import TensorBoardLog
@@ -127,7 +128,7 @@ def train_in_run(
     Events, steps if they are recorded, and scalars for TensorBoard unless they are switched off, are files of the run.
     """
     times = StepTimes()
-    sinks: list[Sink] = [times]
+    sinks: list[Sink] = [times, StragglerWatch(observer.event)]
     if tree.train.record_samples:
         sinks.append(StepsLog(run.store, f"{run.folder}/steps.jsonl"))
     if tree.train.tensorboard and tensorboard_is_installed():

@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 from shardmill.jobs.observer import FieldValue
 from train.observer import GlobalStep
+from train.rank_times import MIN_STEPS, NOTABLE_SHARE, RankTimes, straggler_among
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
-
-# Fewer say nothing: the first steps compile, fill caches and wait for the first window.
-MIN_STEPS = 10
-# A rank whose own work in a step takes so many times the median of the others holds them up.
-STRAGGLER_FACTOR = 1.3
-# What takes a smaller share of a step than this is not worth a change of settings.
-NOTABLE_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,38 +21,6 @@ class Verdict:
 
     bound: Literal["input", "communication", "straggler", "compute"]
     sentence: str
-
-
-@dataclass(frozen=True, slots=True)
-class RankTimes:
-    """Seconds of one rank, summed over `num_steps` steps; `fetch` and `decode` are summed over the reader's threads."""
-
-    num_steps: int = 0
-    input_wait: float = 0.0
-    compute: float = 0.0
-    allreduce: float = 0.0
-    fetch: float = 0.0
-    decode: float = 0.0
-
-    def plus(self, seconds: Mapping[str, float]) -> RankTimes:
-        """With one more step."""
-        return RankTimes(
-            self.num_steps + 1,
-            self.input_wait + seconds.get("input_wait", 0.0),
-            self.compute + seconds.get("compute", 0.0),
-            self.allreduce + seconds.get("allreduce", 0.0),
-            self.fetch + seconds.get("fetch", 0.0),
-            self.decode + seconds.get("decode", 0.0),
-        )
-
-    @property
-    def own(self) -> float:
-        """A step's seconds that do not depend on other ranks."""
-        return (self.input_wait + self.compute) / max(1, self.num_steps)
-
-    @property
-    def total(self) -> float:
-        return self.input_wait + self.compute + self.allreduce
 
 
 class StepTimes:
@@ -95,31 +57,17 @@ class StepTimes:
         ranks = self._ranks
         if min((times.num_steps for times in ranks.values()), default=0) < MIN_STEPS:
             return None
-        slowest = max(ranks, key=lambda rank: ranks[rank].own)
-        others = [times.own for rank, times in ranks.items() if rank != slowest]
-        usual = statistics.median(others) if others else ranks[slowest].own
+        straggler = straggler_among(ranks, self._hosts)
+        if straggler is not None:
+            return Verdict("straggler", str(straggler))
         seconds = statistics.mean(times.total for times in ranks.values()) or 1.0
-        late_share = (ranks[slowest].own - usual) * ranks[slowest].num_steps / seconds
-        if ranks[slowest].own > STRAGGLER_FACTOR * usual and late_share > NOTABLE_SHARE:
-            return self._straggler(slowest, usual)
         input_share = statistics.mean(times.input_wait for times in ranks.values()) / seconds
         exchange_share = self._exchange_seconds / seconds
         if max(input_share, exchange_share) < NOTABLE_SHARE:
             return _compute(statistics.mean(times.compute for times in ranks.values()) / seconds)
         if input_share >= exchange_share:
             return _input(input_share, list(ranks.values()), config)
-        return _communication(exchange_share, self._exchange_seconds / ranks[slowest].num_steps, config)
-
-    def _straggler(self, rank: int, usual: float) -> Verdict:
-        own = self._ranks[rank].own
-        times, host = self._ranks[rank], self._hosts.get(rank, "")
-        what = "waiting for its batches" if times.input_wait > times.compute else "computing"
-        return Verdict(
-            "straggler",
-            f"straggler: rank {rank}{f' on host {host}' if host else ''} takes {own / usual:.1f}x the time of the "
-            f"others for its own part of a step ({1000 * own:.1f} ms against {1000 * usual:.1f} ms), mostly {what}, "
-            "and they wait for it: look for what else runs there, or leave that machine out",
-        )
+        return _communication(exchange_share, self._exchange_seconds / next(iter(ranks.values())).num_steps, config)
 
 
 def _input(share: float, ranks: list[RankTimes], config: TrainConfig) -> Verdict:

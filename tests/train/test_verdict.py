@@ -19,9 +19,10 @@ from tests.train.training import task_of
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.observer import GlobalStep
+from train.rank_times import MIN_STEPS, StragglerWatch
 from train.run_log import RunLog
 from train.values import StepReport
-from train.verdict import MIN_STEPS, StepTimes, Verdict
+from train.verdict import StepTimes, Verdict
 
 TORCH_MODELS = "tests.train.torch_models"
 
@@ -73,6 +74,36 @@ def test_what_the_readers_threads_did_tells_storage_from_decoding():
 def test_few_steps_say_nothing():
     assert judged({"compute": 1.0}, num_steps=MIN_STEPS) is None
     assert StepTimes().verdict(TrainConfig()) is None
+
+
+def test_a_straggler_is_named_while_it_holds_the_others_up_once():
+    now, warned = [0.0], []
+    watch = StragglerWatch(lambda name, fields: warned.append((name, dict(fields))), 30.0, clock=lambda: now[0])
+    watch.event("rank_started", {"rank": 1, "host": "b", "pid": 7})
+    usual, late = {"compute": 0.5, "allreduce": 0.5}, {"compute": 1.0}
+
+    def steps(number: int, *seconds_of_ranks: dict[str, float]) -> None:
+        for step in range(number):
+            now[0] += 1.0
+            reports = tuple(
+                StepReport(rank, 0, step, 1000, (0.5).hex(), seconds=each) for rank, each in enumerate(seconds_of_ranks)
+            )
+            watch.step(GlobalStep(0, step, 1000, (0.5).hex(), (), reports))
+
+    # The first step compiles, and a short pause is nobody's fault.
+    steps(1, {"compute": 0.5}, {"compute": 60.0})
+    steps(29, usual, usual)
+    steps(2, usual, late)
+    assert not warned
+    steps(100, usual, late)
+    [(name, fields)] = warned
+    assert name == "train.straggler" and fields["rank"] == 1
+    assert fields["warning"].startswith("straggler: rank 1 on host b takes 2.0x the time of the others")
+    assert "train.rank_weights" in fields["warning"]
+    # It recovers, and is named again when it falls back.
+    steps(100, usual, usual)
+    steps(100, usual, late)
+    assert len(warned) == 2
 
 
 class SlowStore:

@@ -1,0 +1,138 @@
+"""What the steps of each rank took, and which rank, if any, holds the others up: at the end, and while they train."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shardmill.jobs.observer import WARNING, FieldValue
+from train.observer import GlobalStep
+
+# Fewer say nothing: the first steps compile, fill caches and wait for the first window.
+MIN_STEPS = 10
+# A rank whose own work in a step takes so many times the median of the others holds them up.
+STRAGGLER_FACTOR = 1.3
+# What takes a smaller share of a step than this is not worth a change of settings.
+NOTABLE_SHARE = 0.2
+# So long a running training is watched before it is judged; a pause of a second is no straggler.
+WATCH_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Seconds of one rank, summed over `num_steps` steps; `fetch` and `decode` are summed over the reader's threads."""
+
+    num_steps: int = 0
+    input_wait: float = 0.0
+    compute: float = 0.0
+    allreduce: float = 0.0
+    fetch: float = 0.0
+    decode: float = 0.0
+
+    def plus(self, seconds: Mapping[str, float]) -> RankTimes:
+        """With one more step."""
+        return RankTimes(
+            self.num_steps + 1,
+            self.input_wait + seconds.get("input_wait", 0.0),
+            self.compute + seconds.get("compute", 0.0),
+            self.allreduce + seconds.get("allreduce", 0.0),
+            self.fetch + seconds.get("fetch", 0.0),
+            self.decode + seconds.get("decode", 0.0),
+        )
+
+    @property
+    def own(self) -> float:
+        """A step's seconds that do not depend on other ranks."""
+        return (self.input_wait + self.compute) / max(1, self.num_steps)
+
+    @property
+    def total(self) -> float:
+        return self.input_wait + self.compute + self.allreduce
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank for which the others wait; as text, a sentence for people."""
+
+    rank: int
+    host: str
+    own_seconds: float
+    """Of a step, for its own part."""
+    usual_seconds: float
+    """Median of the others."""
+    mostly: str
+
+    def __str__(self) -> str:
+        return (
+            f"straggler: rank {self.rank}{f' on host {self.host}' if self.host else ''} takes "
+            f"{self.own_seconds / self.usual_seconds:.1f}x the time of the others for its own part of a step "
+            f"({1000 * self.own_seconds:.1f} ms against {1000 * self.usual_seconds:.1f} ms), mostly {self.mostly}, and "
+            "they wait for it: look for what else runs there, give it less by train.rank_weights, or leave it out"
+        )
+
+
+def straggler_among(ranks: Mapping[int, RankTimes], hosts: Mapping[int, str]) -> Straggler | None:
+    """The slowest of `ranks`, if it is that much slower that the others' steps are notably longer for it."""
+    slowest = max(ranks, key=lambda rank: ranks[rank].own)
+    others = [times.own for rank, times in ranks.items() if rank != slowest]
+    if not others:
+        return None
+    times, usual = ranks[slowest], statistics.median(others)
+    seconds = statistics.mean(each.total for each in ranks.values()) or 1.0
+    late_share = (times.own - usual) * times.num_steps / seconds
+    if times.own <= STRAGGLER_FACTOR * usual or late_share <= NOTABLE_SHARE:
+        return None
+    mostly = "waiting for its batches" if times.input_wait > times.compute else "computing"
+    return Straggler(slowest, hosts.get(slowest, ""), times.own, usual, mostly)
+
+
+class StragglerWatch:
+    """A sink of `train.run_log.RunLog` that warns of a rank when it begins to hold the others up, once."""
+
+    def __init__(
+        self,
+        warn: Callable[[str, Mapping[str, FieldValue]], None],
+        watch_seconds: float = WATCH_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._warn = warn
+        self._watch_seconds = watch_seconds
+        self._clock = clock
+        self._hosts: dict[int, str] = {}
+        self._named = -1
+        self._is_first = True
+        self._begin()
+
+    def step(self, step: GlobalStep) -> None:
+        # The first step of a call compiles the model.
+        if self._is_first:
+            self._is_first = False
+            self._begin()
+            return
+        self._num_steps += 1
+        for report in step.reports:
+            self._ranks[report.rank] = self._ranks.get(report.rank, RankTimes()).plus(report.seconds)
+        if self._num_steps < MIN_STEPS or self._clock() - self._since < self._watch_seconds:
+            return
+        straggler = straggler_among(self._ranks, self._hosts)
+        if straggler is not None and straggler.rank != self._named:
+            self._warn("train.straggler", {"rank": straggler.rank, "step": step.step, WARNING: str(straggler)})
+        self._named = straggler.rank if straggler is not None else -1
+        self._begin()
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        if name == "rank_started":
+            self._hosts[int(fields["rank"] or 0)] = str(fields["host"])
+        if name == "restarted":
+            # Other ranks have the numbers now.
+            self._hosts, self._named, self._is_first = {}, -1, True
+
+    def close(self) -> None:
+        return
+
+    def _begin(self) -> None:
+        self._ranks: dict[int, RankTimes] = {}
+        self._num_steps = 0
+        self._since = self._clock()
