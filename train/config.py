@@ -133,6 +133,11 @@ class TrainConfig(Section):
     """What the last layer of a model of classes gives; `auto` looks at its loss or activation."""
     label_smoothing: Annotated[float, SAFE] = Field(default=0.0, ge=0, lt=1)
     """Share of each label spread over all classes; of several classes an image, over yes and no of each."""
+    class_weights: Annotated[Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]], SAFE] = Field(
+        default_factory=dict
+    )
+    """How much the loss of a class counts, by its name; those that are not named count 1. `balanced`: the rarer a
+    class, the more, so that all together count alike. Figures of evaluation are not weighted."""
     mixed_precision: Literal["off", "bfloat16", "float16"] = "off"
     """Compute precision; weights stay float32."""
     early_stop_epochs: Annotated[int, SAFE] = Field(default=0, ge=0)

@@ -104,7 +104,7 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
     memory = window_memory(config, dataset)
     local_batch_size = memory.streams_per_rank * config.global_batch_size // config.num_streams
     ranks_here = max(1, LAUNCHERS[config.launcher].ranks_here(len(roles_of(config)), tree.spark))
-    spec = model_spec(dataset.manifest, config.standardize)
+    spec = model_spec(dataset.manifest, config)
     cost = probe(ProbeTask(config, spec, local_batch_size, ranks_here))
     exchange_seconds = exchange_time(cost.weights_bytes, config.num_workers, network_gbit)
     images_at_once = config.global_batch_size

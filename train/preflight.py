@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shardmill.errors import UsageError
 from train.auto import Chosen, resolve
 from train.backends import BACKENDS
+from train.class_weights import class_weights
 from train.config import GateConfig, TrainConfig
 from train.initial import check_initial
 from train.labels import LabelSpec, check_gate, check_labels
@@ -50,7 +51,7 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> Chosen:
     Raises UsageError otherwise. Nothing is imported that trains.
     """
     chosen = resolve(config, spark)
-    config, backend = chosen.config, chosen.config.backend
+    config = chosen.config
     find_strategy(config.strategy, config.num_workers).check(config)
     _check_exchange(config)
     launcher = LAUNCHERS[config.launcher]
@@ -79,22 +80,28 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> Chosen:
     if not launcher.assigns_devices(spark):
         check_devices_here(config, launcher.ranks_here(len(roles_of(config)), spark))
     check_initial(config)
+    _check_torch(config)
+    return chosen
+
+
+def _check_torch(config: TrainConfig) -> None:
+    if config.backend != "torch":
+        return
     is_keras = "keras" in imported_packages(config.model)
-    if backend == "torch" and is_keras and config.launcher == "inline":
+    if is_keras and config.launcher == "inline":
         raise UsageError(
             f"train.model = {config.model!r} is a Keras model, to be trained by PyTorch in this process",
             "Keras on TensorFlow exports it afterwards, and one process has one of them",
             "set train.launcher = 'local'",
         )
-    if backend == "torch" and is_keras:
+    if is_keras:
         BACKENDS.usable("keras")
-    if backend == "torch" and config.mixed_precision == "float16":
+    if config.mixed_precision == "float16":
         raise UsageError(
             "train.mixed_precision = 'float16' with the backend 'torch'",
             "it scales no losses",
             "set train.mixed_precision = 'bfloat16'",
         )
-    return chosen
 
 
 def _check_rank_weights(config: TrainConfig) -> None:
@@ -157,6 +164,7 @@ def check_trainable(config: TrainConfig, dataset: Dataset, gate: GateConfig | No
             f"it has {', '.join(splits) or 'none'}",
             "raise etl.split_fractions.train, or add images",
         )
+    class_weights(config, dataset.manifest)
     READERS[config.reader].check(config, dataset)
     if config.early_stop_epochs and "validation" not in splits:
         raise UsageError(

@@ -157,7 +157,7 @@ def _with_files(world: World, task: WorkerTask) -> World:
 
 def _build(backend: Backend, task: WorkerTask, manifest: Manifest, world: World, reporter: Reporter) -> Learner:
     check_source(task.config.model, task.model_source_sha256)
-    learner = backend.build(task.config, model_spec(manifest, task.config.standardize))
+    learner = backend.build(task.config, model_spec(manifest, task.config))
     if world.rank == 0:
         # Now, not after hours of training.
         reporter.doing("a trial of the export")

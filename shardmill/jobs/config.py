@@ -154,29 +154,38 @@ def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 def _explain(tree: type[ConfigTree], error: ValidationError) -> str:
     """All complaints in one line: each with the key, what was given, what was expected."""
-    complaints = [_complaint(tree, each) for each in error.errors(include_url=False)]
+    complaints: list[str] = []
+    for each in error.errors(include_url=False):
+        given, expected = _complaint(tree, each)
+        # A key that takes several types fails for each of them.
+        if complaints and complaints[-1].startswith(f"{given}; expected ") and expected.startswith("expected "):
+            complaints[-1] += f" or {expected.removeprefix('expected ')}"
+        else:
+            complaints.append(f"{given}; {expected}" if given else expected)
     if len(complaints) == 1:
         return complaints[0]
     numbered = "; ".join(f"({number}) {complaint}" for number, complaint in enumerate(complaints, start=1))
     return f"{len(complaints)} errors in the config: {numbered}"
 
 
-def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> str:
-    keys = [str(part) for part in error["loc"]]
+def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> tuple[str, str]:
+    """What was given, and what was expected."""
+    # Of a key that takes several types, pydantic names the type like a key: `literal['balanced']`, `dict[str,float]`.
+    keys = [str(part) for part in error["loc"] if "[" not in str(part)]
     name = ".".join(keys)
     if error["type"] == "extra_forbidden":
         owner = _model_at(tree, keys[:-1])
         known = [*(owner.model_fields if owner is not None else ()), *(tree.other_sections if len(keys) == 1 else ())]
         near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
         hint = f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else f"known here: {_first_few(known)}"
-        return f"unknown config key {name}; {hint}"
+        return f"unknown config key {name}", hint
     if isinstance(error["input"], dict) and error["type"] == "value_error":
-        return f"config section {name}: expected {error['msg'].removeprefix('Value error, ')}"
+        return "", f"config section {name}: expected {error['msg'].removeprefix('Value error, ')}"
     given = json.dumps(error["input"], default=str)
     if error["type"] == "model_type":
-        return f"config key {name} = {given}; expected a section, [{name}], with keys of its own"
+        return f"config key {name} = {given}", f"expected a section, [{name}], with keys of its own"
     expected = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"config key {name or 'config'} = {given}; expected {expected}"
+    return f"config key {name or 'config'} = {given}", f"expected {expected}"
 
 
 def _first_few(names: list[str], most: int = 5) -> str:

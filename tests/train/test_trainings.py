@@ -260,9 +260,9 @@ def test_the_budget_is_told(finished):
 
 def test_without_standardize_the_model_gets_pixels(tiny_uri):
     manifest = open_dataset(tiny_uri).manifest
-    scaled = model_spec(manifest, True).scale
+    scaled = model_spec(manifest, TrainConfig(standardize=True)).scale
     assert (scaled.mean, scaled.std) == (manifest.channel_mean, manifest.channel_std)
-    raw = model_spec(manifest, False).scale
+    raw = model_spec(manifest, TrainConfig(standardize=False)).scale
     images = np.arange(12, dtype=np.uint8).reshape(1, 2, 2, 3)
     assert np.array_equal(np.asarray(standardize(images, raw)), images.astype(np.float32))
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from shardmill.values import Batch
+from train.class_weights import class_weights
 from train.labels import LabelSpec
 from train.world import World
 
@@ -43,15 +44,18 @@ class ModelSpec:
     image_shape_HWC: tuple[int, int, int]
     labels: LabelSpec
     scale: InputScale
+    class_weights: tuple[float, ...] = ()
+    """What the loss of a sample of each class counts; empty if all count alike."""
 
 
-def model_spec(manifest: Manifest, is_standardized: bool) -> ModelSpec:
+def model_spec(manifest: Manifest, config: TrainConfig) -> ModelSpec:
     """The images and labels of a dataset; pixels standardized over the train split, or untouched."""
     num_channels = len(manifest.channel_mean)
     scale = InputScale((0.0,) * num_channels, (1.0,) * num_channels)
-    if is_standardized:
+    if config.standardize:
         scale = InputScale(manifest.channel_mean, manifest.channel_std)
-    return ModelSpec(manifest.normalize.image_shape_HWC, LabelSpec.of(manifest), scale)
+    labels = LabelSpec.of(manifest)
+    return ModelSpec(manifest.normalize.image_shape_HWC, labels, scale, class_weights(config, manifest))
 
 
 @dataclass(frozen=True, slots=True)

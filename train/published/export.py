@@ -88,7 +88,7 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
         comparison = _write_and_compare(backend, learner, Path(scratch), dataset, config, result.evaluation)
         artifact_dir = f"{ARTIFACTS}/{secrets.token_hex(8)}"
         files = _publish(store, Path(scratch), artifact_dir)
-    manifest, spec = dataset.manifest, model_spec(dataset.manifest, config.standardize)
+    manifest, spec = dataset.manifest, model_spec(dataset.manifest, config)
     record = ExportRecord(
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         run_id=run_id,
@@ -183,7 +183,7 @@ def _restore(backend: Backend, store: Store, config: TrainConfig, result: TrainR
     backend.start(World(), config.seed)
     # An export computes in float32, whatever the training saved time with; the weights are float32 in any case.
     config = config.model_copy(update={"mixed_precision": "off"})
-    learner = backend.build(config, model_spec(dataset.manifest, config.standardize))
+    learner = backend.build(config, model_spec(dataset.manifest, config))
     saved = _read_weights(store, result)
     source = f"the checkpoint {result.checkpoint}"
     now = ModelIdentity(source_sha256(config.model), learner.config_sha256)

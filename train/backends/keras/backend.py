@@ -134,7 +134,7 @@ class KerasBackend:
         start_tensorflow(world, seed)
 
     def build(self, config: TrainConfig, spec: ModelSpec) -> KerasLearner:
-        built = build_model(config, spec.image_shape_HWC, spec.labels)
+        built = build_model(config, spec.image_shape_HWC, spec.labels, spec.class_weights)
         return KerasLearner(config, built, build_optimizer(config, built.model, built.compiled_optimizer), spec)
 
     def load_served(self, folder: Path) -> Predict:

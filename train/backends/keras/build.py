@@ -11,7 +11,7 @@ from typing import Any
 
 from shardmill.errors import UsageError
 from train.backends.keras.freeze import Frozen, freeze
-from train.backends.keras.losses import PerSample, are_outputs_logits, choose_loss, right_of
+from train.backends.keras.losses import PerSample, are_outputs_logits, choose_loss, right_of, weighted_loss
 from train.backends.keras.runtime import config_sha256
 from train.config import TrainConfig
 from train.labels import LabelSpec, check_labels
@@ -40,7 +40,12 @@ class BuiltModel:
     """Of what was built, before any step has changed it: `config_sha256`."""
 
 
-def build_model(config: TrainConfig, image_shape_HWC: tuple[int, int, int], labels: LabelSpec) -> BuiltModel:
+def build_model(
+    config: TrainConfig,
+    image_shape_HWC: tuple[int, int, int],
+    labels: LabelSpec,
+    class_weights: tuple[float, ...] = (),
+) -> BuiltModel:
     """Build the model that `train.model` names, with fresh weights from Keras's global seed.
 
     Raises UsageError for an unknown name, a factory that does not import or fails, or an output other than (N, K).
@@ -69,6 +74,7 @@ def build_model(config: TrainConfig, image_shape_HWC: tuple[int, int, int], labe
         # The policy is Keras's global; nothing built later in this process should inherit it.
         keras.config.set_dtype_policy(former_policy)
     optimizer = model.optimizer if getattr(model, "compiled", False) else None
+    loss = weighted_loss(loss, class_weights)
     is_right = right_of(labels.kind, outputs_are_logits)
     frozen = freeze(config, model)
     return BuiltModel(model, outputs_are_logits, loss, is_right, frozen, optimizer, config_sha256(model))

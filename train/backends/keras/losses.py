@@ -38,6 +38,17 @@ def choose_loss(config: TrainConfig, model: Any, outputs_are_logits: bool, label
     return _own_loss(own, labels)
 
 
+def weighted_loss(loss: PerSample, class_weights: tuple[float, ...]) -> PerSample:
+    """`loss` times the weight of each sample's class; `loss` itself if there are none."""
+    import tensorflow as tf
+
+    if not class_weights:
+        return loss
+    return lambda labels_N, outputs_NK: (
+        loss(labels_N, outputs_NK) * tf.gather(tf.constant(class_weights, tf.float32), labels_N)
+    )
+
+
 def compiled_loss(model: Any) -> Any | None:
     """The one loss (a function or Loss object) that the model was compiled with, or None.
 

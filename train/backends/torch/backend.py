@@ -100,6 +100,8 @@ class TorchLearner:
         outputs_NK = outputs_NK.float()
         kind, are_logits = self._spec.labels.kind, self.outputs_are_logits
         losses_N = per_sample_losses(kind, outputs_NK, labels_N, are_logits, self._config.label_smoothing)
+        if self._spec.class_weights:
+            losses_N = losses_N * torch.tensor(self._spec.class_weights, device=losses_N.device)[labels_N]
         # Divided by the weight of the GLOBAL batch: see train/backends/keras/step.py.
         loss = (weights_N * losses_N).sum() / global_weight
         if self._built.is_keras and self._built.model.losses:

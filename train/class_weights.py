@@ -1,0 +1,43 @@
+"""How much the loss of each class counts (`train.class_weights`), as numbers in the dataset's order of classes."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from shardmill.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardmill.dataset.manifest import Manifest
+    from train.config import TrainConfig
+
+
+def class_weights(config: TrainConfig, manifest: Manifest) -> tuple[float, ...]:
+    """One for each class; empty if all count alike. Raises UsageError for what the dataset does not have.
+
+    `balanced`: N / (K * N_k) for class k with N_k of the N samples of the train split, as in King and Zeng, "Logistic
+    Regression in Rare Events Data" (2001): all classes together count alike, and a sample 1 on average.
+    """
+    given = config.class_weights
+    if not given:
+        return ()
+    schema = manifest.row_schema
+    if schema.label_kind != "class":
+        raise UsageError(
+            f"train.class_weights = {given!r}, and the labels are of kind {schema.label_kind!r}",
+            "expected one class an image",
+            "leave train.class_weights out",
+        )
+    names = schema.class_names
+    if given == "balanced":
+        counts = manifest.splits["train"].class_counts
+        # A class without a sample has no loss to weigh.
+        return tuple(sum(counts) / (len(counts) * max(1, count)) for count in counts)
+    if unknown := [name for name in given if name not in names]:
+        near = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0.4)
+        raise UsageError(
+            f"train.class_weights names {', '.join(map(repr, unknown))}",
+            f"expected classes of the dataset: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}",
+            f"did you mean {near[0]!r}?" if near else "leave it out: a class that is not named counts 1",
+        )
+    return tuple(given.get(name, 1.0) for name in names)
