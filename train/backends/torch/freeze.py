@@ -1,6 +1,6 @@
 """Weights of a PyTorch module that `train.freeze` holds still: for good, or until `train.unfreeze_epoch`.
 
-A Keras model on PyTorch keeps books of its own beside PyTorch's.
+A Keras model on PyTorch keeps books of its own, and PyTorch's by them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ def freeze(config: TrainConfig, model: Any, is_keras: bool) -> Frozen:
     """
     if not config.freeze:
         return Frozen()
-    frozen = _of_keras(config, model) if is_keras else _of_module(config, model)
+    if is_keras:
+        from train.backends.keras.freeze import freeze as freeze_keras
+
+        return Frozen(of_keras=freeze_keras(config, model))
+    frozen = _of_module(config, model)
     if not config.unfreeze_epoch:
         frozen.set_trainable(False)
     return frozen
@@ -49,13 +53,6 @@ def freeze(config: TrainConfig, model: Any, is_keras: bool) -> Frozen:
 def head_of(model: Any) -> str:
     """The path of the last module with parameters of its own."""
     return [path for path, each in model.named_modules() if list(each.parameters(recurse=False))][-1]
-
-
-def _of_keras(config: TrainConfig, model: Any) -> Frozen:
-    from train.backends.keras.freeze import freeze as freeze_keras
-
-    of_keras = freeze_keras(config, model)
-    return Frozen(parameters=tuple(variable.value for variable in of_keras.variables), of_keras=of_keras)
 
 
 def _of_module(config: TrainConfig, model: Any) -> Frozen:
