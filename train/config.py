@@ -124,6 +124,9 @@ class TrainConfig(Section):
     """`sgd` only."""
     weight_decay: Annotated[float, SAFE] = Field(default=1e-4, ge=0)
     """`adamw` only."""
+    ema_decay: Annotated[float, LATER] = Field(default=0.0, ge=0, lt=1)
+    """Evaluate and export moving averages of the weights, which keep this share of themselves at each update (less in
+    the first ones), for instance 0.999; 0 switches it off."""
     gradient_clip_norm: Annotated[float, SAFE] = Field(default=0.0, ge=0)
     """Clip gradients to this global norm; 0 switches it off."""
     loss: Literal["auto", "softmax", "sigmoid", "squared_error"] = "auto"

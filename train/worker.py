@@ -123,6 +123,8 @@ def _result(
     session: Session, progress: Progress, best: BestEpoch | None, last_checkpoint: str, resumed_from: Cursor | None
 ) -> TrainResult:
     task, member = session.task, session.member
+    with member.learner.averaged():
+        weights_sha256, evaluation = member.learner.weights_sha256(), evaluate_finally(session)
     return TrainResult(
         dataset=task.dataset,
         training_dir=task.training_dir,
@@ -141,11 +143,11 @@ def _result(
         images_per_second=progress.cursor.epoch * session.epochs.num_rows / progress.spent.total,
         time_shares=progress.spent.shares(),
         final_loss_hex=progress.last_loss_hex,
-        weights_sha256=member.learner.weights_sha256(),
+        weights_sha256=weights_sha256,
         stopped_early=progress.early_stop.stopped,
         resumed_from=resumed_from,
         history=progress.history,
-        evaluation=evaluate_finally(session),
+        evaluation=evaluation,
         num_skipped_steps=progress.skipped.total,
         placement=session.world.placement,
     )
@@ -242,8 +244,9 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
     validation = None
     if "validation" in manifest.splits:
         # Best epoch and early stop follow from these figures. All ranks must decide alike, so all use rank 0's bits.
-        of_rank_0 = session.member.broadcast_bytes(to_json(evaluate_split(session, "validation").without_classes()))
-        validation = from_json(Evaluation, of_rank_0)
+        with session.member.learner.averaged():
+            here = evaluate_split(session, "validation").without_classes()
+        validation = from_json(Evaluation, session.member.broadcast_bytes(to_json(here)))
     progress = progress.after_time(TimeSpent(other=session.stopwatch.lap()))
     num_rows = max(1, session.epochs.num_rows - progress.skipped.num_rows)
     record = EpochRecord(

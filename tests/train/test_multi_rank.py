@@ -28,8 +28,9 @@ WORKERS = "tests.train.multi_rank_workers"
 STATEFUL = {"checkpoint_every_steps": 2, "num_streams": 6, "global_batch_size": 24, "record_samples": True,
             "epochs": 3}  # fmt: skip
 # 100 steps and more of the demo's model. Smoothed labels keep the loss from 0, where a relative bound means nothing.
+# What is evaluated are averages of weights; losses of steps are those of the weights themselves.
 SMALL_CNN = {"num_streams": 12, "global_batch_size": 24, "epochs": 27, "label_smoothing": 0.1, "record_samples": True,
-             "checkpoint_every_steps": 5}  # fmt: skip
+             "checkpoint_every_steps": 5, "ema_decay": 0.9}  # fmt: skip
 
 TORCH_MODELS = "tests.train.torch_models"
 STATEFUL_MODEL = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
@@ -56,7 +57,7 @@ FILES_OF_LAYOUT = {
 
 
 # What makes a strategy do what others do not.
-OF_STRATEGY: dict[str, dict] = {"local_sgd": {"local_steps": 2}}
+OF_STRATEGY: dict[str, dict] = {"local_sgd": {"local_steps": 2, "ema_decay": 0.9}, "torch_ddp": {"ema_decay": 0.9}}
 
 
 def stateful(strategy: str) -> dict:

@@ -9,6 +9,7 @@ Shape legend: N batch, H height, W width, C channels, K outputs (classes, or num
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -74,8 +75,8 @@ class StepOutcome:
 class StatePart(Enum):
     """The three parts of a learner's state."""
 
-    WEIGHTS = "what gradients change; the same on all ranks between two steps"
-    OPTIMIZER = "what the optimizer remembers; likewise"
+    WEIGHTS = "what gradients change, or, with `train.ema_decay`, its averages; the same on all ranks between two steps"
+    OPTIMIZER = "what the optimizer remembers, and the weights themselves where WEIGHTS are averages; likewise"
     OWN = "moving statistics and states of random generators: each rank has its own"
 
 
@@ -132,7 +133,14 @@ class Learner(Protocol):
         ...
 
     def assign(self, part: StatePart, arrays: Sequence[np.ndarray], source: str) -> None:
-        """Take over what `arrays` gave. Raises UsageError, before any assignment, if number, shapes or types differ."""
+        """Take over what `arrays` gave. Raises UsageError, before any assignment, if number, shapes or types differ.
+
+        Averages become the model's weights, too, until `StatePart.OPTIMIZER` is assigned.
+        """
+        ...
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside it the model has the averages of its weights (`train.ema_decay`), and must not be trained."""
         ...
 
     def moving_statistics(self) -> list[int]:

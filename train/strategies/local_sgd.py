@@ -254,6 +254,12 @@ def _check_silos(config: TrainConfig) -> None:
             "each rank reads a dataset of its own, by our reader: no other rank can take its part",
             "set train.max_restarts = 0 and train.reader = 'shardmill'; a lost silo is not waited for anyway",
         )
+    if config.ema_decay:
+        raise UsageError(
+            f"train.ema_decay = {config.ema_decay} with train.silos",
+            "of a silo nothing travels but its weights, once a round",
+            "leave train.ema_decay out",
+        )
     if config.launcher in ("spark_barrier", "horovod_spark"):
         raise UsageError(
             f"train.silos with train.launcher = {config.launcher!r}",

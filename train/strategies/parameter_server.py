@@ -188,6 +188,12 @@ def check(config: TrainConfig) -> None:
             "a worker computes a whole batch at once",
             "lower train.global_batch_size: it is what one worker computes for one update",
         )
+    if config.ema_decay:
+        raise UsageError(
+            f"train.ema_decay = {config.ema_decay} with train.strategy = 'parameter_server'",
+            "its updates overtake each other: an average would follow none of them",
+            "leave train.ema_decay out, or take another strategy",
+        )
     if config.mixed_precision == "float16":
         raise UsageError(
             "train.mixed_precision = 'float16' with train.strategy = 'parameter_server'",

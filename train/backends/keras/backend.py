@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +13,7 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.backends.backend import ModelSpec, NamedWeights, Predict, StatePart, StepOutcome
+from train.backends.keras.averages import WeightAverages
 from train.backends.keras.build import BuiltModel, build_model
 from train.backends.keras.names import named_weights, read_weights
 from train.backends.keras.optimizers import ChosenOptimizer, build_optimizer, check_unfreezable
@@ -46,7 +50,8 @@ class KerasLearner:
         self._fresh_optimizer: list[np.ndarray] = []
         if config.unfreeze_epoch:
             check_unfreezable(chosen)
-            self._fresh_optimizer = self.arrays(StatePart.OPTIMIZER)
+            self._fresh_optimizer = [np.asarray(variable) for variable in self._optimizer.variables]
+        self._averages = WeightAverages(self._trainable, config.ema_decay) if config.ema_decay else None
         self._serving = ServingModel(built.model, built.outputs_are_logits, spec)
 
     @property
@@ -57,7 +62,11 @@ class KerasLearner:
         return self.step.gradients(batch, global_weight, share_of_streams)
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
-        return self.step.apply(sums, learning_rate)
+        outcome = self.step.apply(sums, learning_rate)
+        # The optimizer may have left out a scaled loss that overflowed, which is no failure.
+        if self._averages and outcome.is_applied and math.isfinite(outcome.gradient_norm):
+            self._averages.update()
+        return outcome
 
     def outputs(self, images_NHWC: np.ndarray) -> np.ndarray:
         return self.step.outputs(images_NHWC)
@@ -67,6 +76,11 @@ class KerasLearner:
 
     def assign(self, part: StatePart, arrays: Sequence[np.ndarray], source: str) -> None:
         assign_variables(self.variables(part), arrays, source)
+        if self._averages and part is StatePart.WEIGHTS:
+            self._averages.give()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._averages.swapped() if self._averages else nullcontext()
 
     def moving_statistics(self) -> list[int]:
         variables = self.variables(StatePart.OWN)
@@ -76,7 +90,15 @@ class KerasLearner:
         return read_weights(data, suffix, where)
 
     def named_weights(self, like: Collection[str] = ()) -> NamedWeights:
-        return named_weights(self._model, like)
+        named, averages = named_weights(self._model, like), self._averages
+        if averages is None:
+            return named
+
+        def assign(arrays: Mapping[str, np.ndarray]) -> None:
+            named.assign(arrays)
+            averages.begin()
+
+        return replace(named, assign=assign)
 
     def freeze(self) -> None:
         # Asked for before every epoch; tracing takes seconds.
@@ -89,7 +111,7 @@ class KerasLearner:
         self._is_frozen = False
         self._frozen.set_trainable(True)
         self.step.compile()
-        self.assign(StatePart.OPTIMIZER, self._fresh_optimizer, "a fresh optimizer")
+        assign_variables(self._optimizer.variables, self._fresh_optimizer, "a fresh optimizer")
 
     def decorrelate(self, rank: int) -> None:
         decorrelate_seed_states(self._own, rank)
@@ -118,9 +140,11 @@ class KerasLearner:
         """Keras's own, in the order of `arrays`: for strategies that spread a variable over devices."""
         match part:
             case StatePart.WEIGHTS:
-                return self._trainable
+                return self._averages.averages if self._averages else self._trainable
             case StatePart.OPTIMIZER:
-                return self._optimizer.variables
+                if self._averages is None:
+                    return self._optimizer.variables
+                return [*self._optimizer.variables, self._averages.num_updates, *self._trainable]
             case StatePart.OWN:
                 return self._own
 

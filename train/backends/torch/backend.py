@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from shardmill.errors import UsageError
 from shardmill.values import Batch
 from train.backends.backend import ModelSpec, NamedWeights, Predict, StatePart, StepOutcome
 from train.backends.parts import parts_of
+from train.backends.torch.averages import WeightAverages
 from train.backends.torch.losses import per_sample_losses, right_of
 from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
@@ -60,6 +62,7 @@ class TorchLearner:
             raise not_in(name, "torch")
         self._optimizer = create(config, self._weights)
         create_state(self._optimizer, self._weights)
+        self._averages = WeightAverages(self._weights, config.ema_decay) if config.ema_decay else None
 
     @property
     def learning_rate(self) -> float:
@@ -126,6 +129,8 @@ class TorchLearner:
                 # The optimizer leaves alone what has none.
                 weight.grad = gradient.to(weight.dtype) if weight.requires_grad else None
             self._optimizer.step()
+            if self._averages:
+                self._averages.update()
         return StepOutcome(loss, num_correct, gradient_norm, bool(is_usable))
 
     def outputs(self, images_NHWC: np.ndarray) -> np.ndarray:
@@ -159,6 +164,11 @@ class TorchLearner:
                 tensor.copy_(torch.from_numpy(array.astype(np.int64) if array.dtype == np.uint32 else array.copy()))
         if generators:
             restore_generators(generators)
+        if self._averages and part is StatePart.WEIGHTS:
+            self._averages.give()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._averages.swapped() if self._averages else nullcontext()
 
     def read_weights(self, data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
         if self._built.is_keras:
@@ -168,6 +178,17 @@ class TorchLearner:
         return read_weights(data, suffix, where)
 
     def named_weights(self, like: Collection[str] = ()) -> NamedWeights:
+        named, averages = self._named_weights(like), self._averages
+        if averages is None:
+            return named
+
+        def assign(arrays: Mapping[str, np.ndarray]) -> None:
+            named.assign(arrays)
+            averages.begin()
+
+        return replace(named, assign=assign)
+
+    def _named_weights(self, like: Collection[str]) -> NamedWeights:
         if self._built.is_keras:
             from train.backends.keras.names import named_weights as named_weights_of_keras
 
@@ -222,12 +243,15 @@ class TorchLearner:
         assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
         return f"{STATE_FILE} holds the weights alone: load them into what train.model builds"
 
-    def _of_part(self, part: StatePart) -> list[Any]:
+    def _of_part(self, part: StatePart) -> Sequence[Any]:
         match part:
             case StatePart.WEIGHTS:
-                return self._weights
+                return self._averages.averages if self._averages else self._weights
             case StatePart.OPTIMIZER:
-                return state_tensors(self._optimizer, self._weights)
+                remembered = state_tensors(self._optimizer, self._weights)
+                if self._averages is None:
+                    return remembered
+                return [*remembered, self._averages.num_updates, *self._weights]
             case StatePart.OWN:
                 return self._own
 
