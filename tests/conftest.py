@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections import Counter
 from typing import Any
 
@@ -55,3 +57,24 @@ class ScopeScheduling(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     return ScopeScheduling(config, log)
+
+
+_EXIT_STATUS = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_EXIT_STATUS] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End without exit handlers if both frameworks were used in this process, which only tests do.
+
+    The copies of LLVM in TensorFlow and in PyTorch's Triton share symbols: the destructors of the one have crashed in
+    the other, and made exit code 139 of tests that had passed.
+    """
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and {"tensorflow", "torch"} <= sys.modules.keys() and _EXIT_STATUS in config.stash:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[_EXIT_STATUS])
