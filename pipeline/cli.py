@@ -256,7 +256,10 @@ def init(
     from shardmill.jobs.config import load_tree
 
     common: Common = context.obj
-    text = commented_toml(load_tree(PipelineTree, None, common.overrides))
+    tree = load_tree(PipelineTree, None, common.overrides)
+    text = commented_toml(tree)
+    unset = [name for name, uri in {"source.uri": tree.source.uri, "dataset.uri": tree.dataset.uri}.items() if not uri]
+    missing = f"set {' and '.join(unset)}, " if unset else ""
     try:
         with open(file, "x", encoding="utf-8") as target:
             target.write(text)
@@ -264,9 +267,7 @@ def init(
         raise UsageError(f"{file} exists already", "expected a new name", "shardmill init OTHER.toml") from None
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}", "expected a writable place") from None
-    print_result(
-        common, {"file": file}, [(f"wrote {file}; set source.uri and dataset.uri, then: shardmill run {file}",)]
-    )
+    print_result(common, {"file": file}, [(f"wrote {file}; {missing}then: shardmill run {file}",)])
 
 
 @config_app.command("show", cls=command_without("run_id"))

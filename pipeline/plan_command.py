@@ -11,7 +11,7 @@ from pipeline.printing import print_result
 
 plan_app = typer.Typer()
 
-WorldSize = Annotated[int, typer.Option(metavar="N", help="For so many ranks.", min=0)]
+WorldSize = Annotated[int | None, typer.Option(metavar="N", help="For so many ranks, not train.num_workers.", min=1)]
 Devices = Annotated[str, typer.Option(metavar="NxKIND", help="Such as 8xH200: one for each rank.")]
 Bandwidth = Annotated[float, typer.Option(metavar="GBIT", help="Between two ranks, in Gbit/s.", min=0.001)]
 
@@ -20,7 +20,7 @@ Bandwidth = Annotated[float, typer.Option(metavar="GBIT", help="Between two rank
 def plan(
     context: typer.Context,
     dataset: DatasetArgument,
-    world_size: WorldSize = 0,
+    world_size: WorldSize = None,
     devices: Devices = "",
     bandwidth: Bandwidth = 10.0,
 ) -> None:

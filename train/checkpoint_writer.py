@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +19,7 @@ import numpy as np
 
 from shardmill.errors import StorageError
 from shardmill.failpoints import failpoint
+from shardmill.jobs.process import Terminated
 from shardmill.sealed import SealedFile, seal, seal_file
 from shardmill.storage import Store
 from train.checkpoint import MARKER, CheckpointFolder, CheckpointMarker, TrainingIdentity, delete_older
@@ -26,8 +27,8 @@ from train.progress import Progress
 from train.state import dump_arrays
 from train.values import Reporter, from_json, to_json
 
-# A training that fails leaves a checkpoint that was begun this long: ranks that fail for one reason can complete it.
-LAST_SECONDS = 10.0
+# How long a training that fails waits for a checkpoint that was begun: ranks that fail for one reason can complete it.
+GRACE_SECONDS = 10.0
 
 
 class Ranks(Protocol):
@@ -55,7 +56,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of a checkpoint, equal on all ranks but for the time."""
+    """What became of a checkpoint, equal but for the time on all ranks that write one together."""
 
     moment: Moment
     problem: str
@@ -70,30 +71,30 @@ class CheckpointWriter:
         self._folder = folder
         self._ranks = ranks
         self._reporter = reporter
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._running: Future[Written] | None = None
+        self._changed = threading.Condition()
+        self._waits = False
+        """The thread waits for other ranks."""
         # The thread's own until `_running` is done.
         self._owed: list[Moment] = []
         """The best epoch's, while the store refuses it."""
         self.refused: dict[str, str] = {}
         """Checkpoints that are not there, and why."""
-        self._is_stored = threading.Event()
-        """This rank has done its part of the running one."""
 
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """A training that failed leaves what it has begun a short time to be completed."""
-        if self._running is not None:
-            wait([self._running], LAST_SECONDS)
-        self._thread.shutdown(wait=False)
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        """A training that failed gives what it has begun a short time to complete; one that was told to end, none."""
+        if self._running is not None and error_type not in (KeyboardInterrupt, Terminated):
+            wait([self._running], GRACE_SECONDS)
 
     def begin(self, moment: Moment) -> None:
         """Hand over what is to be written; the one before must have been taken."""
         assert self._running is None
-        self._is_stored.clear()
-        self._running = self._thread.submit(self._write_in_order, moment)
+        self._running = Future()
+        # A daemon: a store that hangs keeps no process alive.
+        threading.Thread(target=self._run, args=(moment, self._running), name="checkpoint", daemon=True).start()
 
     @property
     def is_writing(self) -> bool:
@@ -104,22 +105,40 @@ class CheckpointWriter:
 
         Raises what its thread raised: CommitConflict, on rank 0, if a newer attempt has begun.
         """
-        running, self._running = self._running, None
+        running = self._running
         if running is None:
             return None
-        if not running.done():
-            self._reporter.doing("storing a checkpoint")
-            self._is_stored.wait()
-            self._reporter.doing("the checkpoint of all ranks", waits=self._ranks.world_size > 1)
-            wait([running])
-            self._reporter.doing("its own work")
+        with self._changed:
+            told: bool | None = None
+            while not running.done():
+                # Whom the driver may blame for the wait.
+                if told != self._waits:
+                    told = self._waits
+                    self._reporter.doing("the checkpoint of all ranks" if told else "storing a checkpoint", waits=told)
+                self._changed.wait()
+            if told is not None:
+                self._reporter.doing("its own work")
+        self._running = None
         return running.result()
+
+    def _run(self, moment: Moment, running: Future[Written]) -> None:
+        """The thread."""
+        try:
+            written = self._write_in_order(moment)
+        except BaseException as error:
+            with self._changed:
+                running.set_exception(error)
+                self._changed.notify_all()
+        else:
+            with self._changed:
+                running.set_result(written)
+                self._changed.notify_all()
 
     def _write_in_order(self, now: Moment) -> Written:
         """First what is owed: a marker must name no checkpoint of the best epoch that is not there."""
         start_seconds = time.perf_counter()
         best = now.progress.best
-        owed = [each for each in self._owed if best is not None and each.path == best.checkpoint]
+        owed = [each for each in self._owed if best is not None and each.path == best.checkpoint != now.path]
         problem = ""
         for moment in (*owed, now):
             problem = self._write(moment)
@@ -134,31 +153,38 @@ class CheckpointWriter:
         return Written(now, problem, time.perf_counter() - start_seconds)
 
     def _write(self, moment: Moment) -> str:
-        """Rank 0 publishes the marker when the files of all are there. -> why not, equal on all ranks.
+        """Rank 0 publishes the marker when the files of all are there. -> why not, equal on all that gather.
 
         Empty if it is published. A store that refuses leaves the checkpoints before as they are. Afterwards the newest
         `keep_checkpoints` complete ones stay, with those of the best epochs that they name; whatever is older is
         deleted, marker first.
         """
-        try:
-            mine = _stored(self._folder.store, moment)
-        finally:
-            self._is_stored.set()
-        of_all_ranks = [from_json(_Stored, part) for part in self._ranks.gather_aside(to_json(mine))]
+        of_all_ranks = [from_json(_Stored, part) for part in self._gather(to_json(_stored(self._folder.store, moment)))]
         # The gather is also the barrier: rank 0 has every rank's list only after every rank has stored (and synced) its
         # files, so a marker never names a file that a crash has lost.
         problem = "; ".join(each.problem for each in of_all_ranks if each.problem)
         if self._ranks.rank == 0 and not problem:
             problem = self._publish(moment, tuple(file for of_rank in of_all_ranks for file in of_rank.files))
         # All ranks go on alike: rank 0's word counts.
-        return json.loads(self._ranks.gather_aside(json.dumps(problem).encode())[0])
+        return json.loads(self._gather(json.dumps(problem).encode())[0])
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        self._set_waits(self._ranks.world_size > 1)
+        of_ranks = self._ranks.gather_aside(data)
+        self._set_waits(False)
+        return of_ranks
+
+    def _set_waits(self, waits: bool) -> None:
+        with self._changed:
+            self._waits = waits
+            self._changed.notify_all()
 
     def _publish(self, moment: Moment, files: tuple[SealedFile, ...]) -> str:
         """-> why not, or ''. Raises CommitConflict if a newer attempt has begun."""
         marker = CheckpointMarker(moment.identity, moment.world_size, moment.global_step, moment.progress, files)
-        self._folder.attempt.check()
-        failpoint("checkpoint_marker")
         try:
+            self._folder.attempt.check()
+            failpoint("checkpoint_marker")
             self._folder.store.put(f"{moment.path}/{MARKER}", seal(to_json(marker)))
         except StorageError as error:
             return str(error)

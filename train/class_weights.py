@@ -16,7 +16,7 @@ def class_weights(config: TrainConfig, manifest: Manifest) -> tuple[float, ...]:
     """One for each class; empty if all count alike. Raises UsageError for what the dataset does not have.
 
     `balanced`: N / (K * N_k) for class k with N_k of the N samples of the train split, as in King and Zeng, "Logistic
-    Regression in Rare Events Data" (2001): all classes together count alike, and a sample 1 on average.
+    Regression in Rare Events Data" (2001): all classes that have samples count alike together.
     """
     given = config.class_weights
     if not given:

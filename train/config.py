@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -62,7 +63,7 @@ class TrainConfig(Section):
     """`local_sgd`: for each rank the dataset version that it trains on, as `uri@N`; no image leaves it.
     `dataset.uri` then gives the classes, the standardization, and what rank 0 evaluates on."""
     silo_timeout_seconds: Annotated[float, HOW] = Field(default=60.0, gt=0)
-    """So long rank 0 waits in a round for silos that took part in the last one; then the round goes on without them."""
+    """How long rank 0 waits in a round for silos that took part in the last; then the round goes on without them."""
     init_from: Annotated[str, LATER] = ""
     """Trained weights to begin with: a `.keras`, `.weights.h5`, `.h5`, `.safetensors`, `.pt` or `.pth` file, or
     `MODELS@N`, an export. A last layer for other classes stays fresh. Another file makes another training."""
@@ -136,7 +137,7 @@ class TrainConfig(Section):
     """What the last layer of a model of classes gives; `auto` looks at its loss or activation."""
     label_smoothing: Annotated[float, SAFE] = Field(default=0.0, ge=0, lt=1)
     """Share of each label spread over all classes; of several classes an image, over yes and no of each."""
-    class_weights: Annotated[Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]], SAFE] = Field(
+    class_weights: Annotated[Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]], SAFE, LATER] = Field(
         default_factory=dict
     )
     """How much the loss of a class counts, by its name; those that are not named count 1. `balanced`: the rarer a
@@ -235,7 +236,7 @@ class TrainConfig(Section):
         if self.rank_weights and len(self.rank_weights) != self.num_workers:
             raise ValueError(
                 f"train.rank_weights = {list(self.rank_weights)} to have one weight for each of train.num_workers = "
-                f"{self.num_workers} ranks"
+                f"{self.num_workers} ranks; set train.num_workers = {len(self.rank_weights)}"
             )
         fewest_streams = min(len(self.streams_of(rank, self.num_workers)) for rank in range(self.num_workers))
         smallest_share = fewest_streams * (self.global_batch_size // self.num_streams)
@@ -270,11 +271,13 @@ def settings_that_matter(config: TrainConfig) -> dict[str, str]:
     # Trainings that began when there was one backend do not name it.
     free |= {"backend"} if config.backend in ("auto", "keras") else set()
     fields = TrainConfig.model_fields
-    free |= {name for name in settings_of(LATER) if getattr(config, name) == fields[name].get_default()}
+    defaults = {name: fields[name].get_default(call_default_factory=True) for name in settings_of(LATER)}
+    free |= {name for name, default in defaults.items() if getattr(config, name) == default}
     # Between synchronous strategies a training may move: they apply the same updates.
     is_synchronous = config.strategy == "auto" or STRATEGIES[config.strategy].synchronous
     free -= set() if is_synchronous else {"strategy"}
     values = config.model_dump(mode="json")
-    # A file is what it holds, wherever it lies.
-    values["init_from"] = config.init_from.rpartition(SHA256_OF_FILE)[2]
+    # A file is what it holds, wherever it lies; one of our exports also knows its classes.
+    place, _, digest = config.init_from.rpartition(SHA256_OF_FILE)
+    values["init_from"] = f"export {digest}" if re.search(r"@\d+$", place) else digest
     return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in free}

@@ -52,6 +52,12 @@ class InitialFile:
     def check(self) -> None:
         """Raises UsageError if there is none, if it begins as no file of its kind, or if it is larger than any model
         that one process could hold."""
+        if self.sha256 and not re.fullmatch("[0-9a-f]{64}", self.sha256):
+            raise UsageError(
+                f"train.init_from ends with {SHA256_OF_FILE}{self.sha256}",
+                "expected a SHA-256, 64 hexadecimal digits",
+                "give the file's own (sha256sum), or leave it out",
+            )
         store, name = self._place()
         found = store.stat(name)
         if found is None:
@@ -107,14 +113,25 @@ def find_initial(config: TrainConfig) -> InitialFile:
 
 
 def check_initial(config: TrainConfig) -> None:
-    """Raises UsageError if there is no such file, or its kind is none that the model takes."""
+    """Raises UsageError if there is no such file, its kind is none that the model takes, or nothing is unfrozen."""
     if config.init_from:
-        find_initial(config).check()
+        _check_digest(find_initial(config))
     if config.unfreeze_epoch and not config.freeze:
         raise UsageError(
             f"train.unfreeze_epoch = {config.unfreeze_epoch}, and train.freeze is empty",
             "expected something to unfreeze",
             'set train.freeze = ["all_but_head"]',
+        )
+
+
+def _check_digest(file: InitialFile) -> None:
+    """Raises UsageError for another file than the one that the config insists on."""
+    file.check()
+    if file.sha256 and file.class_names is None and (digest := hashlib.sha256(file.read()).hexdigest()) != file.sha256:
+        raise UsageError(
+            f"train.init_from = {file.uri!r} has SHA-256 {digest}",
+            f"expected {file.sha256}, as train.init_from says",
+            "give the file that was meant, or its digest",
         )
 
 

@@ -62,6 +62,11 @@ def match_weights(
     Raises UsageError that lists all other weights of which the file has another shape, or if nothing fits.
     """
     of_file, of_model = _prefixes(weights, given)
+    # The head as a whole: half of another one is none.
+    shapes_there = {
+        name: given[there].shape for name in head if (there := of_file + name.removeprefix(of_model)) in given
+    }
+    other_head = other_classes or any(weights[name].shape != shape for name, shape in shapes_there.items())
     arrays, replaced, unfit, missing = {}, [], [], []
     taken: set[str] = set()
     for name, weight in weights.items():
@@ -72,7 +77,7 @@ def match_weights(
             continue
         taken.add(name_there)
         shapes = f"{name}: {array.shape} in the file, {weight.shape} in the model"
-        if name in head and (other_classes or array.shape != weight.shape):
+        if name in head and other_head:
             replaced.append(shapes if array.shape != weight.shape else f"{name}: of other classes")
         elif array.shape != weight.shape:
             unfit.append(shapes)

@@ -16,7 +16,7 @@ MIN_STEPS = 10
 STRAGGLER_FACTOR = 1.3
 # What takes a smaller share of a step than this is not worth a change of settings.
 NOTABLE_SHARE = 0.2
-# So long a running training is watched before it is judged; a pause of a second is no straggler.
+# How long a running training is watched before it is judged; a pause of a second is no straggler.
 WATCH_SECONDS = 30.0
 
 

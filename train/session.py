@@ -191,7 +191,9 @@ def stop(session: Session, progress: Progress, last_checkpoint: str) -> Terminat
     session.member.barrier()
     session.member.close()
     cursor = progress.cursor
-    where = f"before step {cursor.step} of epoch {cursor.epoch} (global step {session.global_step(progress)})"
+    # Counted from 1, as progress is shown.
+    step, epoch = f"{cursor.step + 1}/{session.epochs.num_steps}", f"{cursor.epoch + 1}/{session.task.config.epochs}"
+    where = f"before step {step} of epoch {epoch}"
     return Terminated(f"terminated by SIGTERM {where}; {how}")
 
 

@@ -14,6 +14,9 @@ from train.rank_times import MIN_STEPS, NOTABLE_SHARE, RankTimes, straggler_amon
 if TYPE_CHECKING:
     from train.config import TrainConfig
 
+# Threads that are idle for more of the time are not what a training waits for.
+BUSY_SHARE = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -75,13 +78,20 @@ def _input(share: float, ranks: list[RankTimes], config: TrainConfig) -> Verdict
     wall = sum(times.total for times in ranks)
     fetch, decode = (sum(getattr(times, part) for times in ranks) / wall / threads for part in ("fetch", "decode"))
     reader = f"train.reader_threads (now {threads})"
+    waiting = f"{share:.0%} of a step is waiting for its batch"
+    if max(fetch, decode) < BUSY_SHARE:
+        return Verdict(
+            "input",
+            f"input-bound: {waiting}, though storage kept only {fetch:.0%} of the reader's threads busy, and decoding "
+            f"{decode:.0%}: each epoch begins with an empty queue, and short ones are mostly beginning",
+        )
     if decode >= fetch:
         cause, busy = "decode", f"decoding kept {decode:.0%} of the reader's threads busy, storage {fetch:.0%}"
         fix = f'raise {reader} if there are idle cores, or store decoded images with etl.encoding = "raw"'
     else:
         cause, busy = "storage", f"storage kept {fetch:.0%} of the reader's threads busy, decoding {decode:.0%}"
         fix = f"raise {reader}, or move the dataset nearer to the ranks"
-    return Verdict("input", f"input-bound: {cause}; {share:.0%} of a step is waiting for its batch; {busy}: {fix}")
+    return Verdict("input", f"input-bound: {cause}; {waiting}; {busy}: {fix}")
 
 
 def _communication(share: float, seconds: float, config: TrainConfig) -> Verdict:

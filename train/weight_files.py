@@ -66,10 +66,12 @@ def _safetensors(data: bytes) -> dict[str, np.ndarray]:
     if not isinstance(header, dict):
         raise ValueError(f"its header is a JSON {type(header).__name__}, not an object")
     body = memoryview(data)[8 + num_bytes :]
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    # Ranges may overlap: many names for the same bytes. What is widened takes memory for each.
+    widened = sum(4 * math.prod(entry["shape"]) for entry in entries.values() if entry["dtype"] == "BF16")
+    check_expansion(widened, len(data))
     arrays = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
+    for name, entry in entries.items():
         dtype, shape, (start, end) = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"]), entry["data_offsets"]
         if any(type(each) is not int or each < 0 for each in (*shape, start, end)):
             raise ValueError(f"{name!r} has the shape {shape} and the place {start}..{end}")
@@ -81,7 +83,6 @@ def _safetensors(data: bytes) -> dict[str, np.ndarray]:
             # The upper half of a float32.
             array = (array.astype("<u4") << 16).view("<f4")
         arrays[name] = array
-    # Ranges may overlap: many names for the same bytes.
     check_expansion(sum(array.nbytes for array in arrays.values()), len(data))
     return arrays
 

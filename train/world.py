@@ -69,8 +69,8 @@ class World:
     exchange_aside: Callable[[bytes], list[bytes]] = _alone
     """Likewise, for another thread than the one that trains."""
     may_begin: Callable[[int], bool] = _always
-    """Asked by every rank before each global step, in order; False: the training is to stop before this step, and then
-    it is so on all ranks (train/launching/stop_point.py)."""
+    """Asked by every rank before each global step, by a chief also ahead of it; False: the training is to stop before
+    this step, and then it is so on all ranks (train/launching/stop_point.py)."""
     placement: tuple[RankDevices, ...] = ()
     """All ranks, in rank order; empty where nothing was asked of devices."""
     files_uri: str = ""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shardmill.registry import Entry
+from shardmill.storage import StoredFile
 from shardmill.stores import STORES
 from shardmill.stores.local import LocalStore
 
@@ -31,6 +32,9 @@ class FaultyStore(LocalStore):
 
     def put(self, path: str, data: bytes) -> None:
         return _ANSWERS.get("put", LocalStore.put)(self, path, data)
+
+    def stat(self, path: str) -> StoredFile | None:
+        return _ANSWERS.get("stat", LocalStore.stat)(self, path)
 
     def put_if_absent(self, path: str, data: bytes) -> bool:
         return _ANSWERS.get("put_if_absent", LocalStore.put_if_absent)(self, path, data)

@@ -14,7 +14,7 @@ from shardmill.values import Cursor
 from tests.support import build_here, make_dataset, write_images
 from tests.train.test_job import ETL, Recorder, tree_of
 from train.changes import Again, BegunTraining, check_allowed
-from train.config import HOW, LATER, LENGTH, SAFE, TrainConfig, settings_of
+from train.config import HOW, LENGTH, SAFE, TrainConfig, settings_of
 from train.training import train_model
 
 
@@ -116,9 +116,9 @@ def test_a_run_on_another_version_of_its_dataset_is_refused(tmp_path):
 def test_only_settings_that_are_declared_safe_can_be_allowed():
     assert check_allowed(["learning_rate,train.schedule", "epochs"]) == ("learning_rate", "schedule", "epochs")
     for name, said in (("seed", "is not safe to change"), ("sead", "is no setting of")):
-        with pytest.raises(UsageError, match=rf"--allow-change {name}: it {said}.*augment, early_stop_epochs"):
+        with pytest.raises(UsageError, match=rf"--allow-change {name}: it {said}.*augment, class_weights, early_stop"):
             check_allowed([name])
-    # Each setting has one meaning; those without one make another training, and none of the data's or model's is safe.
-    assert not settings_of(SAFE) & (settings_of(HOW) | settings_of(LENGTH) | settings_of(LATER))
+    # Those without a meaning make another training, and none of the data's or model's is safe.
+    assert not settings_of(SAFE) & (settings_of(HOW) | settings_of(LENGTH))
     decisive = {"model", "global_batch_size", "seed", "num_streams", "standardize", "optimizer", "window_budget_bytes"}
     assert not decisive & settings_of(SAFE) and decisive <= set(TrainConfig.model_fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import random
 import resource
 import shutil
@@ -13,25 +14,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardmill.errors import CommitConflict, SecurityRefusal, StorageError
 from shardmill.sealed import seal
 from shardmill.stores import STORES, open_store
+from shardmill.stores.local import LocalStore
+from shardmill.values import DatasetPin
 from tests.counting_store import BYTES_READ, ENTRY, SCHEME
-from tests.train.checkpoints import CONFIG, KILLED_AT, newest, write_checkpoint
+from tests.train.checkpoints import CONFIG, KILLED_AT, OneRank, Silent, newest, write_checkpoint
 from tests.train.training import Killed, Recorder, train_here
-from train.attempts import claim_attempt
+from train.attempts import Attempt, claim_attempt
 from train.checkpoint import (
     MARKER,
     CheckpointFolder,
+    TrainingIdentity,
     complete_checkpoints,
     open_checkpoint,
 )
+from train.checkpoint_writer import CheckpointWriter, Moment
 from train.progress import BestEpoch, Progress
 from train.state import OPTIMIZER, WEIGHTS
 from train.trainings import read_result
-from train.values import RESULT
+from train.values import RESULT, ModelIdentity
 
 
 def checkpoints(models: Path) -> list[str]:
@@ -233,6 +239,59 @@ def test_checkpoints_and_results_live_on_s3(tiny_uri, s3_bucket, tmp_path, whole
     assert train_here(tiny_uri, models, recorder, **CONFIG).weights_sha256 == whole.weights_sha256
     assert recorder.named("resumed")[0]["global_step"] == 3
     assert open_store(models).stat("t/result.json") is not None
+
+
+def test_a_store_that_cannot_say_whether_an_attempt_is_the_newest_costs_a_checkpoint(tiny_uri, tmp_path, whole, faulty):
+    asked = []
+
+    def stat(store, path):
+        if path.endswith("attempts/00000002.json"):
+            asked.append(path)
+            if len(asked) == 2:
+                raise StorageError("503", "expected an answer", "ask again")
+        return store.sound.stat(path)
+
+    faulty["stat"] = stat
+    result = train_here(tiny_uri, f"faulty://{tmp_path}", recorder := Recorder(), **CONFIG)
+    [failed] = recorder.named("checkpoint_failed")
+    assert failed["global_step"] == 2 and result.weights_sha256 == whole.weights_sha256
+
+
+def test_whom_a_checkpoint_waits_for_is_told(tmp_path):
+    """Its own store, first for a file and then for the marker; or other ranks, whose files it names."""
+    told: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
+    go_on = threading.Semaphore(0)
+
+    class Telling(Silent):
+        def doing(self, what, *, waits=False) -> None:
+            told.put((what, waits))
+
+    class SlowStore(LocalStore):
+        def put(self, path: str, data: bytes) -> None:
+            assert go_on.acquire(timeout=60)
+            super().put(path, data)
+
+    class FirstOfTwo(OneRank):
+        world_size = 2
+
+        def gather_aside(self, data: bytes) -> list[bytes]:
+            assert go_on.acquire(timeout=60)
+            return [data, data]
+
+    claim_attempt(open_store(tmp_path), "t", 2)
+    folder = CheckpointFolder(Attempt(SlowStore(str(tmp_path)), "t", 1), 2)
+    identity = TrainingIdentity(DatasetPin("u", 1, ""), "plan", ModelIdentity("", ""), {})
+    with CheckpointWriter(folder, FirstOfTwo(), Telling()) as writer:
+        writer.begin(Moment(folder.path_of(1), {WEIGHTS: [np.zeros(3)]}, identity, Progress(), 1, world_size=2))
+        taken = threading.Thread(target=writer.take)
+        taken.start()
+        storing, waiting = ("storing a checkpoint", False), ("the checkpoint of all ranks", True)
+        for expected in (storing, waiting, storing, waiting):
+            assert told.get(timeout=60) == expected
+            go_on.release()
+        assert told.get(timeout=60) == ("its own work", False)
+        taken.join()
+    assert open_checkpoint(open_store(tmp_path), folder.path_of(1)).marker.world_size == 2
 
 
 def test_training_goes_on_while_the_store_is_slow(tiny_uri, tmp_path, whole, faulty):

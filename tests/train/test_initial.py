@@ -220,7 +220,7 @@ def test_a_training_starts_from_an_export(tiny_uri, tmp_path):
     new = load_arrays((tmp_path / "other" / result.checkpoint / rank_file(0)).read_bytes())
     assert len(new) == len(old) - 2 and all((a == b).all() for a, b in zip(old, new, strict=False))
 
-    # Going on from a checkpoint takes nothing from the file, and needs it no more.
+    # Going on from a checkpoint takes nothing from the file: only the driver reads it, for its hash.
     shutil.rmtree(models)
     (tmp_path / "other" / "t" / "result.json").unlink()
     again = Recorder()

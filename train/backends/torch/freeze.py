@@ -1,6 +1,6 @@
 """Weights of a PyTorch module that `train.freeze` holds still: for good, or until `train.unfreeze_epoch`.
 
-A Keras model on PyTorch keeps books of its own, and PyTorch's by them.
+What a Keras model on PyTorch trains is what Keras says; it tells PyTorch.
 """
 
 from __future__ import annotations

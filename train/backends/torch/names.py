@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +24,7 @@ WRAPPERS = ("state_dict", "model_state_dict", "model")
 def read_weights(data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
     """Name -> array of a `.pt` file, of which nothing but tensors is unpickled, or of a `.safetensors` file.
 
-    Raises UsageError for a file that holds anything else.
+    Raises UsageError for a file that does not read so; entries that are no tensors are left out.
     """
     if suffix == ".safetensors":
         return read_arrays(data, suffix, where)
@@ -39,8 +41,16 @@ def read_weights(data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
         # NumPy has no bfloat16.
         typed = {name: each.float() if each.dtype == torch.bfloat16 else each for name, each in tensors.items()}
         return {name: each.detach().numpy() for name, each in typed.items()}
+    except pickle.UnpicklingError as error:
+        # PyTorch's own text recommends to load it all the same.
+        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise UsageError(
+            f"{where} holds more than tensors{f': {asked[1]}' if asked else ''}",
+            "expected a state_dict, saved by torch.save: nothing else is unpickled",
+            "save model.state_dict(), or convert it to .safetensors",
+        ) from None
     except Exception as error:
-        # What is refused for safety is an UnpicklingError; damage shows as anything.
+        # Damage shows as anything.
         raise UsageError(
             f"{where} does not read as {suffix}: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
             "expected a state_dict, saved by torch.save: nothing else is unpickled",
