@@ -58,7 +58,8 @@ def match_weights(
     """`weights`: the model's, `given`: the file's, both by name; `head`: the names of those of the last layer.
 
     Names of either side may have a common prefix: a model inside an export or in DistributedDataParallel, a file of a
-    backbone that is a part of the model. The head's arrays are left out if they do not fit, or with `other_classes`.
+    backbone that is a part of the model. The head's arrays are left out if one of them does not fit, or with
+    `other_classes`.
     Raises UsageError that lists all other weights of which the file has another shape, or if nothing fits.
     """
     of_file, of_model = _prefixes(weights, given)

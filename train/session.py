@@ -193,7 +193,7 @@ def stop(session: Session, progress: Progress, last_checkpoint: str) -> Terminat
     cursor = progress.cursor
     # Counted from 1, as progress is shown.
     step, epoch = f"{cursor.step + 1}/{session.epochs.num_steps}", f"{cursor.epoch + 1}/{session.task.config.epochs}"
-    where = f"before step {step} of epoch {epoch}"
+    where = f"before step {step} of epoch {epoch} (after {session.global_step(progress)} steps)"
     return Terminated(f"terminated by SIGTERM {where}; {how}")
 
 

@@ -108,9 +108,11 @@ def test_a_small_file_of_endless_arrays_is_refused():
         read_arrays(many.getvalue(), ".keras", "f")
     # Many names for the same bytes.
     header = {str(n): {"dtype": "F32", "shape": [1_000_000], "data_offsets": [0, 4_000_000]} for n in range(200)}
-    text = json.dumps(header).encode()
-    with pytest.raises(UsageError, match="its arrays have 800000000 bytes"):
-        read_arrays(len(text).to_bytes(8, "little") + text + bytes(4_000_000), ".safetensors", "f")
+    halves = {name: {**entry, "dtype": "BF16", "shape": [2_000_000]} for name, entry in header.items()}
+    for named, num_bytes in ((header, 800_000_000), (halves, 1_600_000_000)):
+        text = json.dumps(named).encode()
+        with pytest.raises(UsageError, match=f"its arrays have {num_bytes} bytes"):
+            read_arrays(len(text).to_bytes(8, "little") + text + bytes(4_000_000), ".safetensors", "f")
 
 
 def test_an_archive_with_code_gives_its_arrays_alone(tmp_path):
@@ -134,9 +136,13 @@ def test_nothing_is_unpickled(tmp_path):
     import torch
 
     torch.save({"a": torch.ones(2), "b": Attack()}, tmp_path / "a.pt")
+    reader = learner("torch", f"{TORCH_MODELS}:linear")
     for data in ((tmp_path / "a.pt").read_bytes(), pickle.dumps(Attack())):
-        with pytest.raises(UsageError, match=r"does not read as .pt: .*; expected a state_dict"):
-            learner("torch", f"{TORCH_MODELS}:linear").read_weights(data, ".pt", "f")
+        with pytest.raises(UsageError, match=r"^f holds more than tensors.*; expected a state_dict") as refused:
+            reader.read_weights(data, ".pt", "f")
+        assert "weights_only" not in str(refused.value), "PyTorch's own advice is to run it"
+    with pytest.raises(UsageError, match=r"f does not read as .pt: "):
+        reader.read_weights(b"PK\x03\x04 cut", ".pt", "f")
     assert not (tmp_path / "ran").exists()
 
 
@@ -164,6 +170,13 @@ def test_a_head_for_other_classes_is_replaced_and_anything_else_that_does_not_fi
     assert match_weights(weights, ones(NAMED), ("head.w",), "f").replaced == ()
     match = match_weights(weights, ones(NAMED), ("head.w",), "f", other_classes=True)
     assert match.replaced == ("head.w: of other classes",) and "head.w" not in match.arrays
+    # Half of another head is none.
+    whole = {**NAMED, "head.b": (3,)}
+    half = match_weights(
+        {name: np.zeros(shape, np.float32) for name, shape in whole.items()},
+        ones({**whole, "head.w": (2, 3, 1)}), ("head.w", "head.b"), "f",
+    )  # fmt: skip
+    assert len(half.replaced) == 2 and set(half.arrays) == {"a.w", "a.b"}
     # A count is an array without axes, and stays one.
     assert match_weights({"n": np.array(0)}, {"n": np.array(3)}, (), "f").arrays["n"].shape == ()
     with pytest.raises(UsageError) as refused:
@@ -253,11 +266,17 @@ def test_the_files_hash_is_part_of_the_trainings_name(tmp_path, tiny_uri):
         ({"init_from": "a.keras", "model": f"{TORCH_MODELS}:linear"}, r"a PyTorch model; expected .pt, .pth, .safeten"),
         ({"init_from": "page.keras"}, r"page.keras' begins with b'<!DOCTYP'; which is no .keras file"),
         ({"init_from": "nowhere@3"}, "nowhere has no export 3; it has none"),
+        ({"init_from": "whole.keras#sha256=abc"}, r"ends with #sha256=abc; expected a SHA-256, 64 hexadecimal digits"),
+        (
+            {"init_from": f"whole.keras#sha256={'0' * 64}"},
+            rf"expected {'0' * 64}, as train.init_from says",
+        ),
         ({"unfreeze_epoch": 2}, r"unfreeze_epoch = 2, and train.freeze is empty"),
     ],
 )
 def test_what_cannot_be_read_is_refused_before_anything_starts(settings, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("page.keras").write_text("<!DOCTYPE html>")
+    Path("whole.keras").write_bytes(b"PK\x03\x04")
     with pytest.raises(UsageError, match=message):
         check_terms(TrainConfig(**settings), SparkConfig())

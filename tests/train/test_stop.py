@@ -52,7 +52,7 @@ def test_sigterm_stops_all_ranks_before_one_step_and_the_end_is_the_same(
 
     # The checkpoint is of the very step before which all ranks stopped.
     newest = next(complete_checkpoints(open_store(tmp_path / "stopped"), "trainings/test"))
-    assert newest.path in first["message"] and f"(global step {newest.marker.global_step})" in first["message"]
+    assert newest.path in first["message"] and f"(after {newest.marker.global_step} steps)" in first["message"]
     assert len(first["sample_ids"]) == newest.marker.global_step > 0
 
     # No step is done twice and none is left out; it ends as if nothing had happened.

@@ -68,6 +68,8 @@ def test_what_the_readers_threads_did_tells_storage_from_decoding():
     storage, decode = judged(waits | {"fetch": 0.3, "decode": 0.1}), judged(waits | {"fetch": 0.1, "decode": 0.36})
     assert storage.sentence.startswith("input-bound: storage; 50% of a step") and "75% of the" in storage.sentence
     assert decode.sentence.startswith("input-bound: decode; 50% of a step") and "90% of the" in decode.sentence
+    short = judged(waits | {"fetch": 0.01, "decode": 0.04}).sentence
+    assert short.startswith("input-bound: 50% of a step") and "short ones are mostly beginning" in short
     assert "train.reader_threads (now 2)" in decode.sentence and 'etl.encoding = "raw"' in decode.sentence
 
 
