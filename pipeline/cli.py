@@ -257,17 +257,16 @@ def init(
 
     common: Common = context.obj
     tree = load_tree(PipelineTree, None, common.overrides)
-    text = commented_toml(tree)
-    unset = [name for name, uri in {"source.uri": tree.source.uri, "dataset.uri": tree.dataset.uri}.items() if not uri]
-    missing = f"set {' and '.join(unset)}, " if unset else ""
+    uris = {"source.uri": tree.source.uri, "dataset.uri": tree.dataset.uri}
+    todo = "".join(f"set {name}, " for name, uri in uris.items() if not uri)
     try:
         with open(file, "x", encoding="utf-8") as target:
-            target.write(text)
+            target.write(commented_toml(tree))
     except FileExistsError:
         raise UsageError(f"{file} exists already", "expected a new name", "shardmill init OTHER.toml") from None
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}", "expected a writable place") from None
-    print_result(common, {"file": file}, [(f"wrote {file}; {missing}then: shardmill run {file}",)])
+    print_result(common, {"file": file}, [(f"wrote {file}; {todo}then: shardmill run {file}",)])
 
 
 @config_app.command("show", cls=command_without("run_id"))

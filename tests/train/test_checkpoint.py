@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import queue
-import random
 import resource
 import shutil
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,24 +15,19 @@ import pytest
 from shardmill.errors import CommitConflict, SecurityRefusal, StorageError
 from shardmill.sealed import seal
 from shardmill.stores import STORES, open_store
-from shardmill.stores.local import LocalStore
-from shardmill.values import DatasetPin
 from tests.counting_store import BYTES_READ, ENTRY, SCHEME
-from tests.train.checkpoints import CONFIG, KILLED_AT, OneRank, Silent, newest, write_checkpoint
+from tests.train.checkpoints import CONFIG, KILLED_AT, newest, write_checkpoint
 from tests.train.training import Killed, Recorder, train_here
-from train.attempts import Attempt, claim_attempt
+from train.attempts import claim_attempt
 from train.checkpoint import (
     MARKER,
     CheckpointFolder,
-    TrainingIdentity,
     complete_checkpoints,
     open_checkpoint,
 )
-from train.checkpoint_writer import CheckpointWriter, Moment
 from train.progress import BestEpoch, Progress
 from train.state import OPTIMIZER, WEIGHTS
 from train.trainings import read_result
-from train.values import RESULT, ModelIdentity
 
 
 def checkpoints(models: Path) -> list[str]:
@@ -177,7 +167,6 @@ def test_a_marker_whose_names_leave_its_folder_is_refused(tiny_uri, models, path
 
 
 def test_nothing_in_a_checkpoint_is_code(models):
-    import numpy as np
 
     folder = newest(models)
     for file in folder.glob("*.npz"):
@@ -239,97 +228,3 @@ def test_checkpoints_and_results_live_on_s3(tiny_uri, s3_bucket, tmp_path, whole
     assert train_here(tiny_uri, models, recorder, **CONFIG).weights_sha256 == whole.weights_sha256
     assert recorder.named("resumed")[0]["global_step"] == 3
     assert open_store(models).stat("t/result.json") is not None
-
-
-def test_a_store_that_cannot_say_whether_an_attempt_is_the_newest_costs_a_checkpoint(tiny_uri, tmp_path, whole, faulty):
-    asked = []
-
-    def stat(store, path):
-        if path.endswith("attempts/00000002.json"):
-            asked.append(path)
-            if len(asked) == 2:
-                raise StorageError("503", "expected an answer", "ask again")
-        return store.sound.stat(path)
-
-    faulty["stat"] = stat
-    result = train_here(tiny_uri, f"faulty://{tmp_path}", recorder := Recorder(), **CONFIG)
-    [failed] = recorder.named("checkpoint_failed")
-    assert failed["global_step"] == 2 and result.weights_sha256 == whole.weights_sha256
-
-
-def test_whom_a_checkpoint_waits_for_is_told(tmp_path):
-    """Its own store, first for a file and then for the marker; or other ranks, whose files it names."""
-    told: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
-    go_on = threading.Semaphore(0)
-
-    class Telling(Silent):
-        def doing(self, what, *, waits=False) -> None:
-            told.put((what, waits))
-
-    class SlowStore(LocalStore):
-        def put(self, path: str, data: bytes) -> None:
-            assert go_on.acquire(timeout=60)
-            super().put(path, data)
-
-    class FirstOfTwo(OneRank):
-        world_size = 2
-
-        def gather_aside(self, data: bytes) -> list[bytes]:
-            assert go_on.acquire(timeout=60)
-            return [data, data]
-
-    claim_attempt(open_store(tmp_path), "t", 2)
-    folder = CheckpointFolder(Attempt(SlowStore(str(tmp_path)), "t", 1), 2)
-    identity = TrainingIdentity(DatasetPin("u", 1, ""), "plan", ModelIdentity("", ""), {})
-    with CheckpointWriter(folder, FirstOfTwo(), Telling()) as writer:
-        writer.begin(Moment(folder.path_of(1), {WEIGHTS: [np.zeros(3)]}, identity, Progress(), 1, world_size=2))
-        taken = threading.Thread(target=writer.take)
-        taken.start()
-        storing, waiting = ("storing a checkpoint", False), ("the checkpoint of all ranks", True)
-        for expected in (storing, waiting, storing, waiting):
-            assert told.get(timeout=60) == expected
-            go_on.release()
-        assert told.get(timeout=60) == ("its own work", False)
-        taken.join()
-    assert open_checkpoint(open_store(tmp_path), folder.path_of(1)).marker.world_size == 2
-
-
-def test_training_goes_on_while_the_store_is_slow(tiny_uri, tmp_path, whole, faulty):
-    """A checkpoint's file is kept back until the step after it is done."""
-    done: dict[int, threading.Event] = {}
-
-    class Steps(Recorder):
-        def step(self, report) -> None:
-            super().step(report)
-            done.setdefault(report.epoch * report.num_steps + report.step + 1, threading.Event()).set()
-
-    def put(store, path, data) -> None:
-        if path.endswith(WEIGHTS) and (step := int(path.split("step-")[1][:8])) < whole.num_steps:
-            assert done.setdefault(step + 1, threading.Event()).wait(60), f"step {step + 1} waits for its checkpoint"
-        store.sound.put(path, data)
-
-    faulty["put"] = put
-    config = {**CONFIG, "keep_checkpoints": 100}
-    result = train_here(tiny_uri, f"faulty://{tmp_path}", recorder := Steps(), **config)
-    assert result.weights_sha256 == whole.weights_sha256
-    # Each holds the state of its own step, not that of the one which was done before it was written.
-    saved = [each["global_step"] for each in recorder.named("checkpoint")]
-    assert saved == list(range(1, whole.num_steps + 1))
-    for step in (1, 2):
-        models = Path(shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-{step}"))
-        (models / "t" / RESULT).unlink()
-        for name in checkpoints(models):
-            if int(name[5:13]) > step:
-                shutil.rmtree(models / "t" / "checkpoints" / name)
-        assert train_here(tiny_uri, models, **CONFIG).weights_sha256 == whole.weights_sha256
-
-
-@pytest.mark.parametrize("num_kills", [5, pytest.param(30, marks=pytest.mark.drill)])
-def test_no_kill_costs_a_complete_checkpoint(tiny_uri, tmp_path, num_kills):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    program = [sys.executable, "-m", "tests.programs.train_until_killed", tiny_uri, str(tmp_path), str(seed)]
-    done = subprocess.run([*program, str(num_kills)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    *_, killed, undisturbed = done.stdout.split()
-    assert killed == undisturbed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import re
 import zipfile
 from collections.abc import Mapping
@@ -41,18 +40,14 @@ def read_weights(data: bytes, suffix: str, where: str) -> dict[str, np.ndarray]:
         # NumPy has no bfloat16.
         typed = {name: each.float() if each.dtype == torch.bfloat16 else each for name, each in tensors.items()}
         return {name: each.detach().numpy() for name, each in typed.items()}
-    except pickle.UnpicklingError as error:
-        # PyTorch's own text recommends to load it all the same.
-        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
-        raise UsageError(
-            f"{where} holds more than tensors{f': {asked[1]}' if asked else ''}",
-            "expected a state_dict, saved by torch.save: nothing else is unpickled",
-            "save model.state_dict(), or convert it to .safetensors",
-        ) from None
     except Exception as error:
-        # Damage shows as anything.
+        # Damage shows as anything. Of what is refused for safety PyTorch's own text recommends to load it all the same.
+        what = f"does not read as {suffix}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if type(error).__name__ == "UnpicklingError":
+            asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+            what = f"holds more than tensors{f': {asked[1]}' if asked else ''}"
         raise UsageError(
-            f"{where} does not read as {suffix}: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            f"{where} {what}",
             "expected a state_dict, saved by torch.save: nothing else is unpickled",
             "save model.state_dict(), or convert it to .safetensors",
         ) from None
