@@ -216,7 +216,8 @@ class OneOf:
         """`name` itself. Raises ValueError, as pydantic's validators do, if it is not among the choices."""
         problem = "" if name in self.also else self.registry.problem_with(name)
         if problem:
-            raise ValueError(problem.removeprefix("expected "))
+            rules = "".join(f"{rule}, " for rule in self.also)
+            raise ValueError(problem.removeprefix("expected ").replace("one of ", f"one of {rules}", 1))
         return name
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

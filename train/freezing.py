@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -38,10 +39,11 @@ def frozen_names(config: TrainConfig, names: Sequence[str], head: Collection[str
             found = {name for name in names if fnmatchcase(name, pattern)}
         if not found:
             shown = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+            near = difflib.get_close_matches(pattern, [ALL_BUT_HEAD, *names], n=1, cutoff=0.6)
             raise UsageError(
                 f"train.freeze = {pattern!r} matches no weight of train.model = {config.model!r}",
                 f"it has {shown}",
-                f"give a pattern such as 'conv*', or {ALL_BUT_HEAD!r}",
+                f"did you mean {near[0]!r}?" if near else f"give a pattern such as 'conv*', or {ALL_BUT_HEAD!r}",
             )
         frozen |= found
     if frozen >= set(names):

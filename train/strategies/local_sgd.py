@@ -190,10 +190,9 @@ def join_local_sgd(world: World, config: TrainConfig, build: Callable[[], Learne
     if config.silos:
         return join_silos(world, config, build, reporter)
     data = DataIndex(world.rank, world.world_size)
-    share = len(config.streams_of(data.index, data.count))
     learner = build()
     collective = AnnouncedCollective(COLLECTIVE_OF_BACKEND[choose_backend(config)], world, reporter)
-    streams = StreamShare(share, config.num_streams)
+    streams = StreamShare.of(data, config)
     return LocalSgdMember(learner, collective, data, streams, world.exchange_aside, config.local_steps)
 
 

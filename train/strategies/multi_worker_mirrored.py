@@ -105,10 +105,8 @@ def join_multi_worker(world: World, config: TrainConfig, build: Callable[[], Lea
         # Layers find the replica context, and synchronized batch norm its peers.
         learner.wrap(lambda gradients, *arguments: strategy.run(gradients, args=arguments))
     data = DataIndex(world.rank, world.world_size)
-    share = len(config.streams_of(data.index, data.count))
     collective = AnnouncedCollective(join, world, reporter)
-    streams = StreamShare(share, config.num_streams)
-    return ReplicatedMember(learner, collective, data, streams, world.exchange_aside)
+    return ReplicatedMember(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
 
 
 def _meet(world: World) -> Any:

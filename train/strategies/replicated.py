@@ -33,12 +33,10 @@ def replicated(join_collective: Callable[[World], Collective]) -> Join:
 
     def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
         data = DataIndex(world.rank, world.world_size)
-        share = len(config.streams_of(data.index, data.count))
         # A model that does not build is a user's error on every rank: none should wait for the others then.
         learner = build()
         collective = AnnouncedCollective(join_collective, world, reporter)
-        streams = StreamShare(share, config.num_streams)
-        return ReplicatedMember(learner, collective, data, streams, world.exchange_aside)
+        return ReplicatedMember(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
 
     return join
 
@@ -58,6 +56,11 @@ class StreamShare:
 
     here: int
     total: int
+
+    @classmethod
+    def of(cls, data: DataIndex, config: TrainConfig) -> StreamShare:
+        """That of a member which reads a share of the pinned dataset."""
+        return cls(len(config.streams_of(data.index, data.count)), config.num_streams)
 
 
 class ReplicatedMember:

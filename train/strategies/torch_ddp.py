@@ -180,11 +180,10 @@ def _summing(compression: str) -> Callable[[Any], Any]:
 def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
     """`train.strategies.strategy.Join`."""
     data = DataIndex(world.rank, world.world_size)
-    share = len(config.streams_of(data.index, data.count))
     # The only backend that this strategy runs with.
     learner = cast("TorchLearner", build())
     collective = AnnouncedCollective(TorchCollective, world, reporter)
-    streams = StreamShare(share, config.num_streams)
+    streams = StreamShare.of(data, config)
     return DdpMember(learner, collective, data, streams, world.exchange_aside, reporter, config)
 
 
