@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import errno
 import json
-import logging
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from typing import NoReturn
 import typer
 
 from shardmill.errors import StorageError
-from shardmill.jobs.ending import error_line, print_error, report_error
+from shardmill.jobs.ending import error_line, print_error, quiet_libraries, report_error
 from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals
 
 
@@ -25,8 +24,7 @@ def run_app(app: typer.Typer) -> NoReturn:
     """Run the command line and end the process: 0, or the error's exit code after its one line on stderr."""
     raise_on_signals()
     if "--debug" not in sys.argv:
-        # Libraries log tracebacks of what they raise as well (py4j on Ctrl-C); people get one line.
-        logging.getLogger().addHandler(logging.NullHandler())
+        quiet_libraries()
     try:
         with private_temporary_folder():
             code = app(standalone_mode=False)

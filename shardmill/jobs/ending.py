@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 
@@ -12,6 +13,11 @@ from shardmill.printable import printable
 from shardmill.registry import install_hint
 
 _CONTINUE = "run the same command again: it continues where it stopped"
+
+
+def quiet_libraries() -> None:
+    """Libraries log tracebacks of what they raise as well (py4j, if Spark's JVM ends first); people get one line."""
+    logging.getLogger().addHandler(logging.NullHandler())
 
 
 def exit_code_of(error: BaseException) -> int:

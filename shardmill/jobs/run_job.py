@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from shardmill.jobs.ending import report_error
+from shardmill.jobs.ending import quiet_libraries, report_error
 from shardmill.jobs.observer import FieldValue, Observer, is_progress
 from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals
 from shardmill.jobs.redact import redacted
@@ -37,6 +37,8 @@ def run_job(
     `sections`: what the job adds to the run's summary. Errors end as one line on stderr.
     """
     raise_on_signals()
+    if not debug:
+        quiet_libraries()
     record: RunRecord | None = None
     try:
         record = RunRecord(workdir, run_id, sections=sections)

@@ -6,6 +6,8 @@ import json
 import random
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,6 +140,14 @@ def test_every_observer_records_the_same_events_and_warnings(tmp_path: Path):
         assert told == ["etl.warning", "train.loss_stuck", "train.checkpoint", "run.ended"]
         summary = json.loads((tmp_path / f"runs/{run_id}/summary.json").read_text())
         assert summary["warnings"] == {"s": ["few images", "the loss has not moved"]}
+
+
+@pytest.mark.parametrize("debug", ["", "--debug"])
+def test_what_libraries_log_of_their_errors_is_for_debug_only(tmp_path: Path, debug):
+    command = [sys.executable, "-m", "tests.programs.log_a_traceback", str(tmp_path), debug]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr.rstrip().splitlines()[-1].startswith("ERROR 130: ")
+    assert ("the JVM is gone" in done.stderr) == bool(debug)
 
 
 def test_run_ids_are_unique_and_plain():
