@@ -51,7 +51,7 @@ def test_a_missing_package_is_answered_with_the_extra_that_brings_it():
 
 def test_config_fields_take_their_choices_from_the_registry(monkeypatch: pytest.MonkeyPatch):
     assert Settings(letters="string:digits").letters == "string:digits"
-    with pytest.raises(ValidationError, match=r"one of upper, .*did you mean 'lower'"):
+    with pytest.raises(ValidationError, match=r"one of auto, upper, .*did you mean 'lower'"):
         Settings(letters="lowr")
     monkeypatch.setitem(LETTERS.entries, "octal", Entry("string:octdigits", "0 to 7"))
     assert Settings(letters="octal").letters == "octal" and LETTERS["octal"] == "01234567"
