@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 
@@ -33,6 +34,10 @@ class DyingReporter:
 
     def step(self, report: StepReport) -> None:
         if report.epoch * report.num_steps + report.step == self._killed_at:
+            # The checkpoint that was begun is written first, so that it is known where the next attempt goes on.
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":
+                    thread.join()
             os.kill(os.getpid(), signal.SIGKILL)
         self._reporter.step(report)
 
