@@ -88,8 +88,38 @@ def straggler_among(ranks: Mapping[int, RankTimes], hosts: Mapping[int, str]) ->
     return Straggler(slowest, hosts.get(slowest, ""), times.own, usual, mostly)
 
 
-class StragglerWatch:
-    """A sink of `train.run_log.RunLog` that warns of a rank when it begins to hold the others up, once."""
+class StepSums:
+    """A sink of `train.run_log.RunLog` that adds up what the ranks report with each step of one call."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, RankTimes] = {}
+        self._hosts: dict[int, str] = {}
+        self._exchange_seconds = 0.0
+        self._is_first = True
+
+    def step(self, step: GlobalStep) -> None:
+        # The first step of a call compiles the model.
+        if self._is_first:
+            self._is_first = False
+            return
+        for report in step.reports:
+            self._ranks[report.rank] = self._ranks.get(report.rank, RankTimes()).plus(report.seconds)
+        # The last rank to arrive waits for none: its time is the exchange itself, what the others have more is waiting.
+        self._exchange_seconds += min(report.seconds.get("allreduce", 0.0) for report in step.reports)
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        if name == "rank_started":
+            self._hosts[int(fields["rank"] or 0)] = str(fields["host"])
+        if name == "restarted":
+            # Other ranks have the numbers now.
+            self._ranks, self._hosts, self._exchange_seconds, self._is_first = {}, {}, 0.0, True
+
+    def close(self) -> None:
+        return
+
+
+class StragglerWatch(StepSums):
+    """Warns of a rank when it begins to hold the others up, once."""
 
     def __init__(
         self,
@@ -97,42 +127,28 @@ class StragglerWatch:
         watch_seconds: float = WATCH_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._warn = warn
         self._watch_seconds = watch_seconds
         self._clock = clock
-        self._hosts: dict[int, str] = {}
+        self._since = clock()
         self._named = -1
-        self._is_first = True
-        self._begin()
 
     def step(self, step: GlobalStep) -> None:
-        # The first step of a call compiles the model.
-        if self._is_first:
-            self._is_first = False
-            self._begin()
+        super().step(step)
+        if not self._ranks:
+            self._since = self._clock()
             return
-        self._num_steps += 1
-        for report in step.reports:
-            self._ranks[report.rank] = self._ranks.get(report.rank, RankTimes()).plus(report.seconds)
-        if self._num_steps < MIN_STEPS or self._clock() - self._since < self._watch_seconds:
+        num_steps = max(times.num_steps for times in self._ranks.values())
+        if num_steps < MIN_STEPS or self._clock() - self._since < self._watch_seconds:
             return
         straggler = straggler_among(self._ranks, self._hosts)
         if straggler is not None and straggler.rank != self._named:
             self._warn("train.straggler", {"rank": straggler.rank, "step": step.step, WARNING: str(straggler)})
         self._named = straggler.rank if straggler is not None else -1
-        self._begin()
+        self._ranks, self._since = {}, self._clock()
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        if name == "rank_started":
-            self._hosts[int(fields["rank"] or 0)] = str(fields["host"])
+        super().event(name, fields)
         if name == "restarted":
-            # Other ranks have the numbers now.
-            self._hosts, self._named, self._is_first = {}, -1, True
-
-    def close(self) -> None:
-        return
-
-    def _begin(self) -> None:
-        self._ranks: dict[int, RankTimes] = {}
-        self._num_steps = 0
-        self._since = self._clock()
+            self._named = -1

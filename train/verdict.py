@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardmill.jobs.observer import FieldValue
-from train.observer import GlobalStep
-from train.rank_times import MIN_STEPS, NOTABLE_SHARE, RankTimes, straggler_among
+from train.rank_times import MIN_STEPS, NOTABLE_SHARE, RankTimes, StepSums, straggler_among
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -26,34 +23,8 @@ class Verdict:
     sentence: str
 
 
-class StepTimes:
-    """A sink of `train.run_log.RunLog` that adds up what the ranks report with each step of one call."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[int, RankTimes] = {}
-        self._hosts: dict[int, str] = {}
-        self._exchange_seconds = 0.0
-        self._is_first = True
-
-    def step(self, step: GlobalStep) -> None:
-        # The first step of a call compiles the model.
-        if self._is_first:
-            self._is_first = False
-            return
-        for report in step.reports:
-            self._ranks[report.rank] = self._ranks.get(report.rank, RankTimes()).plus(report.seconds)
-        # The last rank to arrive waits for none: its time is the exchange itself, what the others have more is waiting.
-        self._exchange_seconds += min(report.seconds.get("allreduce", 0.0) for report in step.reports)
-
-    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        if name == "rank_started":
-            self._hosts[int(fields["rank"] or 0)] = str(fields["host"])
-        if name == "restarted":
-            # Other ranks have the numbers now.
-            self._ranks, self._hosts, self._exchange_seconds, self._is_first = {}, {}, 0.0, True
-
-    def close(self) -> None:
-        return
+class StepTimes(StepSums):
+    """A sink that judges at the end."""
 
     def verdict(self, config: TrainConfig) -> Verdict | None:
         """None if there were too few steps to judge by."""
