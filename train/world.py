@@ -9,7 +9,12 @@ from enum import StrEnum
 LOOPBACK = "127.0.0.1"
 
 
-def _alone(data: bytes) -> list[bytes]:
+Gather = Callable[[bytes], list[bytes]]
+"""Every rank's bytes in rank order."""
+
+
+def alone(data: bytes) -> list[bytes]:
+    """`Gather` of a process that has no peers, or does something without them."""
     return [data]
 
 
@@ -63,10 +68,10 @@ class World:
     ranks_per_node: int = 1
     address: str = LOOPBACK
     """Of this host, as the other ranks reach it."""
-    exchange: Callable[[bytes], list[bytes]] = _alone
-    """Every rank's bytes in rank order. They go through the driver, authenticated: for addresses, not for work. All
+    exchange: Gather = alone
+    """They go through the driver, authenticated: for addresses, not for work. All
     ranks call it equally often."""
-    exchange_aside: Callable[[bytes], list[bytes]] = _alone
+    exchange_aside: Gather = alone
     """Likewise, for another thread than the one that trains."""
     may_begin: Callable[[int], bool] = _always
     """Asked by every rank before each global step, by a chief also ahead of it; False: the training is to stop before

@@ -28,12 +28,12 @@ from train.strategies import STRATEGIES
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.horovod import HOROVOD, HorovodCollective
 from train.strategies.member import DataIndex, Member, MemberStep, SiloIndex
-from train.strategies.replicated import Gather, ReplicatedMember, StreamShare, alone
+from train.strategies.replicated import ReplicatedMember, StreamShare
 from train.strategies.silo_post import SiloPost
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
 from train.values import Reporter
-from train.world import World
+from train.world import Gather, World, alone
 
 COLLECTIVE_OF_BACKEND: dict[str, Callable[[World], Collective]] = {"keras": HorovodCollective, "torch": TorchCollective}
 

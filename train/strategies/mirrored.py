@@ -18,10 +18,10 @@ from train.config import TrainConfig
 from train.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.strategies.collective import SingleCollective
 from train.strategies.member import DataIndex, Member
-from train.strategies.replicated import ReplicatedMember, StreamShare, alone
+from train.strategies.replicated import ReplicatedMember, StreamShare
 from train.strategies.strategy import Strategy
 from train.values import Reporter
-from train.world import World
+from train.world import World, alone
 
 
 class MirroredMember(ReplicatedMember):

@@ -27,10 +27,10 @@ from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.parameter_server_cluster import ClusterTask, start_threads
 from train.strategies.parameter_server_step import Dispatched, RemoteSteps
 from train.strategies.parameter_server_worker import serve
-from train.strategies.replicated import ReplicatedMember, StreamShare, alone
+from train.strategies.replicated import ReplicatedMember, StreamShare
 from train.strategies.strategy import Strategy
 from train.values import Reporter
-from train.world import Role, World
+from train.world import Role, World, alone
 
 # Dispatched and not yet answered, for each worker: one that it computes, and one that waits.
 STEPS_AHEAD = 2

@@ -21,7 +21,7 @@ from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.strategy import Join
 from train.values import Reporter
-from train.world import World
+from train.world import Gather, World
 
 if TYPE_CHECKING:
     from shardmill.values import Cursor
@@ -39,15 +39,6 @@ def replicated(join_collective: Callable[[World], Collective]) -> Join:
         return ReplicatedMember(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
 
     return join
-
-
-Gather = Callable[[bytes], list[bytes]]
-"""Every rank's bytes in rank order."""
-
-
-def alone(data: bytes) -> list[bytes]:
-    """`Gather` of a member that writes its checkpoints alone."""
-    return [data]
 
 
 @dataclass(frozen=True, slots=True)

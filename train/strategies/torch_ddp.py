@@ -23,10 +23,10 @@ from train.config import TrainConfig
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.nics import nic_with
-from train.strategies.replicated import Gather, ReplicatedMember, StreamShare
+from train.strategies.replicated import ReplicatedMember, StreamShare
 from train.strategies.strategy import GLOO_ECHO, Strategy
 from train.values import Reporter
-from train.world import World
+from train.world import Gather, World
 
 if TYPE_CHECKING:
     from train.backends.torch.backend import TorchLearner
