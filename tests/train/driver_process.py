@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import socket
 import subprocess
 import sys
@@ -91,6 +93,18 @@ class Driver:
             return
         # So that finding none later means something.
         assert self.processes_left()
+
+    def stopped_somewhere(self) -> dict:
+        """SIGTERM at a random moment after the first step. -> the outcome: it stopped, and left nothing."""
+        seed = random.randrange(1 << 30)
+        print(f"seed {seed}")
+        self.wait_for_step()
+        time.sleep(random.Random(seed).random() * 0.3)
+        self.process.send_signal(signal.SIGTERM)
+        outcome = self.outcome()
+        assert outcome.get("error") == "Terminated", outcome
+        self.assert_nothing_left()
+        return outcome
 
     def kill(self) -> None:
         for process in (self.process, *self.others):

@@ -34,21 +34,13 @@ CONFIG = {"epochs": 4, "global_batch_size": 6, "num_streams": 6, "checkpoint_eve
 def test_sigterm_stops_all_ranks_before_one_step_and_the_end_is_the_same(
     tiny_uri, tmp_path, launcher, strategy, world_size, model
 ):
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
     train = {"launcher": launcher, "strategy": strategy, "num_workers": world_size, "model": model, **CONFIG}
     pin = open_dataset(tiny_uri).pin
 
     def start(models: str):
         return start_driver(tmp_path, train, dataset=pin, models=models)
 
-    stopped = start("stopped")
-    stopped.wait_for_step()
-    time.sleep(random.Random(seed).random() * 0.3)
-    stopped.process.send_signal(signal.SIGTERM)
-    first = stopped.outcome()
-    assert first.get("error") == "Terminated", first
-    stopped.assert_nothing_left()
+    first = start("stopped").stopped_somewhere()
 
     # The checkpoint is of the very step before which all ranks stopped.
     newest = next(complete_checkpoints(open_store(tmp_path / "stopped"), "trainings/test"))
