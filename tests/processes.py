@@ -1,9 +1,22 @@
-"""What the kernel says of other processes."""
+"""Work in a process of its own, and what the kernel says of other processes."""
 
 from __future__ import annotations
 
+import multiprocessing
 import re
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def in_own_process(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """For Horovod, which a rank starts once in its life: a second start in one process has crashed it."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *args, **kwargs).result()
 
 
 def children_of(pid: int) -> set[int]:

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from shardmill.errors import TrainingError, UsageError
 from shardmill.registry import Entry
+from tests.processes import in_own_process
 from train.strategies import STRATEGIES, find_strategy
+from train.strategies.collective import Collective
 from train.strategies.horovod import HorovodCollective
 from train.strategies.single import open_single
 from train.world import World
 
 
-@pytest.mark.parametrize("join", [open_single, HorovodCollective])
-def test_in_a_world_of_one_every_collective_is_the_identity(join):
+def every_collective_is_the_identity(join: Callable[[World], Collective]) -> None:
     import tensorflow as tf
 
     collective = join(World())
-    try:
-        tensors = [tf.constant([0.1, 0.2]), tf.constant([[3.0]])]
-        for given, summed in zip(tensors, collective.sum_tensors(tensors), strict=True):
-            np.testing.assert_array_equal(given, summed)
-        np.testing.assert_array_equal(collective.sum_array(np.array([1.5, 2.0**53 - 1])), [1.5, 2.0**53 - 1])
-        for data in (b"", b"\x00any bytes"):
-            assert collective.broadcast_bytes(data) == data
-            assert collective.gather_bytes(data) == [data]
-        collective.barrier()
-    finally:
-        collective.close()
+    tensors = [tf.constant([0.1, 0.2]), tf.constant([[3.0]])]
+    for given, summed in zip(tensors, collective.sum_tensors(tensors), strict=True):
+        np.testing.assert_array_equal(given, summed)
+    np.testing.assert_array_equal(collective.sum_array(np.array([1.5, 2.0**53 - 1])), [1.5, 2.0**53 - 1])
+    for data in (b"", b"\x00any bytes"):
+        assert collective.broadcast_bytes(data) == data
+        assert collective.gather_bytes(data) == [data]
+    collective.barrier()
+    collective.close()
+
+
+@pytest.mark.parametrize("join", [open_single, HorovodCollective])
+def test_in_a_world_of_one_every_collective_is_the_identity(join):
+    in_own_process(every_collective_is_the_identity, join)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -61,9 +67,10 @@ def test_an_unknown_strategy_is_answered_with_the_nearest():
         find_strategy("horvod", 1)
 
 
-def test_horovod_refuses_a_world_that_its_launcher_did_not_make():
+def horovod_refuses_a_world_that_its_launcher_did_not_make() -> None:
     with pytest.raises(TrainingError, match="rank 0 of 1; the launcher said rank 1 of 1"):
         HorovodCollective(World(1, 1))
-    import horovod.tensorflow as hvd
 
-    hvd.shutdown()
+
+def test_horovod_refuses_a_world_that_its_launcher_did_not_make():
+    in_own_process(horovod_refuses_a_world_that_its_launcher_did_not_make)

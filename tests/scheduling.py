@@ -1,0 +1,49 @@
+"""The order in which test files start, and which of two processes runs them (a plugin of pytest-xdist)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+# Roughly, on two cores; only the order in which files start depends on it.
+_SECONDS_OF_A_TEST = {"train": 4.0, "etl": 3.0, "pipeline": 2.0, "airflow_dags": 20.0, "tests": 5.0}
+# They share the one run of the demo.
+_FILES_OF_THE_DEMO = ("test_readme.py", "test_whole_pipeline.py")
+
+
+def scope_of(nodeid: str) -> str:
+    """Tests of one scope run in one process, because they share fixtures: those of a file, and those of the demo."""
+    file = nodeid.partition("::")[0]
+    return "demo" if file.endswith(_FILES_OF_THE_DEMO) else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long scopes start first, the demo's before all; inside a scope the order stays as written."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for item in items:
+        seconds[scope_of(item.nodeid)] += _SECONDS_OF_A_TEST.get(item.path.parent.name, 0.1)
+    items.sort(key=lambda item: (scope_of(item.nodeid) != "demo", -seconds[scope_of(item.nodeid)]))
+
+
+class ScopeScheduling(LoadScopeScheduling):
+    """Hands out whole scopes. (`--dist loadgroup` sets no groups with pytest 9.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope_of(nodeid)
+
+    def remove_node(self, node: Any) -> str | None:
+        """What a process that died has finished is not handed out again.
+
+        xdist would: a process that is given nothing but finished scopes waits for ever, and so did the whole run.
+        """
+        workload = self.assigned_work[node]
+        for scope in [scope for scope, tests in workload.items() if all(tests.values())]:
+            del workload[scope]
+        return super().remove_node(node)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return ScopeScheduling(config, log)
