@@ -17,7 +17,8 @@ from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.registry import OneOf
 from shardmill.section import Section
-from shardmill.typed_columns import LabelKind, parse_extra
+from shardmill.typed_columns import parse_extra
+from shardmill.values import LabelKind
 
 
 class DownloadConfig(Section):

@@ -6,18 +6,16 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 
 from shardmill.errors import IntegrityError
+from shardmill.values import LabelKind
 
 Scalar = int | float | str | bool
 Value = Scalar | list[Scalar] | None
 """One value of a column; None for null. A list has no nulls."""
-
-LabelKind = Literal["class", "multi_label", "float", "float_vector"]
 
 _SCALARS = {
     "int64": pa.int64(),

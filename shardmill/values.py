@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import numpy as np
 
     from shardmill.typed_columns import Value
+
+LabelKind = Literal["class", "multi_label", "float", "float_vector"]
+"""What a label says of its image."""
 
 
 class RejectReason(StrEnum):

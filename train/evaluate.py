@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from shardmill.errors import IntegrityError
+from shardmill.sealed import seal, unseal
+from shardmill.storage import Store, join_uri
 from shardmill.values import Batch
 from train.labels import LabelSpec
 from train.strategies.collective import SingleCollective
@@ -18,7 +21,9 @@ from train.tallies.multi_label import MultiLabelTally
 from train.tallies.numbers import NumberTally
 from train.tallies.one_class import ClassTally
 from train.tallies.tally import Exchange, Tally
-from train.values import Evaluation
+from train.values import Confusion, Evaluation, from_json, to_json
+
+CONFUSION = "confusion.json"
 
 
 def tally_of(labels: LabelSpec, outputs_are_logits: bool) -> Tally:
@@ -63,3 +68,17 @@ def evaluation_section(evaluation: Evaluation | None) -> dict[str, Any] | None:
     if evaluation.metric.name not in names:
         names.append(evaluation.metric.name)
     return {name: getattr(evaluation, name) for name in names}
+
+
+def write_confusion(store: Store, training_dir: str, confused: Confusion) -> None:
+    """In a file of its own: it grows with the square of the number of classes."""
+    store.put(f"{training_dir}/{CONFUSION}", seal(to_json(confused)))
+
+
+def read_confusion(store: Store, training_dir: str) -> Confusion | None:
+    """What `write_confusion` wrote; None if there is none, or it was altered: it is for people to look at."""
+    path = f"{training_dir}/{CONFUSION}"
+    try:
+        return from_json(Confusion, unseal(store.read(path), join_uri(store.uri, path)))
+    except (FileNotFoundError, IntegrityError, ValueError):
+        return None

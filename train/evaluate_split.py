@@ -1,4 +1,4 @@
-"""The figures of a training's model on one split, and the file that holds how its classes were confused."""
+"""The figures of a training's model on one split."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardmill.errors import IntegrityError
 from shardmill.reader import read_batches
-from shardmill.sealed import seal, unseal
-from shardmill.storage import Store, join_uri
-from train.evaluate import evaluate_batches
+from train.evaluate import evaluate_batches, write_confusion
 from train.reading import reader_options
 from train.session import Session
-from train.values import CONFUSION, Confusion, Evaluation, from_json, to_json
+from train.values import Evaluation
 
 
 def evaluate_split(session: Session, split: str) -> Evaluation:
@@ -59,15 +56,5 @@ def evaluate_finally(session: Session) -> Evaluation | None:
     if session.member.rank != 0:
         return evaluation.without_classes()
     if evaluation.confused is not None:
-        path = f"{session.task.training_dir}/{CONFUSION}"
-        session.checkpoints.store.put(path, seal(to_json(evaluation.confused)))
+        write_confusion(session.checkpoints.store, session.task.training_dir, evaluation.confused)
     return replace(evaluation, confused=None)
-
-
-def read_confusion(store: Store, training_dir: str) -> Confusion | None:
-    """What `evaluate_finally` wrote; None if there is none, or it was altered: it is for people to look at."""
-    path = f"{training_dir}/{CONFUSION}"
-    try:
-        return from_json(Confusion, unseal(store.read(path), join_uri(store.uri, path)))
-    except (FileNotFoundError, IntegrityError, ValueError):
-        return None

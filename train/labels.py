@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
-from shardmill.typed_columns import LabelKind, vector_size
+from shardmill.typed_columns import vector_size
+from shardmill.values import LabelKind
 from train.values import METRICS
 
 if TYPE_CHECKING:

@@ -8,15 +8,12 @@ from typing import Literal, Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from shardmill.jobs.observer import Observer
-from shardmill.typed_columns import LabelKind
-from shardmill.values import Cursor, DatasetPin
+from shardmill.values import Cursor, DatasetPin, LabelKind
 from train.world import RankDevices
 
 Value = TypeVar("Value")
 # The name of a `TrainResult` in the folder of its training.
 RESULT = "result.json"
-CONFUSION = "confusion.json"
-"""Likewise the `Confusion` of its evaluation, which grows with the square of the classes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class Evaluation:
     mean_absolute_error: float | None = None
     """Of numbers."""
     confused: Confusion | None = None
-    """None where it is kept apart (`CONFUSION`), or known for no class."""
+    """None where it is kept apart (`train.evaluate.write_confusion`), or known for no class."""
 
     @property
     def metric(self) -> Metric:

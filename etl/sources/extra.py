@@ -23,12 +23,12 @@ from shardmill.typed_columns import (
     LABEL,
     LABEL_TYPES,
     ExtraColumn,
-    LabelKind,
     Value,
     encode_values,
     parse_extra,
     scalar_of,
 )
+from shardmill.values import LabelKind
 
 _INT64 = 1 << 63
 _INTEGERS = "int64"

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from etl.sources.names import is_class_name
 from shardmill.printable import printable
-from shardmill.typed_columns import LabelKind
+from shardmill.values import LabelKind
 
 # What the column is read as; a vector's type gets its length from the first one.
 _READ_AS: dict[LabelKind, str] = {"multi_label": "list<string>", "float": "float32", "float_vector": "list<float32>"}

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmill.ids import row_digest
-from shardmill.typed_columns import LABEL_TYPES, ExtraColumn, LabelKind, Value, stored_labels, vector_size
-from shardmill.values import ImageSample, SourceImage
+from shardmill.typed_columns import LABEL_TYPES, ExtraColumn, Value, stored_labels, vector_size
+from shardmill.values import ImageSample, LabelKind, SourceImage
 
 if TYPE_CHECKING:
     import numpy as np

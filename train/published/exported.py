@@ -17,8 +17,7 @@ from shardmill.sealed import SealedFile, check_sealed
 from shardmill.section import Section
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
-from shardmill.typed_columns import LabelKind
-from shardmill.values import DatasetPin
+from shardmill.values import DatasetPin, LabelKind
 from train.labels import LabelSpec
 from train.records import read_record, record_numbers
 from train.values import Evaluation

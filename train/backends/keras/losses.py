@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardmill.errors import UsageError
-from shardmill.typed_columns import LabelKind
+from shardmill.values import LabelKind
 from train.config import TrainConfig
 from train.labels import LOSSES, LabelSpec
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardmill.typed_columns import LabelKind
+from shardmill.values import LabelKind
 from train.backends.torch.runtime import import_torch
 
 # As in train/backends/keras/losses.py.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import UsageError
-from shardmill.typed_columns import LabelKind
+from shardmill.values import LabelKind
 from train.backends.backend import ModelSpec, Predict
 from train.backends.torch.losses import answers_of
 from train.backends.torch.runtime import device, import_torch
