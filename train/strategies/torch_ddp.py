@@ -119,17 +119,23 @@ class DdpMember(ReplicatedMember):
         self._distributed = self._distribute(learner.classifier, config)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
-        # Gradients come back summed already; what is left of the exchange after the last bucket was filled could not be
-        # hidden behind the computation.
-        *gradients, figures = self._torch_learner.gradients_through(
-            self._distributed, batch, global_weight, self._streams.here / self._streams.total
+        import torch.distributed as dist
+
+        summing: list[Any] = []
+
+        def sum_figures(figures: Any) -> None:
+            summing.append(dist.all_reduce(figures, async_op=True))
+
+        # Everything comes back summed.
+        sums = self._torch_learner.gradients_through(
+            self._distributed, batch, global_weight, self._streams.here / self._streams.total, sum_figures
         )
+        for work in summing:
+            work.wait()
         self._reporter.doing("its own work")
+        # What is left of the exchange after the last bucket was filled could not be hidden behind the computation.
         exposed_seconds = time.perf_counter() - self._ready_seconds
-        started_seconds = time.perf_counter()
-        sums = [*gradients, *self._collective.sum_tensors([figures])]
-        seconds = exposed_seconds + time.perf_counter() - started_seconds
-        return MemberStep(self.learner.apply(sums, learning_rate), seconds)
+        return MemberStep(self.learner.apply(sums, learning_rate), exposed_seconds)
 
     def _distribute(self, module: Any, config: TrainConfig) -> Any:
         from torch.nn.parallel import DistributedDataParallel

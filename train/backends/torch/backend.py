@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,7 @@ class TorchLearner:
         if not config.unfreeze_epoch:
             self.classifier.still = built.frozen.modules
         # As they are now: what is held still for some epochs keeps its place among the weights.
-        self._weights, self._own = _parts_of_state(built)
+        self._weights, self._own = built.parts_of_state()
         name = "adam" if config.optimizer == "auto" else config.optimizer
         create = OPTIMIZERS[name].torch
         if create is None:
@@ -69,13 +69,21 @@ class TorchLearner:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
-        return self.gradients_through(self.classifier, batch, global_weight, share_of_streams)
+        return self.gradients_through(self.classifier, batch, global_weight, share_of_streams, lambda figures: None)
 
-    def gradients_through(self, module: Any, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
+    def gradients_through(
+        self,
+        module: Any,
+        batch: Batch,
+        global_weight: int,
+        share_of_streams: float,
+        know_figures: Callable[[Any], None],
+    ) -> list[Any]:
         """As `gradients`, with `module` called in place of `classifier`.
 
         DistributedDataParallel around it sums the gradients over all ranks, in the backward pass of the last part of
-        the batch: then the sums come back. Loss and number correct are this rank's addends in any case.
+        the batch: then the sums come back. Loss and number correct are this rank's addends; `know_figures` is given
+        their tensor before that pass, and may start to sum it in place.
         """
         torch = import_torch()
         self.classifier.train()
@@ -85,14 +93,18 @@ class TorchLearner:
         for part in parts:
             waits = part is not parts[-1] and isinstance(module, torch.nn.parallel.DistributedDataParallel)
             with module.no_sync() if waits else nullcontext():
-                figures += self._add_gradients(module, part, global_weight, share_of_streams / len(parts))
+                loss, num_correct = self._loss(module, part, global_weight, share_of_streams / len(parts))
+                figures += torch.stack([loss.detach(), num_correct]).float()
+                if part is parts[-1]:
+                    know_figures(figures)
+                loss.backward()
         gradients = [
             torch.zeros_like(weight) if weight.grad is None else weight.grad.float() for weight in self._weights
         ]
         return [*gradients, figures]
 
-    def _add_gradients(self, module: Any, batch: Batch, global_weight: int, share_of_streams: float) -> Any:
-        """Add those of a part of the batch to what the weights' `grad` hold. -> (loss, number correct)"""
+    def _loss(self, module: Any, batch: Batch, global_weight: int, share_of_streams: float) -> tuple[Any, Any]:
+        """-> this part's addend to the loss of the global batch, ready for the backward pass; its number correct."""
         torch = import_torch()
         images_NHWC, labels_N, weights_N = (
             torch.from_numpy(array).to(device(), non_blocking=True)
@@ -109,9 +121,7 @@ class TorchLearner:
         loss = (weights_N * losses_N).sum() / global_weight
         if self._built.is_keras and self._built.model.losses:
             loss = loss + sum(self._built.model.losses) * share_of_streams
-        loss.backward()
-        num_correct = (weights_N * right_of(kind, outputs_NK, labels_N, are_logits)).sum()
-        return torch.stack([loss.detach(), num_correct]).float()
+        return loss, (weights_N * right_of(kind, outputs_NK, labels_N, are_logits)).sum()
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
         torch = import_torch()
@@ -266,17 +276,6 @@ class TorchLearner:
         if self._config.mixed_precision == "off":
             return nullcontext()
         return torch.autocast(device().type, dtype=torch.bfloat16)
-
-
-def _parts_of_state(built: BuiltModule) -> tuple[list[Any], list[Any]]:
-    """The tensors of `StatePart.WEIGHTS` and `StatePart.OWN`."""
-    model = built.model
-    if built.is_keras:
-        return [each.value for each in model.trainable_variables], [
-            each.value for each in model.non_trainable_variables
-        ]
-    weights = [each for each in model.parameters() if each.requires_grad]
-    return weights, [*(each for each in model.parameters() if not each.requires_grad), *model.buffers()]
 
 
 class TorchBackend:

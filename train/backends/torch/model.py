@@ -35,6 +35,15 @@ class BuiltModule:
     """What `train.freeze` names."""
     config_sha256: str
 
+    def parts_of_state(self) -> tuple[list[Any], list[Any]]:
+        """The tensors of `StatePart.WEIGHTS` and, but for generators, of `StatePart.OWN`."""
+        model = self.model
+        if self.is_keras:
+            weights, own = model.trainable_variables, model.non_trainable_variables
+            return [each.value for each in weights], [each.value for each in own]
+        weights = [each for each in model.parameters() if each.requires_grad]
+        return weights, [*(each for each in model.parameters() if not each.requires_grad), *model.buffers()]
+
 
 def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
     """Build what `train.model` names, with fresh weights from PyTorch's seed. Raises UsageError if it does not fit."""
