@@ -14,7 +14,7 @@ if __name__ == "__main__":
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from etl.carry import Copy
@@ -42,6 +42,7 @@ from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.versions import pin_of, read_manifest_bytes, record_if_missing
 from shardmill.errors import CommitConflict
+from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import WARNING, Observer, SilentObserver
 from shardmill.jobs.run_files import StageRecord, dataset_section
@@ -84,19 +85,27 @@ def build_dataset(
     run_id: str,
     observer: Observer | None = None,
     replace_source: bool = False,
-    will_train: bool = False,
+    check_labels: Callable[[RowSchema], None] | None = None,
 ) -> BuildOutcome:
     """The whole ETL. Raises UsageError (2), StorageError (4), CommitConflict (6) or RejectLimitExceeded (7).
 
-    `replace_source` allows a version from another source than the latest one's. `will_train`: a listing that no
-    classifier can be trained on raises UsageError before any work starts.
+    `replace_source` allows a version from another source than the latest one's. `check_labels` is
+    given if a training follows: what it raises for the labels that the listing tells, and UsageError for a listing that
+    no classifier can be trained on, is raised before any work starts.
     """
     # Workers import what they need while this process lists.
     with ENGINES[tree.etl.engine].opened(_settings(tree)):
-        return _build(tree, run_id, observer or SilentObserver(), replace_source=replace_source, will_train=will_train)
+        return _build(tree, run_id, observer or SilentObserver(), check_labels, replace_source=replace_source)
 
 
-def _build(tree: EtlTree, run_id: str, observer: Observer, *, replace_source: bool, will_train: bool) -> BuildOutcome:
+def _build(
+    tree: EtlTree,
+    run_id: str,
+    observer: Observer,
+    check_labels: Callable[[RowSchema], None] | None,
+    *,
+    replace_source: bool,
+) -> BuildOutcome:
     started = time.monotonic()
 
     # List the source and plan the units. What the listing alone refuses may be too much already.
@@ -105,8 +114,9 @@ def _build(tree: EtlTree, run_id: str, observer: Observer, *, replace_source: bo
     check_same_source(plan, replace_source=replace_source)
     check_limits(plan, plan.build.list_rejections)
     observer.event("etl.inferred", inferred_facts(plan))
-    if will_train:
+    if check_labels is not None:
         check_classes(plan)
+        check_labels(plan.row_schema)
     _warn(observer, inferred_warnings(plan))
 
     # Skip all of it if the latest version was made from the same listing and config.

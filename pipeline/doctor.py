@@ -184,10 +184,12 @@ def _listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:
     from etl.config import EtlTree
     from etl.limits import check_limits
     from etl.plan import plan_build
+    from train.preflight import check_schema
 
     plan = plan_build(tree.part(EtlTree), run_id="preflight")
     check_limits(plan, plan.build.list_rejections)
     check_classes(plan)
+    check_schema(tree.train, tree.gate, plan.row_schema)
     facts = inferred_facts(plan)
     yield from ((name, str(facts[name])) for name in ("classes", "splits", "image"))
     yield from (("warning", message) for message in inferred_warnings(plan))

@@ -48,6 +48,8 @@ def checks(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLI
             Check("train.model", partial(_look_at_model, tree)),
             Check("train.num_workers", partial(_look_at_launch, tree)),
         ]
+        if tree.train.init_from or tree.train.freeze or tree.train.unfreeze_epoch:
+            found.append(Check("train.init_from", partial(_look_at_initial, tree)))
     return found
 
 
@@ -136,7 +138,19 @@ def _look_at_model(tree: PipelineTree) -> str:
 
 
 def _look_at_launch(tree: PipelineTree) -> str:
-    from train.preflight import check_terms
+    from train.preflight import check_spread
 
-    train = check_terms(tree.train, tree.spark).config
+    train = check_spread(tree.train, tree.spark).config
     return f"{train.num_workers} rank(s) by {train.launcher}, strategy {train.strategy}, backend {train.backend}"
+
+
+def _look_at_initial(tree: PipelineTree) -> str:
+    from train.auto import resolve
+    from train.freezing import never_unfrozen
+    from train.initial import check_initial
+
+    config = resolve(tree.train, tree.spark).config
+    check_initial(config)
+    return (
+        never_unfrozen(config) or f"{config.init_from or 'fresh weights'}, frozen: {', '.join(config.freeze) or 'none'}"
+    )

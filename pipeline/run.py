@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from etl.config import EtlTree
@@ -21,6 +22,7 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.run_files import RunState, failed_stage, write_stage_record
 from train.changes import AS_USUAL, Again
+from train.preflight import check_schema
 from train.published.candidate import promote_export, promotion_record
 from train.published.evaluation import evaluate_on, evaluation_record
 from train.published.export import export_record, export_training
@@ -44,11 +46,14 @@ def run_pipeline(
         refuse_what_cannot_work(run.tree, common.workdir)
         progress.say(setting(run.tree, common.workdir))
 
+        # What the training asks of the labels is known when the source has been listed.
+        check_labels = partial(check_schema, train.train, train.gate)
+
         # Images to a committed dataset version. The rest of this run works on it, even if another one is committed.
         built = run.stage(
             "etl",
             lambda: build_dataset(
-                etl, run_id=run.id, observer=progress, replace_source=replace_source, will_train=True
+                etl, run_id=run.id, observer=progress, replace_source=replace_source, check_labels=check_labels
             ),
             lambda outcome: stage_record(outcome, etl),
         )

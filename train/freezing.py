@@ -26,6 +26,19 @@ def hold_still(learner: Learner, config: TrainConfig, cursor: Cursor) -> None:
         learner.unfreeze()
 
 
+def never_unfrozen(config: TrainConfig) -> str:
+    """A warning if `train.unfreeze_epoch` lies behind the last epoch, else empty.
+
+    No error: a shorter training is how to try a config out, and a longer one may go on from it.
+    """
+    if config.unfreeze_epoch < config.epochs:
+        return ""
+    return (
+        f"train.unfreeze_epoch = {config.unfreeze_epoch}, counted from 0, and the training ends after train.epochs = "
+        f"{config.epochs}: what train.freeze names stays as it is"
+    )
+
+
 def frozen_names(config: TrainConfig, names: Sequence[str], head: Collection[str]) -> set[str]:
     """Of `names`, those that a pattern of `train.freeze` matches; `head`: those of the last layer.
 

@@ -15,8 +15,10 @@ from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from train.choose_backend import framework_of
 from train.config import SHA256_OF_FILE, TrainConfig
+from train.models import MODELS
 from train.models.user import imported_packages
-from train.published.exported import read_export
+from train.published.exported import EXPORTS, read_export
+from train.records import record_numbers
 
 KERAS_SUFFIXES = (".keras", ".weights.h5", ".h5", ".safetensors")
 TORCH_SUFFIXES = (".pt", ".pth", ".safetensors")
@@ -105,17 +107,41 @@ def find_initial(config: TrainConfig) -> InitialFile:
         raise UsageError(
             f"train.init_from = {given!r}, and train.model = {config.model!r} is a {kind} model",
             f"expected {', '.join(suffixes)} or an export MODELS@N",
-            "convert the file, or choose another model",
+            _instead_of(given),
         )
+    store, name = _place_of(given)
+    return InitialFile(join_uri(store.uri, name), suffix, sha256=sha256)
+
+
+def _place_of(given: str) -> tuple[Store, str]:
     folder, _, name = given.rpartition("/")
     at_root = given.startswith("/") and not folder
-    return InitialFile(join_uri(open_store("/" if at_root else folder or ".").uri, name), suffix, sha256=sha256)
+    return open_store("/" if at_root else folder or "."), name
+
+
+def _instead_of(given: str) -> str:
+    """What to do about a file of no kind that the model takes, or a place that is no file."""
+    store, name = _place_of(given)
+    if name and store.stat(name) is not None:
+        return "convert the file, or choose another model"
+    for models_uri in (given, join_uri(given, "models")):
+        if numbers := record_numbers(open_store(models_uri), EXPORTS):
+            return f"did you mean {models_uri}@{numbers[-1]}?"
+    return "check the path, too: there is no such file"
 
 
 def check_initial(config: TrainConfig) -> None:
-    """Raises UsageError if there is no such file, its kind is none that the model takes, or nothing is unfrozen."""
+    """Raises UsageError if there is no such file, its kind is none that the model takes, random weights would be held
+    still, or nothing is unfrozen."""
     if config.init_from:
         _check_digest(find_initial(config))
+    # A factory of the user's own may give its model trained weights itself.
+    elif config.freeze and not MODELS.is_own(config.model):
+        raise UsageError(
+            f"train.freeze = {list(config.freeze)} without train.init_from",
+            f"train.model = {config.model!r} begins with random weights, and what is frozen would keep them",
+            "set train.init_from, or leave train.freeze out",
+        )
     if config.unfreeze_epoch and not config.freeze:
         raise UsageError(
             f"train.unfreeze_epoch = {config.unfreeze_epoch}, and train.freeze is empty",

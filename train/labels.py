@@ -12,6 +12,7 @@ from train.values import METRICS
 
 if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest
+    from shardmill.formats.rows import RowSchema
     from train.config import GateConfig, TrainConfig
 
 LOSSES: dict[LabelKind, str] = {
@@ -35,7 +36,10 @@ class LabelSpec:
 
     @classmethod
     def of(cls, manifest: Manifest) -> LabelSpec:
-        schema = manifest.row_schema
+        return cls.of_schema(manifest.row_schema)
+
+    @classmethod
+    def of_schema(cls, schema: RowSchema) -> LabelSpec:
         return cls(schema.label_kind, schema.class_names, vector_size(schema.label_type))
 
     @property

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardmill.errors import UsageError
 from train.auto import Chosen, resolve
 from train.backends import BACKENDS
-from train.class_weights import class_weights
+from train.class_weights import check_class_weights
 from train.config import GateConfig, TrainConfig
 from train.initial import check_initial
 from train.labels import LabelSpec, check_gate, check_labels
@@ -20,6 +20,7 @@ from train.strategies import STRATEGIES, find_strategy, roles_of, shares_streams
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
+    from shardmill.formats.rows import RowSchema
     from shardmill.jobs.config import SparkConfig
 
 
@@ -46,10 +47,17 @@ class WindowMemory:
 
 
 def check_terms(config: TrainConfig, spark: SparkConfig) -> Chosen:
-    """What needs no dataset: strategy, launcher, backend and their numbers fit each other. -> what `auto` stands for.
+    """What needs no dataset. -> what `auto` stands for.
 
-    Raises UsageError otherwise. Nothing is imported that trains.
+    Raises UsageError for what cannot work. Nothing is imported that trains.
     """
+    chosen = check_spread(config, spark)
+    check_initial(chosen.config)
+    return chosen
+
+
+def check_spread(config: TrainConfig, spark: SparkConfig) -> Chosen:
+    """Strategy, launcher, backend and their numbers fit each other; raises and returns as `check_terms` does."""
     chosen = resolve(config, spark)
     config = chosen.config
     find_strategy(config.strategy, config.num_workers).check(config)
@@ -79,7 +87,6 @@ def check_terms(config: TrainConfig, spark: SparkConfig) -> Chosen:
     launcher.check(len(roles_of(config)), spark)
     if not launcher.assigns_devices(spark):
         check_devices_here(config, launcher.ranks_here(len(roles_of(config)), spark))
-    check_initial(config)
     _check_torch(config)
     return chosen
 
@@ -144,6 +151,18 @@ def _check_exchange(config: TrainConfig) -> None:
         )
 
 
+def check_schema(config: TrainConfig, gate: GateConfig | None, schema: RowSchema) -> None:
+    """What needs no dataset but its classes and labels, which the listing of a source tells before the ETL works.
+
+    Raises UsageError for what they do not have.
+    """
+    labels = LabelSpec.of_schema(schema)
+    check_labels(config, labels)
+    if gate is not None:
+        check_gate(gate, labels.kind)
+    check_class_weights(config, schema)
+
+
 def check_trainable(config: TrainConfig, dataset: Dataset, gate: GateConfig | None = None) -> None:
     """Raises UsageError for a dataset that this training, or the gate behind it, cannot use."""
     where = f"{dataset.pin.uri}@{dataset.pin.version}"
@@ -155,16 +174,13 @@ def check_trainable(config: TrainConfig, dataset: Dataset, gate: GateConfig | No
             "training a classifier needs one folder per class",
             "sort the images into class folders and run the ETL again",
         )
-    check_labels(config, labels)
-    if gate is not None:
-        check_gate(gate, labels.kind)
+    check_schema(config, gate, dataset.manifest.row_schema)
     if "train" not in splits:
         raise UsageError(
             f"the dataset {where} has no train split",
             f"it has {', '.join(splits) or 'none'}",
             "raise etl.split_fractions.train, or add images",
         )
-    class_weights(config, dataset.manifest)
     READERS[config.reader].check(config, dataset)
     if config.early_stop_epochs and "validation" not in splits:
         raise UsageError(

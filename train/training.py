@@ -23,6 +23,7 @@ from shardmill.values import DatasetPin
 from train.auto import Chosen, resolve
 from train.changes import AS_USUAL, Again, BegunTraining, going_on
 from train.evaluate import evaluation_section
+from train.freezing import never_unfrozen
 from train.initial import pinned
 from train.initialize import read_initialized
 from train.launching import LAUNCHERS
@@ -114,6 +115,8 @@ def _report_plan(
 ) -> None:
     """What a person should know of a training that now begins, or goes on."""
     observer.event("plan", {"rank": 0, "chosen": chosen.reason, **memory.as_fields()})
+    if never := never_unfrozen(chosen.config):
+        observer.event("freeze", {"rank": 0, WARNING: never})
     if choice.resumes:
         observer.event("changed", {"rank": 0, "path": choice.resumes, "changes": "; ".join(choice.changes)})
     if limits := READERS[chosen.config.reader].limits(chosen.config, dataset):

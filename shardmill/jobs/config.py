@@ -155,7 +155,7 @@ def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 def _explain(tree: type[ConfigTree], error: ValidationError) -> str:
     """All complaints in one line: each with the key, what was given, what was expected."""
     complaints: list[str] = []
-    for each in error.errors(include_url=False):
+    for each in _of_the_type_that_was_meant(error.errors(include_url=False)):
         given, expected = _complaint(tree, each)
         # A key that takes several types fails for each of them.
         if complaints and complaints[-1].startswith(f"{given}; expected ") and expected.startswith("expected "):
@@ -168,10 +168,23 @@ def _explain(tree: type[ConfigTree], error: ValidationError) -> str:
     return f"{len(complaints)} errors in the config: {numbered}"
 
 
+def _of_the_type_that_was_meant(errors: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Without what the other types of a key say of a value that one of them has looked into."""
+    keys = [_keys(each) for each in errors]
+    return [
+        each for each, mine in zip(errors, keys, strict=True)
+        if not any(len(other) > len(mine) and other[: len(mine)] == mine for other in keys)
+    ]  # fmt: skip
+
+
+def _keys(error: ErrorDetails) -> list[str]:
+    """Pydantic names each type that a key may have like a key: `literal['balanced']`, `dict[str,float]`."""
+    return [str(part) for part in error["loc"] if "[" not in str(part)]
+
+
 def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> tuple[str, str]:
     """What was given, and what was expected."""
-    # Of a key that takes several types, pydantic names the type like a key: `literal['balanced']`, `dict[str,float]`.
-    keys = [str(part) for part in error["loc"] if "[" not in str(part)]
+    keys = _keys(error)
     name = ".".join(keys)
     if error["type"] == "extra_forbidden":
         owner = _model_at(tree, keys[:-1])
@@ -184,6 +197,8 @@ def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> tuple[str, str]:
     given = json.dumps(error["input"], default=str)
     if error["type"] == "model_type":
         return f"config key {name} = {given}", f"expected a section, [{name}], with keys of its own"
+    if error["type"] == "dict_type":
+        return f"config key {name} = {given}", "expected a table, NAME = VALUE"
     expected = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return f"config key {name or 'config'} = {given}", f"expected {expected}"
 

@@ -17,6 +17,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import CommitConflict, RejectLimitExceeded, UsageError
+from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import FieldValue
 from tests.support import write_images
@@ -50,7 +51,7 @@ def build(
     run_id: str = "run",
     observer: At | None = None,
     replace_source: bool = False,
-    will_train: bool = False,
+    check_labels: Callable[[RowSchema], None] | None = None,
     **etl: object,
 ) -> BuildOutcome:
     tree = EtlTree(
@@ -58,7 +59,9 @@ def build(
         dataset=DatasetConfig(uri=str(folder / dataset)),
         etl=_ETL.model_copy(update={"write_mode": "append", **etl}),
     )
-    return build_dataset(tree, run_id=run_id, observer=observer, replace_source=replace_source, will_train=will_train)
+    return build_dataset(
+        tree, run_id=run_id, observer=observer, replace_source=replace_source, check_labels=check_labels
+    )
 
 
 def write_source(folder: Path, source: str, *, num_images: int = 15) -> None:
@@ -117,7 +120,7 @@ def test_one_class_may_be_appended_and_says_nothing_of_the_others(tmp_path: Path
     shutil.rmtree(tmp_path / "b" / "class_1")
     build(tmp_path, "a")
     quiet = At("", lambda: None)
-    assert build(tmp_path, "b", observer=quiet, will_train=True).manifest.counts.accepted == 20
+    assert build(tmp_path, "b", observer=quiet, check_labels=lambda schema: None).manifest.counts.accepted == 20
     assert "etl.warning" not in quiet.events
 
 

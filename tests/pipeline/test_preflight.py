@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import pytest
 from etl.config import EtlTree
 from etl.job import build_dataset
 from pipeline.config import load_pipeline
-from pipeline.doctor import examine
+from pipeline.doctor import Finding, examine
 from pipeline.preflight import check_place, refuse_what_cannot_work
 from shardmill.errors import StorageError, UsageError
 from tests.support import write_images
 from train.models.find import find_model
+from train.preflight import check_schema
 
 
 def refused(folder: Path, *overrides: str) -> str:
@@ -84,6 +86,38 @@ def test_a_model_is_found_without_importing_it(tmp_path: Path, monkeypatch: pyte
     assert find_model("mine:build") == find_model("mine:other") == str(tmp_path / "mine.py")
 
 
+def test_what_the_listing_says_of_labels_is_held_against_the_training_before_the_etl(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=8, num_classes=2)
+
+    def refused_at_the_listing(override: str) -> str:
+        tree = load_pipeline(str(tmp_path / "images"), (override,), str(tmp_path / "work"))
+        check = partial(check_schema, tree.train, tree.gate)
+        with pytest.raises(UsageError) as caught:
+            build_dataset(tree.part(EtlTree), run_id="r", check_labels=check)
+        [listing] = [each for each in examine(tree, str(tmp_path / "work")) if each.subject == "source"]
+        assert listing.status == "fail" and caught.value.what in listing.found
+        assert not (tmp_path / "work/dataset/manifests").exists()
+        return str(caught.value)
+
+    line = refused_at_the_listing("train.class_weights={clas_1=2.0}")
+    assert "'clas_1'; expected classes of the dataset: class_0, class_1; did you mean 'class_1'" in line
+    assert "train.loss = 'sigmoid'" in refused_at_the_listing("train.loss=sigmoid")
+
+
+def test_what_is_wrong_with_initial_weights_is_told_beside_them(tmp_path: Path):
+    def rows(*overrides: str) -> dict[str, Finding]:
+        tree = load_pipeline(str(tmp_path), overrides, str(tmp_path / "work"))
+        return {each.subject: each for each in examine(tree, str(tmp_path / "work"))}
+
+    absent = rows("train.init_from=absent.keras")
+    assert absent["train.init_from"].status == "fail" and "no such file" in absent["train.init_from"].found
+    assert absent["train.num_workers"].status == "ok"
+    assert "train.init_from" not in rows()
+    own = "train.model=tests.train.models_under_test:linear"
+    late = rows(own, "train.freeze=conv*", "train.unfreeze_epoch=3", "train.epochs=3")
+    assert "stays as it is" in late["train.init_from"].found
+
+
 @pytest.mark.parametrize(("num_classes", "shown"), [(0, "no classes"), (1, "class_0")])
 def test_a_listing_without_classes_ends_a_run_that_would_train(num_classes: int, shown: str, tmp_path: Path):
     write_images(tmp_path / "images", num_images=4, num_classes=1)
@@ -92,7 +126,7 @@ def test_a_listing_without_classes_ends_a_run_that_would_train(num_classes: int,
             image.rename(tmp_path / "images" / image.name)
     tree = load_pipeline(str(tmp_path / "images"), (), str(tmp_path / "work")).part(EtlTree)
     with pytest.raises(UsageError, match=f"has {num_classes} classes .{shown}.*at least 2"):
-        build_dataset(tree, run_id="r", will_train=True)
+        build_dataset(tree, run_id="r", check_labels=lambda schema: None)
     assert not (tmp_path / "work/dataset/manifests").exists()
 
 

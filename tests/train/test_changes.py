@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from pipeline.cli import app
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError, UsageError
 from shardmill.stores import open_store
@@ -93,12 +97,29 @@ def test_another_run_starts_anew_unless_it_asks_to_go_on(begun, tmp_path):
     result = train(uri, folder, recorder, is_run=False, allow_change=["label_smoothing,epochs"], **changes).result
     assert recorder.steps[0][:2] == (1, 2) and result.num_epochs == 3
     anew = Recorder()
-    train(uri, folder, anew, is_run=False, warmup_steps=1, epochs=1)
+    own = {"model": "tests.train.models_under_test:stateful", "freeze": ("all_but_head",), "unfreeze_epoch": 1}
+    train(uri, folder, anew, is_run=False, epochs=1, **own)
     assert anew.steps[0][:2] == (0, 0)
+    assert "what train.freeze names stays as it is" in anew.fields["freeze"]["warning"]
     with pytest.raises(
         UsageError, match=r"differs in nothing else; the nearest, trainings/.*train.seed: then 0, now 5"
     ):
         train(uri, folder, is_run=False, seed=5, allow_change=["learning_rate"])
+
+
+def test_the_command_goes_on_where_a_change_is_allowed(begun, tmp_path):
+    uri, _, copy = begun
+    settings = {"epochs": 2, "global_batch_size": 24, "num_streams": 6, "checkpoint_every_steps": 2}
+    sets = [f"--set=train.{name}={value}" for name, value in {**settings, "learning_rate": 0.01}.items()]
+    sets += [f"--set=models.uri={copy(tmp_path)}/models", f"--workdir={tmp_path}/work", "--json"]
+
+    def invoke(*options: str) -> Result:
+        return CliRunner().invoke(app, ["train", uri, *sets, *options])
+
+    refused = invoke("--allow-change", "seed")
+    assert refused.exit_code == 2 and "--allow-change seed" in refused.stderr, refused.output
+    document = json.loads(invoke("--allow-change", "learning_rate").stdout)
+    assert document["sections"]["train"]["resumed_from"] == {"epoch": 1, "step": 2}
 
 
 def test_a_run_on_another_version_of_its_dataset_is_refused(tmp_path):

@@ -60,5 +60,18 @@ def test_classes_are_weighed_by_name(tiny_uri):
     misspelt = TrainConfig(class_weights={f"{third}x": 2.0})
     with pytest.raises(UsageError, match=f"'{third}x'; expected classes of the dataset: .* did you mean '{third}'"):
         check_trainable(misspelt, dataset)
-    with pytest.raises(UsageError, match="class_weights"):
-        load_tree(TrainTree, None, ("train.class_weights=even",))
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("even", "config key train.class_weights = \"even\"; expected 'balanced' or a table, NAME = VALUE"),
+        ("[1, 2]", "config key train.class_weights = [1, 2]; expected 'balanced' or a table, NAME = VALUE"),
+        ("{cat=0}", "config key train.class_weights.cat = 0; expected greater than 0"),
+        ('{cat="x"}', 'config key train.class_weights.cat = "x"; expected a valid number'),
+    ],
+)
+def test_a_weight_of_another_type_gets_one_line(given: str, line: str):
+    with pytest.raises(UsageError) as caught:
+        load_tree(TrainTree, None, (f"train.class_weights={given}",))
+    assert caught.value.what.startswith(line), caught.value

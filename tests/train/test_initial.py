@@ -271,6 +271,11 @@ def test_the_files_hash_is_part_of_the_trainings_name(tmp_path, tiny_uri):
             {"init_from": f"whole.keras#sha256={'0' * 64}"},
             rf"expected {'0' * 64}, as train.init_from says",
         ),
+        ({"init_from": "models"}, r"did you mean models@2\?"),
+        ({"init_from": "."}, r"did you mean \./models@2\?"),
+        ({"init_from": "whole.pt"}, r"a Keras model; .*; convert the file"),
+        ({"init_from": "a.pt"}, r"there is no such file"),
+        ({"freeze": ("all_but_head",)}, r"'small_cnn' begins with random weights, .*; set train.init_from"),
         ({"unfreeze_epoch": 2}, r"unfreeze_epoch = 2, and train.freeze is empty"),
     ],
 )
@@ -278,5 +283,9 @@ def test_what_cannot_be_read_is_refused_before_anything_starts(settings, message
     monkeypatch.chdir(tmp_path)
     Path("page.keras").write_text("<!DOCTYPE html>")
     Path("whole.keras").write_bytes(b"PK\x03\x04")
+    Path("whole.pt").write_bytes(b"PK\x03\x04")
+    Path("models/exports").mkdir(parents=True)
+    for number in (1, 2):
+        Path(f"models/exports/{number:08}.json").write_text("{}")
     with pytest.raises(UsageError, match=message):
         check_terms(TrainConfig(**settings), SparkConfig())
