@@ -103,12 +103,6 @@ def _check_torch(config: TrainConfig) -> None:
         )
     if is_keras:
         BACKENDS.usable("keras")
-    if config.mixed_precision == "float16":
-        raise UsageError(
-            "train.mixed_precision = 'float16' with the backend 'torch'",
-            "it scales no losses",
-            "set train.mixed_precision = 'bfloat16'",
-        )
 
 
 def _check_rank_weights(config: TrainConfig) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from shardmill.values import Cursor
 from train.values import EpochRecord, TimeShares
+
+if TYPE_CHECKING:
+    from train.backends.backend import StepOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +100,19 @@ class Progress:
     """None before the first epoch's end, and without a validation split."""
     history: tuple[EpochRecord, ...] = ()
     skipped: Skipped = Skipped()
+    num_overflowed: int = 0
+    """Steps since step 0 that changed nothing but the scale of the loss (`StepOutcome.overflowed`)."""
 
-    def after_step(self, loss: float, num_correct: float, num_rows: int, spent: TimeSpent) -> Progress:
+    def after_step(self, outcome: StepOutcome, num_rows: int, spent: TimeSpent) -> Progress:
         """One more step of `num_rows` samples is done."""
         return replace(
             self,
             cursor=Cursor(self.cursor.epoch, self.cursor.step + 1),
-            loss_sum=self.loss_sum + loss * num_rows,
-            num_correct=self.num_correct + num_correct,
-            last_loss_hex=loss.hex(),
+            loss_sum=self.loss_sum + outcome.loss * num_rows,
+            num_correct=self.num_correct + outcome.num_correct,
+            last_loss_hex=outcome.loss.hex(),
             skipped=replace(self.skipped, in_a_row=0),
+            num_overflowed=self.num_overflowed + outcome.overflowed,
         ).after_time(spent)
 
     def after_skip(self, num_rows: int, spent: TimeSpent) -> Progress:
@@ -138,6 +145,7 @@ class Progress:
             best=best,
             history=(*self.history, record),
             skipped=replace(self.skipped, num_rows=0),
+            num_overflowed=self.num_overflowed,
         )
 
 

@@ -181,6 +181,7 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
                 "time_shares": plain["time_shares"],
                 "verdict": None if outcome.verdict is None else asdict(outcome.verdict),
                 "skipped_steps": result.num_skipped_steps,
+                "overflowed_steps": result.num_overflowed_steps,
                 "final_loss_hex": result.final_loss_hex,
                 "weights_sha256": result.weights_sha256,
                 "stopped_early": result.stopped_early,

@@ -196,6 +196,8 @@ class TrainResult:
     are rank 0's alone."""
     num_skipped_steps: int = 0
     """Of `num_steps`, those whose update was left out because loss or gradient was not finite."""
+    num_overflowed_steps: int = 0
+    """Likewise because the scale of the loss was too large for float16."""
     export_backend: str = "keras"
     """The backend that exports this model."""
     placement: tuple[RankDevices, ...] = ()

@@ -149,6 +149,7 @@ def _result(
         history=progress.history,
         evaluation=evaluation,
         num_skipped_steps=progress.skipped.total,
+        num_overflowed_steps=progress.num_overflowed,
         placement=session.world.placement,
     )
 
@@ -195,7 +196,7 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
             input_wait += done.input_wait_seconds
             spent = TimeSpent(input_wait=input_wait, compute=compute, allreduce=done.allreduce_seconds)
             if outcome.is_applied:
-                progress = progress.after_step(outcome.loss, outcome.num_correct, num_rows, spent)
+                progress = progress.after_step(outcome, num_rows, spent)
             else:
                 progress = progress.after_skip(num_rows, spent)
             # Reported before its checkpoint is written: a step that a resumed run will not repeat must be on record.

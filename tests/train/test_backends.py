@@ -221,8 +221,6 @@ def test_a_keras_model_is_not_trained_by_torch_in_the_process_that_exports_it():
         with pytest.raises(UsageError, match="one process has one of them; set train.launcher = 'local'"):
             check_terms(TrainConfig(model=model, backend="torch", launcher="inline"), SparkConfig())
     assert check_terms(TrainConfig(model=LINEAR["torch"]), SparkConfig()).config.backend == "torch"
-    with pytest.raises(UsageError, match=r"'float16' with the backend 'torch'"):
-        check_terms(TrainConfig(model=LINEAR["torch"], mixed_precision="float16"), SparkConfig())
     assert check_terms(TrainConfig(backend="torch"), SparkConfig()).config.launcher == "local"
 
 

@@ -62,7 +62,8 @@ def test_float16_skips_a_step_that_overflows_and_goes_on():
     optimizer = step._chosen.optimizer
     optimizer.dynamic_scale.assign(1e30)
     before = np.array(built.model.trainable_variables[0])
-    assert step.apply(step.gradients(batch_of(SHAPE), 4, 1.0), 0.1).is_applied
+    outcome = step.apply(step.gradients(batch_of(SHAPE), 4, 1.0), 0.1)
+    assert outcome.is_applied and outcome.overflowed
     np.testing.assert_array_equal(before, np.array(built.model.trainable_variables[0]))
     assert float(optimizer.dynamic_scale.value) == pytest.approx(5e29)
 

@@ -111,6 +111,22 @@ def dazzled(image_shape, num_classes):
     return Dazzled(image_shape, num_classes)
 
 
+class Steep(nn.Module):
+    """Has far larger gradients than its outputs would give it, which float16 must hold."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.out = linear(image_shape, num_classes)
+
+    def forward(self, images_NCHW):
+        outputs_NK = self.out(images_NCHW).float()
+        return outputs_NK + float(os.environ["SHARDMILL_TEST_STEEPNESS"]) * (outputs_NK - outputs_NK.detach())
+
+
+def steep(image_shape, num_classes):
+    return Steep(image_shape, num_classes)
+
+
 class SoftmaxElsewhere(nn.Module):
     """Has a softmax, last in order, that training does not use."""
 

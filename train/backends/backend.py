@@ -69,7 +69,10 @@ class StepOutcome:
     gradient_norm: float
     """Global norm before clipping."""
     is_applied: bool
-    """False if loss or gradients were not finite; nothing was changed then."""
+    """False if loss or gradients were not finite, which is a fault; nothing was changed then."""
+    overflowed: bool = False
+    """The gradients of a scaled loss (float16) were not finite: no fault, as the next ones have a smaller scale; no
+    weight was changed."""
 
 
 class StatePart(Enum):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -63,8 +62,7 @@ class KerasLearner:
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
         outcome = self.step.apply(sums, learning_rate)
-        # The optimizer may have left out a scaled loss that overflowed, which is no failure.
-        if self._averages and outcome.is_applied and math.isfinite(outcome.gradient_norm):
+        if self._averages and outcome.is_applied and not outcome.overflowed:
             self._averages.update()
         return outcome
 

@@ -5,6 +5,7 @@ Shape legend: N batch, H height, W width, C channels, K classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +99,9 @@ class TrainStep:
             self._chosen.optimizer.learning_rate = learning_rate
         is_applied, gradient_norm = self._compiled_update(sums)
         loss, num_correct = sums[-1].numpy().tolist()
-        return StepOutcome(loss, num_correct, float(gradient_norm), bool(is_applied))
+        # The optimizer has left out a scaled loss that overflowed, which is no failure.
+        overflowed = bool(is_applied) and not math.isfinite(gradient_norm)
+        return StepOutcome(loss, num_correct, float(gradient_norm), bool(is_applied), overflowed)
 
     def outputs(self, images_NHWC: np.ndarray) -> np.ndarray:
         import tensorflow as tf

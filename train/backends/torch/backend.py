@@ -19,6 +19,7 @@ from train.backends.torch.losses import per_sample_losses, right_of
 from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
 from train.backends.torch.optimizers import clear_state, create_state, state_tensors
+from train.backends.torch.precision import Precision
 from train.backends.torch.runtime import (
     decorrelate_generators,
     device,
@@ -62,6 +63,7 @@ class TorchLearner:
             raise not_in(name, "torch")
         self._optimizer = create(config, self._weights)
         create_state(self._optimizer, self._weights)
+        self._precision = Precision(config.mixed_precision)
         self._averages = WeightAverages(self._weights, config.ema_decay) if config.ema_decay else None
 
     @property
@@ -97,7 +99,7 @@ class TorchLearner:
                 figures += torch.stack([loss.detach(), num_correct]).float()
                 if part is parts[-1]:
                     know_figures(figures)
-                loss.backward()
+                self._precision.objective(loss).backward()
         gradients = [
             torch.zeros_like(weight) if weight.grad is None else weight.grad.float() for weight in self._weights
         ]
@@ -110,7 +112,7 @@ class TorchLearner:
             torch.from_numpy(array).to(device(), non_blocking=True)
             for array in (batch.images_NHWC, batch.labels_N, batch.weights_N)
         )
-        with self._precision():
+        with self._precision.computing():
             outputs_NK = module(images_NHWC)
         outputs_NK = outputs_NK.float()
         kind, are_logits = self._spec.labels.kind, self.outputs_are_logits
@@ -127,8 +129,11 @@ class TorchLearner:
         torch = import_torch()
         *gradients, figures = sums
         loss, num_correct = figures.tolist()
+        gradients = self._precision.unscaled(gradients)
         gradient_norm = float(torch.linalg.vector_norm(torch.stack([each.norm() for each in gradients])))
         is_usable = np.isfinite(loss) and np.isfinite(gradient_norm)
+        if np.isfinite(loss) and not is_usable and self._precision.lower():
+            return StepOutcome(loss, num_correct, gradient_norm, is_applied=True, overflowed=True)
         if is_usable:
             for group in self._optimizer.param_groups:
                 group["lr"] = group["lr"] if learning_rate is None else learning_rate
@@ -139,6 +144,7 @@ class TorchLearner:
                 # The optimizer leaves alone what has none.
                 weight.grad = gradient.to(weight.dtype) if weight.requires_grad else None
             self._optimizer.step()
+            self._precision.after_update()
             if self._averages:
                 self._averages.update()
         return StepOutcome(loss, num_correct, gradient_norm, bool(is_usable))
@@ -146,7 +152,7 @@ class TorchLearner:
     def outputs(self, images_NHWC: np.ndarray) -> np.ndarray:
         torch = import_torch()
         self.classifier.eval()
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), self._precision.computing():
             return self.classifier(torch.from_numpy(images_NHWC).to(device())).float().cpu().numpy()
 
     def arrays(self, part: StatePart) -> list[np.ndarray]:
@@ -213,6 +219,7 @@ class TorchLearner:
         self._built.frozen.set_trainable(True)
         self.classifier.still = ()
         clear_state(self._optimizer, self._weights)
+        self._precision.begin()
 
     def moving_statistics(self) -> list[int]:
         tensors = self._of_part(StatePart.OWN)
@@ -258,7 +265,7 @@ class TorchLearner:
             case StatePart.WEIGHTS:
                 return self._averages.averages if self._averages else self._weights
             case StatePart.OPTIMIZER:
-                remembered = state_tensors(self._optimizer, self._weights)
+                remembered = [*state_tensors(self._optimizer, self._weights), *self._precision.state()]
                 if self._averages is None:
                     return remembered
                 return [*remembered, self._averages.num_updates, *self._weights]
@@ -270,12 +277,6 @@ class TorchLearner:
 
     def _is_seed(self, array: np.ndarray) -> bool:
         return self._built.is_keras and array.shape == (2,) and array.dtype.kind in "iu"
-
-    def _precision(self) -> Any:
-        torch = import_torch()
-        if self._config.mixed_precision == "off":
-            return nullcontext()
-        return torch.autocast(device().type, dtype=torch.bfloat16)
 
 
 class TorchBackend:
