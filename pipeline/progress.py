@@ -34,6 +34,7 @@ SENTENCES = {
     "training; --fresh does it again",
     "train.plan": "train: shuffle windows of up to {bytes_per_rank:,} bytes in each rank "
     "(train.window_budget_bytes = {budget_bytes:,})",
+    "train.profile": "train: what {steps} steps computed is recorded in {path}",
     "train.early_stop": "train: stops early after epoch {epoch}",
 }
 

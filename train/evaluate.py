@@ -21,9 +21,7 @@ from train.tallies.multi_label import MultiLabelTally
 from train.tallies.numbers import NumberTally
 from train.tallies.one_class import ClassTally
 from train.tallies.tally import Exchange, Tally
-from train.values import Confusion, Evaluation, from_json, to_json
-
-CONFUSION = "confusion.json"
+from train.values import CONFUSION, Confusion, Evaluation, from_json, to_json
 
 
 def tally_of(labels: LabelSpec, outputs_are_logits: bool) -> Tally:

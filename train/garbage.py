@@ -23,12 +23,13 @@ from train.published.current import CURRENT, read_history
 from train.published.exported import ARTIFACTS, EXPORTS, Export, read_export
 from train.records import record_numbers, record_path
 from train.trainings import TRAININGS, read_result
-from train.values import RESULT
+from train.values import CONFUSION, EXCHANGED_FILES, PROFILES, RESULT
 
 _FOLDERS = (TRAININGS, ARTIFACTS, EXPORTS, CURRENT, REACH)
 _ATTEMPT = r"v\d{8}-[0-9a-f]{8}/epochs-\d+-\w+(?:/fresh-\d{8})?"
 _TRAINING_FILE = re.compile(
-    rf"({TRAININGS}/[0-9a-f]+/{_ATTEMPT})/(?:{RESULT}|{INITIALIZED}|{ATTEMPTS}/\d+\.json|checkpoints/([^/]+)/.+)"
+    rf"({TRAININGS}/[0-9a-f]+/{_ATTEMPT})/(?:{RESULT}|{INITIALIZED}|{CONFUSION}|{ATTEMPTS}/\d+\.json"
+    rf"|{EXCHANGED_FILES}/.+|{PROFILES}/.+|checkpoints/([^/]+)/.+)"
 )
 
 Files = Mapping[str, list[StoredFile]]

@@ -21,6 +21,7 @@ from train.checkpoint import (
 )
 from train.checkpoint_writer import CheckpointWriter, Moment
 from train.labels import LabelSpec
+from train.profiling import StepProfiler
 from train.progress import BestEpoch, Progress, TimeSpent
 from train.readers.reader import Epochs
 from train.stopwatch import Stopwatch
@@ -45,6 +46,7 @@ class Session:
     world: World
     reporter: Reporter
     writer: CheckpointWriter
+    profiler: StepProfiler
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property

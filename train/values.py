@@ -12,8 +12,12 @@ from shardmill.values import Cursor, DatasetPin, LabelKind
 from train.world import RankDevices
 
 Value = TypeVar("Value")
-# The name of a `TrainResult` in the folder of its training.
+# In the folder of a training: its `TrainResult`, what classes it confused, and folders of what ranks leave for each
+# other and for tools.
 RESULT = "result.json"
+CONFUSION = "confusion.json"
+EXCHANGED_FILES = "silos"
+PROFILES = "profiles"
 
 
 @dataclass(frozen=True, slots=True)

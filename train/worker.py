@@ -16,11 +16,11 @@ from shardmill.reader import ReaderSeconds
 from shardmill.sealed import seal
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
-from shardmill.values import Batch, Cursor
+from shardmill.values import Batch
 from train.attempts import Attempt, claim_attempt
 from train.backends import BACKENDS
 from train.backends.backend import Backend, Learner, model_spec
-from train.checkpoint import CheckpointFolder, TrainingIdentity
+from train.checkpoint import CheckpointFolder, FoundCheckpoint, TrainingIdentity
 from train.checkpoint_writer import CheckpointWriter
 from train.choose_backend import choose_backend
 from train.config import settings_that_matter
@@ -29,6 +29,7 @@ from train.freezing import hold_still
 from train.initialize import initialize
 from train.models.identity import check_source, inputs_hint
 from train.non_finite import leave_out, own_state
+from train.profiling import StepProfiler
 from train.progress import BestEpoch, EarlyStop, Progress, TimeSpent, has_not_learned
 from train.readers import reader_of
 from train.readers.reader import Epochs
@@ -37,6 +38,7 @@ from train.strategies import find_strategy
 from train.strategies.member import evaluated_streams
 from train.task import WorkerTask
 from train.values import (
+    EXCHANGED_FILES,
     RESULT,
     EpochRecord,
     Evaluation,
@@ -48,9 +50,6 @@ from train.values import (
     to_json,
 )
 from train.world import World
-
-# In the folder of the training.
-EXCHANGED_FILES = "silos"
 
 
 def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
@@ -90,9 +89,10 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         world=world,
         reporter=reporter,
         writer=CheckpointWriter(checkpoints, member, reporter),
+        profiler=StepProfiler(task, world.rank, reporter),
     )
 
-    with session.writer:
+    with session.writer, session.profiler:
         # Go on from the last complete checkpoint, if there is one; in any case all ranks start with the same variables.
         found = resume(session, begin=initialize)
         progress = session.epochs.resumed(found.marker.progress) if found else Progress()
@@ -108,8 +108,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
 
     # The weights that count, and their figures on data that no decision has seen.
     best = load_best(session, progress.best, last_checkpoint)
-    resumed_from = found.marker.progress.cursor if found else None
-    result = _result(session, progress, best, last_checkpoint, resumed_from)
+    result = _result(session, progress, best, last_checkpoint, found)
     if member.rank == 0:
         attempt.publish(f"{task.training_dir}/{RESULT}", seal(to_json(result)))
 
@@ -120,7 +119,7 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
 
 
 def _result(
-    session: Session, progress: Progress, best: BestEpoch | None, last_checkpoint: str, resumed_from: Cursor | None
+    session: Session, progress: Progress, best: BestEpoch | None, last_checkpoint: str, found: FoundCheckpoint | None
 ) -> TrainResult:
     task, member = session.task, session.member
     with member.learner.averaged():
@@ -145,7 +144,7 @@ def _result(
         final_loss_hex=progress.last_loss_hex,
         weights_sha256=weights_sha256,
         stopped_early=progress.early_stop.stopped,
-        resumed_from=resumed_from,
+        resumed_from=found.marker.progress.cursor if found else None,
         history=progress.history,
         evaluation=evaluation,
         num_skipped_steps=progress.skipped.total,
@@ -183,11 +182,14 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
         for step in range(first_step, plan.num_steps):
             if not session.world.may_begin(session.global_step(progress)):
                 raise stop(session, progress, last_checkpoint)
+            if session.profiler.begin(session.global_step(progress)):
+                progress = progress.after_time(TimeSpent(other=lap()))
             batch = next(batches)
             input_wait = lap()
 
             num_rows, state_before = plan.num_rows_of_step(step), own_state(session)
-            done = member.train_step(batch, num_rows, _scheduled_learning_rate(session, progress))
+            with session.profiler.step(session.global_step(progress)):
+                done = member.train_step(batch, num_rows, _scheduled_learning_rate(session, progress))
             outcome, batch = done.outcome, done.batch or batch
             if not outcome.is_applied:
                 leave_out(session, progress, batch, outcome, state_before)
@@ -203,6 +205,7 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
             spent = replace(spent, checkpoint=checkpoint_seconds)
             read = reader.take_seconds()
             session.reporter.step(_step_report(session, batch, outcome.loss, progress, spent, read))
+            session.profiler.end(session.global_step(progress))
             progress = progress.after_time(TimeSpent(other=lap()))
 
             # Written by another thread, the last one may be there by now. The epoch's end writes its own.

@@ -24,7 +24,7 @@ from train.published.current import CURRENT, Pointer
 from train.published.exported import EXPORTS, ExportRecord
 from train.records import put_record, record_numbers
 from train.trainings import TRAININGS
-from train.values import RESULT, ModelIdentity, TimeShares, TrainResult, to_json
+from train.values import CONFUSION, EXCHANGED_FILES, PROFILES, RESULT, ModelIdentity, TimeShares, TrainResult, to_json
 
 _PIN, _MODEL = DatasetPin("dataset", 1, "0" * 64), ModelIdentity("", "")
 _HOUR = 3600.0
@@ -38,6 +38,8 @@ def training(models: Path, number: int, *, result: bool = True, uses: str = "") 
     keeps = CheckpointFolder(claim_attempt(store, folder, 1), 1)
     checkpoint = keeps.path_of(7)
     write_checkpoint(keeps, 7, identity, Progress(best=best))
+    for name in (CONFUSION, f"{EXCHANGED_FILES}/1", f"{PROFILES}/steps-1-2/rank-0/x"):
+        store.put(f"{folder}/{name}", b"")
     if result:
         done = TrainResult(
             dataset=_PIN, training_dir=folder, exported="best", weights_epoch=0, checkpoint=uses or checkpoint,

@@ -7,6 +7,7 @@ Which strategy is held to which promise follows from what it declares.
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from dataclasses import dataclass, field
 
@@ -172,11 +173,16 @@ def at_one_rank(tiny_uri, tmp_path_factory):
 def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypatch, at_one_rank, strategy, world_size):
     """Most of a training on several ranks, the rest of it resumed at one: all the way the losses of one rank alone.
 
-    Three ranks also compute their share of each step in parts.
+    Three ranks also compute their share of each step in parts. Every rank records two steps.
     """
-    config = {**smooth(strategy), "accumulation_steps": 4 if world_size == 3 else 1}
+    config = {**smooth(strategy), "accumulation_steps": 4 if world_size == 3 else 1, "profile_steps": "3:5"}
     one_result, one = at_one_rank(config["model"])
     several = kill_on_ranks(tiny_uri, tmp_path / "killed", world_size, config, monkeypatch, killed_at=88)
+    profile = tmp_path / "killed/t/profiles/steps-3-5"
+    assert all(any((profile / f"rank-{rank}").iterdir()) for rank in range(world_size))
+    if strategy == "horovod":
+        exchanges = json.loads((profile / "rank-0/horovod_timeline.json").read_text())
+        assert "ALLREDUCE" in {each.get("name") for each in exchanges}
     rest = Recorder()
     shutil.copytree(tmp_path / "killed", tmp_path / "resumed")
     result = train_here(tiny_uri, tmp_path / "resumed", rest, **SMALL_CNN, model=config["model"])

@@ -195,6 +195,18 @@ class Learner(Protocol):
         ...
 
 
+class Recording(Protocol):
+    """What this process computes while it lasts, with times, in the form that the framework's own tools read."""
+
+    def step(self, global_step: int) -> AbstractContextManager[None]:
+        """Marks one training step in it."""
+        ...
+
+    def stop(self) -> None:
+        """Its files are complete then."""
+        ...
+
+
 class Backend(Protocol):
     """One framework."""
 
@@ -211,4 +223,8 @@ class Backend(Protocol):
 
     def load_served(self, folder: Path) -> Predict:
         """The function inside an export."""
+        ...
+
+    def record(self, folder: Path) -> Recording:
+        """Begin to record into files of `folder`; a process records one thing at a time."""
         ...

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,19 @@ from train.strategies.strategy import GLOO_ECHO, Strategy
 from train.values import Reporter
 from train.world import World
 
+TIMELINE = "horovod_timeline.json"
+
 
 class HorovodCollective:
     """Horovod's TensorFlow binding, eager."""
 
-    def __init__(self, world: World, compression: str = "none", bucket_bytes: int = 0) -> None:
+    def __init__(self, world: World, compression: str = "none", bucket_bytes: int = 0, profiled: bool = False) -> None:
         if bucket_bytes:
             # Read once, when Horovod starts its thread.
             os.environ["HOROVOD_FUSION_THRESHOLD"] = str(bucket_bytes)
+        if profiled:
+            # Likewise: `timeline` may begin one later.
+            os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
         import horovod.tensorflow as hvd
 
         self._hvd = hvd
@@ -85,11 +91,26 @@ class HorovodCollective:
         self._meeting.close()
 
 
+@contextmanager
+def timeline(folder: Path) -> Iterator[None]:
+    """Horovod's own, for Perfetto and Chrome: when the ranks agreed on each exchange, and how long it took."""
+    import horovod.tensorflow as hvd
+
+    # The others tell it.
+    if hvd.rank() != 0:
+        yield
+        return
+    hvd.start_timeline(str(folder / TIMELINE))
+    # Not `finally`: it returns when Horovod's thread has written the end, which is never once that has failed.
+    yield
+    hvd.stop_timeline()
+
+
 def join_horovod(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
     """`train.strategies.strategy.Join`."""
 
     def join_collective(world: World) -> HorovodCollective:
-        return HorovodCollective(world, config.compression, config.bucket_bytes)
+        return HorovodCollective(world, config.compression, config.bucket_bytes, bool(config.profile_steps))
 
     return replicated(join_collective)(world, config, build, reporter)
 
@@ -102,6 +123,7 @@ HOROVOD = Strategy(
     checkpoint_layout="replicated",
     max_world_size=None,
     join=join_horovod,
+    timeline=timeline,
     # The binding's operations do not take bfloat16.
     compressions=("none", "fp16"),
     echo=re.compile(

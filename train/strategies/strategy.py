@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
 from train.backends.backend import Learner
@@ -39,6 +41,10 @@ def all_members(config: TrainConfig) -> tuple[Role, ...]:
 
 def _none_serves(task: WorkerTask, world: World, reporter: Reporter) -> NoReturn:
     raise AssertionError(f"every process of this strategy runs the loop, not rank {world.rank}: {world.role}")
+
+
+def _has_none(folder: Path) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _takes_all(config: TrainConfig) -> None:
@@ -83,6 +89,8 @@ class Strategy:
     """What the process of each rank is for; those that run the loop come first."""
     serve: Callable[[WorkerTask, World, Reporter], NoReturn] = _none_serves
     """What a process that does not run the loop does instead, until the driver ends it; raises what goes wrong."""
+    timeline: Callable[[Path], AbstractContextManager[None]] = _has_none
+    """Records what its exchange does meanwhile (`train.profile_steps`) into a file of that folder, where it can."""
     shares_streams: bool = True
     """Each rank reads its part of the streams; False: every worker reads all of them."""
 

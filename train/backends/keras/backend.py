@@ -16,6 +16,7 @@ from train.backends.keras.averages import WeightAverages
 from train.backends.keras.build import BuiltModel, build_model
 from train.backends.keras.names import named_weights, read_weights
 from train.backends.keras.optimizers import ChosenOptimizer, build_optimizer, check_unfreezable
+from train.backends.keras.profile import TensorFlowRecording
 from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, start_tensorflow
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.backends.keras.step import Run, TrainStep
@@ -161,6 +162,9 @@ class KerasBackend:
 
     def load_served(self, folder: Path) -> Predict:
         return load_saved_model(folder / SAVED_MODEL)
+
+    def record(self, folder: Path) -> TensorFlowRecording:
+        return TensorFlowRecording(folder)
 
 
 KERAS = KerasBackend()

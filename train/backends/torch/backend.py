@@ -20,6 +20,7 @@ from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
 from train.backends.torch.optimizers import clear_state, create_state, state_tensors
 from train.backends.torch.precision import Precision
+from train.backends.torch.profile import TorchRecording
 from train.backends.torch.runtime import (
     decorrelate_generators,
     device,
@@ -28,7 +29,7 @@ from train.backends.torch.runtime import (
     restore_generators,
     start_torch,
 )
-from train.backends.torch.serving import load_program, program_of, served_module, write_program
+from train.backends.torch.serving import load_program, program_of, served_module, write_program, write_state
 from train.config import TrainConfig
 from train.optimizers import OPTIMIZERS, not_in
 from train.state import arrays_sha256
@@ -253,11 +254,7 @@ class TorchLearner:
         write_program(self._served, self._spec, self._config.model, folder / SERVED)
 
     def write_portable(self, folder: Path, images_NHWC: np.ndarray, max_abs_diff: float) -> str:
-        torch = import_torch()
-        state = {name: tensor.detach().cpu() for name, tensor in self._built.model.state_dict().items()}
-        torch.save(state, folder / STATE_FILE)
-        loaded = torch.load(folder / STATE_FILE, weights_only=True)
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+        write_state(self._built.model, folder / STATE_FILE)
         return f"{STATE_FILE} holds the weights alone: load them into what train.model builds"
 
     def _of_part(self, part: StatePart) -> Sequence[Any]:
@@ -292,6 +289,9 @@ class TorchBackend:
 
     def load_served(self, folder: Path) -> Predict:
         return load_program(folder / SERVED)
+
+    def record(self, folder: Path) -> TorchRecording:
+        return TorchRecording(folder)
 
 
 TORCH = TorchBackend()

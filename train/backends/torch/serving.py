@@ -77,3 +77,12 @@ def load_program(folder: Path) -> Predict:
             return module(torch.from_numpy(np.ascontiguousarray(images_NHWC)).to(device())).cpu().numpy()
 
     return predict
+
+
+def write_state(model: Any, file: Path) -> None:
+    """The weights of `model` alone, as any PyTorch loads them."""
+    torch = import_torch()
+    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    torch.save(state, file)
+    loaded = torch.load(file, weights_only=True)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
