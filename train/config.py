@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from shardmill.epoch_plan import streams_by_weight, streams_of_rank
 from shardmill.formats import SHARD_FORMATS
@@ -21,6 +21,7 @@ from train.optimizers import OPTIMIZERS
 from train.readers import READERS
 from train.schedules import SCHEDULES
 from train.strategies import STRATEGIES
+from train.written_forms import ServerUri, StepRange
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -162,7 +163,9 @@ class TrainConfig(Section):
     """Write `steps.jsonl`: loss and sample ids of every step."""
     tensorboard: Annotated[bool, HOW] = True
     """Write scalars for TensorBoard (`tensorboard --logdir WORKDIR/runs`), if it is installed."""
-    profile_steps: Annotated[str, HOW] = ""
+    mlflow_uri: Annotated[ServerUri, HOW] = ""
+    """Likewise at this MLflow tracking server, for instance `http://HOST:5000`; one that is away is a warning."""
+    profile_steps: Annotated[StepRange, HOW] = ""
     """Record what every rank computes in the steps FIRST:STOP, for instance `10:15` (STOP is not among them; counted
     from 0 over all epochs), into `profiles` of the training's folder. These steps are slower. Empty: none."""
     window_budget_bytes: int = Field(default=256_000_000, ge=1)
@@ -211,12 +214,6 @@ class TrainConfig(Section):
         return streams_of_rank(rank, world_size, self.num_streams)
 
     @property
-    def profiled_steps(self) -> range:
-        """Those of `profile_steps`, as global steps."""
-        first, _, stop = self.profile_steps.partition(":")
-        return range(int(first), int(stop)) if self.profile_steps else range(0)
-
-    @property
     def base_learning_rate(self) -> float:
         """After linear scaling (Goyal et al., arXiv:1706.02677): proportional to the global batch, if asked for."""
         if self.learning_rate_batch_size == 0:
@@ -228,14 +225,6 @@ class TrainConfig(Section):
         if step < self.warmup_steps:
             return self.base_learning_rate * (step + 1) / self.warmup_steps
         return self.base_learning_rate * SCHEDULES[self.schedule].factor(step, self, steps_per_epoch)
-
-    @field_validator("profile_steps")
-    @classmethod
-    def _is_range(cls, steps: str) -> str:
-        match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", steps)
-        if steps and not (match and int(match[1]) < int(match[2])):
-            raise ValueError("FIRST:STOP with FIRST < STOP, such as 10:15 for the steps 10 to 14")
-        return steps
 
     @model_validator(mode="after")
     def _batch_fits_streams(self) -> Self:

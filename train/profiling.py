@@ -20,17 +20,18 @@ from train.choose_backend import choose_backend
 from train.strategies import STRATEGIES
 from train.task import WorkerTask
 from train.values import PROFILES, Reporter
+from train.written_forms import steps_of
 
 
 class StepProfiler:
-    """Records the global steps `task.config.profiled_steps` of one rank, as far as they are trained while it is open.
+    """Records the global steps `train.profile_steps` of one rank, as far as they are trained while it is open.
 
     <training>/profiles/steps-10-15/rank-0/...      what the tools of the framework read
     """
 
     def __init__(self, task: WorkerTask, rank: int, reporter: Reporter) -> None:
         self._config = task.config
-        self._steps = task.config.profiled_steps
+        self._steps = steps_of(task.config.profile_steps)
         self._store = open_store(task.models_uri)
         self._folder = f"{task.training_dir}/{PROFILES}/steps-{self._steps.start}-{self._steps.stop}/rank-{rank}"
         self._rank = rank

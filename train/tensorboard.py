@@ -19,8 +19,7 @@ from shardmill.jobs.line_log import GrowingFile
 from shardmill.jobs.observer import FieldValue
 from shardmill.storage import Store
 from train.observer import GlobalStep
-
-STEP_SECONDS = ("input_wait", "compute", "allreduce", "checkpoint")
+from train.scalars import Scalars, of_event, of_step
 
 
 def is_installed() -> bool:
@@ -37,21 +36,14 @@ class TensorBoardLog:
         self._file: GrowingFile | None = None
 
     def step(self, step: GlobalStep) -> None:
-        global_step = step.epoch * step.num_steps + step.step
+        scalars = of_step(step)
         if self._file is None:
-            self._open(global_step)
-        num_ranks = len(step.reports)
-        scalars = {"step/loss": float.fromhex(step.loss_hex)}
-        for name in STEP_SECONDS:
-            of_ranks = [report.seconds.get(name, 0.0) for report in step.reports]
-            scalars[f"step_seconds/{name}"] = sum(of_ranks) / num_ranks
-        self._write(scalars, global_step)
+            self._open(scalars.at)
+        self._write(scalars)
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        if name == "epoch" and fields.get("rank", 0) == 0:
-            numbers = {key: float(value) for key, value in fields.items() if isinstance(value, int | float)}
-            scalars = {f"epoch/{key}": value for key, value in numbers.items() if key not in ("rank", "epoch")}
-            self._write(scalars, int(numbers["epoch"]))
+        if scalars := of_event(name, fields):
+            self._write(scalars)
 
     def close(self) -> None:
         if self._file is not None:
@@ -65,10 +57,10 @@ class TensorBoardLog:
         # TensorBoard drops what an earlier attempt wrote of this step and later ones.
         self._append(step=global_step, session_log=log(status=log.START))
 
-    def _write(self, scalars: Mapping[str, float], step: int) -> None:
+    def _write(self, scalars: Scalars) -> None:
         summary = _messages("summary").Summary
-        values = [summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._append(step=step, summary=summary(value=values))
+        values = [summary.Value(tag=tag, simple_value=value) for tag, value in scalars.values.items()]
+        self._append(step=scalars.at, summary=summary(value=values))
 
     def _append(self, **fields: Any) -> None:
         if self._file is not None:

@@ -29,6 +29,7 @@ from train.initialize import read_initialized
 from train.launching import LAUNCHERS
 from train.launching.restarts import Restart, launch_until_done
 from train.match_weights import Initialized
+from train.mlflow_log import MlflowLog
 from train.observer import TrainObserver
 from train.preflight import WindowMemory, check_terms, check_trainable, window_memory
 from train.rank_times import StragglerWatch
@@ -56,6 +57,8 @@ class TrainOutcome:
     """On the speed of the steps of this call; None if there were too few."""
     restarts: tuple[Restart, ...] = ()
     """Of this call."""
+    mlflow_run_id: str = ""
+    """Of the run at `train.mlflow_uri`; empty if there is none."""
 
 
 def train_model(
@@ -128,7 +131,8 @@ def train_in_run(
 ) -> TrainOutcome:
     """`train_model` with what a run keeps of it, and a verdict on its speed.
 
-    Events, steps if they are recorded, and scalars for TensorBoard unless they are switched off, are files of the run.
+    Events, steps if they are recorded, and scalars for TensorBoard unless they are switched off, are files of the run;
+    scalars also go to an MLflow server if one is configured.
     """
     times = StepTimes()
     sinks: list[Sink] = [times, StragglerWatch(observer.event)]
@@ -136,13 +140,23 @@ def train_in_run(
         sinks.append(StepsLog(run.store, f"{run.folder}/steps.jsonl"))
     if tree.train.tensorboard and tensorboard_is_installed():
         sinks.append(TensorBoardLog(run.store, f"{run.folder}/tensorboard"))
-    with closing(RunLog(observer, sinks)) as log:
+    tracked = _tracked(tree, run, observer)
+    with closing(RunLog(observer, [*sinks, *tracked])) as log:
         again = replace(again, begun=BegunTraining(run.store, f"{run.folder}/training.begun"))
         outcome = train_model(tree, log, version, fresh_for=run.run_id if again.fresh else "", again=again)
         verdict = times.verdict(tree.train)
         if verdict is not None:
             log.event("verdict", {"rank": 0, "bound": verdict.bound, "sentence": verdict.sentence})
-    return replace(outcome, verdict=verdict)
+        for each in tracked:
+            each.finish()
+    return replace(outcome, verdict=verdict, mlflow_run_id="".join(each.run_id for each in tracked))
+
+
+def _tracked(tree: TrainTree, run: RunRecord, observer: Observer) -> list[MlflowLog]:
+    """One if a server is configured."""
+    if not tree.train.mlflow_uri:
+        return []
+    return [MlflowLog(tree.train, run.run_id, run.store, f"{run.folder}/mlflow.run", observer.event)]
 
 
 def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> TrainOutcome:
@@ -191,6 +205,7 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
                 "continued_from": result.continued_from,
                 "restarts": TypeAdapter(tuple[Restart, ...]).dump_python(outcome.restarts, mode="json"),
                 "training_dir": result.training_dir,
+                "mlflow_run_id": outcome.mlflow_run_id,
                 "initialized": TypeAdapter(Initialized | None).dump_python(initialized, mode="json"),
             },
             "evaluation": evaluation_section(result.evaluation),

@@ -1,0 +1,37 @@
+"""Settings that are text of a certain form, and what it says."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
+
+
+def _step_range(text: str) -> str:
+    match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", text)
+    if text and not (match and int(match[1]) < int(match[2])):
+        raise ValueError("FIRST:STOP with FIRST < STOP, such as 10:15 for the steps 10 to 14")
+    return text
+
+
+def _server_uri(text: str) -> str:
+    parts = urlsplit(text)
+    if text and not (parts.scheme in ("http", "https") and parts.hostname):
+        raise ValueError("the address of a tracking server, such as http://HOST:5000")
+    if parts.username or parts.password:
+        raise ValueError("no user in it: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or _TOKEN")
+    return text
+
+
+StepRange = Annotated[str, AfterValidator(_step_range)]
+"""`FIRST:STOP`, counted from 0; STOP is not among them. Empty for none."""
+ServerUri = Annotated[str, AfterValidator(_server_uri)]
+"""`http://...` or `https://...`, or empty for none."""
+
+
+def steps_of(text: str) -> range:
+    """What a `StepRange` names."""
+    first, _, stop = text.partition(":")
+    return range(int(first), int(stop)) if text else range(0)
