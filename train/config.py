@@ -55,8 +55,7 @@ class TrainConfig(Section):
     global_batch_size: int = Field(default=64, ge=1)
     """Samples of one optimizer step, summed over all ranks."""
     accumulation_steps: Annotated[int, HOW] = Field(default=1, ge=1)
-    """A rank computes its share of a step in so many parts, one after another, in the memory of one part; gradients are
-    added up and exchanged once."""
+    """A rank computes its share of a step in so many parts, in the memory of one; gradients are exchanged once."""
     local_steps: Annotated[int, LATER] = Field(default=1, ge=1)
     """`local_sgd`: each rank cuts its share of a step into so many parts and updates its own weights after each, before
     weights are averaged. To keep the batch of an update, multiply `global_batch_size` by as much."""
@@ -129,6 +128,8 @@ class TrainConfig(Section):
     ema_decay: Annotated[float, LATER] = Field(default=0.0, ge=0, lt=1)
     """Evaluate and export moving averages of the weights, which keep this share of themselves at each update (less in
     the first ones), for instance 0.999; 0 switches it off."""
+    sync_batch_norm: Annotated[bool, LATER] = False
+    """Batch norms take the moments of the whole global batch: over all ranks, and without padding."""
     gradient_clip_norm: Annotated[float, SAFE] = Field(default=0.0, ge=0)
     """Clip gradients to this global norm; 0 switches it off."""
     loss: Literal["auto", "softmax", "sigmoid", "squared_error"] = "auto"
@@ -148,8 +149,7 @@ class TrainConfig(Section):
     early_stop_epochs: Annotated[int, SAFE] = Field(default=0, ge=0)
     """Stop after so many epochs without a better validation loss; 0 switches it off."""
     export: Annotated[Literal["best", "last"], LENGTH] = "best"
-    """Which weights are evaluated and exported: those of the epoch with the lowest validation loss, or the last ones
-    (also if there is no validation split)."""
+    """Evaluate and export the weights of the epoch with the lowest validation loss, if that is known, or the last."""
 
     on_non_finite: Annotated[Literal["stop", "skip"], HOW] = "stop"
     """A batch whose loss or gradient is not finite: stop before the update, or leave that update out and count it."""

@@ -62,6 +62,7 @@ def check_spread(config: TrainConfig, spark: SparkConfig) -> Chosen:
     config = chosen.config
     find_strategy(config.strategy, config.num_workers).check(config)
     _check_exchange(config)
+    _check_batch_norm(config)
     launcher = LAUNCHERS[config.launcher]
     if launcher.strategies is not None and config.strategy not in launcher.strategies:
         others = [name for name in LAUNCHERS if LAUNCHERS[name].strategies is None and name != "inline"]
@@ -155,6 +156,24 @@ def check_schema(config: TrainConfig, gate: GateConfig | None, schema: RowSchema
     if gate is not None:
         check_gate(gate, labels.kind)
     check_class_weights(config, schema)
+
+
+def _check_batch_norm(config: TrainConfig) -> None:
+    if not config.sync_batch_norm:
+        return
+    if not STRATEGIES[config.strategy].syncs_batch_norm:
+        able = [repr(name) for name in STRATEGIES if STRATEGIES[name].syncs_batch_norm]
+        raise UsageError(
+            f"train.sync_batch_norm = true with train.strategy = {config.strategy!r}",
+            "its ranks do not compute one batch together",
+            f"set train.strategy to {' or '.join(able)}, or train.sync_batch_norm = false",
+        )
+    if config.accumulation_steps > 1:
+        raise UsageError(
+            f"train.sync_batch_norm = true with train.accumulation_steps = {config.accumulation_steps}",
+            "a part of a batch does not know the moments of those after it",
+            "set train.accumulation_steps = 1, or train.sync_batch_norm = false",
+        )
 
 
 def check_trainable(config: TrainConfig, dataset: Dataset, gate: GateConfig | None = None) -> None:

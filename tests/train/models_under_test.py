@@ -20,6 +20,44 @@ def stateful(image_shape, num_classes):
     )
 
 
+def normed(image_shape, num_classes):
+    """Two batch norms and no kink; no bias before them, whose gradient would be rounding alone."""
+    layers = []
+    for _ in range(2):
+        layers.append(keras.layers.Conv2D(8, 3, strides=2, use_bias=False))
+        layers.append(keras.layers.BatchNormalization(momentum=0.8))
+        layers.append(keras.layers.Activation("gelu"))
+    return keras.Sequential(
+        [keras.Input(image_shape), *layers, keras.layers.Flatten(), keras.layers.Dense(num_classes)]
+    )
+
+
+class OwnNorm(keras.layers.BatchNormalization):
+    def call(self, inputs, training=None, mask=None):
+        return 2 * super().call(inputs, training=training, mask=mask)
+
+
+def with_own_norm(image_shape, num_classes):
+    return keras.Sequential([keras.Input(image_shape), OwnNorm(), *linear(image_shape, num_classes).layers])
+
+
+class NormOfPatches(keras.layers.Layer):
+    """Normalizes more rows than the batch has samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = keras.layers.BatchNormalization()
+
+    def call(self, inputs, training=False):
+        _, height, width, channels = inputs.shape
+        rows = keras.ops.reshape(inputs, (-1, width, channels))
+        return keras.ops.reshape(self.norm(rows, training=training), (-1, height, width, channels))
+
+
+def with_norm_of_patches(image_shape, num_classes):
+    return keras.Sequential([keras.Input(image_shape), NormOfPatches(), *linear(image_shape, num_classes).layers])
+
+
 class CountOfBatches(keras.layers.Layer):
     """Counts the batches that it is trained with, those of several processes at once, too: Keras's own `assign_add`
     reads, adds and then writes."""

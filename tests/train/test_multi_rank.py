@@ -63,7 +63,9 @@ OF_STRATEGY: dict[str, dict] = {"local_sgd": {"local_steps": 2, "ema_decay": 0.9
 
 def stateful(strategy: str) -> dict:
     model = STATEFUL_MODEL[STRATEGIES[strategy].backends[0]]
-    return {**STATEFUL, **OF_STRATEGY.get(strategy, {}), "strategy": strategy, "model": model}
+    # Where the model has batch norms; the others keep statistics of their own.
+    shared = {"sync_batch_norm": strategy == "horovod"}
+    return {**STATEFUL, **OF_STRATEGY.get(strategy, {}), **shared, "strategy": strategy, "model": model}
 
 
 def smooth(strategy: str) -> dict:

@@ -47,6 +47,40 @@ def stateful(image_shape, num_classes):
     )
 
 
+def normed(image_shape, num_classes):
+    """Two batch norms and no kink; no bias before them, whose gradient would be rounding alone."""
+    side = ((image_shape[0] - 3) // 2 + 1 - 3) // 2 + 1
+    layers, channels = [], image_shape[2]
+    for _ in range(2):
+        layers += [nn.Conv2d(channels, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8, momentum=0.2), nn.GELU()]
+        channels = 8
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * side**2, num_classes))
+
+
+class OwnNorm(nn.BatchNorm2d):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def with_own_norm(image_shape, num_classes):
+    return nn.Sequential(OwnNorm(image_shape[2]), linear(image_shape, num_classes))
+
+
+class NormOfPatches(nn.Module):
+    """Normalizes more rows than the batch has samples."""
+
+    def __init__(self, image_shape):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(image_shape[1])
+
+    def forward(self, images_NCHW):
+        return self.norm(images_NCHW.flatten(0, 2)).view(images_NCHW.shape)
+
+
+def with_norm_of_patches(image_shape, num_classes):
+    return nn.Sequential(NormOfPatches(image_shape), linear(image_shape, num_classes))
+
+
 class WithUnused(nn.Module):
     """Has a weight that nothing depends on."""
 

@@ -30,6 +30,11 @@ Predict = Callable[[np.ndarray], np.ndarray]
 """images_NHWC uint8 -> answers_NK float32: probabilities of classes, or the numbers that labels are."""
 
 
+SumInStep = Callable[[Any, str], Any]
+"""(float64 tensor, a name equal on all ranks) -> its sum over all ranks; called inside the forward and the backward
+pass, on every rank in the same order. In a compiled step each has a name of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class InputScale:
     """What is subtracted from the pixels of each channel, and what they are then divided by; on the 0..255 scale."""
@@ -144,6 +149,10 @@ class Learner(Protocol):
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside it the model has the averages of its weights (`train.ema_decay`), and must not be trained."""
+        ...
+
+    def sum_moments_by(self, sum_in_step: SumInStep) -> None:
+        """How a strategy adds up batch norms' moments over ranks, if `train.sync_batch_norm` is set."""
         ...
 
     def moving_statistics(self) -> list[int]:

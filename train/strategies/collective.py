@@ -45,43 +45,45 @@ class Collective(Protocol):
         ...
 
 
+@contextmanager
+def announced(reporter: Reporter, where: str) -> Iterator[None]:
+    """Around what may wait for other ranks; not if it fails: what it was doing then is what an error reports."""
+    reporter.doing(where, waits=True)
+    yield
+    reporter.doing("its own work")
+
+
 class AnnouncedCollective:
     """A collective that reports each operation, so that the driver knows which rank waits for which."""
 
     def __init__(self, join: Callable[[World], Collective], world: World, reporter: Reporter) -> None:
         self._reporter = reporter
-        with self._waiting("joining the world"):
+        with announced(self._reporter, "joining the world"):
             self._collective = join(world)
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
-        with self._waiting("an allreduce"):
+        with announced(self._reporter, "an allreduce"):
             return self._collective.sum_tensors(tensors)
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
-        with self._waiting("an allreduce"):
+        with announced(self._reporter, "an allreduce"):
             return self._collective.sum_array(array)
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        with self._waiting("a broadcast"):
+        with announced(self._reporter, "a broadcast"):
             return self._collective.broadcast_bytes(data)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        with self._waiting("a gather"):
+        with announced(self._reporter, "a gather"):
             return self._collective.gather_bytes(data)
 
     def barrier(self) -> None:
-        with self._waiting("a barrier"):
+        with announced(self._reporter, "a barrier"):
             self._collective.barrier()
 
     def close(self) -> None:
-        with self._waiting("leaving the world"):
+        with announced(self._reporter, "leaving the world"):
             self._collective.close()
-
-    @contextmanager
-    def _waiting(self, where: str) -> Iterator[None]:
-        self._reporter.doing(where, waits=True)
-        yield
-        self._reporter.doing("its own work")
 
 
 class SingleCollective:

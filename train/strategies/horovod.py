@@ -112,13 +112,21 @@ def join_horovod(world: World, config: TrainConfig, build: Callable[[], Learner]
     def join_collective(world: World) -> HorovodCollective:
         return HorovodCollective(world, config.compression, config.bucket_bytes, bool(config.profile_steps))
 
-    return replicated(join_collective)(world, config, build, reporter)
+    return replicated(join_collective, _sum_in_step)(world, config, build, reporter)
+
+
+def _sum_in_step(tensor: Any, name: str) -> Any:
+    """`SumInStep`: inside a compiled function ranks know an operation by its name, whatever scope it is in."""
+    import horovod.tensorflow as hvd
+
+    return hvd.allreduce(tensor, op=hvd.Sum, name=name, ignore_name_scope=True)
 
 
 HOROVOD = Strategy(
     backends=("keras",),
     synchronous=True,
     exact_resume=True,
+    syncs_batch_norm=True,
     leaves_out_batches=True,
     checkpoint_layout="replicated",
     max_world_size=None,

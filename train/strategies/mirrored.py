@@ -13,6 +13,7 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from train.backends.backend import Learner, StatePart
+from train.backends.keras.batch_norms import sum_over_replicas
 from train.backends.keras.runtime import decorrelate_seed_states
 from train.config import TrainConfig
 from train.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
@@ -36,6 +37,7 @@ class MirroredMember(ReplicatedMember):
         # Of the checkpoints.
         self.world_size = strategy.num_replicas_in_sync
         learner.wrap(self._on_all_devices)
+        learner.sum_moments_by(sum_over_replicas)
 
     def average_moving_statistics(self) -> None:
         """Their mean, weighted by the rows of each device; equal values keep their exact bits."""
@@ -168,6 +170,7 @@ MIRRORED = Strategy(
     backends=("keras",),
     synchronous=True,
     exact_resume=True,
+    syncs_batch_norm=True,
     checkpoint_layout="replicated",
     max_world_size=1,
     devices_per_rank="all",

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from train.backends.backend import Learner
+from train.backends.keras.batch_norms import sum_over_replicas
 from train.config import TrainConfig
 from train.strategies.collective import AnnouncedCollective, Collective, SingleCollective
 from train.strategies.grpc_port import reserved_port
@@ -106,7 +107,10 @@ def join_multi_worker(world: World, config: TrainConfig, build: Callable[[], Lea
         learner.wrap(lambda gradients, *arguments: strategy.run(gradients, args=arguments))
     data = DataIndex(world.rank, world.world_size)
     collective = AnnouncedCollective(join, world, reporter)
-    return ReplicatedMember(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
+    member = ReplicatedMember(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
+    if config.sync_batch_norm and strategy is not None:
+        member.sum_moments_by(sum_over_replicas, reporter)
+    return member
 
 
 def _meet(world: World) -> Any:
@@ -135,6 +139,7 @@ MULTI_WORKER_MIRRORED = Strategy(
     backends=("keras",),
     synchronous=True,
     exact_resume=True,
+    syncs_batch_norm=True,
     checkpoint_layout="replicated",
     max_world_size=None,
     join=join_multi_worker,

@@ -7,17 +7,19 @@ rank's own state (moving statistics, generators) in a file of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardmill.values import Batch
-from train.backends.backend import Learner, StatePart
+from train.backends.backend import Learner, StatePart, SumInStep
 from train.config import TrainConfig
 from train.state import OPTIMIZER, WEIGHTS, dump_arrays, load_arrays, rank_file
 from train.stopwatch import Stopwatch
-from train.strategies.collective import AnnouncedCollective, Collective
+from train.strategies.collective import AnnouncedCollective, Collective, announced
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.strategy import Join
 from train.values import Reporter
@@ -28,15 +30,21 @@ if TYPE_CHECKING:
     from train.reading import Batches, Epoch
 
 
-def replicated(join_collective: Callable[[World], Collective]) -> Join:
-    """The `Strategy.join` of replicas that exchange data through a collective."""
+def replicated(join_collective: Callable[[World], Collective], sum_in_step: SumInStep | None = None) -> Join:
+    """The `Strategy.join` of replicas that exchange data through a collective.
+
+    `sum_in_step`: what batch norms add up their moments with, if the strategy can.
+    """
 
     def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
         data = DataIndex(world.rank, world.world_size)
         # A model that does not build is a user's error on every rank: none should wait for the others then.
         learner = build()
         collective = AnnouncedCollective(join_collective, world, reporter)
-        return ReplicatedMember(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
+        member = ReplicatedMember(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
+        if config.sync_batch_norm and sum_in_step and world.world_size > 1:
+            member.sum_moments_by(sum_in_step, reporter)
+        return member
 
     return join
 
@@ -67,16 +75,23 @@ class ReplicatedMember:
         self._collective = collective
         self._streams = streams
         self._gather_aside = gather_aside
+        self._around_gradients: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def batches(self, epoch: Epoch, cursor: Cursor) -> Batches:
         return epoch.read(cursor.step)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
-        addends = self.learner.gradients(batch, global_weight, self._streams.here / self._streams.total)
+        with self._around_gradients():
+            addends = self.learner.gradients(batch, global_weight, self._streams.here / self._streams.total)
         stopwatch = Stopwatch()
         sums = self._collective.sum_tensors(addends)
         allreduce_seconds = stopwatch.lap()
         return MemberStep(self.learner.apply(sums, learning_rate), allreduce_seconds)
+
+    def sum_moments_by(self, sum_in_step: SumInStep, reporter: Reporter) -> None:
+        """For sums inside a compiled step, where no single one can be announced: all of it may be waiting."""
+        self.learner.sum_moments_by(sum_in_step)
+        self._around_gradients = partial(announced, reporter, "an allreduce in its step")
 
     def average_moving_statistics(self) -> None:
         """Their mean, weighted by the streams of each rank: batch norm updates them from local batches.

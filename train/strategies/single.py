@@ -17,6 +17,7 @@ SINGLE = Strategy(
     backends=("keras", "torch"),
     synchronous=True,
     exact_resume=True,
+    syncs_batch_norm=True,
     leaves_out_batches=True,
     checkpoint_layout="replicated",
     max_world_size=1,

@@ -82,6 +82,8 @@ class Strategy:
     """Raises UsageError for settings that it cannot run with; nothing is imported that trains."""
     compressions: tuple[str, ...] = ("none",)
     """Which values of `train.compression` it has."""
+    syncs_batch_norm: bool = False
+    """It can add up batch norms' moments over ranks in the middle of a step (`train.sync_batch_norm`)."""
     may_lose: Callable[[TrainConfig], frozenset[int]] = _loses_none
     """The ranks without which the others go on, once training has begun. Their steps are not waited for, and a global
     step is what the other ranks report."""

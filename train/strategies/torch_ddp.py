@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -20,7 +21,7 @@ from shardmill.errors import TrainingError
 from shardmill.values import Batch
 from train.backends.backend import Learner
 from train.config import TrainConfig
-from train.strategies.collective import AnnouncedCollective
+from train.strategies.collective import AnnouncedCollective, announced
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.nics import nic_with
 from train.strategies.replicated import ReplicatedMember, StreamShare
@@ -190,7 +191,17 @@ def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], re
     learner = cast("TorchLearner", build())
     collective = AnnouncedCollective(TorchCollective, world, reporter)
     streams = StreamShare.of(data, config)
+    learner.sum_moments_by(partial(_sum_in_step, reporter))
     return DdpMember(learner, collective, data, streams, world.exchange_aside, reporter, config)
+
+
+def _sum_in_step(reporter: Reporter, tensor: Any, name: str) -> Any:
+    """`SumInStep`. In the group of the gradients: with NCCL two groups at a time could wait for each other."""
+    import torch.distributed as dist
+
+    with announced(reporter, "an allreduce"):
+        dist.all_reduce(tensor)
+    return tensor
 
 
 def _meet(world: World) -> Any:
@@ -221,6 +232,7 @@ TORCH_DDP = Strategy(
     backends=("torch",),
     synchronous=True,
     exact_resume=True,
+    syncs_batch_norm=True,
     leaves_out_batches=True,
     checkpoint_layout="replicated",
     max_world_size=None,

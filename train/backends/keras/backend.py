@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardmill.values import Batch
-from train.backends.backend import ModelSpec, NamedWeights, Predict, StatePart, StepOutcome
+from train.backends.backend import ModelSpec, NamedWeights, Predict, StatePart, StepOutcome, SumInStep
 from train.backends.keras.averages import WeightAverages
+from train.backends.keras.batch_norms import KerasBatchNorms, TensorFlowMoments
 from train.backends.keras.build import BuiltModel, build_model
 from train.backends.keras.names import named_weights, read_weights
 from train.backends.keras.optimizers import ChosenOptimizer, build_optimizer, check_unfreezable
@@ -39,7 +40,9 @@ class KerasLearner:
         self.config_sha256 = built.config_sha256
         self.outputs_are_logits = built.outputs_are_logits
         self.follows_schedule = chosen.follows_schedule
-        self.step = TrainStep(built, chosen, spec.scale, config.accumulation_steps)
+        self._moments = TensorFlowMoments()
+        norms = KerasBatchNorms(built.model, config.model, self._moments) if config.sync_batch_norm else None
+        self.step = TrainStep(built, chosen, spec.scale, config.accumulation_steps, norms)
         self._model = built.model
         self._frozen = built.frozen
         self._is_frozen = False
@@ -80,6 +83,9 @@ class KerasLearner:
 
     def averaged(self) -> AbstractContextManager[None]:
         return self._averages.swapped() if self._averages else nullcontext()
+
+    def sum_moments_by(self, sum_in_step: SumInStep) -> None:
+        self._moments.sum_in_step = sum_in_step
 
     def moving_statistics(self) -> list[int]:
         variables = self.variables(StatePart.OWN)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from shardmill.values import Batch
 from train.backends.backend import InputScale, StepOutcome
+from train.backends.keras.batch_norms import KerasBatchNorms, tracing_step
 from train.backends.keras.build import BuiltModel
 from train.backends.keras.optimizers import ChosenOptimizer
 from train.backends.keras.standardize import standardize
@@ -28,7 +30,12 @@ class TrainStep:
     """The step of `train.backends.backend.Learner`, which says what goes in and comes out."""
 
     def __init__(
-        self, built: BuiltModel, chosen: ChosenOptimizer, scale: InputScale, accumulation_steps: int = 1
+        self,
+        built: BuiltModel,
+        chosen: ChosenOptimizer,
+        scale: InputScale,
+        accumulation_steps: int = 1,
+        norms: KerasBatchNorms | None = None,
     ) -> None:
         import tensorflow as tf
 
@@ -36,6 +43,7 @@ class TrainStep:
         self._chosen = chosen
         self._scale = scale
         self._accumulation_steps = accumulation_steps
+        self._norms = norms
         self._around: Run | None = None
         self.compile()
         self._compiled_sum = tf.function(_sum_of)
@@ -61,13 +69,15 @@ class TrainStep:
         addends: list[Any] = []
         parts = list(parts_of(batch, self._accumulation_steps))
         for part in parts:
-            of_part = self._compiled_gradients(
-                tf.constant(part.images_NHWC),
-                tf.constant(part.labels_N),
-                tf.constant(part.weights_N, tf.float32),
-                tf.constant(global_weight, tf.float32),
-                tf.constant(share_of_streams / len(parts), tf.float32),
-            )
+            # The first call traces.
+            with self._norms.synchronized() if self._norms else nullcontext():
+                of_part = self._compiled_gradients(
+                    tf.constant(part.images_NHWC),
+                    tf.constant(part.labels_N),
+                    tf.constant(part.weights_N, tf.float32),
+                    tf.constant(global_weight, tf.float32),
+                    tf.constant(share_of_streams / len(parts), tf.float32),
+                )
             addends = self._compiled_sum(addends, of_part) if addends else of_part
             # An accelerator computes asynchronously: waiting here keeps its time out of the time of the allreduce, and
             # the activations of one part at a time in its memory.
@@ -115,7 +125,7 @@ class TrainStep:
 
         model, optimizer = self._built.model, self._chosen.optimizer
         variables = [variable.value for variable in model.trainable_variables]
-        with tf.GradientTape() as tape:
+        with tf.GradientTape() as tape, tracing_step(weights_N):
             outputs_NK = tf.cast(model(self._standardize(images_NHWC), training=True), tf.float32)
             losses_N = self._built.per_sample_loss(labels_N, outputs_NK)
             # Divided by the weight of the GLOBAL batch, not of this rank's share: then a plain sum over ranks is the

@@ -12,9 +12,10 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.values import Batch
-from train.backends.backend import ModelSpec, NamedWeights, Predict, StatePart, StepOutcome
+from train.backends.backend import ModelSpec, NamedWeights, Predict, StatePart, StepOutcome, SumInStep
 from train.backends.parts import parts_of
 from train.backends.torch.averages import WeightAverages
+from train.backends.torch.batch_norms import BatchNorms
 from train.backends.torch.losses import per_sample_losses, right_of
 from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
@@ -66,6 +67,7 @@ class TorchLearner:
         create_state(self._optimizer, self._weights)
         self._precision = Precision(config.mixed_precision)
         self._averages = WeightAverages(self._weights, config.ema_decay) if config.ema_decay else None
+        self._norms = BatchNorms(config, built.model, built.is_keras)
 
     @property
     def learning_rate(self) -> float:
@@ -113,9 +115,8 @@ class TorchLearner:
             torch.from_numpy(array).to(device(), non_blocking=True)
             for array in (batch.images_NHWC, batch.labels_N, batch.weights_N)
         )
-        with self._precision.computing():
-            outputs_NK = module(images_NHWC)
-        outputs_NK = outputs_NK.float()
+        with self._precision.computing(), self._norms.synchronized(weights_N):
+            outputs_NK = module(images_NHWC).float()
         kind, are_logits = self._spec.labels.kind, self.outputs_are_logits
         losses_N = per_sample_losses(kind, outputs_NK, labels_N, are_logits, self._config.label_smoothing)
         if self._spec.class_weights:
@@ -222,6 +223,9 @@ class TorchLearner:
         clear_state(self._optimizer, self._weights)
         self._precision.begin()
 
+    def sum_moments_by(self, sum_in_step: SumInStep) -> None:
+        self._norms.sum_in_step = sum_in_step
+
     def moving_statistics(self) -> list[int]:
         tensors = self._of_part(StatePart.OWN)
         return [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
@@ -231,8 +235,8 @@ class TorchLearner:
             decorrelate_generators(rank)
             return
         arrays = self.arrays(StatePart.OWN)
-        moved = [array + np.array([rank, 0], np.uint32) if array.dtype == np.uint32 else array for array in arrays]
-        self.assign(StatePart.OWN, moved, f"rank {rank}")
+        moved = (array + np.array([rank, 0], np.uint32) if array.dtype == np.uint32 else array for array in arrays)
+        self.assign(StatePart.OWN, list(moved), f"rank {rank}")
 
     def weights_sha256(self) -> str:
         if self._built.is_keras:
@@ -241,9 +245,8 @@ class TorchLearner:
 
     def answers(self, images_NHWC: np.ndarray) -> np.ndarray:
         torch = import_torch()
-        served = self._served.eval()
         with torch.no_grad():
-            return served(torch.from_numpy(images_NHWC).to(device())).cpu().numpy()
+            return self._served.eval()(torch.from_numpy(images_NHWC).to(device())).cpu().numpy()
 
     def check_exportable(self) -> None:
         # A Keras model is exported by Keras on TensorFlow.
