@@ -86,7 +86,8 @@ class TrainConfig(Section):
     compression: Annotated[Literal["none", "fp16", "bf16"], LATER] = "none"
     """How gradients travel between ranks: as they are, or in sixteen bits. On CPUs that costs more than it saves."""
     bucket_bytes: Annotated[int, HOW] = Field(default=0, ge=0)
-    """Gradients are exchanged in groups of about so many bytes; 0: as Horovod (128 MiB) or PyTorch (25 MiB) has it."""
+    """`horovod` and `torch_ddp` only: gradients are exchanged in groups of about so many bytes; 0: as Horovod (128 MiB)
+    or PyTorch (25 MiB) has it."""
     backend: Annotated[str, OneOf(BACKENDS, also=("auto",))] = "auto"
     """The framework; `auto` follows from strategy and model."""
     launcher: Annotated[str, OneOf(LAUNCHERS, also=("auto",)), HOW] = "auto"

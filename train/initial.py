@@ -191,8 +191,14 @@ def _in_export(root: str, number: int, name: str, sha256: str) -> InitialFile:
     record, store = read_export(root, number).record, open_store(root)
     for file in record.files:
         if file.path == f"{record.artifact_dir}/{name}":
+            if sha256 and sha256 != file.sha256:
+                raise UsageError(
+                    f"train.init_from = {root}@{number}: the file of export {number} has SHA-256 {file.sha256}",
+                    f"expected {sha256}, as train.init_from says",
+                    "give the export that was meant, or its digest",
+                )
             suffix = f".{name.rpartition('.')[2]}"
-            return InitialFile(join_uri(store.uri, file.path), suffix, record.class_names, sha256 or file.sha256)
+            return InitialFile(join_uri(store.uri, file.path), suffix, record.class_names, file.sha256)
     raise UsageError(
         f"train.init_from = {root}@{number}: the export has no {name}",
         f"its model {record.model!r} is of the backend {record.backend!r} {record.keras_note}".strip(),

@@ -15,7 +15,7 @@ from train.labels import LabelSpec, check_gate, check_labels
 from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
 from train.models.user import imported_packages
-from train.readers import READERS
+from train.readers import reader_of
 from train.strategies import STRATEGIES, find_strategy, roles_of, shares_streams
 
 if TYPE_CHECKING:
@@ -194,13 +194,19 @@ def check_trainable(config: TrainConfig, dataset: Dataset, gate: GateConfig | No
             f"it has {', '.join(splits) or 'none'}",
             "raise etl.split_fractions.train, or add images",
         )
-    READERS[config.reader].check(config, dataset)
+    reader_of(config).check(config, dataset)
     if config.early_stop_epochs and "validation" not in splits:
         raise UsageError(
             f"train.early_stop_epochs = {config.early_stop_epochs}, and the dataset {where} has no validation split",
             "expected one to judge by",
             "set train.early_stop_epochs = 0, or raise etl.split_fractions.validation",
         )
+
+
+def check_ranks(config: TrainConfig, dataset: Dataset) -> WindowMemory:
+    """What must hold again if fewer ranks go on. Raises UsageError."""
+    reader_of(config).check(config, dataset)
+    return window_memory(config, dataset)
 
 
 def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:

@@ -126,7 +126,14 @@ class Progress:
 
     def at_epoch_start(self) -> Progress:
         """The running epoch is to be done again from its start; the weights keep what they have learned of it."""
-        return replace(self, cursor=Cursor(self.cursor.epoch, 0), loss_sum=0.0, num_correct=0.0, epoch_seconds=0.0)
+        return replace(
+            self,
+            cursor=Cursor(self.cursor.epoch, 0),
+            loss_sum=0.0,
+            num_correct=0.0,
+            epoch_seconds=0.0,
+            skipped=replace(self.skipped, num_rows=0),
+        )
 
     def after_time(self, spent: TimeSpent) -> Progress:
         """More time of this epoch has gone."""

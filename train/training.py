@@ -31,9 +31,9 @@ from train.launching.restarts import Restart, launch_until_done
 from train.match_weights import Initialized
 from train.mlflow_log import MlflowLog
 from train.observer import TrainObserver
-from train.preflight import WindowMemory, check_terms, check_trainable, window_memory
+from train.preflight import WindowMemory, check_ranks, check_terms, check_trainable, window_memory
 from train.rank_times import StragglerWatch
-from train.readers import READERS
+from train.readers import reader_of
 from train.run_log import RunLog, Sink, StepsLog
 from train.tensorboard import TensorBoardLog
 from train.tensorboard import is_installed as tensorboard_is_installed
@@ -100,7 +100,7 @@ def train_model(
             lambda config: launcher.launch(choice.task(config, nonce), tree.spark, observer),
             tree.train,
             observer,
-            check=lambda config: window_memory(config, dataset),
+            check=lambda config: check_ranks(config, dataset),
         )
     # The ranks reported success over the network. Only the result in the store proves that they wrote to our `models`,
     # and the next call and the export find the training there.
@@ -122,7 +122,7 @@ def _report_plan(
         observer.event("freeze", {"rank": 0, WARNING: never})
     if choice.resumes:
         observer.event("changed", {"rank": 0, "path": choice.resumes, "changes": "; ".join(choice.changes)})
-    if limits := READERS[chosen.config.reader].limits(chosen.config, dataset):
+    if limits := reader_of(chosen.config).limits(chosen.config, dataset):
         observer.event("reader", {"rank": 0, "reader": chosen.config.reader, WARNING: limits})
 
 

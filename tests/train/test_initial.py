@@ -220,6 +220,8 @@ def test_a_training_starts_from_an_export(tiny_uri, tmp_path):
     start = pinned(TrainConfig(init_from=f"{models}@1"))
     [exported] = [each for each in read_export(str(models), 1).record.files if each.path.endswith(".keras")]
     assert start.init_from == f"{models}@1#sha256={exported.sha256}"
+    with pytest.raises(UsageError, match=rf"the file of export 1 has SHA-256 {exported.sha256}; expected {'0' * 64}"):
+        check_terms(TrainConfig(init_from=f"{models}@1#sha256={'0' * 64}"), SparkConfig())
     settings = {"epochs": 1, "init_from": start.init_from, "freeze": ["all_but_head"]}
     recorder = Recorder()
     result = train_here(five, tmp_path / "other", recorder, **settings)

@@ -195,6 +195,8 @@ def test_what_does_not_fit_the_labels_is_refused(datasets):
         check_trainable(TrainConfig(loss="softmax"), multi_label)
     with pytest.raises(UsageError, match=r"'probabilities', and the dataset has labels of 1 number"):
         check_trainable(TrainConfig(model_outputs="probabilities"), numbers)
+    with pytest.raises(UsageError, match=r"train.silos on labels of 1 number\(s\); expected one class an image"):
+        check_trainable(TrainConfig(strategy="local_sgd", silos=("a@1",)), numbers)
     with pytest.raises(UsageError, match=r"expected a bound of their mean absolute error; .* gate.metric_limit"):
         check_trainable(TrainConfig(), numbers, GateConfig(min_accuracy=0.9))
     check_gate(GateConfig(min_accuracy=0.9), "class")

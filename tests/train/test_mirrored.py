@@ -11,6 +11,7 @@ from tests.train.test_multi_rank import MODELS, SMALL_CNN, STATEFUL, Watcher, ki
 from tests.train.training import Recorder, train_here
 from train.config import TrainConfig
 from train.preflight import check_terms
+from train.strategies.mirrored import check_rows
 
 # 100 steps and more; 24 rows are 6 for each of 4 devices, and 4 or 5 for each of 5.
 MIRRORED = {"strategy": "mirrored", "model": "small_cnn"}
@@ -55,6 +56,13 @@ def test_devices_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monk
 def test_devices_that_are_not_there_are_refused(tiny_uri, tmp_path):
     with pytest.raises(UsageError, match=r"local_devices = 9 with train.global_batch_size = 8; .* set .* = 8 or less"):
         check_terms(TrainConfig(strategy="mirrored", local_devices=9, global_batch_size=8), SparkConfig())
-    # TensorFlow runs in this process already, and has the devices that it was started with.
+    with pytest.raises(
+        UsageError, match=r"the 8 devices of train.local_devices = 0 with .* in 2 parts; .* set .* = 4 or"
+    ):
+        check_rows(TrainConfig(strategy="mirrored", global_batch_size=8, accumulation_steps=2), 8)
+    # TensorFlow runs in this process, and has the devices that it was started with.
+    import tensorflow as tf
+
+    assert len(tf.config.list_logical_devices("CPU")) == 1
     with pytest.raises(UsageError, match=r"local_devices = 3; .* 1 CPU device.* set train.launcher = 'local'"):
         train_here(tiny_uri, tmp_path, **{**SMALL_CNN, **MIRRORED}, local_devices=3)

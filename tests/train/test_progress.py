@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.train.training import Recorder, train_here
 from train.config import TrainConfig
 from train.models.identity import inputs_hint
-from train.progress import has_not_learned
+from train.progress import Progress, TimeSpent, has_not_learned
 from train.values import EpochRecord
 
 
@@ -30,6 +30,12 @@ def test_too_few_steps_say_nothing_about_a_model():
     assert has_not_learned(history(1.8852, 2.3616, num_steps=10))
     assert not has_not_learned(history(1.8852, 2.3616, 2.4, num_steps=10)), "it was said after the second epoch"
     assert not has_not_learned(history(1.8852, 1.5530, num_steps=10))
+
+
+def test_an_epoch_that_begins_again_has_no_batch_left_out_yet():
+    spent = TimeSpent(0.0, 0.0, 0.0)
+    skipped = Progress().after_skip(8, spent).after_skip(8, spent).at_epoch_start()
+    assert (skipped.skipped.total, skipped.skipped.num_rows) == (2, 0)
 
 
 def test_the_hint_at_the_inputs_is_about_a_users_model_and_its_setting():

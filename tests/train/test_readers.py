@@ -17,7 +17,7 @@ from tests.support import make_dataset
 from tests.train.test_multi_rank import train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.config import TrainConfig
-from train.preflight import check_trainable
+from train.preflight import check_ranks, check_trainable
 from train.readers import READERS
 from train.readers.petastorm import shares_of_ranks
 from train.readers.reader import Epochs
@@ -155,6 +155,15 @@ def test_what_it_cannot_read_is_refused_before_anything_starts(tmp_path, many_ur
     with pytest.raises(UsageError, match=rf"row groups rank \d gets \d+ rows.*expected at least its {too_large // 6}"):
         check_trainable(config_of("petastorm", num_workers=6, global_batch_size=too_large), many)
     check_trainable(config_of("petastorm"), many)
+    # Fewer ranks are no easier case: of four row groups each of four ranks has one, and of three ranks one has two of
+    # the streams to fill with one row group.
+    few = open_dataset(make_dataset(tmp_path / "few", chunk_bytes=10**6, formats=("parquet",)))
+    rows = [chunk.num_rows for chunk in few.index("train", "parquet").chunks]
+    assert len(rows) == 4, rows
+    config = config_of("petastorm", num_workers=4, num_streams=4, global_batch_size=4 * (min(rows) - 1))
+    check_ranks(config, few)
+    with pytest.raises(UsageError, match=r"row groups rank 2 gets \d+ rows"):
+        check_ranks(config.model_copy(update={"num_workers": 3}), few)
     assert "samples an epoch" in READERS["petastorm"].limits(config_of("petastorm"), many)
 
 

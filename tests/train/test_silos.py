@@ -21,6 +21,7 @@ from train.launching import LAUNCHERS
 from train.observer import GlobalStep
 from train.preflight import check_terms
 from train.readers.silos import SiloSteps
+from train.strategies.silo_post import mean_of
 
 ALL_TRAIN = SplitFractions(train=1.0, validation=0.0, test=0.0)
 TORCH: dict[str, Any] = {"model": "tests.train.torch_models:smooth", "strategy": "local_sgd", "launcher": "local"}
@@ -95,12 +96,22 @@ def test_silos_give_samples_in_proportion_to_their_size_and_end_together():
         assert steps.num_rows_of_step(steps.num_steps) == 0 and steps.num_rows_of_step(steps.num_steps - 1) > 0
 
 
+def test_a_round_without_samples_leaves_the_weights_as_rank_0_has_them():
+    """The last step of an epoch, if the silos that still have samples are away."""
+    first, second = np.full((2, 3), 5.0, np.float32), np.full((2, 3), 7.0, np.float32)
+    figures, [mean] = mean_of([[np.array([0.0, 0.0]), first], [np.array([0.0, 0.0]), second]])
+    assert figures.tolist() == [0, 0] and np.array_equal(mean, first)
+    _, [mean] = mean_of([[np.array([1.0, 0.0]), first], [np.array([3.0, 0.0]), second]])
+    assert np.array_equal(mean, np.full((2, 3), 6.5))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"num_workers": 2}, r"train.silos names 3 datasets, and train.num_workers = 2; .*; set train.num_workers = 3"),
         ({"silos": ("a@1", "b", "c@2")}, r"train.silos names b without a version"),
-        ({"launcher": "spark_barrier"}, r"Spark ends all tasks with the first that is lost; set .* = 'local'"),
+        ({"launcher": "spark_barrier"}, r"a lost process ends the job; set .* = 'local'"),
+        ({"launcher": "attach"}, r"a lost process ends the job; set .* = 'local'"),
         ({"strategy": "horovod", "model": "small_cnn"}, r"train.silos with train.strategy = 'horovod'"),
     ],
 )

@@ -12,6 +12,7 @@ import numpy as np
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.reader import BatchReader, ReaderSeconds, read_batches
+from train.labels import LabelSpec
 from train.reading import reader_options
 from train.strategies.member import DataIndex, SiloIndex
 
@@ -108,7 +109,13 @@ class Silos:
     is_exact = True
 
     def check(self, config: TrainConfig, dataset: Dataset) -> None:
-        return
+        labels = LabelSpec.of(dataset.manifest)
+        if labels.kind != "class":
+            raise UsageError(
+                f"train.silos on {labels}",
+                "expected one class an image",
+                "leave train.silos out, or build such datasets",
+            )
 
     def limits(self, config: TrainConfig, dataset: Dataset) -> str:
         return ""
@@ -124,6 +131,12 @@ SILOS = Silos()
 def _classes_in(pinned: Dataset, silo: Dataset, uri: str) -> np.ndarray:
     """The pinned dataset's number of each class of the silo."""
     ours, its = pinned.manifest, silo.manifest
+    if its.row_schema.label_kind != ours.row_schema.label_kind:
+        raise UsageError(
+            f"the silo {uri} has labels of kind {its.row_schema.label_kind!r}",
+            f"expected {ours.row_schema.label_kind!r}, as dataset.uri has",
+            "build it with the same section source",
+        )
     unknown = sorted(set(its.class_names) - set(ours.class_names))
     if unknown or its.normalize.image_shape_HWC != ours.normalize.image_shape_HWC:
         raise UsageError(

@@ -95,12 +95,16 @@ class LocalSgdMember(ReplicatedMember):
         # If a rank could not apply an update, all stop here together; what the others applied is in no checkpoint.
         outcome = StepOutcome(loss_sum / global_weight, num_correct, norms / self.world_size, num_failed == 0)
         if outcome.is_applied and self.world_size > 1:
-            for part in (StatePart.WEIGHTS, StatePart.OPTIMIZER):
-                self._average(part, done.num_samples / global_weight)
+            parts = (StatePart.WEIGHTS, StatePart.OPTIMIZER)
+            # All of them before any is assigned: with `ema_decay` the averages of the weights stand in for these until
+            # the optimizer's part, which has the weights themselves, is assigned as well.
+            means = [self._mean(part, done.num_samples / global_weight) for part in parts]
+            for part, arrays in zip(parts, means, strict=True):
+                self.learner.assign(part, arrays, "the mean over all ranks")
         return MemberStep(outcome, stopwatch.lap())
 
-    def _average(self, part: StatePart, weight_here: float) -> None:
-        """Exchange a part of the state for its mean over ranks.
+    def _mean(self, part: StatePart, weight_here: float) -> list[np.ndarray]:
+        """The mean over ranks of a part of the state.
 
         Integers count steps, which all ranks take alike. So do some scalars; in float64 their mean is what they were.
         """
@@ -118,7 +122,7 @@ class LocalSgdMember(ReplicatedMember):
                 array = arrays[place]
                 arrays[place] = means[: array.size].astype(array.dtype).reshape(array.shape)
                 means = means[array.size :]
-        self.learner.assign(part, arrays, "the mean over all ranks")
+        return arrays
 
 
 class SiloMember(ReplicatedMember):
@@ -259,10 +263,10 @@ def _check_silos(config: TrainConfig) -> None:
             "of a silo nothing travels but its weights, once a round",
             "leave train.ema_decay out",
         )
-    if config.launcher in ("spark_barrier", "horovod_spark"):
+    if config.launcher not in ("auto", "inline", "local"):
         raise UsageError(
             f"train.silos with train.launcher = {config.launcher!r}",
-            "Spark ends all tasks with the first that is lost",
+            "under which a lost process ends the job",
             "set train.launcher = 'local'",
         )
 

@@ -112,20 +112,27 @@ def join_mirrored(world: World, config: TrainConfig, build: Callable[[], Learner
     import tensorflow as tf
 
     # Summed on one device and sent back: the same order of additions in every run.
-    strategy = tf.distribute.MirroredStrategy(
-        _devices(config.local_devices), cross_device_ops=tf.distribute.ReductionToOneDevice()
-    )
+    devices = _devices(config.local_devices)
+    check_rows(config, len(devices))
+    strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=tf.distribute.ReductionToOneDevice())
     with strategy.scope():
         learner = build()
     return MirroredMember(learner, strategy, config)
 
 
 def check_mirrored(config: TrainConfig) -> None:
+    """`train.strategies.strategy.Strategy.check`; how many devices "all" are is known where they are."""
+    check_rows(config, config.local_devices)
+
+
+def check_rows(config: TrainConfig, num_devices: int) -> None:
     """Raises UsageError for more devices than a batch, or one of its accumulated parts, has rows."""
     num_rows = config.global_batch_size // config.accumulation_steps
-    if config.local_devices > num_rows:
+    if num_devices > num_rows:
+        given = f"train.local_devices = {config.local_devices}"
         raise UsageError(
-            f"train.local_devices = {config.local_devices} with train.global_batch_size = {config.global_batch_size}"
+            ("" if config.local_devices else f"the {num_devices} devices of ")
+            + f"{given} with train.global_batch_size = {config.global_batch_size}"
             + (f" in {config.accumulation_steps} parts" if config.accumulation_steps > 1 else ""),
             "expected at least one row for each device",
             f"set train.local_devices = {num_rows} or less",

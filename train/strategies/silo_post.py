@@ -71,7 +71,7 @@ class SiloPost:
         if self._rank == 0:
             contributions = {0: compute()}
             contributions |= self._collect(contributions[0])
-            figures, mean = _mean_of([contributions[rank] for rank in sorted(contributions)])
+            figures, mean = mean_of([contributions[rank] for rank in sorted(contributions)])
             self._store.put(self._path("mean.npz"), dump_arrays(mean))
             self._store.put(self._path("told"), dump_arrays([figures]))
             self._forget_old_means()
@@ -167,10 +167,13 @@ class SiloPost:
                 self._store.delete(file.path)
 
 
-def _mean_of(parts: Sequence[Arrays]) -> tuple[np.ndarray, Arrays]:
-    """(sum of the figures, mean of the weights by number of samples)"""
+def mean_of(parts: Sequence[Arrays]) -> tuple[np.ndarray, Arrays]:
+    """(sum of the figures, mean of the weights by number of samples); the first part is rank 0's."""
     figures = np.sum([part[0] for part in parts], axis=0)
-    num_samples = max(figures[0], 1.0)
+    num_samples = figures[0]
+    if not num_samples:
+        # Those that have samples left are away: nobody has learned anything.
+        return figures, parts[0][1:]
     means = []
     for place in range(1, len(parts[0])):
         mean = sum(part[place].astype(np.float64) * (part[0][0] / num_samples) for part in parts)
