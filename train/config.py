@@ -54,8 +54,11 @@ class TrainConfig(Section):
     """Passes over the train split; each uses every sample exactly once. Raised later, a finished training goes on."""
     global_batch_size: int = Field(default=64, ge=1)
     """Samples of one optimizer step, summed over all ranks."""
-    accumulation_steps: Annotated[int, HOW] = Field(default=1, ge=1)
-    """A rank computes its share of a step in so many parts, in the memory of one; gradients are exchanged once."""
+    accumulation_steps: Annotated[int, HOW] = Field(default=0, ge=0)
+    """A rank computes its share of a step in so many parts, in the memory of one; gradients are exchanged once. 0: as
+    few as its memory takes (docs/training.md), most often one."""
+    memory_budget_bytes: Annotated[int, HOW] = Field(default=0, ge=0)
+    """What a rank may use of its GPU's, or its host's, memory; 0: all of it, shared equally by the host's ranks."""
     local_steps: Annotated[int, LATER] = Field(default=1, ge=1)
     """`local_sgd`: each rank cuts its share of a step into so many parts and updates its own weights after each, before
     weights are averaged. To keep the batch of an update, multiply `global_batch_size` by as much."""
@@ -145,8 +148,8 @@ class TrainConfig(Section):
     )
     """How much the loss of a class counts, by its name; those that are not named count 1. `balanced`: the rarer a
     class, the more, so that all together count alike. Figures of evaluation are not weighted."""
-    mixed_precision: Literal["off", "bfloat16", "float16"] = "off"
-    """Compute precision; weights stay float32."""
+    mixed_precision: Literal["off", "bfloat16", "float16", "auto"] = "off"
+    """Compute precision; weights stay float32. `auto`: off, but bfloat16 where memory is too short for that."""
     early_stop_epochs: Annotated[int, SAFE] = Field(default=0, ge=0)
     """Stop after so many epochs without a better validation loss; 0 switches it off."""
     export: Annotated[Literal["best", "last"], LENGTH] = "best"
@@ -215,6 +218,11 @@ class TrainConfig(Section):
         return streams_of_rank(rank, world_size, self.num_streams)
 
     @property
+    def num_parts(self) -> int:
+        """In which a rank computes its share of a step."""
+        return max(1, self.accumulation_steps)
+
+    @property
     def base_learning_rate(self) -> float:
         """After linear scaling (Goyal et al., arXiv:1706.02677): proportional to the global batch, if asked for."""
         if self.learning_rate_batch_size == 0:
@@ -247,7 +255,7 @@ class TrainConfig(Section):
             )
         fewest_streams = min(len(self.streams_of(rank, self.num_workers)) for rank in range(self.num_workers))
         smallest_share = fewest_streams * (self.global_batch_size // self.num_streams)
-        if self.accumulation_steps * self.local_steps > smallest_share:
+        if self.num_parts * self.local_steps > smallest_share:
             raise ValueError(
                 f"train.accumulation_steps = {self.accumulation_steps} times train.local_steps = {self.local_steps} to "
                 f"be at most {smallest_share}, the samples of a step that the rank with the fewest streams has"

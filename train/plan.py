@@ -11,8 +11,9 @@ from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.errors import UsageError
 from shardmill.jobs.config import require_uri
 from train.backends.backend import model_spec
-from train.config import TrainConfig
+from train.fit import Fit, fit, size_of
 from train.launching import LAUNCHERS
+from train.memory import Limit, decided, facts_of, limit_of, record_of
 from train.preflight import check_terms, check_trainable, window_memory
 from train.probe import ProbeTask, StepCost, probe
 from train.strategies import roles_of, shares_streams
@@ -27,8 +28,6 @@ DEVICE_BYTES = {
     }.items()
 }  # fmt: skip
 """Memory that a program can use on one device, by the names that people give; from the makers' data sheets."""
-# What the framework itself keeps on a device.
-FRAMEWORK_BYTES = 1 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,8 @@ class TrainingPlan:
     host: str
     device: str
     device_bytes: int
-    advice: str
+    fit: Fit | None
+    """Into the memory of that device, or what a rank may use here; None if that is not known."""
 
     @property
     def needed_bytes(self) -> int:
@@ -75,12 +75,13 @@ class TrainingPlan:
             ("choice", f"{self.num_workers} worker(s), backend {self.backend}; {self.reason}"),
             ("batch", f"{self.global_batch_size} images a step, at most {self.local_batch_size} on a rank; "
              f"{self.steps_per_epoch:,} steps an epoch"),
-            ("model", f"{cost.num_weights:,} weights, {_mib(cost.weights_bytes)}"),
-            ("memory", f"{_mib(cost.state_bytes)} of state and {_mib(cost.work_bytes)} for a step on a rank's device; "
-             f"{_mib(self.window_bytes_per_rank)} of windows in its host's memory"),
+            ("model", f"{cost.num_weights:,} weights, {size_of(cost.model_bytes)}; those that are trained "
+             f"{size_of(cost.weights_bytes)}"),
+            ("memory", f"{size_of(cost.state_bytes)} of state and {size_of(cost.work_bytes)} for a step on a rank's "
+             f"device; {size_of(self.window_bytes_per_rank)} of windows in its host's memory"),
             ("step", f"{1000 * cost.step_seconds:.1f} ms computation{exchange} (measured on {self.host})"),
             ("speed", f"{speed:,.0f} images/s if input keeps up" if speed else f"not known: no {self.device} is here"),
-            *([("advice", self.advice)] if self.advice else []),
+            *([("fit", self.fit.reason)] if self.fit else []),
         ]  # fmt: skip
 
 
@@ -101,11 +102,15 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
     dataset = open_pinned(first_alike(open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin))
     check_trainable(config, dataset)
     # Before the step is measured: it refuses what cannot run.
-    memory = window_memory(config, dataset)
-    local_batch_size = memory.streams_per_rank * config.global_batch_size // config.num_streams
+    windows = window_memory(config, dataset)
+    local_batch_size = windows.streams_per_rank * config.global_batch_size // config.num_streams
     ranks_here = max(1, LAUNCHERS[config.launcher].ranks_here(len(roles_of(config)), tree.spark))
     spec = model_spec(dataset.manifest, config)
-    cost = probe(ProbeTask(config, spec, local_batch_size, ranks_here))
+    cost = probe(ProbeTask(decided(config, 1, to_bfloat16=False), spec, local_batch_size, ranks_here))
+    limit = Limit(f"one {kind}", DEVICE_BYTES[kind], on_gpu=True) if kind else limit_of(config, tree.spark)
+    fitted = None
+    if limit is not None and not config.silos:
+        fitted = fit(facts_of(record_of(limit, cost), config, windows.bytes_per_rank, tree.spark))
     exchange_seconds = exchange_time(cost.weights_bytes, config.num_workers, network_gbit)
     images_at_once = config.global_batch_size
     if not shares_streams(config):
@@ -121,14 +126,14 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
         steps_per_epoch=dataset.plan_epoch(config.plan_spec(dataset), 0).num_steps,
         global_batch_size=config.global_batch_size,
         local_batch_size=local_batch_size,
-        window_bytes_per_rank=memory.bytes_per_rank,
+        window_bytes_per_rank=windows.bytes_per_rank,
         cost=cost,
         exchange_seconds=exchange_seconds,
         images_per_second=None if kind else images_at_once / (cost.step_seconds + exchange_seconds),
         host=socket.gethostname(),
         device=kind,
         device_bytes=DEVICE_BYTES.get(kind, 0),
-        advice=advice(config, cost, local_batch_size, kind) if kind else "",
+        fit=fitted,
     )
 
 
@@ -148,27 +153,3 @@ def exchange_time(num_bytes: int, world_size: int, network_gbit: float) -> float
 def transfer_time(num_bytes: int, network_gbit: float) -> float:
     """Seconds for the bytes at that many Gbit/s."""
     return num_bytes * 8 / (network_gbit * 1e9)
-
-
-def advice(config: TrainConfig, cost: StepCost, local_batch_size: int, kind: str) -> str:
-    """How the training fits into the memory of that kind of device: smaller parts of a batch first, then bfloat16."""
-    free_bytes = DEVICE_BYTES[kind] - FRAMEWORK_BYTES - cost.state_bytes
-    if cost.work_bytes <= free_bytes:
-        return f"fits into the {DEVICE_BYTES[kind] // GIB} GiB of one {kind}"
-    per_image = cost.work_bytes * config.accumulation_steps / local_batch_size
-    affordable = int(free_bytes / per_image) if free_bytes > 0 else 0
-    if affordable >= 1 and not shares_streams(config):
-        return f"one {kind} holds about {affordable} images: lower train.global_batch_size, which is another training"
-    if affordable >= 1:
-        num_parts = -(-local_batch_size // affordable)
-        return f"one {kind} holds about {affordable} images: set train.accumulation_steps = {num_parts}"
-    if config.mixed_precision == "off" and free_bytes > per_image / 2:
-        return (
-            f"one {kind} does not hold a single image: set train.accumulation_steps = {local_batch_size} and "
-            "train.mixed_precision = 'bfloat16', which is another training"
-        )
-    return f"one {kind} does not hold this model: smaller images or a smaller model"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"

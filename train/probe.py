@@ -5,13 +5,15 @@ That process is `python -m train.probe PARENT`: its task comes on stdin, its ans
 
 from __future__ import annotations
 
+import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -19,15 +21,16 @@ from shardmill.jobs.process import SAFE_PATH, Scratch, python_path
 from shardmill.parent_death import die_with_parent
 from shardmill.values import Batch
 from train.backends import BACKENDS
-from train.backends.backend import ModelSpec, StatePart
+from train.backends.backend import Learner, ModelSpec, StatePart
 from train.config import TrainConfig
+from train.launching.devices import CUDA_VARIABLE
 from train.launching.faults import Failure, FaultKind, RankFault, error_of, failure_of
-from train.strategies.strategy import NO_ECHO
 from train.values import from_json, to_json
 from train.world import World
 
 # The first compiles; of the others the median counts.
 NUM_STEPS = 6
+NUM_STEPS_OF_ONE_IMAGE = 2
 ANSWER = b"shardmill-probe:"
 
 
@@ -41,6 +44,9 @@ class ProbeTask:
     local_batch_size: int
     ranks_per_node: int
     """Ranks that will share this machine's cores."""
+    num_steps: int = NUM_STEPS
+    on_cpu: bool = False
+    """Also where there is a GPU: of bytes those of the host's memory are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,9 @@ class StepCost:
     """What one step of one rank took; bytes are those of this machine's memory, which on a CPU is all there is."""
 
     num_weights: int
+    """All of the model's."""
+    model_bytes: int
+    """Likewise."""
     weights_bytes: int
     """Of what gradients change, which is also the size of all gradients, and of one exchange."""
     state_bytes: int
@@ -55,6 +64,12 @@ class StepCost:
     work_bytes: int
     """What a step takes beyond the state: images, activations, scratch. Peak of the process less that before it."""
     step_seconds: float
+    process_bytes: int
+    """The process itself before its first step: framework, weights, optimizer."""
+    image_bytes: int
+    """Of `work_bytes`, what each image takes that is computed at a time."""
+    base_bytes: int
+    """And the rest, which does not grow with the images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +86,13 @@ def probe(task: ProbeTask) -> StepCost:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "train.probe", str(os.getpid())],
-            env={**os.environ, "PYTHONPATH": python_path(), **SAFE_PATH, "TMPDIR": str(scratch.path)},
+            env={
+                **os.environ,
+                "PYTHONPATH": python_path(),
+                **SAFE_PATH,
+                "TMPDIR": str(scratch.path),
+                **({CUDA_VARIABLE: "-1"} if task.on_cpu else {}),
+            },
             input=to_json(task),
             capture_output=True,
             check=False,
@@ -95,24 +116,41 @@ def measure(task: ProbeTask) -> StepCost:
     backend.start(World(ranks_per_node=task.ranks_per_node), config.seed)
     learner = backend.build(config, task.spec)
     sizes = {part: sum(array.nbytes for array in learner.arrays(part)) for part in StatePart}
-    batch = _made_up(task)
+    model = learner.named_weights().arrays.values()
+    _forget_peak()
     before_bytes = _peak_bytes()
-    seconds = []
-    for _ in range(NUM_STEPS):
-        started = time.perf_counter()
-        learner.apply(learner.gradients(batch, task.local_batch_size, 1.0), None)
-        seconds.append(time.perf_counter() - started)
+    _steps(learner, _made_up(task, 1), NUM_STEPS_OF_ONE_IMAGE)
+    of_one_bytes = _peak_bytes() - before_bytes
+    seconds = _steps(learner, _made_up(task, task.local_batch_size), task.num_steps)
+    work_bytes = max(0, _peak_bytes() - before_bytes - sizes[StatePart.WEIGHTS])
+    num_images = -(-task.local_batch_size // config.num_parts)
+    grown_bytes = _peak_bytes() - before_bytes - of_one_bytes
+    image_bytes = max(math.prod(task.spec.image_shape_HWC) * 4, grown_bytes // max(1, num_images - 1))
     return StepCost(
-        num_weights=sum(array.size for array in learner.arrays(StatePart.WEIGHTS)),
+        num_weights=sum(array.size for array in model),
+        model_bytes=sum(array.nbytes for array in model),
         weights_bytes=sizes[StatePart.WEIGHTS],
         state_bytes=sum(sizes.values()) + sizes[StatePart.WEIGHTS],
-        work_bytes=max(0, _peak_bytes() - before_bytes - sizes[StatePart.WEIGHTS]),
+        work_bytes=work_bytes,
         step_seconds=statistics.median(seconds[1:]),
+        process_bytes=before_bytes,
+        image_bytes=image_bytes,
+        base_bytes=max(0, work_bytes - image_bytes * num_images),
     )
 
 
-def _made_up(task: ProbeTask) -> Batch:
-    rng, num_rows = np.random.default_rng(0), task.local_batch_size
+def _steps(learner: Learner, batch: Batch, num_steps: int) -> list[float]:
+    """-> the seconds of each."""
+    seconds = []
+    for _ in range(num_steps):
+        started = time.perf_counter()
+        learner.apply(learner.gradients(batch, len(batch.weights_N), 1.0), None)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def _made_up(task: ProbeTask, num_rows: int) -> Batch:
+    rng = np.random.default_rng(0)
     images_NHWC = rng.integers(0, 256, (num_rows, *task.spec.image_shape_HWC), dtype=np.uint8)
     spec = task.spec.labels
     shape = (num_rows,) if spec.kind == "float" else (num_rows, spec.num_outputs)
@@ -121,7 +159,15 @@ def _made_up(task: ProbeTask) -> Batch:
 
 
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Not `ru_maxrss`, which a process begins with its parent's."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def _forget_peak() -> None:
+    """From here on the peak is that of what comes; building a model may take more than it leaves."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def main() -> None:
@@ -132,7 +178,7 @@ def main() -> None:
         answer = Answer(cost=measure(task))
     except (Exception, SystemExit) as error:
         # A user's factory may raise anything.
-        answer = Answer(failure=failure_of(error, NO_ECHO))
+        answer = Answer(failure=failure_of(error))
     sys.stdout.buffer.write(b"\n" + ANSWER + to_json(answer) + b"\n")
     sys.stdout.flush()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from pydantic import TypeAdapter
 
@@ -17,11 +18,12 @@ from shardmill.jobs.observer import WARNING, Observer
 from shardmill.jobs.reach import planted
 from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.jobs.run_record import RunRecord
-from shardmill.storage import join_uri
+from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from train.auto import Chosen, resolve
 from train.changes import AS_USUAL, Again, BegunTraining, going_on
+from train.config import TrainConfig
 from train.evaluate import evaluation_section
 from train.freezing import never_unfrozen
 from train.initial import pinned
@@ -29,6 +31,7 @@ from train.initialize import read_initialized
 from train.launching import LAUNCHERS
 from train.launching.restarts import Restart, launch_until_done
 from train.match_weights import Initialized
+from train.memory import Fitted, look_at_memory
 from train.mlflow_log import MlflowLog
 from train.observer import TrainObserver
 from train.preflight import WindowMemory, check_ranks, check_terms, check_trainable, window_memory
@@ -59,6 +62,8 @@ class TrainOutcome:
     """Of this call."""
     mlflow_run_id: str = ""
     """Of the run at `train.mlflow_uri`; empty if there is none."""
+    memory: str = ""
+    """How a step fits into it, for people; empty if that was not looked at."""
 
 
 def train_model(
@@ -87,30 +92,37 @@ def train_model(
     # It must be trainable, in the memory that there is.
     dataset = open_pinned(choice.dataset)
     check_trainable(tree.train, dataset, tree.gate)
-    choice = going_on(models, choice, tree.train, dataset, again)
+    windows = window_memory(tree.train, dataset)
+    memory = look_at_memory(tree.train, dataset, choice, models, tree.spark, partial(_window_bytes, dataset))
+    fitted = memory.fitted(tree.train)
+    choice = going_on(models, choice, fitted.config, dataset, again)
     again.begin(models.uri, choice.training_dir)
-    memory = window_memory(tree.train, dataset)
 
     # The version must not expire meanwhile; the ranks must see the same storage as this process.
     with reading(dataset.store, dataset.pin.version, f"train, in {models.uri},"), planted(models) as nonce:
         # Every shard is present; the ranks verify the bytes of each chunk when they first read it.
         verify_present(dataset)
-        _report_plan(choice, chosen, dataset, memory, observer)
+        _report_plan(choice, chosen, dataset, windows, observer)
+        _report_memory(fitted, observer)
         result, restarts = launch_until_done(
-            lambda config: launcher.launch(choice.task(config, nonce), tree.spark, observer),
+            lambda config: launcher.launch(choice.task(memory.fitted(config).config, nonce), tree.spark, observer),
             tree.train,
             observer,
             check=lambda config: check_ranks(config, dataset),
         )
-    # The ranks reported success over the network. Only the result in the store proves that they wrote to our `models`,
-    # and the next call and the export find the training there.
+    _check_published(models, choice)
+    return TrainOutcome(result, models.uri, chosen, skipped=False, restarts=restarts, memory=fitted.reason)
+
+
+def _check_published(models: Store, choice: TrainingChoice) -> None:
+    """The ranks reported success over the network. Only the result in the store proves that they wrote to our `models`,
+    and the next call and the export find the training there."""
     if read_result(models, choice.training_dir) is None:
         raise IntegrityError(
             f"the ranks finished, and {join_uri(models.uri, choice.training_dir)} holds no result",
             "driver and executors must see the same storage",
             "set models.uri to a place that all machines reach",
         )
-    return TrainOutcome(result, models.uri, chosen, skipped=False, restarts=restarts)
 
 
 def _report_plan(
@@ -124,6 +136,19 @@ def _report_plan(
         observer.event("changed", {"rank": 0, "path": choice.resumes, "changes": "; ".join(choice.changes)})
     if limits := reader_of(chosen.config).limits(chosen.config, dataset):
         observer.event("reader", {"rank": 0, "reader": chosen.config.reader, WARNING: limits})
+
+
+def _window_bytes(dataset: Dataset, config: TrainConfig) -> int:
+    return window_memory(config, dataset).bytes_per_rank
+
+
+def _report_memory(fitted: Fitted, observer: TrainObserver) -> None:
+    """How a step fits into a rank's memory, if that was looked at."""
+    if fitted.fit is None:
+        return
+    parts, precision = fitted.config.accumulation_steps, fitted.config.mixed_precision
+    fields = {"rank": 0, "choice": fitted.fit.choice, "accumulation_steps": parts, "mixed_precision": precision}
+    observer.event("memory", {**fields, WARNING if fitted.fit.choice == "too_large" else "reason": fitted.reason})
 
 
 def train_in_run(
@@ -185,6 +210,7 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
             "train": {
                 "strategy": result.strategy,
                 "strategy_reason": outcome.chosen.reason,
+                "memory": outcome.memory,
                 "launcher": outcome.chosen.config.launcher,
                 "world_size": result.world_size,
                 "devices": [str(each) for each in result.placement],

@@ -1,4 +1,4 @@
-"""What `auto` chooses: a case for every row of the table in docs/training.md, and the rows themselves."""
+"""What `auto` chooses: a case for every row of the tables in docs/training.md, and the rows themselves."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from train.auto import LAUNCHER_RULES, STRATEGY_RULES, Facts, choose, resolve
 from train.config import TrainConfig
+from train.fit import FIT_RULES, MemoryFacts, fit
 from train.launching import LAUNCHERS
 from train.strategies import STRATEGIES
 
@@ -45,6 +46,38 @@ LAUNCHER_CASES = [
     (SERVED, "local"),
     (replace(SERVED, spark_master="yarn"), "spark_barrier"),
 ]
+GIB = 2**30
+# 64 images of 1 GiB each, in 20 GiB of which 4 are taken.
+SHORT = MemoryFacts("one T4", 20 * GIB, fixed_bytes=4 * GIB, image_bytes=GIB, num_images=64)
+FIT_CASES = [
+    # Facts, choice, parts, and what must be among the words.
+    (replace(SHORT, device_bytes=68 * GIB), "at_once", 1, "they fit"),
+    (replace(SHORT, num_images=16), "at_once", 1, "16 images at once need 20.0 GiB (4.0 GiB whatever the batch, 1.0"),
+    (SHORT, "parts", 4, "train.accumulation_steps = 4, 16 images at a time need 20.0 GiB"),
+    (replace(SHORT, may_change_precision=True), "parts", 4, "one T4 has 20.0 GiB"),
+    # 24 images have no fourth or fifth part: 6 parts of 4 where 5 images would fit.
+    (replace(SHORT, device_bytes=9 * GIB, num_images=24), "parts", 6, "4 images at a time need 8.0 GiB"),
+    (replace(SHORT, device_bytes=9 * GIB, num_images=24, max_parts=5), "too_large", 4, "6 images at a time still need"),
+    (
+        replace(SHORT, image_bytes=20 * GIB, may_change_precision=True),
+        "bfloat16",
+        64,
+        "1 images at a time with train.mi",
+    ),
+    (replace(SHORT, max_parts=2, may_change_precision=True), "bfloat16", 2, "halve what an image needs, need 20.0 GiB"),
+    (
+        replace(SHORT, max_parts=2),
+        "too_large",
+        2,
+        "set train.mixed_precision = 'auto' (bfloat16 then, which is another",
+    ),
+    (replace(SHORT, max_parts=1), "too_large", 1, "need 68.0 GiB: a lower train.global_batch_size (another training)"),
+    (replace(SHORT, image_bytes=40 * GIB, may_change_precision=True), "too_large", 64, "smaller images or a smaller"),
+    (replace(SHORT, fixed_bytes=21 * GIB), "too_large", 64, "smaller images or a smaller model"),
+    # The precision was changed by an earlier attempt.
+    (replace(SHORT, is_halved=True, num_images=32), "at_once", 1, "1.0 GiB an image in float32"),
+    (replace(SHORT, is_halved=True), "parts", 2, "32 images at a time need 20.0 GiB"),
+]
 
 
 @pytest.mark.parametrize(("facts", "strategy"), STRATEGY_CASES)
@@ -62,11 +95,18 @@ def test_every_row_is_reached_by_a_case_and_stands_in_the_docs():
     documented = Path(__file__, "../../../docs/training.md").resolve().read_text()
     table = documented.partition("## What `auto` chooses")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert rows == [rule.choice for rule in (*STRATEGY_RULES, *LAUNCHER_RULES)]
-    reached = {name for _, name in (*STRATEGY_CASES, *LAUNCHER_CASES)}
+    assert rows == [rule.choice for rule in (*STRATEGY_RULES, *LAUNCHER_RULES, *FIT_RULES)]
+    reached = {name for _, name in (*STRATEGY_CASES, *LAUNCHER_CASES)} | {case[1] for case in FIT_CASES}
     assert reached == set(rows)
     never = re.search(r"(.*) are never chosen", table)
     assert never is not None and set(re.findall(r"`(\w+)`", never[1])) == ALL - reached
+
+
+@pytest.mark.parametrize(("facts", "choice", "num_parts", "words"), FIT_CASES)
+def test_memory(facts: MemoryFacts, choice: str, num_parts: int, words: str):
+    found = fit(facts)
+    assert (found.choice, found.num_parts, found.to_bfloat16) == (choice, num_parts, choice == "bfloat16")
+    assert words in found.reason
 
 
 def test_a_strategy_with_servers_gets_a_launcher_of_processes():

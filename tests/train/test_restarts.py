@@ -18,7 +18,6 @@ from train.launching.faults import FaultKind, RankFault, RankLost, error_of_all,
 from train.launching.restarts import launch_until_done
 from train.preflight import check_terms
 from train.strategies import STRATEGIES
-from train.strategies.strategy import NO_ECHO
 
 GELU = "tests.train.torch_models:smooth"
 # More than 60 steps. Smoothed labels keep the loss from 0, where a relative bound means nothing.
@@ -142,7 +141,7 @@ def test_what_a_restart_cannot_cure_is_raised_at_once():
         (FaultKind.STALLED, {}, True),
         (FaultKind.ABSENT, {}, False),
         (FaultKind.LAUNCHER, {}, False),
-        (FaultKind.FAILED, {"failure": failure_of(ValueError("x"), NO_ECHO)}, False),
+        (FaultKind.FAILED, {"failure": failure_of(ValueError("x"))}, False),
     ],
 )
 def test_only_ranks_that_something_outside_took_away_are_lost(kind, more, is_lost):

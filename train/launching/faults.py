@@ -87,8 +87,12 @@ class RankLost(TrainingError):
     """What the rank that was the cause had done."""
 
 
-def failure_of(error: BaseException, echo: re.Pattern[str]) -> Failure:
-    """What a rank sends to its driver when its function raises. `echo`: that of the strategy."""
+# Matches nothing.
+_NEVER = re.compile(r"(?!)")
+
+
+def failure_of(error: BaseException, echo: re.Pattern[str] = _NEVER) -> Failure:
+    """What a rank sends to its driver when its function raises. `echo`: that of the strategy, if it has peers."""
     text = "".join(traceback.format_exception(error))
     tail = "\n".join(text.rstrip().splitlines()[-NUM_TRACEBACK_LINES:])
     if isinstance(error, ShardmillError):

@@ -17,7 +17,6 @@ from train.launching.faults import FaultKind, RankFault, error_of, failure_of
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER, load_worker
 from train.observer import StepAssembler, TrainObserver
-from train.strategies.strategy import NO_ECHO
 from train.task import WorkerTask
 from train.values import StepReport, TrainResult
 from train.world import World
@@ -75,7 +74,7 @@ def launch_inline(
         # Models and factories are the user's: anything may come, and all of it means that the rank failed; their
         # sys.exit(0), too, which would else end the whole command as a success.
         fault = RankFault(
-            FaultKind.FAILED, 0, "this process", 0.0, last_step=reporter.last_step, failure=failure_of(error, NO_ECHO)
+            FaultKind.FAILED, 0, "this process", 0.0, last_step=reporter.last_step, failure=failure_of(error)
         )
         raise error_of(fault) from error
 

@@ -18,7 +18,6 @@ from train.launching.devices import device_environment
 from train.launching.faults import failure_of
 from train.launching.place import Place
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, RankExit, call_driver
-from train.strategies.strategy import NO_ECHO
 from train.task import WorkerTask
 from train.values import from_json
 
@@ -103,7 +102,7 @@ def keep_rank(place: Place, environment: dict[str, str], assigned: Sequence[str]
         own = place.environment() | device_environment(place, from_json(WorkerTask, welcome.task_json).config, assigned)
     except ShardmillError as error:
         # What is known of this host only here ends the job as the same error of a rank would.
-        connection.send(failure_of(error, NO_ECHO))
+        connection.send(failure_of(error))
         _wait_for_abort(connection)
         return EXIT_NOT_STARTED
     process = RankProcess(environment | own)

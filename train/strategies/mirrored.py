@@ -127,7 +127,7 @@ def check_mirrored(config: TrainConfig) -> None:
 
 def check_rows(config: TrainConfig, num_devices: int) -> None:
     """Raises UsageError for more devices than a batch, or one of its accumulated parts, has rows."""
-    num_rows = config.global_batch_size // config.accumulation_steps
+    num_rows = config.global_batch_size // config.num_parts
     if num_devices > num_rows:
         given = f"train.local_devices = {config.local_devices}"
         raise UsageError(

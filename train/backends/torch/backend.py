@@ -93,7 +93,7 @@ class TorchLearner:
         torch = import_torch()
         self.classifier.train()
         self._optimizer.zero_grad(set_to_none=True)
-        parts = list(parts_of(batch, self._config.accumulation_steps))
+        parts = list(parts_of(batch, self._config.num_parts))
         figures = torch.zeros(2, device=device())
         for part in parts:
             waits = part is not parts[-1] and isinstance(module, torch.nn.parallel.DistributedDataParallel)

@@ -1,0 +1,148 @@
+"""A training that looks at its memory before its first step, acts on what it finds, and keeps to it."""
+
+# pyright: reportArgumentType=false
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardmill.dataset.open import open_dataset
+from shardmill.errors import TrainingError
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.observer import WARNING
+from shardmill.sealed import seal
+from shardmill.stores import open_store
+from tests.train import torch_models
+from tests.train.test_job import Recorder, tree_of
+from train.auto import resolve
+from train.config import TrainConfig
+from train.memory import MEMORY, MemoryRecord, _free_bytes, images_at_once, look_at_memory, most_parts
+from train.training import train_model, train_record
+from train.trainings import TrainingChoice, choose_training
+
+ROOMY = {"model": "tests.train.torch_models:roomy", "global_batch_size": 96, "num_streams": 8, "epochs": 1}
+LINEAR = "tests.train.torch_models:linear"
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def choice_of(tiny_uri):
+    """choice_of(models, tree) -> config without `auto`, dataset, what the driver chooses to do, the models' store."""
+
+    def choose(models, tree):
+        config, dataset, store = (
+            resolve(tree.train, SparkConfig()).config,
+            open_dataset(tiny_uri),
+            open_store(str(models)),
+        )
+        return config, dataset, choose_training(store, config, dataset.pin), store
+
+    return choose
+
+
+def no_windows(config: TrainConfig) -> int:
+    return 0
+
+
+def keep(choice: TrainingChoice, models: Path, record: MemoryRecord) -> None:
+    (models / choice.training_dir).mkdir(parents=True)
+    (models / choice.training_dir / MEMORY).write_bytes(seal(record.model_dump_json().encode()))
+
+
+def test_a_training_short_of_memory_takes_parts_and_goes_on_with_them(tiny_uri, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_models.Roomy, "most_images", 0)
+    first = Recorder(fail_after_steps=1)
+    with pytest.raises(TrainingError, match="stopped here"):
+        train_model(tree_of(tiny_uri, tmp_path, **ROOMY, memory_budget_bytes=3 * GIB // 2), first)
+    found = first.fields["memory"]
+    parts = found["accumulation_steps"]
+    assert (found["choice"], found["mixed_precision"]) == ("parts", "off") and parts > 1 and 96 % parts == 0
+    assert torch_models.Roomy.most_images == 96 // parts
+    assert "train.memory_budget_bytes has 1.5 GiB" in found["reason"]
+
+    # Now memory is ample, and the training stays what it is.
+    second = Recorder()
+    outcome = train_model(tree_of(tiny_uri, tmp_path, **ROOMY, memory_budget_bytes=900 * GIB), second)
+    assert second.fields["memory"] == found and torch_models.Roomy.most_images == 96 // parts
+    assert train_record(outcome).sections["train"]["memory"] == found["reason"]
+
+
+def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_path, choice_of):
+    # All that is left to choose is the precision: 96 images at once, or in half of the memory.
+    short = {**ROOMY, "memory_budget_bytes": 7 * GIB // 4, "accumulation_steps": 1, "mixed_precision": "auto"}
+    config, dataset, choice, store = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, **short))
+    memory = look_at_memory(config, dataset, choice, store, SparkConfig(), no_windows)
+    fitted = memory.fitted(config)
+    assert (fitted.config.mixed_precision, fitted.config.accumulation_steps) == ("bfloat16", 1), fitted.reason
+    assert memory.record is not None and "in float32" in fitted.reason
+    ample = config.model_copy(update={"memory_budget_bytes": 900 * GIB})
+    assert look_at_memory(ample, dataset, choice, store, SparkConfig(), no_windows) == memory
+
+    # With other parts left to choose, and another number of ranks, from the same measurement.
+    free = config.model_copy(update={"accumulation_steps": 0, "num_workers": 2, "strategy": "torch_ddp"})
+    assert memory.fitted(free).config.accumulation_steps == 1
+    # Of 48 images on a rank 24 fit, which need as much as 12 in float32.
+    record = memory.record
+    shorter_bytes = record.fixed_bytes + config.prefetch_bytes + 14 * record.image_bytes
+    shorter = replace(memory, record=record.model_copy(update={"rank_bytes": shorter_bytes}))
+    assert shorter.fitted(free).config.accumulation_steps == 2
+
+    # As any training goes on with what lies in its folder; of a smaller model, which is quick.
+    tree = tree_of(tiny_uri, tmp_path, model=LINEAR, mixed_precision="auto")
+    keep(choice_of(tmp_path, tree)[2], tmp_path, record)
+    recorder = Recorder()
+    outcome = train_model(tree, recorder)
+    assert recorder.fields["memory"]["mixed_precision"] == "bfloat16"
+    marker = json.loads((tmp_path / outcome.result.last_checkpoint / "MARKER.json").read_text())["body"]
+    assert marker["identity"]["settings"]["mixed_precision"] == '"bfloat16"'
+    assert train_model(tree, Recorder()).skipped
+
+    # What fits nowhere is tried all the same.
+    tree = tree_of(tiny_uri, tmp_path, model=LINEAR, epochs=1)
+    keep(choice_of(tmp_path, tree)[2], tmp_path, record.model_copy(update={"rank_bytes": 1}))
+    recorder = Recorder()
+    train_model(tree, recorder)
+    assert recorder.fields["memory"]["accumulation_steps"] == 24
+    assert "1 images at a time still need" in recorder.fields["memory"][WARNING]
+
+
+def test_what_is_ample_is_not_measured(tiny_uri, tmp_path, choice_of):
+    config, dataset, choice, store = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, model=LINEAR))
+    memory = look_at_memory(config, dataset, choice, store, SparkConfig(), no_windows)
+    fitted = memory.fitted(config)
+    assert (memory.record, fitted.fit, fitted.config.accumulation_steps) == (None, None, 1)
+
+
+def test_images_and_parts_follow_from_the_config():
+    three = TrainConfig(global_batch_size=64, num_streams=8, num_workers=3, strategy="torch_ddp")
+    # Streams are shared 3, 3, 2, each with 8 images.
+    assert (images_at_once(three), most_parts(three)) == (24, 16)
+    local = three.model_copy(update={"strategy": "local_sgd", "local_steps": 4})
+    assert (images_at_once(local), most_parts(local)) == (6, 4)
+    mirrored = TrainConfig(global_batch_size=64, strategy="mirrored", local_devices=4)
+    assert (images_at_once(mirrored), most_parts(mirrored)) == (64, 16)
+    assert (images_at_once(mirrored, 4), most_parts(mirrored, 4)) == (16, 16)
+    assert most_parts(three.model_copy(update={"sync_batch_norm": True})) == 1
+    served = TrainConfig(global_batch_size=64, strategy="parameter_server", num_workers=2)
+    assert (images_at_once(served), most_parts(served)) == (64, 1)
+
+
+def test_a_container_has_what_its_group_still_may_use(tmp_path):
+    assert _free_bytes(tmp_path) == 0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  8000 kB\n")
+    assert _free_bytes(tmp_path) == 8000 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    for name, text in {
+        "memory.max": "5000\n",
+        "memory.current": "3000\n",
+        "memory.stat": "file 9\ninactive_file 70\n",
+    }.items():
+        (group / name).write_text(text)
+    assert _free_bytes(tmp_path) == 2070
+    (group / "memory.max").write_text("max\n")
+    assert _free_bytes(tmp_path) == 8000 * 1024

@@ -1,0 +1,122 @@
+"""How a step fits into the memory of a rank: fewer images at a time, then sixteen bits where that is allowed; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+HALF = 0.5
+"""What an image's activations take in bfloat16, of what they take in float32; an assumption, not a measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """All that the rules look at; bytes."""
+
+    device: str
+    """Whose memory it is, in words."""
+    device_bytes: int
+    """What a rank may use."""
+    fixed_bytes: int
+    """What it needs whatever the batch: the framework, weights, gradients, optimizer, buffers."""
+    image_bytes: int
+    """What each image of a step needs more, while it is computed."""
+    num_images: int
+    """Of a step on a rank, were it computed at once."""
+    max_parts: int = 2**31
+    may_change_precision: bool = False
+    is_halved: bool = False
+    """The precision was changed before: an image needs `HALF` of `image_bytes`."""
+
+    def images_at_a_time(self, num_parts: int) -> int:
+        return -(-self.num_images // num_parts)
+
+    def needed_bytes(self, num_parts: int, *, halved: bool = False) -> int:
+        share = HALF if halved or self.is_halved else 1
+        return self.fixed_bytes + int(self.images_at_a_time(num_parts) * self.image_bytes * share)
+
+    def fitting_parts(self, *, halved: bool = False) -> int | None:
+        """The smallest divisor of the images that fits; None if none does."""
+        fitting = (each for each in self._parts() if self.needed_bytes(each, halved=halved) <= self.device_bytes)
+        return next(fitting, None)
+
+    def most_parts(self) -> int:
+        return max(self._parts())
+
+    def _parts(self) -> Iterator[int]:
+        most = min(self.num_images, self.max_parts)
+        return (number for number in range(1, max(1, most) + 1) if self.num_images % number == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a rule chose."""
+
+    choice: str
+    num_parts: int
+    """For `train.accumulation_steps`."""
+    to_bfloat16: bool
+    """Whether `train.mixed_precision` becomes bfloat16."""
+    reason: str
+    """With the numbers, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class FitRule:
+    """One row of the table in docs/training.md; the first row that applies counts."""
+
+    choice: str
+    applies: Callable[[MemoryFacts], bool]
+
+
+FIT_RULES = (
+    FitRule("at_once", lambda facts: facts.fitting_parts() == 1),
+    FitRule("parts", lambda facts: facts.fitting_parts() is not None),
+    FitRule("bfloat16", lambda facts: facts.may_change_precision and facts.fitting_parts(halved=True) is not None),
+    FitRule("too_large", lambda facts: True),
+)
+
+
+def fit(facts: MemoryFacts) -> Fit:
+    """The first row that applies, and why."""
+    choice = next(rule.choice for rule in FIT_RULES if rule.applies(facts))
+    halved = choice == "bfloat16"
+    num_parts = facts.fitting_parts(halved=halved) or facts.most_parts()
+    return Fit(choice, num_parts, halved, f"{_needs(facts)}: {_done(facts, choice, num_parts)}")
+
+
+def size_of(num_bytes: float) -> str:
+    """In the unit that suits people."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:,.1f} {unit}"
+    return f"{num_bytes / 2**10:,.1f} KiB"
+
+
+def _needs(facts: MemoryFacts) -> str:
+    return (
+        f"{facts.num_images} images at once need {size_of(facts.needed_bytes(1))} ({size_of(facts.fixed_bytes)} "
+        f"whatever the batch, {size_of(facts.image_bytes)} an image{' in float32' if facts.is_halved else ''}), "
+        f"and {facts.device} has {size_of(facts.device_bytes)}"
+    )
+
+
+def _done(facts: MemoryFacts, choice: str, num_parts: int) -> str:
+    in_parts = f"train.accumulation_steps = {num_parts}, {facts.images_at_a_time(num_parts)} images at a time"
+    match choice:
+        case "at_once":
+            return "they fit"
+        case "parts":
+            return f"{in_parts} need {size_of(facts.needed_bytes(num_parts))}"
+        case "bfloat16":
+            return (
+                f"smaller parts alone do not fit; {in_parts} with train.mixed_precision = 'bfloat16', which is taken "
+                f"to halve what an image needs, need {size_of(facts.needed_bytes(num_parts, halved=True))}"
+            )
+    least = size_of(facts.needed_bytes(num_parts))
+    way_out = "smaller images or a smaller model"
+    if facts.max_parts < facts.num_images:
+        way_out = f"a lower train.global_batch_size (another training), or {way_out}"
+    if not facts.may_change_precision and not facts.is_halved and facts.fitting_parts(halved=True):
+        way_out = f"set train.mixed_precision = 'auto' (bfloat16 then, which is another training); or {way_out}"
+    return f"{in_parts} still need {least}: {way_out}"

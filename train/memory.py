@@ -1,0 +1,292 @@
+"""The memory of a training's ranks: looked at once, before the first step, and kept in its folder for every resume."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from shardmill.errors import IntegrityError
+from shardmill.sealed import seal, unseal
+from shardmill.section import Section
+from shardmill.storage import Store, join_uri
+from train.backends.backend import model_spec
+from train.checkpoint import complete_checkpoints
+from train.config import TrainConfig
+from train.fit import Fit, MemoryFacts, fit
+from train.launching import LAUNCHERS
+from train.launching.devices import gpus_here
+from train.probe import ProbeTask, StepCost, probe
+from train.strategies import STRATEGIES, roles_of, shares_streams
+
+if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset
+    from shardmill.jobs.config import SparkConfig
+    from train.trainings import TrainingChoice
+
+MEMORY = "memory.json"
+"""The `MemoryRecord` of a training, in its folder; one that was not measured has none."""
+AMPLE = 1000
+"""Times the pixels of a step, as float32. ResNets, DenseNets and small convolutions take 20 to 600 times as much."""
+# Of the measurement: what more images need follows from what one and these need.
+NUM_PROBED_IMAGES = 8
+NUM_PROBED_STEPS = 2
+# What the framework itself keeps on a GPU.
+GPU_FRAMEWORK_BYTES = 2**30
+
+
+WindowBytes = Callable[[TrainConfig], int]
+"""What the shuffle windows of one rank hold at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What may be used of a memory."""
+
+    device: str
+    """Whose it is, in words."""
+    rank_bytes: int
+    """By each rank; 0: an equal part of `host_bytes`."""
+    host_bytes: int = 0
+    """By all ranks of the host."""
+    on_gpu: bool = False
+
+
+class MemoryRecord(Section):
+    """What was found before a training's first step. A resume decides by these numbers, not by those of its own day."""
+
+    device: str
+    rank_bytes: int
+    host_bytes: int
+    """As in `Limit`."""
+    on_gpu: bool
+    fixed_bytes: int
+    """What a rank needs whatever the batch, without its windows."""
+    image_bytes: int
+    """Per image that is computed at a time, in the precision that the config asked for."""
+    to_bfloat16: bool
+    """`train.mixed_precision` was `auto`, and became bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A config in which parts and precision are chosen."""
+
+    config: TrainConfig
+    fit: Fit | None
+    """None if there was nothing to choose, or nothing was measured."""
+
+    @property
+    def reason(self) -> str:
+        return f"memory: {self.fit.reason}" if self.fit else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What is known of the memory of a training; for every world size that it may go on with."""
+
+    record: MemoryRecord | None
+    """None if it was not measured."""
+    spark: SparkConfig
+    window_bytes: WindowBytes
+
+    def fitted(self, config: TrainConfig) -> Fitted:
+        """`config` with the parts that so many ranks need."""
+        if self.record is None:
+            return Fitted(decided(config, 1, to_bfloat16=False), None)
+        facts = facts_of(self.record, config, self.window_bytes(config), self.spark)
+        # What was decided first stays: the precision decides the numbers.
+        found = fit(replace(facts, may_change_precision=False))
+        return Fitted(decided(config, found.num_parts, to_bfloat16=self.record.to_bfloat16), found)
+
+
+def look_at_memory(
+    config: TrainConfig,
+    dataset: Dataset,
+    choice: TrainingChoice,
+    store: Store,
+    spark: SparkConfig,
+    window_bytes: WindowBytes,
+) -> Memory:
+    """What an earlier attempt has found, else what a rank of this training needs and has, measured in seconds.
+
+    Nothing is measured if nothing is left to choose, memory is ample or not known, or the training has steps already.
+    Raises what building the model raises.
+    """
+    record = _read(store, choice) or _looked(config, dataset, choice, store, spark, window_bytes)
+    return Memory(record, spark, window_bytes)
+
+
+def _looked(
+    config: TrainConfig,
+    dataset: Dataset,
+    choice: TrainingChoice,
+    store: Store,
+    spark: SparkConfig,
+    window_bytes: WindowBytes,
+) -> MemoryRecord | None:
+    is_asked = config.accumulation_steps == 0 or config.mixed_precision == "auto"
+    limit = limit_of(config, spark) if is_asked and not config.silos else None
+    if limit is None or (not config.memory_budget_bytes and _is_ample(limit, config, dataset, spark)):
+        return None
+    # What was begun without looking goes on so: in parts the numbers would differ by rounding.
+    if choice.continues or next(complete_checkpoints(store, choice.training_dir), None) is not None:
+        return None
+    record = _measured(limit, config, dataset, spark, window_bytes(config))
+    path = f"{choice.training_dir}/{MEMORY}"
+    if not store.put_if_absent(path, seal(record.model_dump_json().encode())):
+        return _read(store, choice)
+    return record
+
+
+def limit_of(config: TrainConfig, spark: SparkConfig) -> Limit | None:
+    """What ranks may use: as set, else of this machine; None if they run elsewhere, or it does not say."""
+    gpus = gpus_here(config, config.backend)
+    if config.memory_budget_bytes:
+        return Limit("train.memory_budget_bytes", config.memory_budget_bytes, on_gpu=bool(gpus))
+    if not _ranks_here(config, spark):
+        return None
+    if gpus:
+        num_bytes = _gpu_bytes()
+        return Limit("a GPU here", num_bytes, on_gpu=True) if num_bytes else None
+    num_bytes = _free_bytes(Path("/"))
+    return Limit("a rank's part of the memory that is free here", 0, num_bytes) if num_bytes else None
+
+
+def images_at_once(config: TrainConfig, num_gpus: int = 0) -> int:
+    """Of a step on the rank with most streams, or one of its `num_gpus`, were it not computed in parts."""
+    num_shares = config.num_workers if shares_streams(config) else 1
+    most_streams = max(len(config.streams_of(share, num_shares)) for share in range(num_shares))
+    per_stream = config.global_batch_size // config.num_streams
+    of_update = -(-most_streams * per_stream // config.local_steps)
+    return -(-of_update // max(1, num_gpus))
+
+
+def most_parts(config: TrainConfig, num_gpus: int = 0) -> int:
+    """In how many parts a step can be computed on every rank, with an image for each of its devices."""
+    if not shares_streams(config) or config.sync_batch_norm:
+        return 1
+    fewest_streams = min(len(config.streams_of(rank, config.num_workers)) for rank in range(config.num_workers))
+    num_images = fewest_streams * (config.global_batch_size // config.num_streams) // config.local_steps
+    return max(1, num_images // max(1, num_gpus, config.local_devices if config.strategy == "mirrored" else 1))
+
+
+def _measured(
+    limit: Limit, config: TrainConfig, dataset: Dataset, spark: SparkConfig, window_bytes: int
+) -> MemoryRecord:
+    task = ProbeTask(
+        # At once, whatever was set: the images are few. And alone.
+        decided(config, 1, to_bfloat16=False).model_copy(update={"accumulation_steps": 1, "sync_batch_norm": False}),
+        model_spec(dataset.manifest, config),
+        min(NUM_PROBED_IMAGES, images_at_once(config)),
+        max(1, _ranks_here(config, spark)),
+        NUM_PROBED_STEPS,
+        on_cpu=True,
+    )
+    record = record_of(limit, probe(task))
+    found = fit(facts_of(record, config, window_bytes, spark))
+    return record.model_copy(update={"to_bfloat16": found.to_bfloat16})
+
+
+def record_of(limit: Limit, cost: StepCost) -> MemoryRecord:
+    """What was measured against what there is; the precision as it is."""
+    in_process = cost.process_bytes + cost.weights_bytes + cost.base_bytes + cost.state_bytes
+    return MemoryRecord(
+        device=limit.device,
+        rank_bytes=limit.rank_bytes,
+        host_bytes=limit.host_bytes,
+        on_gpu=limit.on_gpu,
+        # In a host the process before its first step, gradients, and a copy of the state for a checkpoint.
+        fixed_bytes=GPU_FRAMEWORK_BYTES + cost.state_bytes + cost.base_bytes if limit.on_gpu else in_process,
+        image_bytes=cost.image_bytes,
+        to_bfloat16=False,
+    )
+
+
+def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark: SparkConfig) -> MemoryFacts:
+    """What the rules look at, for so many ranks."""
+    in_host = 0 if record.on_gpu else window_bytes + config.prefetch_bytes
+    is_spread = record.on_gpu and STRATEGIES[config.strategy].devices_per_rank == "all"
+    num_gpus = len(gpus_here(config, config.backend)) if is_spread else 0
+    num_images, parts = images_at_once(config, num_gpus), most_parts(config, num_gpus)
+    if config.accumulation_steps:
+        # Set: only the precision is left to choose.
+        num_images, parts = -(-num_images // config.accumulation_steps), 1
+    return MemoryFacts(
+        device=record.device,
+        device_bytes=record.rank_bytes or record.host_bytes // max(1, _ranks_here(config, spark)),
+        fixed_bytes=record.fixed_bytes + in_host,
+        image_bytes=record.image_bytes,
+        num_images=num_images,
+        max_parts=parts,
+        may_change_precision=config.mixed_precision == "auto",
+        is_halved=record.to_bfloat16,
+    )
+
+
+def decided(config: TrainConfig, num_parts: int, *, to_bfloat16: bool) -> TrainConfig:
+    """`config` with these parts, unless others are set, and without a precision `auto`."""
+    precision = config.mixed_precision
+    if precision == "auto":
+        precision = "bfloat16" if to_bfloat16 else "off"
+    parts = config.accumulation_steps or num_parts
+    return config.model_copy(update={"accumulation_steps": parts, "mixed_precision": precision})
+
+
+def _is_ample(limit: Limit, config: TrainConfig, dataset: Dataset, spark: SparkConfig) -> bool:
+    height, width, channels = dataset.manifest.normalize.image_shape_HWC
+    rank_bytes = limit.rank_bytes or limit.host_bytes // max(1, _ranks_here(config, spark))
+    return AMPLE * 4 * height * width * channels * images_at_once(config) <= rank_bytes
+
+
+def _ranks_here(config: TrainConfig, spark: SparkConfig) -> int:
+    return LAUNCHERS[config.launcher].ranks_here(len(roles_of(config)), spark)
+
+
+def _read(store: Store, choice: TrainingChoice) -> MemoryRecord | None:
+    """Of this training, or of the one that it goes on with."""
+    folders = [choice.training_dir, choice.continues.training_dir if choice.continues else ""]
+    for folder in filter(None, folders):
+        path = f"{folder}/{MEMORY}"
+        where = join_uri(store.uri, path)
+        fix = "delete it: memory is then looked at anew, and the numbers may differ by rounding"
+        try:
+            return MemoryRecord.model_validate_json(unseal(store.read(path), where, fix=fix))
+        except FileNotFoundError:
+            continue
+        except ValidationError:
+            raise IntegrityError(f"{where} has another layout", "expected what this version writes", fix) from None
+    return None
+
+
+def _free_bytes(root: Path) -> int:
+    """What the host could give to processes, or what this container is still allowed, if that is less; 0: not told."""
+    found = [1024 * int(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    group = root / "sys/fs/cgroup"
+    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
+    if limit and limit[0].isdigit() and used:
+        # Pages of files are given back when memory is needed.
+        files = sum(int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith("inactive_file "))
+        found.append(max(0, int(limit[0]) - int(used[0]) + files))
+    return min(found, default=0)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _gpu_bytes() -> int:
+    """Of the smallest GPU here, as NVIDIA's driver says; 0 if it does not."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return min((int(line) * 2**20 for line in told.split() if line.isdigit()), default=0)
