@@ -25,6 +25,9 @@ STALE_SECONDS = 60.0
 # (shardmill/user_module.py finds a user's module on purpose).
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
+# Who started several processes as one job asks each of them to end, and maybe their group too.
+ONE_REQUEST_SECONDS = 2.0
+
 _received: list[BaseException] = []
 
 
@@ -44,8 +47,37 @@ class StopRequest:
     patience_seconds: float
     is_made: bool = False
 
+    def make(self) -> None:
+        """From here on the work has `patience_seconds`."""
+        self.is_made = True
+        # A timer of the kernel, and no thread: a handler must not wait for a lock that the interrupted code may hold.
+        signal.setitimer(signal.ITIMER_REAL, self.patience_seconds)
+
 
 _stop_requests: list[StopRequest] = []
+
+
+@dataclass(slots=True)
+class _Signals:
+    """SIGTERMs to one process of a job that something else has started."""
+
+    merged_seconds: float = 0.0
+    """After the first one, others are the same; 0: each stands for itself."""
+    first_seconds: float | None = None
+
+    def adds_nothing(self) -> bool:
+        """Note one. -> whether it only repeats what has been asked for."""
+        now = time.monotonic()
+        if not self.merged_seconds:
+            return False
+        if self.first_seconds is None:
+            self.first_seconds = now
+            # Then another process of the job has passed its own on before ours came.
+            return bool(_stop_requests) and _stop_requests[-1].is_made
+        return now - self.first_seconds < self.merged_seconds
+
+
+_signals = _Signals()
 
 
 @contextmanager
@@ -66,17 +98,38 @@ def stopping_in_order(patience_seconds: float) -> Iterator[StopRequest]:
         raise Terminated("terminated by SIGTERM; what was under way has been finished")
 
 
+@contextmanager
+def one_of_a_job() -> Iterator[None]:
+    """Inside, SIGTERMs that come within ONE_REQUEST_SECONDS are one request; others come by `request_stop`."""
+    _signals.merged_seconds = ONE_REQUEST_SECONDS
+    try:
+        yield
+    finally:
+        _signals.merged_seconds = 0.0
+
+
+def request_stop() -> None:
+    """Another process of the job was asked to end: as SIGTERM here, unless this one was asked already. Any thread."""
+    if _received:
+        return
+    if not _stop_requests:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+    _received.append(Terminated())
+    _stop_requests[-1].make()
+
+
 def raise_on_signals() -> None:
     """Let SIGTERM unwind the stack as Ctrl-C does, so that nothing is left half-done; `why_ended` knows of both."""
 
     def terminate(signal_number: int, frame: FrameType | None) -> None:
         _received.append(Terminated())
         request = _stop_requests[-1] if _stop_requests else None
+        if signal_number == signal.SIGTERM and _signals.adds_nothing():
+            return
         if request is None or request.is_made:
             raise _received[0]
-        request.is_made = True
-        # A timer of the kernel, and no thread: a handler must not wait for a lock that the interrupted code may hold.
-        signal.setitimer(signal.ITIMER_REAL, request.patience_seconds)
+        request.make()
 
     def interrupt(signal_number: int, frame: FrameType | None) -> None:
         _received.append(KeyboardInterrupt())
@@ -84,6 +137,7 @@ def raise_on_signals() -> None:
 
     if threading.current_thread() is threading.main_thread():
         _received.clear()
+        _signals.first_seconds = None
         signal.signal(signal.SIGTERM, terminate)
         signal.signal(signal.SIGALRM, terminate)
         # A process that was started with Ctrl-C ignored (in the background, by nohup) goes on ignoring it.

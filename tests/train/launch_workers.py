@@ -9,6 +9,7 @@ import time
 from typing import NoReturn
 
 from shardmill.errors import IntegrityError
+from shardmill.jobs.process import Terminated
 from shardmill.values import Cursor
 from train.task import WorkerTask
 from train.values import ModelIdentity, Reporter, StepReport, TimeShares, TrainResult
@@ -136,6 +137,22 @@ def sleeps(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     _one_step(world, reporter)
     time.sleep(600)
     raise AssertionError
+
+
+def stops_in_order(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """When it may begin no other step, the way to its end takes a moment, as a checkpoint does."""
+    _one_step(world, reporter)
+    while world.may_begin(1):
+        time.sleep(0.02)
+    time.sleep(1.0)
+    raise Terminated("stopped in order")
+
+
+def fails_when_stopped(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    _one_step(world, reporter)
+    while world.may_begin(1):
+        time.sleep(0.02)
+    raise ValueError("no room for the checkpoint")
 
 
 def is_slow(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

@@ -17,6 +17,7 @@ import pytest
 from pipeline.preflight import check_one_process
 from pipeline.tree import PipelineTree
 from shardmill.errors import UsageError
+from tests.processes import children_of_all_threads
 from tests.train.driver_process import MARK, PIN, ROOT, WORKERS, Driver, free_port
 from train.config import TrainConfig
 from train.launching.attach import JOB_TOKEN_VARIABLE, attached
@@ -149,14 +150,14 @@ def test_only_processes_that_know_the_token_wait_at_the_gate(monkeypatch):
 class Job:
     """Processes as SLURM's `srun -n` starts them, each of which runs tests/train/launch_driver.py."""
 
-    def __init__(self, num_processes: int, worker: str, models: Path) -> None:
+    def __init__(self, num_processes: int, worker: str, models: Path, stop_timeout_seconds: float) -> None:
         train = {
             "launcher": "attach",
             "num_workers": num_processes,
             "strategy": "torch_ddp",
             "attach_port": free_port(),
             "start_timeout_seconds": 30,
-            "stop_timeout_seconds": 1,
+            "stop_timeout_seconds": stop_timeout_seconds,
         }
         dataset = {"uri": PIN.uri, "version": PIN.version, "manifest_sha256": PIN.manifest_sha256}
         given = {"train": train, "dataset": dataset, "models_uri": str(models), "master": "", "worker": worker}
@@ -196,8 +197,8 @@ class Job:
 def start(tmp_path):
     jobs = []
 
-    def start(num_processes: int, worker: str) -> Job:
-        jobs.append(Job(num_processes, f"{WORKERS}:{worker}", tmp_path / "models"))
+    def start(num_processes: int, worker: str, stop_timeout_seconds: float = 1) -> Job:
+        jobs.append(Job(num_processes, f"{WORKERS}:{worker}", tmp_path / "models", stop_timeout_seconds))
         return jobs[-1]
 
     yield start
@@ -231,6 +232,31 @@ def test_a_signal_to_any_process_ends_the_job_as_a_signal_to_rank_0_does(start):
     [(code, line)] = job.ends()
     assert code == 143 and "ERROR 143: terminated by SIGTERM" in line
     job.driver.assert_nothing_left()
+
+
+def test_a_signal_to_all_processes_at_once_is_one_request(start):
+    """As scancel, torchrun or a cgroup's end give it: to the commands, to their ranks, and twice to rank 0's."""
+    job = start(3, "stops_in_order", 60)
+    job.driver.wait_for_step()
+    ranks = {child for process in job.processes for child in children_of_all_threads(process.pid)}
+    assert len(ranks) == 3
+    for pid in (*ranks, *(process.pid for process in job.processes)):
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.5)
+    job.processes[0].send_signal(signal.SIGTERM)
+    outcome = job.driver.outcome()
+    assert outcome["error"] == "Terminated" and outcome["message"] == "stopped in order", outcome
+    assert [code for code, _ in job.ends()] == [143, 143]
+    job.driver.assert_nothing_left()
+
+
+def test_a_rank_that_fails_while_all_are_stopped_gives_every_process_one_code(start):
+    job = start(2, "fails_when_stopped", 60)
+    job.driver.wait_for_step()
+    job.processes[0].send_signal(signal.SIGTERM)
+    assert job.driver.outcome()["error"] == "TrainingError"
+    [(code, line)] = job.ends()
+    assert code == 143 and "ERROR 143: terminated by SIGTERM" in line
 
 
 def test_ranks_of_a_job_do_not_see_its_token(start):

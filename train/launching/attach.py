@@ -19,7 +19,7 @@ from types import FrameType
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.ending import error_line, exit_code_of, print_error
-from shardmill.jobs.process import python_path
+from shardmill.jobs.process import one_of_a_job, python_path, why_ended
 from train.config import TrainConfig
 from train.launching import Launcher
 from train.launching.attach_gate import Gate, call_gate
@@ -85,14 +85,16 @@ def attached(config: TrainConfig) -> Iterator[None]:
         raise EndedWithJob(_follow(config, place, address, token))
     _gate = _open_gate(address, token, place.world_size)
     code, line = 0, ""
-    try:
-        yield
-    except BaseException as error:
-        code, line = exit_code_of(error), error_line(error)
-        raise
-    finally:
-        _gate.end(code, line)
-        _gate = None
+    with one_of_a_job():
+        try:
+            yield
+        except BaseException as error:
+            # A rank may fail while all are being stopped: all processes end with the one code that this one ends with.
+            code, line = exit_code_of(why_ended(error)), error_line(error)
+            raise
+        finally:
+            _gate.end(code, line)
+            _gate = None
 
 
 def started_world_size() -> int | None:

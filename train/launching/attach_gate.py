@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 
+from shardmill.jobs.process import request_stop
 from train.launching.attach_messages import Admitted, Begin, Ended, Stop
 from train.launching.listener import RankListener, Received
 from train.launching.wire import (
@@ -78,7 +78,7 @@ class Gate:
             self._lost(message.why)
         elif isinstance(message, Stop):
             # Whichever process a scheduler asks to end: the job ends as if it had asked rank 0's.
-            os.kill(os.getpid(), signal.SIGTERM)
+            request_stop()
         elif message is None:
             with self._changed:
                 host = self._present.pop(received.rank, "")

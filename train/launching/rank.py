@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -72,8 +73,7 @@ class DriverReporter:
 
 def main() -> NoReturn:
     """Run the worker function that the driver names and end this process: 0 when it returned, 1 when it raised."""
-    # The closed connection ends a running rank; a stopped one cannot notice that, so the kernel is asked to kill it.
-    die_with_parent(int(sys.argv[1]), EXIT_ABORTED)
+    _end_with_driver(int(sys.argv[1]))
     place = place_from_environment()
     # The token is removed from the environment, which user code may print. /proc still shows it to the driver, which
     # identifies its ranks by it.
@@ -120,6 +120,17 @@ def main() -> NoReturn:
     sys.stderr.flush()
     # Not sys.exit: exit handlers of native libraries wait for ranks that will not come.
     os._exit(EXIT_FAILED if isinstance(outcome, Failure) else 0)
+
+
+def _end_with_driver(parent: int) -> None:
+    """Whoever ends a job may signal a whole host: a rank ends with its driver, or when that says so."""
+    # The closed connection ends a running rank; a stopped one cannot notice that, so the kernel is asked to kill it.
+    die_with_parent(parent, EXIT_ABORTED)
+    # No SIG_IGN: what this process starts would inherit that, and could not be ended by SIGTERM.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    # A system call of a library is not to fail for it.
+    signal.siginterrupt(signal.SIGTERM, False)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def check_places(task: WorkerTask) -> None:
