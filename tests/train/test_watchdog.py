@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,20 +16,26 @@ import pytest
 import train.launching.wire
 from shardmill.errors import TrainingError
 from shardmill.jobs.observer import SilentObserver
+from shardmill.jobs.process import Terminated, raise_on_signals
 from shardmill.values import DatasetPin
+from tests.processes import in_own_process
 from tests.train.launch_workers import result_of
 from train.config import TrainConfig
 from train.launching.listener import MAX_PENDING, MAX_PENDING_PER_RANK
+from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
 from train.launching.watchdog import Watchdog
 from train.launching.wire import (
     ADDRESS_VARIABLE,
     TOKEN_VARIABLE,
+    VANISHED_SECONDS,
     Abort,
     Challenge,
     Connection,
     Finished,
+    Heartbeat,
     Hello,
     ProtocolError,
+    Step,
     call_driver,
     is_proof,
     new_token,
@@ -43,7 +51,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def task_of(num_workers: int, **train: object) -> WorkerTask:
-    config = TrainConfig(num_workers=num_workers, strategy="horovod", launcher="local", **train)
+    settings = {"num_workers": num_workers, "strategy": "horovod", "launcher": "local", **train}
+    config = TrainConfig(**settings)
     return WorkerTask(config, DatasetPin("/nowhere", 1, "0" * 64), "/nowhere", "trainings/test", "")
 
 
@@ -193,6 +202,79 @@ def test_a_rank_with_an_open_connection_that_says_nothing_is_silent():
             watchdog.watch()
         assert time.monotonic() - started > 1
         assert len(connections) == 2
+
+
+class AwayThenSigterm:
+    """An observer that asks the driver to stop when a silo is found to be away."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def step(self, step) -> None:
+        return
+
+    def event(self, name, fields) -> None:
+        self.names.append(name)
+        if name == "rank_away":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stops_while_a_silo_is_away() -> tuple[str, list[str], set[tuple[int, int]]]:
+    """Three ranks by their messages alone; the last says nothing until the others have stopped."""
+    raise_on_signals()
+    silos = {"strategy": "local_sgd", "silos": ("a@1", "b@1", "c@1"), "silent_seconds": 1, "stop_timeout_seconds": 30}
+    observer, stopped_after = AwayThenSigterm(), set()
+    others_stopped = threading.Semaphore(0)
+
+    def live(number: int, rank: Connection) -> None:
+        if number == 2:
+            for _ in range(2):
+                others_stopped.acquire()
+        while (message := rank.receive()) is not None:
+            if isinstance(message, Hold):
+                rank.send(Begun(number))
+            elif isinstance(message, StopAfter):
+                stopped_after.add((number, message.global_step))
+                rank.send(Stopped("stopped in order"))
+                others_stopped.release()
+
+    with Watchdog(task_of(3, **silos), "none:none", observer, "127.0.0.1") as watchdog:
+        ranks = [called(watchdog, number) for number in range(3)]
+        for number, rank in enumerate(ranks):
+            rank.send(Step(StepReport(number, 0, 0, 4, (0.5).hex())))
+            threading.Thread(target=live, args=(number, rank), daemon=True).start()
+        beating = threading.Event()
+
+        def beat() -> None:
+            while not beating.wait(0.2):
+                for rank in ranks[:2]:
+                    rank.send(Heartbeat())
+
+        threading.Thread(target=beat, daemon=True).start()
+        try:
+            watchdog.watch()
+        except Terminated as stopped:
+            beating.set()
+            return str(stopped), observer.names, stopped_after
+    raise AssertionError("it did not stop")
+
+
+def test_ranks_stop_in_order_while_a_silo_is_away_which_is_told_when_it_wakes():
+    said, events, stopped_after = in_own_process(stops_while_a_silo_is_away)
+    assert said == "stopped in order" and events[-4:-1].count("rank_away") == 1, events
+    assert stopped_after == {(0, 1), (1, 1), (2, 1)}
+
+
+def test_a_host_that_vanishes_is_noticed_by_who_only_waits():
+    """The kernel's part of it needs a network that can be cut; what it is asked for is seen here."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        own = socket.create_connection(listener.getsockname())
+        connection = Connection(own)
+        kept_alive = own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle, interval, count = (own.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+        connection.close()
+    assert kept_alive and 0 < idle + interval * count <= VANISHED_SECONDS
 
 
 def test_a_global_step_comes_when_all_ranks_have_done_it():

@@ -36,6 +36,10 @@ class Losses:
     def may_lose(self, rank: int) -> bool:
         return rank in self._may_lose
 
+    def is_away(self, rank: int) -> bool:
+        """Whether the others go on without it for now."""
+        return rank in self._away_since
+
     def takes(self, rank: RankState, fault: RankFault) -> bool:
         """Whether the others go on in spite of `fault`. Told once."""
         if rank.role is Role.WORKER:

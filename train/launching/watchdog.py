@@ -176,7 +176,9 @@ class Watchdog:
             self._stop.is_asked = True
             self._observer.event("stopping", {"rank": 0, "reason": "SIGTERM"})
             self._listener.send_to_all(Hold())
-        last = self._stop.agreed({rank.number for rank in self._loops if not rank.is_done})
+        # One that is away may never answer; when it wakes, it finds both messages in its connection.
+        answering = [rank for rank in self._loops if not rank.is_done and not self._losses.is_away(rank.number)]
+        last = self._stop.agreed({rank.number for rank in answering})
         if last is not None:
             self._listener.send_to_all(StopAfter(last))
 

@@ -39,6 +39,10 @@ HANDSHAKE_TIMEOUT_SECONDS = 10.0
 # The driver of many ranks may be busy; a rank waits no longer than this in all.
 CALL_TIMEOUT_SECONDS = 60.0
 RECEIVE_BYTES = 1 << 16
+# A host that vanishes closes no connection. Whoever only waits for a message learns of it after this time, from the
+# kernel's probes; a short break of the network is outlived.
+VANISHED_SECONDS = 120
+NUM_PROBES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,7 @@ class Connection:
         self._unread = bytearray()
         self._sending = threading.Lock()
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _notice_vanished_host(peer)
 
     def send(self, message: Message) -> None:
         """Raises OSError if the other side is gone."""
@@ -226,6 +231,14 @@ class Connection:
         except OSError:
             pass
         self._socket.close()
+
+
+def _notice_vanished_host(peer: socket.socket) -> None:
+    """Half of the time passes in silence, then come the probes."""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, VANISHED_SECONDS // 2)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, VANISHED_SECONDS // 2 // NUM_PROBES)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
 
 
 def new_token() -> str:
