@@ -6,7 +6,7 @@ from shardmill.errors import UsageError
 from train.backends import BACKENDS
 from train.config import TrainConfig
 from train.models.user import imported_packages
-from train.strategies import STRATEGIES
+from train.strategies import STRATEGIES, fitting_strategies
 
 
 def framework_of(config: TrainConfig) -> str:
@@ -28,8 +28,7 @@ def choose_backend(config: TrainConfig) -> str:
     backends = STRATEGIES[config.strategy].backends
     name = framework_of(config) or backends[0]
     if name not in backends:
-        installed = [each for each, entry in STRATEGIES.entries.items() if not entry.missing_packages()]
-        others = [each for each in installed if name in STRATEGIES[each].backends]
+        others = fitting_strategies(name, config.num_workers)
         raise UsageError(
             f"train.strategy = {config.strategy!r} with the backend {name!r}"
             + (f", which train.model = {config.model!r} needs" if config.backend == "auto" else ""),

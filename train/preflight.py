@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shardmill.errors import UsageError
 from train.auto import Chosen, resolve
 from train.backends import BACKENDS
+from train.choose_backend import framework_of
 from train.class_weights import check_class_weights
 from train.config import GateConfig, TrainConfig
 from train.initial import check_initial
@@ -60,7 +61,7 @@ def check_spread(config: TrainConfig, spark: SparkConfig) -> Chosen:
     """Strategy, launcher, backend and their numbers fit each other; raises and returns as `check_terms` does."""
     chosen = resolve(config, spark)
     config = chosen.config
-    find_strategy(config.strategy, config.num_workers).check(config)
+    find_strategy(config.strategy, config.num_workers, framework_of(config)).check(config)
     _check_exchange(config)
     _check_batch_norm(config)
     launcher = LAUNCHERS[config.launcher]

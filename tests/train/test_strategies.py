@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from shardmill.errors import TrainingError, UsageError
+from shardmill.jobs.config import SparkConfig
 from shardmill.registry import Entry
 from tests.processes import in_own_process
+from train.config import TrainConfig
+from train.preflight import check_terms
 from train.strategies import STRATEGIES, find_strategy
 from train.strategies.collective import Collective
 from train.strategies.horovod import HorovodCollective
@@ -60,6 +63,17 @@ def test_single_refuses_two_workers_and_names_only_what_is_installed(monkeypatch
     with pytest.raises(UsageError, match=r"'single' with train.num_workers = 2") as refused:
         find_strategy("single", 2)
     assert refused.value.fix == "set train.num_workers = 1"
+
+
+def test_what_is_offered_fits_the_models_framework_and_the_number_of_workers():
+    """The fix of one refusal is not the next one's cause."""
+    torch = {"model": "tests.train.torch_models:smooth", "num_workers": 2, "launcher": "local"}
+    with pytest.raises(UsageError) as refused:
+        check_terms(TrainConfig(strategy="single", **torch), SparkConfig())
+    assert refused.value.fix == 'set train.strategy = "torch_ddp", or train.num_workers = 1'
+    with pytest.raises(UsageError) as refused:
+        check_terms(TrainConfig(strategy="horovod", **torch), SparkConfig())
+    assert refused.value.fix == "set train.strategy to 'torch_ddp' or 'local_sgd'"
 
 
 def test_an_unknown_strategy_is_answered_with_the_nearest():

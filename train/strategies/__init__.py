@@ -65,13 +65,21 @@ def shares_streams(config: TrainConfig) -> bool:
     return config.strategy == "auto" or STRATEGIES[config.strategy].shares_streams
 
 
-def find_strategy(name: str, world_size: int) -> Strategy:
-    """The strategy of that name, if it allows the world size. Raises UsageError otherwise."""
+def fitting_strategies(framework: str, world_size: int) -> list[str]:
+    """Those installed that run so many workers, with that backend; empty for any."""
+    installed = [name for name, entry in STRATEGIES.entries.items() if not entry.missing_packages()]
+    wide = [name for name in installed if STRATEGIES[name].allows_world_size(world_size)]
+    return [name for name in wide if not framework or framework in STRATEGIES[name].backends]
+
+
+def find_strategy(name: str, world_size: int, framework: str = "") -> Strategy:
+    """The strategy of that name, if it allows the world size. Raises UsageError otherwise.
+
+    `framework`: the backend that the training needs, if it does; only what runs with it is offered.
+    """
     strategy = STRATEGIES[name]
     if not strategy.allows_world_size(world_size):
-        installed = [other for other, entry in STRATEGIES.entries.items() if not entry.missing_packages()]
-        wider = [other for other in installed if STRATEGIES[other].allows_world_size(world_size)]
-        fixes = [f'train.strategy = "{other}"' for other in wider[:1]]
+        fixes = [f'train.strategy = "{other}"' for other in fitting_strategies(framework, world_size)[:1]]
         fixes.append(f"train.num_workers = {strategy.max_world_size}")
         raise UsageError(
             f"train.strategy = {name!r} with train.num_workers = {world_size}",
