@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from shardmill.jobs.line_log import LineLog, read_lines
+from shardmill.errors import StorageError
+from shardmill.jobs.line_log import LineLog, Warn, pause_seconds, read_lines, warn_on_stderr
 from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.storage import Store
 from train.observer import GlobalStep, TrainObserver
@@ -26,34 +27,63 @@ class Sink(TrainObserver, Protocol):
 class StepsLog:
     """`steps.jsonl`: every step once and in order, however often the training was killed and went on in one run."""
 
-    def __init__(self, store: Store, path: str) -> None:
+    def __init__(self, store: Store, path: str, warn: Warn = warn_on_stderr) -> None:
         self._store = store
         self._path = path
+        self._warn = warn
         self._log: LineLog | None = None
+        self._waiting: dict[tuple[int, int], dict[str, Any]] = {}
+        """Lines for which there is no log yet: the store refuses it."""
+        self._next_try = 0.0
+        self._is_refused = False
         self._last = (-1, -1)
 
     def step(self, step: GlobalStep) -> None:
         """One line; the first one of an attempt also drops what an earlier one wrote of this step and later ones."""
         place = (step.epoch, step.step)
-        if self._log is not None and place <= self._last:
+        if place <= self._last:
             # The training has lost a rank and goes on from its last checkpoint.
-            self._log.close()
-            self._log = None
+            self._waiting = {each: line for each, line in self._waiting.items() if each < place}
+            if self._log is not None:
+                self._log.close()
+                self._log = None
         self._last = place
-        if self._log is None:
-            kept = [line for line in read_lines(self._store, self._path) if _position(line) < place]
-            self._store.put(self._path, b"".join(kept))
-            self._log = LineLog(self._store, self._path)
-        self._log.append(
-            {"epoch": step.epoch, "step": step.step, "loss_hex": step.loss_hex, "sample_ids": list(step.sample_ids)}
-        )
+        ids = list(step.sample_ids)
+        self._waiting[place] = {"epoch": step.epoch, "step": step.step, "loss_hex": step.loss_hex, "sample_ids": ids}
+        if time.monotonic() >= self._next_try:
+            self._write(f"{self._path} is behind, and is tried again")
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         return
 
     def close(self) -> None:
+        if self._waiting:
+            self._is_refused = False
+            self._write(f"{self._path} lacks all steps of this attempt")
         if self._log is not None:
             self._log.close()
+
+    def _write(self, if_refused: str) -> None:
+        started = time.monotonic()
+        try:
+            log = self._log or self._begin(next(iter(self._waiting)))
+        except StorageError as error:
+            if not self._is_refused:
+                self._warn(f"{if_refused}: {error.what}")
+            self._is_refused = True
+            ended = time.monotonic()
+            self._next_try = ended + pause_seconds(ended - started)
+            return
+        self._log, self._is_refused = log, False
+        for line in self._waiting.values():
+            log.append(line)
+        self._waiting = {}
+
+    def _begin(self, place: tuple[int, int]) -> LineLog:
+        """The log with the steps before `place` alone. Raises StorageError."""
+        kept = [line for line in read_lines(self._store, self._path) if _position(line) < place]
+        self._store.put(self._path, b"".join(kept))
+        return LineLog(self._store, self._path, warn=self._warn)
 
 
 class RunLog:

@@ -14,8 +14,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from shardmill.errors import StorageError
 from shardmill.formats.tfrecord import frame
-from shardmill.jobs.line_log import GrowingFile
+from shardmill.jobs.line_log import GrowingFile, Warn, warn_on_stderr
 from shardmill.jobs.observer import FieldValue
 from shardmill.storage import Store
 from train.observer import GlobalStep
@@ -30,9 +31,12 @@ def is_installed() -> bool:
 class TensorBoardLog:
     """A sink of `train.run_log.RunLog`. Every attempt of a run has a file of its own in the run's folder."""
 
-    def __init__(self, store: Store, folder: str) -> None:
+    def __init__(self, store: Store, folder: str, warn: Warn = warn_on_stderr) -> None:
         self._store = store
         self._folder = folder
+        self._warn = warn
+        self._num_files = 0
+        self._is_refused = False
         self._file: GrowingFile | None = None
 
     def step(self, step: GlobalStep) -> None:
@@ -42,7 +46,11 @@ class TensorBoardLog:
         self._write(scalars)
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        if scalars := of_event(name, fields):
+        if name == "restarted":
+            # What follows repeats the steps since the last checkpoint.
+            self.close()
+            self._file = None
+        elif scalars := of_event(name, fields):
             self._write(scalars)
 
     def close(self) -> None:
@@ -50,8 +58,16 @@ class TensorBoardLog:
             self._file.close()
 
     def _open(self, global_step: int) -> None:
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        self._file = GrowingFile(self._store, f"{self._folder}/{name}")
+        attempt = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{self._num_files}"
+        path = f"{self._folder}/events.out.tfevents.{attempt}"
+        try:
+            self._file = GrowingFile(self._store, path, warn=self._warn)
+        except StorageError as error:
+            if not self._is_refused:
+                self._warn(f"{path} lacks the scalars until it can be made: {error.what}")
+            self._is_refused = True
+            return
+        self._num_files += 1
         log = _messages("event").SessionLog
         self._append(file_version="brain.Event:2")
         # TensorBoard drops what an earlier attempt wrote of this step and later ones.

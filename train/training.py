@@ -159,12 +159,16 @@ def train_in_run(
     Events, steps if they are recorded, and scalars for TensorBoard unless they are switched off, are files of the run;
     scalars also go to an MLflow server if one is configured.
     """
+
+    def warn(sentence: str) -> None:
+        observer.event("train.log_refused", {"rank": 0, WARNING: sentence})
+
     times = StepTimes()
     sinks: list[Sink] = [times, StragglerWatch(observer.event)]
     if tree.train.record_samples:
-        sinks.append(StepsLog(run.store, f"{run.folder}/steps.jsonl"))
+        sinks.append(StepsLog(run.store, f"{run.folder}/steps.jsonl", warn))
     if tree.train.tensorboard and tensorboard_is_installed():
-        sinks.append(TensorBoardLog(run.store, f"{run.folder}/tensorboard"))
+        sinks.append(TensorBoardLog(run.store, f"{run.folder}/tensorboard", warn))
     tracked = _tracked(tree, run, observer)
     with closing(RunLog(observer, [*sinks, *tracked])) as log:
         again = replace(again, begun=BegunTraining(run.store, f"{run.folder}/training.begun"))

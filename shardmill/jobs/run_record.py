@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from shardmill.errors import ShardmillError
-from shardmill.jobs.line_log import LineLog
+from shardmill.jobs.line_log import LineLog, warn_on_stderr
 from shardmill.jobs.observer import WARNING, FieldValue, is_progress
 from shardmill.jobs.redact import redacted
 from shardmill.jobs.run_files import (
@@ -55,8 +55,8 @@ class RunRecord:
         """As it was last written."""
         self._sections = tuple(sections)
         self._whole = whole
-        self._events = LineLog(self.store, f"{self.folder}/events.jsonl")
         self._warnings: list[str] = []
+        self._events = LineLog(self.store, f"{self.folder}/events.jsonl", warn=self._warn)
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         """Append one line to `events.jsonl`, unless it is progress; a warning is also kept for the stage's record."""
@@ -101,6 +101,11 @@ class RunRecord:
     def state_so_far(self) -> RunState:
         """`ok` if every stage of the pipeline has ended well, in this process or an earlier one of the same run."""
         return state_after(read_stage_records(self.workdir, self.run_id, skip_damaged=True), self._whole)
+
+    def _warn(self, sentence: str) -> None:
+        """What `events.jsonl` itself cannot tell."""
+        warn_on_stderr(sentence)
+        self._warnings.append(sentence)
 
     def _failed(self) -> StageRecord | None:
         return next((record for record in reversed(self.ended) if record.status == "failed"), None)

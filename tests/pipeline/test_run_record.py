@@ -18,7 +18,6 @@ from pipeline.cli_options import Common
 from pipeline.progress import SENTENCES, RunProgress
 from pipeline.running import SUMMARY_SECTIONS, WHOLE_PIPELINE, open_run
 from shardmill.errors import IntegrityError, ShardmillError, UsageError
-from shardmill.jobs.line_log import LineLog, read_lines
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import Terminated
 from shardmill.jobs.run_files import (
@@ -34,7 +33,6 @@ from shardmill.jobs.run_files import (
 )
 from shardmill.jobs.run_job import run_job
 from shardmill.jobs.run_record import RunRecord, recording
-from shardmill.stores import open_store
 from tests.pipeline.command import SUMMARY_SCHEMA
 
 
@@ -251,30 +249,6 @@ def test_a_damaged_record_of_a_run_is_one_line_and_ends_no_other_stage(tmp_path:
     for damaged in (b"", b"[]", b"\xff", b"{}"):
         (tmp_path / "runs/r/summary.json").write_bytes(damaged)
         assert read_run_state(tmp_path, "r") == PARTIAL
-
-
-def test_line_logs_on_a_store_without_append(s3_bucket: str):
-    store = open_store(f"{s3_bucket}/logs")
-    now = [0.0]
-    log = LineLog(store, "runs/r/events.jsonl", clock=lambda: now[0])
-    log.append({"n": 1})
-    assert read_lines(store, "runs/r/events.jsonl") == [b'{"n": 1}\n']
-    log.append({"n": 2})
-    assert len(read_lines(store, "runs/r/events.jsonl")) == 1
-    now[0] = 10.0
-    log.append({"n": 3})
-    assert len(read_lines(store, "runs/r/events.jsonl")) == 3
-    log.append({"n": 4})
-    log.close()
-    again = LineLog(store, "runs/r/events.jsonl")
-    again.append({"n": 5})
-    again.close()
-    assert [json.loads(line)["n"] for line in read_lines(store, "runs/r/events.jsonl")] == [1, 2, 3, 4, 5]
-
-
-def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path):
-    (tmp_path / "events.jsonl").write_bytes(b'{"n": 1}\n{"n":')
-    assert read_lines(open_store(tmp_path), "events.jsonl") == [b'{"n": 1}\n']
 
 
 @pytest.mark.parametrize("name", ["etl.listed", "etl.units_kept"])

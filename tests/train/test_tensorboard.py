@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import glob
+import json
 from pathlib import Path
 
+from shardmill.jobs.line_log import read_lines
+from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
+from tests.services.s3 import s3_client
 from tests.train.training import Killed, Recorder, train_here
 from train.launching.inline import ObserverReporter
-from train.run_log import RunLog
+from train.observer import GlobalStep
+from train.run_log import RunLog, StepsLog
 from train.tensorboard import TensorBoardLog
+from train.values import StepReport
 
 
 class Silent:
@@ -27,6 +33,11 @@ class UntilStep(ObserverReporter):
     def step(self, report) -> None:
         self._recorder.step(report)
         super().step(report)
+
+
+def global_step(number: int, loss: float = 0.5) -> GlobalStep:
+    report = StepReport(0, 0, number, 8, loss.hex(), (f"sample{number}",), seconds={})
+    return GlobalStep(0, number, 8, loss.hex(), report.sample_ids, (report,))
 
 
 def scalars_of(folder: Path) -> dict[str, dict[int, float]]:
@@ -64,3 +75,36 @@ def test_every_step_and_epoch_is_there_once_also_after_a_crash(tiny_uri, tmp_pat
     assert second["epoch/validation_accuracy"][1] == last.validation.accuracy
     assert abs(second["epoch/train_loss"][1] - last.train_loss) < 1e-6
     assert all(value > 0 for value in second["step_seconds/compute"].values())
+
+
+def test_steps_that_a_restart_repeats_are_in_the_curves_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = RunLog(Silent(), [TensorBoardLog(LocalStore(str(tmp_path)), "run")])
+    for number in range(6):
+        log.step(global_step(number))
+    log.event("restarted", {"rank": 1})
+    for number in range(4, 8):
+        log.step(global_step(number, 0.25))
+    log.close()
+    curve = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("step/loss")
+    assert [(point.step, point.value) for point in curve] == [
+        *((n, 0.5) for n in range(4)),
+        *((n, 0.25) for n in range(4, 8)),
+    ]
+
+
+def test_an_outage_of_the_runs_logs_is_a_warning_and_they_are_whole_after_it(s3_server):
+    store, said = open_store("s3://made-later/work"), []
+    sinks = [StepsLog(store, "steps.jsonl", said.append), TensorBoardLog(store, "tensorboard", said.append)]
+    log = RunLog(Silent(), sinks)
+    for number in range(4):
+        log.step(global_step(number))
+    assert len(said) == 2 and all("is behind, and is tried again" in each for each in said), said
+    s3_client(s3_server).create_bucket(Bucket="made-later")
+    log.step(global_step(4))
+    log.close()
+    assert len(said) == 2, said
+    assert [json.loads(line)["step"] for line in read_lines(store, "steps.jsonl")] == [0, 1, 2, 3, 4]
+    [events] = store.list("tensorboard")
+    assert store.read(events.path).count(b"step/loss") == 5

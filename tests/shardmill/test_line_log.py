@@ -1,0 +1,60 @@
+"""Logs that grow: on stores that can append and that cannot, and while a store refuses them."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+from shardmill.jobs.line_log import LineLog, read_lines
+from shardmill.stores import open_store
+
+
+def test_line_logs_on_a_store_without_append(s3_bucket: str):
+    store = open_store(f"{s3_bucket}/logs")
+    now = [0.0]
+    log = LineLog(store, "runs/r/events.jsonl", clock=lambda: now[0])
+    log.append({"n": 1})
+    assert read_lines(store, "runs/r/events.jsonl") == [b'{"n": 1}\n']
+    log.append({"n": 2})
+    assert len(read_lines(store, "runs/r/events.jsonl")) == 1
+    now[0] = 10.0
+    log.append({"n": 3})
+    assert len(read_lines(store, "runs/r/events.jsonl")) == 3
+    log.append({"n": 4})
+    log.close()
+    again = LineLog(store, "runs/r/events.jsonl")
+    again.append({"n": 5})
+    again.close()
+    assert [json.loads(line)["n"] for line in read_lines(store, "runs/r/events.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_log_on_a_disk_that_is_full_for_a_while_is_whole_afterwards(tmp_path: Path):
+    said: list[str] = []
+    log = LineLog(open_store(tmp_path), "events.jsonl", warn=said.append)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30, hard))
+        # The fourth line is written in part.
+        for number in range(6):
+            log.append({"n": number})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(said) == 1 and "events.jsonl is behind, and is tried again: no room to write" in said[0], said
+    log.append({"n": 6})
+    log.close()
+    assert [json.loads(line)["n"] for line in (tmp_path / "events.jsonl").read_bytes().splitlines()] == list(range(7))
+    assert len(said) == 1
+
+
+def test_a_log_that_a_store_refuses_at_the_end_says_so(s3_server: str):
+    said: list[str] = []
+    log = LineLog(open_store("s3://nobody-made-this/x"), "events.jsonl", warn=said.append)
+    log.append({"n": 1})
+    log.close()
+    assert ["is behind, and is tried again" in said[0], "events.jsonl lacks its last part" in said[1]] == [True, True]
+
+
+def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path):
+    (tmp_path / "events.jsonl").write_bytes(b'{"n": 1}\n{"n":')
+    assert read_lines(open_store(tmp_path), "events.jsonl") == [b'{"n": 1}\n']
