@@ -40,8 +40,9 @@ class MemoryFacts:
         fitting = (each for each in self._parts() if self.needed_bytes(each, halved=halved) <= self.device_bytes)
         return next(fitting, None)
 
-    def most_parts(self) -> int:
-        return max(self._parts())
+    def helpful_parts(self) -> int:
+        """Where nothing fits: the most, unless what does not depend on the batch is too large by itself."""
+        return max(self._parts()) if self.fixed_bytes < self.device_bytes else 1
 
     def _parts(self) -> Iterator[int]:
         most = min(self.num_images, self.max_parts)
@@ -81,7 +82,7 @@ def fit(facts: MemoryFacts) -> Fit:
     """The first row that applies, and why."""
     choice = next(rule.choice for rule in FIT_RULES if rule.applies(facts))
     halved = choice == "bfloat16"
-    num_parts = facts.fitting_parts(halved=halved) or facts.most_parts()
+    num_parts = facts.fitting_parts(halved=halved) or facts.helpful_parts()
     return Fit(choice, num_parts, halved, f"{_needs(facts)}: {_done(facts, choice, num_parts)}")
 
 
