@@ -10,6 +10,7 @@ An attacker who can change packets between two hosts can read the task and forge
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import hmac
@@ -39,8 +40,7 @@ HANDSHAKE_TIMEOUT_SECONDS = 10.0
 # The driver of many ranks may be busy; a rank waits no longer than this in all.
 CALL_TIMEOUT_SECONDS = 60.0
 RECEIVE_BYTES = 1 << 16
-# A host that vanishes closes no connection. Whoever only waits for a message learns of it after this time, from the
-# kernel's probes; a short break of the network is outlived.
+# A host that vanishes closes no connection: after so long the kernel's probes tell who only waits for a message.
 VANISHED_SECONDS = 120
 NUM_PROBES = 6
 
@@ -194,7 +194,9 @@ class Connection:
                 if until_seconds is not None:
                     self.set_timeout(until_seconds)
                 data = self._socket.recv(RECEIVE_BYTES)
-            except TimeoutError:
+            except TimeoutError as error:
+                if error.errno == errno.ETIMEDOUT:  # the kernel's probes, and not our deadline
+                    return None
                 raise ProtocolError("no answer in time") from None
             except OSError:
                 return None
