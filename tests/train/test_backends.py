@@ -257,7 +257,7 @@ print(json.dumps([name for name in ("tensorflow", "keras") if name in sys.module
 """
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr[-1000:]
 
 
