@@ -72,7 +72,7 @@ def test_a_training_short_of_memory_takes_parts_and_goes_on_with_them(tiny_uri, 
 
 def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_path, choice_of):
     # All that is left to choose is the precision: 96 images at once, or in half of the memory.
-    short = {**ROOMY, "memory_budget_bytes": 7 * GIB // 4, "accumulation_steps": 1, "mixed_precision": "auto"}
+    short = {**ROOMY, "memory_budget_bytes": 9 * GIB // 2, "accumulation_steps": 1, "mixed_precision": "auto"}
     config, dataset, choice, store = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, **short))
     memory = look_at_memory(config, dataset, choice, store, SparkConfig(), no_windows)
     fitted = memory.fitted(config)
