@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from shardmill.errors import IntegrityError
-from shardmill.sealed import seal, unseal
-from shardmill.storage import Store, join_uri
+from shardmill.sealed import seal
+from shardmill.storage import Store
 from shardmill.values import Batch
 from train.labels import LabelSpec
+from train.records import read_if_whole
 from train.strategies.collective import SingleCollective
 from train.tallies.multi_label import MultiLabelTally
 from train.tallies.numbers import NumberTally
 from train.tallies.one_class import ClassTally
 from train.tallies.tally import Exchange, Tally
-from train.values import CONFUSION, Confusion, Evaluation, from_json, to_json
+from train.values import CONFUSION, Confusion, Evaluation, to_json
 
 
 def tally_of(labels: LabelSpec, outputs_are_logits: bool) -> Tally:
@@ -75,8 +75,4 @@ def write_confusion(store: Store, training_dir: str, confused: Confusion) -> Non
 
 def read_confusion(store: Store, training_dir: str) -> Confusion | None:
     """What `write_confusion` wrote; None if there is none, or it was altered: it is for people to look at."""
-    path = f"{training_dir}/{CONFUSION}"
-    try:
-        return from_json(Confusion, unseal(store.read(path), join_uri(store.uri, path)))
-    except (FileNotFoundError, IntegrityError, ValueError):
-        return None
+    return read_if_whole(Confusion, store, f"{training_dir}/{CONFUSION}")

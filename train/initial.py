@@ -154,11 +154,15 @@ def _check_digest(file: InitialFile) -> None:
     """Raises UsageError for another file than the one that the config insists on."""
     file.check()
     if file.sha256 and file.class_names is None and (digest := hashlib.sha256(file.read()).hexdigest()) != file.sha256:
-        raise UsageError(
-            f"train.init_from = {file.uri!r} has SHA-256 {digest}",
-            f"expected {file.sha256}, as train.init_from says",
-            "give the file that was meant, or its digest",
-        )
+        raise _other_digest(f"train.init_from = {file.uri!r}", digest, file.sha256)
+
+
+def _other_digest(what: str, digest: str, given: str) -> UsageError:
+    return UsageError(
+        f"{what} has SHA-256 {digest}",
+        f"expected {given}, as train.init_from says",
+        "give the file that was meant, or its digest",
+    )
 
 
 def pinned(config: TrainConfig) -> TrainConfig:
@@ -192,11 +196,8 @@ def _in_export(root: str, number: int, name: str, sha256: str) -> InitialFile:
     for file in record.files:
         if file.path == f"{record.artifact_dir}/{name}":
             if sha256 and sha256 != file.sha256:
-                raise UsageError(
-                    f"train.init_from = {root}@{number}: the file of export {number} has SHA-256 {file.sha256}",
-                    f"expected {sha256}, as train.init_from says",
-                    "give the export that was meant, or its digest",
-                )
+                what = f"train.init_from = {root}@{number}: the file of export {number}"
+                raise _other_digest(what, file.sha256, sha256)
             suffix = f".{name.rpartition('.')[2]}"
             return InitialFile(join_uri(store.uri, file.path), suffix, record.class_names, file.sha256)
     raise UsageError(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardmill.errors import IntegrityError
 from shardmill.jobs.observer import WARNING
-from shardmill.sealed import seal, unseal
-from shardmill.storage import Store, join_uri
+from shardmill.sealed import seal
+from shardmill.storage import Store
 from train.initial import read_pinned
 from train.match_weights import Initialized, listed, match_weights
-from train.values import from_json, to_json
+from train.records import read_if_whole
+from train.values import to_json
 
 if TYPE_CHECKING:
     from train.session import Session
@@ -58,8 +58,4 @@ def initialize(session: Session) -> None:
 
 def read_initialized(store: Store, training_dir: str) -> Initialized | None:
     """What `initialize` took over; None if the training began with fresh weights, or from another training's end."""
-    path = f"{training_dir}/{INITIALIZED}"
-    try:
-        return from_json(Initialized, unseal(store.read(path), join_uri(store.uri, path)))
-    except (FileNotFoundError, IntegrityError, ValueError):
-        return None
+    return read_if_whole(Initialized, store, f"{training_dir}/{INITIALIZED}")

@@ -21,7 +21,7 @@ from train.fit import Fit, MemoryFacts, fit
 from train.launching import LAUNCHERS
 from train.launching.devices import gpus_here
 from train.probe import ProbeTask, StepCost, probe
-from train.strategies import STRATEGIES, roles_of, shares_streams
+from train.strategies import STRATEGIES, roles_of, shares_streams, streams_per_rank
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -117,18 +117,19 @@ def look_at_memory(
     Nothing is measured if nothing is left to choose, memory is ample or not known, or the training has steps already.
     Raises what building the model raises.
     """
-    record = _read(store, choice) or _looked(config, dataset, choice, store, spark, window_bytes)
+    record = _read(store, choice)
+    limit = _limit_to_look_at(config, dataset, choice, store, spark) if record is None else None
+    if limit is not None:
+        record = _measured(limit, config, dataset, spark, window_bytes(config))
+        if not store.put_if_absent(f"{choice.training_dir}/{MEMORY}", seal(record.model_dump_json().encode())):
+            record = _read(store, choice)
     return Memory(record, spark, window_bytes)
 
 
-def _looked(
-    config: TrainConfig,
-    dataset: Dataset,
-    choice: TrainingChoice,
-    store: Store,
-    spark: SparkConfig,
-    window_bytes: WindowBytes,
-) -> MemoryRecord | None:
+def _limit_to_look_at(
+    config: TrainConfig, dataset: Dataset, choice: TrainingChoice, store: Store, spark: SparkConfig
+) -> Limit | None:
+    """None if nothing is to be measured."""
     is_asked = config.accumulation_steps == 0 or config.mixed_precision == "auto"
     limit = limit_of(config, spark) if is_asked and not config.silos else None
     if limit is None or (not config.memory_budget_bytes and _is_ample(limit, config, dataset, spark)):
@@ -136,11 +137,7 @@ def _looked(
     # What was begun without looking goes on so: in parts the numbers would differ by rounding.
     if choice.continues or next(complete_checkpoints(store, choice.training_dir), None) is not None:
         return None
-    record = _measured(limit, config, dataset, spark, window_bytes(config))
-    path = f"{choice.training_dir}/{MEMORY}"
-    if not store.put_if_absent(path, seal(record.model_dump_json().encode())):
-        return _read(store, choice)
-    return record
+    return limit
 
 
 def limit_of(config: TrainConfig, spark: SparkConfig) -> Limit | None:
@@ -148,7 +145,7 @@ def limit_of(config: TrainConfig, spark: SparkConfig) -> Limit | None:
     gpus = gpus_here(config, config.backend)
     if config.memory_budget_bytes:
         return Limit("train.memory_budget_bytes", config.memory_budget_bytes, on_gpu=bool(gpus))
-    if not _ranks_here(config, spark):
+    if not ranks_here(config, spark):
         return None
     if gpus:
         num_bytes = _gpu_bytes()
@@ -159,10 +156,8 @@ def limit_of(config: TrainConfig, spark: SparkConfig) -> Limit | None:
 
 def images_at_once(config: TrainConfig, num_gpus: int = 0) -> int:
     """Of a step on the rank with most streams, or one of its `num_gpus`, were it not computed in parts."""
-    num_shares = config.num_workers if shares_streams(config) else 1
-    most_streams = max(len(config.streams_of(share, num_shares)) for share in range(num_shares))
     per_stream = config.global_batch_size // config.num_streams
-    of_update = -(-most_streams * per_stream // config.local_steps)
+    of_update = -(-streams_per_rank(config) * per_stream // config.local_steps)
     return -(-of_update // max(1, num_gpus))
 
 
@@ -183,7 +178,7 @@ def _measured(
         decided(config, 1, to_bfloat16=False).model_copy(update={"accumulation_steps": 1, "sync_batch_norm": False}),
         model_spec(dataset.manifest, config),
         min(NUM_PROBED_IMAGES, images_at_once(config)),
-        max(1, _ranks_here(config, spark)),
+        max(1, ranks_here(config, spark)),
         NUM_PROBED_STEPS,
         on_cpu=True,
     )
@@ -218,7 +213,7 @@ def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark
         num_images, parts = -(-num_images // config.accumulation_steps), 1
     return MemoryFacts(
         device=record.device,
-        device_bytes=record.rank_bytes or record.host_bytes // max(1, _ranks_here(config, spark)),
+        device_bytes=_bytes_of_a_rank(record, config, spark),
         fixed_bytes=record.fixed_bytes + in_host,
         image_bytes=record.image_bytes,
         num_images=num_images,
@@ -239,11 +234,16 @@ def decided(config: TrainConfig, num_parts: int, *, to_bfloat16: bool) -> TrainC
 
 def _is_ample(limit: Limit, config: TrainConfig, dataset: Dataset, spark: SparkConfig) -> bool:
     height, width, channels = dataset.manifest.normalize.image_shape_HWC
-    rank_bytes = limit.rank_bytes or limit.host_bytes // max(1, _ranks_here(config, spark))
-    return AMPLE * 4 * height * width * channels * images_at_once(config) <= rank_bytes
+    pixel_bytes = 4 * height * width * channels * images_at_once(config)
+    return AMPLE * pixel_bytes <= _bytes_of_a_rank(limit, config, spark)
 
 
-def _ranks_here(config: TrainConfig, spark: SparkConfig) -> int:
+def _bytes_of_a_rank(limit: Limit | MemoryRecord, config: TrainConfig, spark: SparkConfig) -> int:
+    return limit.rank_bytes or limit.host_bytes // max(1, ranks_here(config, spark))
+
+
+def ranks_here(config: TrainConfig, spark: SparkConfig) -> int:
+    """Ranks that share this machine; 0 if all are elsewhere."""
     return LAUNCHERS[config.launcher].ranks_here(len(roles_of(config)), spark)
 
 

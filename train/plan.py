@@ -12,11 +12,10 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import require_uri
 from train.backends.backend import model_spec
 from train.fit import Fit, fit, size_of
-from train.launching import LAUNCHERS
-from train.memory import Limit, decided, facts_of, limit_of, record_of
+from train.memory import Limit, decided, facts_of, limit_of, ranks_here, record_of
 from train.preflight import check_terms, check_trainable, window_memory
 from train.probe import ProbeTask, StepCost, probe
-from train.strategies import roles_of, shares_streams
+from train.strategies import shares_streams
 from train.tree import TrainTree
 
 GIB = 2**30
@@ -104,9 +103,9 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
     # Before the step is measured: it refuses what cannot run.
     windows = window_memory(config, dataset)
     local_batch_size = windows.streams_per_rank * config.global_batch_size // config.num_streams
-    ranks_here = max(1, LAUNCHERS[config.launcher].ranks_here(len(roles_of(config)), tree.spark))
     spec = model_spec(dataset.manifest, config)
-    cost = probe(ProbeTask(decided(config, 1, to_bfloat16=False), spec, local_batch_size, ranks_here))
+    num_here = max(1, ranks_here(config, tree.spark))
+    cost = probe(ProbeTask(decided(config, 1, to_bfloat16=False), spec, local_batch_size, num_here))
     limit = Limit(f"one {kind}", DEVICE_BYTES[kind], on_gpu=True) if kind else limit_of(config, tree.spark)
     fitted = None
     if limit is not None and not config.silos:

@@ -17,7 +17,7 @@ from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
 from train.models.user import imported_packages
 from train.readers import reader_of
-from train.strategies import STRATEGIES, find_strategy, roles_of, shares_streams
+from train.strategies import STRATEGIES, find_strategy, roles_of, shares_streams, streams_per_rank
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -217,9 +217,8 @@ def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
     every world size. Only what a rank holds of it depends on how many ranks share the streams.
     """
     index = dataset.index("train")
-    num_shares = config.num_workers if shares_streams(config) else 1
     memory = WindowMemory(
-        streams_per_rank=max(len(config.streams_of(share, num_shares)) for share in range(num_shares)),
+        streams_per_rank=streams_per_rank(config),
         window_chunks=config.plan_spec(dataset).window_chunks,
         chunk_bytes=index.max_chunk_bytes,
         split_bytes=sum(chunk.image_bytes for chunk in index.chunks),

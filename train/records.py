@@ -12,8 +12,10 @@ from pydantic import BaseModel, ValidationError
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.sealed import seal, unseal
 from shardmill.storage import Store, join_uri
+from train.values import from_json
 
 Record = TypeVar("Record", bound=BaseModel)
+Value = TypeVar("Value")
 
 
 def record_path(folder: str, number: int) -> str:
@@ -57,3 +59,11 @@ def read_record(store: Store, folder: str, number: int, kind: type[Record]) -> R
             f"expected a {kind.__name__} of this version; another version of this program wrote it",
             "use that version, or another models.uri",
         ) from None
+
+
+def read_if_whole(kind: type[Value], store: Store, path: str) -> Value | None:
+    """A value in a sealed file; None if there is none, or it was altered: for what is there for people to look at."""
+    try:
+        return from_json(kind, unseal(store.read(path), join_uri(store.uri, path)))
+    except (FileNotFoundError, IntegrityError, ValueError):
+        return None

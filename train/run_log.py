@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from shardmill.errors import StorageError
-from shardmill.jobs.line_log import LineLog, Warn, pause_seconds, read_lines, warn_on_stderr
+from shardmill.jobs.line_log import LineLog, Outage, Warn, read_lines, warn_on_stderr
 from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.storage import Store
 from train.observer import GlobalStep, TrainObserver
@@ -34,8 +33,7 @@ class StepsLog:
         self._log: LineLog | None = None
         self._waiting: dict[tuple[int, int], dict[str, Any]] = {}
         """Lines for which there is no log yet: the store refuses it."""
-        self._next_try = 0.0
-        self._is_refused = False
+        self._outage = Outage(warn)
         self._last = (-1, -1)
 
     def step(self, step: GlobalStep) -> None:
@@ -50,7 +48,7 @@ class StepsLog:
         self._last = place
         ids = list(step.sample_ids)
         self._waiting[place] = {"epoch": step.epoch, "step": step.step, "loss_hex": step.loss_hex, "sample_ids": ids}
-        if time.monotonic() >= self._next_try:
+        if self._outage.may_call():
             self._write(f"{self._path} is behind, and is tried again")
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
@@ -58,26 +56,19 @@ class StepsLog:
 
     def close(self) -> None:
         if self._waiting:
-            self._is_refused = False
+            self._outage.forget()
             self._write(f"{self._path} lacks all steps of this attempt")
         if self._log is not None:
             self._log.close()
 
     def _write(self, if_refused: str) -> None:
-        started = time.monotonic()
-        try:
-            log = self._log or self._begin(next(iter(self._waiting)))
-        except StorageError as error:
-            if not self._is_refused:
-                self._warn(f"{if_refused}: {error.what}")
-            self._is_refused = True
-            ended = time.monotonic()
-            self._next_try = ended + pause_seconds(ended - started)
-            return
-        self._log, self._is_refused = log, False
-        for line in self._waiting.values():
-            log.append(line)
-        self._waiting = {}
+        if self._log is None:
+            with self._outage.told(if_refused):
+                self._log = self._begin(next(iter(self._waiting)))
+        if self._log is not None:
+            for line in self._waiting.values():
+                self._log.append(line)
+            self._waiting = {}
 
     def _begin(self, place: tuple[int, int]) -> LineLog:
         """The log with the steps before `place` alone. Raises StorageError."""

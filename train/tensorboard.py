@@ -14,9 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from shardmill.errors import StorageError
 from shardmill.formats.tfrecord import frame
-from shardmill.jobs.line_log import GrowingFile, Warn, warn_on_stderr
+from shardmill.jobs.line_log import GrowingFile, Outage, Warn, warn_on_stderr
 from shardmill.jobs.observer import FieldValue
 from shardmill.storage import Store
 from train.observer import GlobalStep
@@ -36,7 +35,7 @@ class TensorBoardLog:
         self._folder = folder
         self._warn = warn
         self._num_files = 0
-        self._is_refused = False
+        self._outage = Outage(warn)
         self._file: GrowingFile | None = None
 
     def step(self, step: GlobalStep) -> None:
@@ -60,12 +59,9 @@ class TensorBoardLog:
     def _open(self, global_step: int) -> None:
         attempt = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{self._num_files}"
         path = f"{self._folder}/events.out.tfevents.{attempt}"
-        try:
+        with self._outage.told(f"{path} lacks the scalars until it can be made"):
             self._file = GrowingFile(self._store, path, warn=self._warn)
-        except StorageError as error:
-            if not self._is_refused:
-                self._warn(f"{path} lacks the scalars until it can be made: {error.what}")
-            self._is_refused = True
+        if self._file is None:
             return
         self._num_files += 1
         log = _messages("event").SessionLog

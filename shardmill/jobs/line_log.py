@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +29,38 @@ def warn_on_stderr(sentence: str) -> None:
 def pause_seconds(seconds: float) -> float:
     """How long to leave a store alone after a call of so many seconds, which held up the work that is logged."""
     return max(1.0, seconds / REWRITE_SHARE)
+
+
+class Outage:
+    """What a log makes of a store that refuses it: one warning until a call succeeds again, and a pause before that."""
+
+    def __init__(self, warn: Warn, clock: Callable[[], float] = time.monotonic) -> None:
+        self._warn = warn
+        self._clock = clock
+        self._is_told = False
+        self._next_call = 0.0
+
+    def may_call(self) -> bool:
+        """Whether the last call succeeded, or was long enough ago."""
+        return not self._is_told or self._clock() >= self._next_call
+
+    @contextmanager
+    def told(self, if_refused: str) -> Iterator[None]:
+        """Around a call: a StorageError is a warning that begins with `if_refused`."""
+        started = self._clock()
+        try:
+            yield
+            self._is_told = False
+        except StorageError as error:
+            if not self._is_told:
+                self._warn(f"{if_refused}: {error.what}")
+            self._is_told = True
+            ended = self._clock()
+            self._next_call = ended + pause_seconds(ended - started)
+
+    def forget(self) -> None:
+        """The next refusal is told, whatever was told before."""
+        self._is_told = False
 
 
 class GrowingFile:
@@ -54,9 +87,8 @@ class GrowingFile:
         self._store = store
         self._path = check_relative_path(path)
         self._clock = clock
-        self._warn = warn
         self._next_rewrite = 0.0
-        self._is_refused = False
+        self._outage = Outage(warn, clock)
         self._file: IO[bytes] | None = None
         self._parts = [kept]
         """The whole object; of a local file what is not written yet."""
@@ -73,23 +105,18 @@ class GrowingFile:
     def close(self) -> None:
         """Nothing is left to write after this."""
         if any(self._parts):
-            self._is_refused = False
+            self._outage.forget()
             self._write(f"{self._path} lacks its last part")
         if self._file is not None:
             self._file.close()
 
     def _write(self, if_refused: str) -> None:
         started = self._clock()
-        was_refused, self._is_refused = self._is_refused, False
-        try:
+        with self._outage.told(if_refused):
             if self._file is not None:
                 self._add_to(self._file)
             else:
                 self._store.put(self._path, b"".join(self._parts))
-        except StorageError as error:
-            self._is_refused = True
-            if not was_refused:
-                self._warn(f"{if_refused}: {error.what}")
         ended = self._clock()
         self._next_rewrite = ended + pause_seconds(ended - started)
 

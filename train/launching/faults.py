@@ -87,11 +87,7 @@ class RankLost(TrainingError):
     """What the rank that was the cause had done."""
 
 
-# Matches nothing.
-_NEVER = re.compile(r"(?!)")
-
-
-def failure_of(error: BaseException, echo: re.Pattern[str] = _NEVER) -> Failure:
+def failure_of(error: BaseException, echo: re.Pattern[str] | None = None) -> Failure:
     """What a rank sends to its driver when its function raises. `echo`: that of the strategy, if it has peers."""
     text = "".join(traceback.format_exception(error))
     tail = "\n".join(text.rstrip().splitlines()[-NUM_TRACEBACK_LINES:])
@@ -172,8 +168,8 @@ def _reclassified(fault: RankFault, echo: re.Pattern[str]) -> RankFault:
     return fault
 
 
-def _is_echo(error: BaseException | None, echo: re.Pattern[str]) -> bool:
-    while error is not None:
+def _is_echo(error: BaseException | None, echo: re.Pattern[str] | None) -> bool:
+    while echo is not None and error is not None:
         if echo.search(f"{type(error).__name__}: {error}"):
             return True
         error = error.__cause__ or error.__context__

@@ -65,6 +65,12 @@ def shares_streams(config: TrainConfig) -> bool:
     return config.strategy == "auto" or STRATEGIES[config.strategy].shares_streams
 
 
+def streams_per_rank(config: TrainConfig) -> int:
+    """Of the rank that reads most of them."""
+    num_shares = config.num_workers if shares_streams(config) else 1
+    return max(len(config.streams_of(share, num_shares)) for share in range(num_shares))
+
+
 def fitting_strategies(framework: str, world_size: int) -> list[str]:
     """Those installed that run so many workers, with that backend; empty for any."""
     installed = [name for name, entry in STRATEGIES.entries.items() if not entry.missing_packages()]

@@ -235,8 +235,8 @@ class TorchLearner:
             decorrelate_generators(rank)
             return
         arrays = self.arrays(StatePart.OWN)
-        moved = (array + np.array([rank, 0], np.uint32) if array.dtype == np.uint32 else array for array in arrays)
-        self.assign(StatePart.OWN, list(moved), f"rank {rank}")
+        moved = [array + np.array([rank, 0], np.uint32) if array.dtype == np.uint32 else array for array in arrays]
+        self.assign(StatePart.OWN, moved, f"rank {rank}")
 
     def weights_sha256(self) -> str:
         if self._built.is_keras:

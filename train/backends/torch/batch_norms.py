@@ -54,8 +54,7 @@ class BatchNorms:
         if not module.training and keeps_statistics:
             return type(module).forward(module, inputs)
         module._check_input_dim(inputs)
-        check_rows(module, inputs.shape[0], len(self._weights_N))
-        counts = (self._weights_N > 0).view(-1, *[1] * (inputs.dim() - 1))
+        counts = self._rows_that_count(module, inputs)
         axes = [axis for axis in range(inputs.dim()) if axis != 1]
         mean_C, variance_C, num_C = _moments()(inputs, counts, axes, self.sum_in_step)
         if module.training and module.track_running_stats and keeps_statistics:
@@ -77,12 +76,16 @@ class BatchNorms:
         return torch.addcmul(shift_C.view(shape), _widened(inputs), scale_C.view(shape)).to(inputs.dtype)
 
     def _moments_of_keras(self, inputs: Any, mask: Any, layer: Any) -> tuple[Any, Any]:
-        check_rows(layer.path, inputs.shape[0], len(self._weights_N))
-        counts = (self._weights_N > 0).view(-1, *[1] * (inputs.dim() - 1))
+        counts = self._rows_that_count(layer.path, inputs)
         if mask is not None:
             counts = counts & mask.bool().unsqueeze(-1)
         mean_C, variance_C, _ = _moments()(inputs, counts, layer._reduction_axes, self.sum_in_step)
         return mean_C.to(inputs.dtype), variance_C.to(inputs.dtype)
+
+    def _rows_that_count(self, layer: object, inputs: Any) -> Any:
+        """Shape (N, 1, ...), with as many axes as the inputs."""
+        check_rows(layer, inputs.shape[0], len(self._weights_N))
+        return (self._weights_N > 0).view(-1, *[1] * (inputs.dim() - 1))
 
 
 def _widened(inputs: Any) -> Any:
