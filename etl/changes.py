@@ -1,6 +1,7 @@
 """What a source has in common with the version that was made of it last: only the rest has to be processed.
 
-A row is unchanged if its source is listed with equal facts (key, size, times, class, extra columns, split). With
+A row is unchanged if its source is listed with equal facts (key, size, times, class, extra columns, split), and has the
+sample id that it has in this listing. With
 `etl.detect_changes = "content"` it is also unchanged if the task that reads the source finds the bytes of the row.
 """
 
@@ -95,8 +96,11 @@ class Compared:
         """The images that are new or have changed: a listing of their own."""
         for segment in self._listing.segments:
             for batch in pq.ParquetFile(self._listing.folder / segment).iter_batches():
-                images = pa.Table.from_batches([batch]).select(LISTED_SCHEMA.names)
-                yield ListingBatch(self._changed(images) if self._is_same_source else images)
+                images = pa.Table.from_batches([batch]).select([*LISTED_SCHEMA.names, "sample_id"])
+                listed = self._changed(images) if self._is_same_source else images
+                # A part of them would not tell which ones have the ids of others.
+                ids_N = listed.column("sample_id").to_numpy()
+                yield ListingBatch(listed.select(LISTED_SCHEMA.names), ids_N=ids_N)
 
     def changes(self) -> Changes:
         """What is left of the older version."""

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.config import EtlConfig
-from etl.grouping import Group, GroupBy, RowSegment, group_here, with_equals
+from etl.grouping import Group, GroupBy, Segment, group_here, with_equals
 from etl.spill import SpilledRows
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
 from shardmill.dataset.index import in_all_formats
@@ -85,12 +85,13 @@ def find_copies(store: Store, shards: Sequence[ShardInfo], config: EtlConfig, gr
 
 
 def _group_by(store: Store, shards: Sequence[ShardInfo], config: EtlConfig, *, wants_places: bool) -> GroupBy:
-    segments = tuple(RowSegment(rows_file(shard), shard.num_rows) for shard in shards)
+    segments = tuple(Segment(rows_file(shard), shard.num_rows) for shard in shards)
     if wants_places:
         columns, work = ("source_sha256", "source"), (_pick_places, _PLACES, _fold_places, _COPIES)
     else:
         columns, work = ("source_sha256", "label"), (_pick_labels, _LABELS, _fold_labels, _COUNTS)
-    return GroupBy(store.uri, segments, columns, *work, config.scratch_dir)
+    schema = pa.schema([ROWS_SCHEMA.field(name) for name in columns])
+    return GroupBy(store.uri, segments, schema, *work, config.scratch_dir)
 
 
 def _pick_labels(rows: pa.Table, place: int) -> pa.Table:

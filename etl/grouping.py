@@ -1,4 +1,4 @@
-"""A group-by over the rows of a dataset: rows of its row segments that share a digest are brought together.
+"""A group-by over rows of a dataset, or of a listing: those that share a digest are brought together.
 
 Two functions say what is asked, and each engine runs them in its own way: on one machine through files on disk, on
 Spark through its shuffle. Which rows are in which part follows from their digests alone, so all answers are the same.
@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 
 from etl.spill import ROWS_PER_PART, SpilledRows
-from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment
 from shardmill.jobs.process import scratch_folder
 from shardmill.sealed import SealedFile
@@ -30,8 +29,8 @@ _NUM_READERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class RowSegment:
-    """A shard's row segment."""
+class Segment:
+    """Some of the rows: a shard's row segment, say."""
 
     file: SealedFile
     num_rows: int
@@ -41,12 +40,14 @@ class RowSegment:
 class GroupBy:
     """What is asked of all rows that share a digest. It travels to tasks, so its functions are those of a module."""
 
-    dataset_uri: str
-    segments: tuple[RowSegment, ...]
-    columns: tuple[str, ...]
-    """What is read of each segment; reading all of `ROWS_SCHEMA` takes three times as long."""
+    uri: str
+    """The store that holds the segments."""
+    segments: tuple[Segment, ...]
+    schema: pa.Schema
+    """What is read of each segment; reading all of a row segment takes three times as long as two columns."""
     pick: Callable[[pa.Table, int], pa.Table]
-    """What a segment's rows contribute, given the segment's place; the first column is the digest, 32 bytes."""
+    """What a segment's rows contribute, given the segment's place; the first column is the digest: 32 bytes of it, or 8
+    as int64."""
     picked: pa.Schema
     fold: Callable[[pa.Table], pa.Table]
     """The answer of one part: contributions of which every digest's rows are all there, in the order of segments."""
@@ -54,6 +55,8 @@ class GroupBy:
     scratch_dir: str = ""
     """Where one machine spills; empty for the temporary folder."""
     rows_per_part: int = ROWS_PER_PART
+    dataset_uri: str = ""
+    """A store that every task sees, if `uri` is a folder of the driver's machine; empty: they see `uri`."""
 
     @property
     def num_rows(self) -> int:
@@ -68,8 +71,7 @@ class GroupBy:
     def contribution(self, store: Store, place: int) -> pa.Table:
         """Of one segment. Raises IntegrityError if it is not what its index vouches for."""
         segment = self.segments[place]
-        schema = pa.schema([ROWS_SCHEMA.field(name) for name in self.columns])
-        return self.pick(read_segment(store, segment.file, schema, segment.num_rows), place)
+        return self.pick(read_segment(store, segment.file, self.schema, segment.num_rows), place)
 
     def parts_of(self, contribution: pa.Table) -> np.ndarray:
         """The part of each row, by its digest; shape (N,), int64."""
@@ -83,7 +85,7 @@ Group = Callable[[GroupBy], Iterator[pa.Table]]
 
 def group_here(group: GroupBy, settings: EngineSettings | None = None) -> Iterator[pa.Table]:
     """In this process: contributions go to disk by their parts, and one part at a time is in memory."""
-    store = open_store(group.dataset_uri)
+    store = open_store(group.uri)
     with scratch_folder(group.scratch_dir) as scratch:
         spilled = SpilledRows(scratch, group.picked)
         for rows in _contributions(group, store):
@@ -101,7 +103,9 @@ def _contributions(group: GroupBy, store: Store) -> Iterator[pa.Table]:
 
 
 def digest_prefixes(digests: pa.ChunkedArray) -> np.ndarray:
-    """The first 8 bytes of each 32-byte digest as one number; uint64, shape (N,)."""
+    """The first 8 bytes of each digest as one number; uint64, shape (N,)."""
+    if pa.types.is_integer(digests.type):
+        return digests.to_numpy().view(np.uint64)
     firsts = [np.empty(0, np.uint64)]
     for chunk in (each for each in digests.chunks if len(each)):
         # From the buffers, without a Python object for each: there may be very many rows of one digest.

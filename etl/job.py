@@ -109,7 +109,7 @@ def _build(
     started = time.monotonic()
 
     # List the source and plan the units. What the listing alone refuses may be too much already.
-    plan = plan_build(tree, run_id=run_id, observer=observer)
+    plan = plan_build(tree, run_id=run_id, observer=observer, group=_group_on_engine(tree))
     observer.event("etl.listed", {"listed": plan.build.num_listed, "images": plan.num_images, "units": len(plan.units)})
     check_same_source(plan, replace_source=replace_source)
     check_limits(plan, plan.build.list_rejections)

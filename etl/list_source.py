@@ -16,12 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.grouping import Group, group_here
 from etl.listed import ListingBatch
 from etl.listing import NUM_BUCKETS, Listing, limbs, sum_limbs
 from etl.segments import fact_limbs, key_digests, sample_ids, segment_table, write_segment
 from etl.sources import Lists
 from etl.sources.names import MAX_CLASS_NAME_BYTES, is_class_name
-from etl.unique_ids import Correction, RepeatedValues, make_unique
+from etl.unique_ids import Correction, make_unique
 from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.errors import StorageError, UsageError
 from shardmill.failpoints import failpoint
@@ -41,14 +42,23 @@ _NUM_PROBES = 8
 
 
 def list_source(
-    source: Lists, *, seed: int, max_source_bytes: int, observer: Observer, may_be_empty: bool = False
+    source: Lists,
+    *,
+    seed: int,
+    max_source_bytes: int,
+    observer: Observer,
+    may_be_empty: bool = False,
+    group: Group = group_here,
 ) -> Listing:
-    """Stream the whole listing into segments. Raises UsageError if it has no image, unless it may be empty."""
+    """Stream the whole listing into segments; `group` finds what is in it twice.
+
+    Raises UsageError if it has no image, unless it may be empty.
+    """
     scratch = Scratch()
     folder = scratch.path
     try:
         with as_storage_error(folder):
-            listing = _Segments(folder, seed)
+            listing = _Segments(folder, seed, group)
             for batch in source.list():
                 listing.add(_judged(batch, max_source_bytes))
                 observer.event("list.progress", {"num_listed": listing.num_listed})
@@ -82,6 +92,7 @@ class _Segments:
 
     folder: Path
     seed: int
+    group: Group
     rejections: RejectionLog = field(init=False)
     warnings: list[str] = field(default_factory=list)
     multi_labels: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
@@ -98,10 +109,9 @@ class _Segments:
     _tables: list[pa.Table] = field(default_factory=list)
     _facts: list[np.ndarray] = field(default_factory=list)
     _num_waiting: int = 0
-    _ids: RepeatedValues = field(init=False)
+    _are_unique: bool = True
 
     def __post_init__(self) -> None:
-        self._ids = RepeatedValues(self.folder)
         self.rejections = RejectionLog(self.folder)
 
     def add(self, batch: ListingBatch) -> None:
@@ -113,19 +123,20 @@ class _Segments:
         if not images.num_rows:
             return
         keys_N32 = key_digests(images) if batch.keys_N32 is None else batch.keys_N32
-        ids_N = sample_ids(keys_N32)
-        cells_N = _cells(images, ids_N, self.seed)
+        hashes_N = sample_ids(keys_N32)
+        cells_N = _cells(images, hashes_N, self.seed)
+        self._are_unique &= batch.ids_N is not None
+        rows = segment_table(images, hashes_N if batch.ids_N is None else batch.ids_N, cells_N)
         self.key_sum += sum_limbs(limbs(keys_N32))
-        self._ids.add(ids_N.view(np.uint64))
         self.source_bytes += pc.sum(pc.max_element_wise(images.column("size_bytes"), 0)).as_py()
         self.has_all_sizes &= pc.min(images.column("size_bytes")).as_py() != UNKNOWN_SIZE
         self._count(images)
         if batch.extra_types.get(LABEL) == "list<string>":
             self._count_multi_labels(images)
         self._choose_probes(images, cells_N)
-        self._tables.append(segment_table(images, ids_N, cells_N))
-        self._facts.append(fact_limbs(keys_N32, images))
-        self._num_waiting += images.num_rows
+        self._tables.append(rows)
+        self._facts.append(fact_limbs(keys_N32, rows))
+        self._num_waiting += rows.num_rows
         if self._num_waiting >= SEGMENT_ROWS:
             self._flush()
 
@@ -142,9 +153,8 @@ class _Segments:
     def finish(self) -> Listing:
         if self._num_waiting:
             self._flush()
-        repeated_N = self._ids.find()
-        if len(repeated_N):
-            for correction in make_unique([self.folder / name for name in self.names], repeated_N):
+        if not self._are_unique:
+            for correction in make_unique(self.folder, self.names, self.group):
                 self._correct(correction)
         key_sum = add_digests(self.key_sum, self.rejections.key_sum)
         return Listing(
@@ -164,13 +174,17 @@ class _Segments:
         )
 
     def _correct(self, correction: Correction) -> None:
-        """Take back what was counted of an image that turned out to be listed twice."""
-        bucket = correction.cell >> int(_BUCKET_SHIFT)
-        self.images_by_label[correction.split, correction.label] -= 1
-        self.images_by_bucket[bucket] -= 1
-        self.facts_by_bucket[bucket] -= correction.fact_limbs
-        self.key_sum -= key_hash(correction.key)
-        self.rejections.add([correction.rejection])
+        """Count an image that turned out to be listed twice, or to have an id that another one has, as what it is."""
+        image = correction.image
+        bucket = image["cell"] >> int(_BUCKET_SHIFT)
+        self.facts_by_bucket[bucket] += correction.limbs_after - correction.limbs_before
+        if correction.rejection is not None:
+            self.images_by_label[image["split"], image["label"]] -= 1
+            self.images_by_bucket[bucket] -= 1
+            self.key_sum -= key_hash(image["key"])
+            if self.multi_labels:
+                self.multi_labels.subtract((image["split"], label) for label in names_of(image["extra"]))
+            self.rejections.add([correction.rejection])
 
     def _count(self, images: pa.Table) -> None:
         counted = images.group_by(["split", "label"]).aggregate([([], "count_all")]).to_pylist()
@@ -232,8 +246,16 @@ def _judged(batch: ListingBatch, max_source_bytes: int) -> ListingBatch:
         _refused_row(row, bad_label, max_source_bytes)
         for row, bad_label in _marked(images, is_bad_label, pc.or_(is_bad_label, is_too_large))
     ]
-    kept = images.filter(pc.invert(pc.or_(is_bad_label, is_too_large)))
-    return replace(batch, images=kept, rejections=(*batch.rejections, *refused), groups=None, keys_N32=None)
+    is_kept = pc.invert(pc.or_(is_bad_label, is_too_large))
+    ids_N = None if batch.ids_N is None else batch.ids_N[is_kept.to_numpy()]
+    return replace(
+        batch,
+        images=images.filter(is_kept),
+        rejections=(*batch.rejections, *refused),
+        groups=None,
+        keys_N32=None,
+        ids_N=ids_N,
+    )
 
 
 def _marked(images: pa.Table, mark: pa.ChunkedArray, chosen: pa.ChunkedArray) -> Iterator[tuple[dict, bool]]:

@@ -46,6 +46,8 @@ class ListingBatch:
     """A string for each image, null for none: images of one group are not to be in different splits."""
     keys_N32: np.ndarray | None = None
     """SHA-256 of each image's key, uint8, if they were computed already; see `key_digests`."""
+    ids_N: np.ndarray | None = None
+    """The images' sample ids, int64, if they are unique already: those of a part of a listing."""
     extra_types: Mapping[str, str] = field(default_factory=dict)
     """The type of each extra column of the source, as far as its values have told; see `ARROW_TYPES`."""
 

@@ -142,8 +142,9 @@ def _as_listed(rows: pa.Table, schema: RowSchema) -> pa.Table:
     names = pa.array([*schema.class_names, None], pa.string())
     labels = names.take(pc.fill_null(rows.column("label"), len(schema.class_names)).combine_chunks())
     extra = rows.column("extra") if schema.has_values else pa.array([""] * rows.num_rows, pa.string())
-    columns = ("source", "source_bytes", "source_mtime_ns", "source_etag")
-    return pa.table([*(rows.column(name) for name in columns), labels, extra], names=["key", *_FACTS])
+    columns = [rows.column(name) for name in ("source", "source_bytes", "source_mtime_ns", "source_etag")]
+    # An id that another image had taken is a fact: without that image it is another one.
+    return pa.table([*columns, labels, extra, rows.column("sample_id")], names=["key", *_FACTS, "sample_id"])
 
 
 def _digests(images: pa.Table, facts: tuple[str, ...]) -> np.ndarray:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+
+import pyarrow as pa
 
 from etl.changes import Changes, Compared
 from etl.checks import check_appendable
 from etl.config import EtlTree, SourceConfig
+from etl.grouping import Group, GroupBy, group_here
 from etl.label_map import WithKnownClasses, grown_label_map, read_label_map
 from etl.list_source import list_source
 from etl.listing import Listing
@@ -83,8 +87,11 @@ class BuildPlan:
         return read_unit(self.task.listing, unit, self.task.config.seed)
 
 
-def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) -> BuildPlan:
-    """List the source and do all planning; reads no image. The observer gets the number of inputs listed so far."""
+def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None, group: Group = group_here) -> BuildPlan:
+    """List the source and do all planning; reads no image. The observer gets the number of inputs listed so far.
+
+    `group` finds what is listed twice; one of Spark's may leave copies below the dataset while it does.
+    """
     require_uri("dataset.uri", tree.dataset.uri)
     # `auto` is decided here: executors must not choose anew.
     etl = tree.etl.model_copy(update={"kernel": resolve_kernel(tree.etl.kernel)})
@@ -94,7 +101,7 @@ def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None) 
     # From here on: an executor has a working directory of its own.
     section = _with_absolute_uris(tree.source, source)
     label_map = read_label_map(tree.etl.label_map)
-    listing = _list(source, tree, label_map, observer or SilentObserver())
+    listing = _list(source, tree, label_map, observer or SilentObserver(), group)
     return _plan_on_latest(tree.model_copy(update={"source": section, "etl": etl}), run_id, listing, label_map)
 
 
@@ -146,14 +153,20 @@ def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tup
     return BuildPlan(build, listing, listing, units, task, store, parent)
 
 
-def _list(source: Source, tree: EtlTree, label_map: tuple[str, ...], observer: Observer) -> Listing:
+def _list(source: Source, tree: EtlTree, label_map: tuple[str, ...], observer: Observer, group: Group) -> Listing:
     """The whole source, without the classes that a given label map does not have."""
-    config = tree.etl
+    config, dataset_uri = tree.etl, open_store(tree.dataset.uri).uri
+
+    def group_listed(asked: GroupBy) -> Iterator[pa.Table]:
+        return group(replace(asked, dataset_uri=dataset_uri))
+
     listed = WithKnownClasses(WithGroupSplits(source, config.split_fractions), label_map, config.unknown_class)
     if config.stratified_splits:
         known = _known_splits(open_store(tree.dataset.uri), tree.source, source)
         listed = WithStratifiedSplits(listed, config.split_fractions, known, observer)
-    return list_source(listed, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer)
+    return list_source(
+        listed, seed=config.seed, max_source_bytes=config.max_source_bytes, observer=observer, group=group_listed
+    )
 
 
 def _known_splits(store: Store, section: SourceConfig, source: Source) -> KnownSplits:

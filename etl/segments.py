@@ -81,7 +81,8 @@ def fact_limbs(keys_N32: np.ndarray, images: pa.Table, names: Sequence[str] = FA
     """256 bits over key and facts of each image, as `limbs`; sums of them tell listings apart.
 
     `keys_N32` holds the SHA-256 of the keys, uint8, shape (N, 32). The other facts are mixed into it, which is quick:
-    it need not resist an adversary, who could as well keep a file's size and time.
+    it need not resist an adversary, who could as well keep a file's size and time. If `images` have sample ids, those
+    that do not follow from the keys alone are facts as well.
     """
     lanes_N4 = keys_N32.view("<u8").astype(np.uint64)
     for name in names:
@@ -95,6 +96,13 @@ def fact_limbs(keys_N32: np.ndarray, images: pa.Table, names: Sequence[str] = FA
             mixed_N4 = lanes_N4[has_any_N]
             _mix(mixed_N4, _as_numbers(images.column(name).filter(pa.array(has_any_N))))
             lanes_N4[has_any_N] = mixed_N4
+    if "sample_id" in images.column_names:
+        ids_N = images.column("sample_id").to_numpy()
+        has_moved_N = ids_N != sample_ids(keys_N32)
+        if has_moved_N.any():
+            moved_N4 = lanes_N4[has_moved_N]
+            _mix(moved_N4, ids_N[has_moved_N].view(np.uint64))
+            lanes_N4[has_moved_N] = moved_N4
     return np.ascontiguousarray(lanes_N4).view("<u4").astype(np.uint64)
 
 

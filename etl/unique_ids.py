@@ -1,8 +1,11 @@
-"""Sample ids made unique: what a listing names twice is refused once, and two keys with one id get two."""
+"""Sample ids made unique: what a listing names twice is refused once, and two keys with one id get two.
+
+Both are asked of an engine's group-by. The driver reads the segments again only if some id occurs twice, and rewrites
+those that it occurs in; what it holds is 8 bytes for each such id.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,120 +15,170 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl.listed import LISTED_SCHEMA
-from etl.segments import SEGMENT_SCHEMA, fact_limbs, key_digests, write_segment
-from shardmill.ids import assign_sample_ids
+from etl.grouping import Group, GroupBy, Segment, with_equals
+from etl.segments import SEGMENT_SCHEMA, fact_limbs, find_sorted, key_digests, write_segment
+from etl.spill import SpilledRows
+from shardmill.dataset.segment import table_bytes
+from shardmill.ids import next_sample_id
+from shardmill.sealed import seal_file
+from shardmill.storage_errors import as_storage_error
 from shardmill.values import Rejection, RejectReason
 
-# Values in memory before they go to files; 8 bytes each.
-_MAX_BUFFERED = 4_000_000
-# By their highest bits, so that each file alone holds all equals of its values: 10^9 of them make 125 MB a file.
-_NUM_FILES, _SHIFT = 64, np.uint64(58)
-
-
-class RepeatedValues:
-    """A group-by that spills: values are added in parts, and counted file by file. `folder` must exist."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._parts: list[np.ndarray] = []
-        self._num_buffered = 0
-        self._has_spilled = False
-
-    def add(self, values_N: np.ndarray) -> None:
-        """Add uint64 values."""
-        self._parts.append(values_N)
-        self._num_buffered += len(values_N)
-        if self._num_buffered > _MAX_BUFFERED:
-            self._spill()
-
-    def find(self) -> np.ndarray:
-        """The values that were added more than once, each once, sorted."""
-        if not self._has_spilled:
-            return _repeated(np.concatenate([np.empty(0, np.uint64), *self._parts]))
-        self._spill()
-        files = [self._file(number) for number in range(_NUM_FILES)]
-        return np.concatenate([_repeated(np.fromfile(file, np.uint64)) for file in files if file.exists()])
-
-    def _spill(self) -> None:
-        values_N = np.sort(np.concatenate([np.empty(0, np.uint64), *self._parts]))
-        bounds = np.searchsorted(values_N >> _SHIFT, np.arange(_NUM_FILES + 1, dtype=np.uint64))
-        for number in range(_NUM_FILES):
-            with open(self._file(number), "ab") as file:
-                values_N[bounds[number] : bounds[number + 1]].tofile(file)
-        self._parts, self._num_buffered, self._has_spilled = [], 0, True
-
-    def _file(self, number: int) -> Path:
-        return self._folder / f"values-{number:02d}"
+_IDS = pa.schema([SEGMENT_SCHEMA.field("sample_id")])
+# What tells the rows of one id apart, in the order in which they are asked; and where each row is.
+_ORDER = ("key", "place", "size_bytes", "mtime_ns")
+_PLACED = pa.schema(
+    [*_IDS, *(SEGMENT_SCHEMA.field(name) for name in _ORDER), ("segment", pa.int64()), ("row", pa.int64())]
+)
+# `time` counts how often the row's key was listed before and with it; `new_id` is the id of a key that stays.
+_CHANGED = pa.schema([("segment", pa.int64()), ("row", pa.int64()), ("time", pa.int64()), ("new_id", pa.int64())])
+_STAYS = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """An image that was counted and is refused now."""
+    """An image that was counted, and is refused now or has another sample id."""
 
-    key: str
-    cell: int
-    split: str | None
-    label: str | None
-    fact_limbs: np.ndarray
-    rejection: Rejection
+    image: dict[str, Any]
+    """Its row of the segment."""
+    limbs_before: np.ndarray
+    """Its `fact_limbs`, as they were counted."""
+    limbs_after: np.ndarray
+    """As they are now; zeros for one that is refused."""
+    rejection: Rejection | None
 
 
-def make_unique(segments: Sequence[Path], repeated_N: np.ndarray) -> Iterator[Correction]:
-    """Rewrite the segments in which a sample id of `repeated_N` (uint64) occurs; they are few.
+def make_unique(folder: Path, segments: Sequence[str], group: Group) -> Iterator[Correction]:
+    """Rewrite those of the segments in `folder` in which a sample id occurs that another image has.
 
-    Of two keys with one id the larger takes its next 8 bytes. A key that is listed twice is refused the second time,
-    under a key of its own, because a ledger names no input twice.
+    Of the keys with one id the smallest keeps it, and the others take their next 8 bytes, until all ids differ: so they
+    follow from the set of keys alone. A key that is listed twice is refused the second time, under a key of its own,
+    because a ledger names no input twice.
     """
-    tables = [_repeated_rows(segment, number, repeated_N) for number, segment in enumerate(segments)]
-    rows = pa.concat_tables(tables).combine_chunks()
-    # The first one stays, in an order that does not depend on how the source was listed.
-    order = sorted(rows.to_pylist(), key=lambda row: (row["key"], row["place"], row["size_bytes"], row["mtime_ns"]))
-    keys = list(dict.fromkeys(row["key"] for row in order))
-    ids = dict(zip(keys, assign_sample_ids(keys), strict=True))
-    times: Counter[str] = Counter()
-    removed: dict[int, list[int]] = defaultdict(list)
-    for row in order:
-        times[row["key"]] += 1
-        if times[row["key"]] > 1:
-            removed[row["segment"]].append(row["row"])
-            yield _correction(row, times[row["key"]])
-    for number in sorted({row["segment"] for row in order}):
-        _rewrite(segments[number], removed[number], ids)
+    while len(repeated_N := _repeated_ids(folder, segments, group)):
+        has_moved = False
+        for correction in _resolve(folder, segments, repeated_N, group):
+            has_moved |= correction.rejection is None
+            yield correction
+        if not has_moved:
+            return
 
 
-def _repeated_rows(segment: Path, number: int, repeated_N: np.ndarray) -> pa.Table:
-    """The rows with a repeated id, and where they are."""
-    table = pq.read_table(segment, schema=SEGMENT_SCHEMA)
-    places_N = np.flatnonzero(np.isin(table.column("sample_id").to_numpy(), repeated_N.view(np.int64)))
+def _repeated_ids(folder: Path, segments: Sequence[str], group: Group) -> np.ndarray:
+    """The ids that occur more than once, int64, ascending."""
+    parts = [np.empty(0, np.int64)]
+    with _Files(folder) as files:
+        for segment in segments:
+            files.add(pq.read_table(folder / segment, columns=_IDS.names, use_threads=False))
+        asked = GroupBy(str(folder), tuple(files.segments), _IDS, _as_they_are, _IDS, _repeated, _IDS)
+        parts += [found.column("sample_id").to_numpy() for found in group(asked)]
+    return np.sort(np.concatenate(parts))
+
+
+def _resolve(folder: Path, segments: Sequence[str], repeated_N: np.ndarray, group: Group) -> Iterator[Correction]:
+    """What becomes of the rows with the ids of `repeated_N`; one segment after the other is rewritten."""
+    with _Files(folder) as files:
+        for number, segment in enumerate(segments):
+            files.add(_placed_rows(folder / segment, number, repeated_N))
+        asked = GroupBy(str(folder), tuple(files.segments), _PLACED, _as_they_are, _PLACED, _changed, _CHANGED)
+        changed = SpilledRows(files.folder, _CHANGED)
+        for found in group(asked):
+            changed.add(found, found.column("segment").to_numpy())
+        for number, segment in enumerate(segments):
+            rows = changed.read(number)
+            if rows.num_rows:
+                yield from _rewrite(folder / segment, rows.sort_by("row"))
+
+
+class _Files:
+    """Tables that a group-by reads, in a folder of their own; it goes at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._root = folder
+        self.folder = folder / "grouped"
+        self.segments: list[Segment] = []
+
+    def __enter__(self) -> _Files:
+        with as_storage_error(self.folder):
+            self.folder.mkdir()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self.folder.iterdir():
+            file.unlink()
+        self.folder.rmdir()
+
+    def add(self, table: pa.Table) -> None:
+        if not table.num_rows:
+            return
+        file = self.folder / f"rows-{len(self.segments):05d}.parquet"
+        data = table_bytes(table)
+        with as_storage_error(file, len(data)):
+            file.write_bytes(data)
+        self.segments.append(Segment(seal_file(str(file.relative_to(self._root)), data), table.num_rows))
+
+
+def _placed_rows(file: Path, number: int, repeated_N: np.ndarray) -> pa.Table:
+    """The rows of a segment that have one of these ids, and where they are."""
+    table = pq.read_table(file, columns=[*_IDS.names, *_ORDER], use_threads=False)
+    _, is_repeated_N = find_sorted(repeated_N, table.column("sample_id").to_numpy())
+    places_N = np.flatnonzero(is_repeated_N)
     found = table.take(pa.array(places_N))
-    return found.append_column("segment", pa.array(np.full(len(places_N), number))).append_column(
-        "row", pa.array(places_N)
-    )
+    return pa.table([*found.columns, np.full(len(places_N), number), places_N], schema=_PLACED)
 
 
-def _correction(row: dict[str, Any], time: int) -> Correction:
-    image = pa.Table.from_pylist([{name: row[name] for name in LISTED_SCHEMA.names}], schema=LISTED_SCHEMA)
-    rejection = Rejection(
-        f"{row['key']}\0{time}", RejectReason.DUPLICATE_KEY, "listed before under the same key",
-        row["size_bytes"], row["mtime_ns"], row["etag"], stage="list",
-    )  # fmt: skip
-    return Correction(
-        row["key"], row["cell"], row["split"], row["label"], fact_limbs(key_digests(image), image)[0], rejection
-    )
+def _as_they_are(rows: pa.Table, place: int) -> pa.Table:
+    return rows
 
 
-def _rewrite(segment: Path, removed: list[int], ids: dict[str, int]) -> None:
-    table = pq.read_table(segment, schema=SEGMENT_SCHEMA)
-    is_kept_N = np.ones(table.num_rows, bool)
-    is_kept_N[removed] = False
-    table = table.filter(pa.array(is_kept_N))
-    keys = table.column("key").to_pylist()
-    unique_ids = [ids.get(key, known) for key, known in zip(keys, table.column("sample_id").to_pylist(), strict=True)]
+def _repeated(rows: pa.Table) -> pa.Table:
+    return pa.table([np.unique(with_equals(rows).column("sample_id").to_numpy())], schema=_IDS)
+
+
+def _changed(rows: pa.Table) -> pa.Table:
+    """Of all rows with the same ids, those that do not stay as they are."""
+    # The first one stays, in an order that does not depend on how the source was listed.
+    rows = rows.sort_by([(name, "ascending") for name in ("sample_id", *_ORDER, "segment", "row")])
+    ids_N = rows.column("sample_id").to_numpy()
+    keys = rows.column("key").combine_chunks().dictionary_encode().indices.to_numpy()
+    is_first_of_id_N = np.diff(ids_N, prepend=ids_N[:1] - 1) != 0
+    is_first_of_key_N = is_first_of_id_N | (np.diff(keys, prepend=-1) != 0)
+    places_N = np.arange(len(ids_N))
+    times_N = places_N - np.maximum.accumulate(np.where(is_first_of_key_N, places_N, 0)) + 1
+    new_ids_N = ids_N.copy()
+    # These are as rare as colliding hashes of 64 bits.
+    for place in np.flatnonzero(is_first_of_key_N & ~is_first_of_id_N).tolist():
+        new_ids_N[place] = next_sample_id(rows.column("key")[place].as_py(), int(ids_N[place]))
+    is_changed = pa.array((times_N > _STAYS) | (new_ids_N != ids_N))
+    columns = [rows.column("segment"), rows.column("row"), times_N, new_ids_N]
+    return pa.table(columns, schema=_CHANGED).filter(is_changed)
+
+
+def _rewrite(file: Path, changed: pa.Table) -> Iterator[Correction]:
+    """Write a segment anew, and tell what became of the rows of `changed`, which are in row order."""
+    table = pq.read_table(file, schema=SEGMENT_SCHEMA)
+    rows_N, times_N = (changed.column(name).to_numpy() for name in ("row", "time"))
     place = SEGMENT_SCHEMA.get_field_index("sample_id")
-    write_segment(segment, table.set_column(place, SEGMENT_SCHEMA.field(place), pa.array(unique_ids, pa.int64())))
+    new_ids_N = table.column(place).to_numpy().copy()
+    new_ids_N[rows_N] = changed.column("new_id").to_numpy()
+    renewed = table.set_column(place, SEGMENT_SCHEMA.field(place), pa.array(new_ids_N))
+    is_kept_N = np.ones(table.num_rows, bool)
+    is_kept_N[rows_N] = times_N == _STAYS
+    write_segment(file, renewed.filter(pa.array(is_kept_N)))
+    before, after = (each.take(pa.array(rows_N)) for each in (table, renewed))
+    before_N8, after_N8 = (fact_limbs(key_digests(each), each) for each in (before, after))
+    for number, (image, time) in enumerate(zip(before.to_pylist(), times_N.tolist(), strict=True)):
+        is_refused = time > _STAYS
+        yield Correction(
+            image,
+            before_N8[number],
+            np.zeros_like(after_N8[number]) if is_refused else after_N8[number],
+            _rejection(image, time) if is_refused else None,
+        )
 
 
-def _repeated(values_N: np.ndarray) -> np.ndarray:
-    ordered_N = np.sort(values_N)
-    return np.unique(ordered_N[1:][ordered_N[1:] == ordered_N[:-1]])
+def _rejection(image: dict[str, Any], time: int) -> Rejection:
+    return Rejection(
+        f"{image['key']}\0{time}", RejectReason.DUPLICATE_KEY, "listed before under the same key",
+        image["size_bytes"], image["mtime_ns"], image["etag"], stage="list",
+    )  # fmt: skip

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
-from collections.abc import Sequence
 
 DIGEST_MODULUS = 1 << 256
 
@@ -15,24 +15,15 @@ def key_bytes(key: str) -> bytes:
 
 
 def sample_id_of(key: str, block: int = 0) -> int:
-    """The signed big-endian integer in 8 bytes of SHA-256 over the key's bytes; `block` 1 takes the next 8."""
+    """The signed big-endian integer in 8 bytes of SHA-256 over the key's bytes; `block` 1 takes the next 8, up to 3."""
     digest = hashlib.sha256(key_bytes(key)).digest()
     return struct.unpack_from(">q", digest, 8 * block)[0]
 
 
-def assign_sample_ids(keys: Sequence[str]) -> list[int]:
-    """One id for each key, in the order given; if two collide, the larger key takes its next 8 bytes."""
-    ids = [sample_id_of(key) for key in keys]
-    if len(set(ids)) == len(ids):
-        return ids
-    taken: set[int] = set()
-    for place in sorted(range(len(keys)), key=lambda place: key_bytes(keys[place])):
-        block = 0
-        while ids[place] in taken:
-            block += 1
-            ids[place] = sample_id_of(keys[place], block)
-        taken.add(ids[place])
-    return ids
+def next_sample_id(key: str, taken: int) -> int:
+    """The id of a key whose id `taken` a smaller key has: the next 8 bytes of its hash."""
+    later = itertools.dropwhile(lambda each: each != taken, (sample_id_of(key, block) for block in itertools.count()))
+    return next(each for each in later if each != taken)
 
 
 def format_sample_id(sample_id: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -15,10 +17,12 @@ from etl.grouping import GroupBy, group_here
 from etl.spill import ROWS_PER_PART, split_rows
 from shardmill.dataset.segment import read_segment, table_bytes
 from shardmill.errors import ShardmillError
+from shardmill.jobs.reach import check_nonce, planted
 from shardmill.jobs.spark import spark_context
 from shardmill.sealed import SealedFile, seal_file
 from shardmill.storage import Store
 from shardmill.stores import open_store
+from shardmill.values import Nonce
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -34,10 +38,12 @@ def group_on_spark(group: GroupBy, settings: EngineSettings) -> Iterator[pa.Tabl
     if group.num_rows < _MIN_ROWS:
         yield from group_here(group, settings)
         return
-    store, spark = open_store(group.dataset_uri), settings.spark
+    store, spark = open_store(group.dataset_uri or group.uri), settings.spark
     with answers_folder(store) as folder:
-        with spark_context("shardmill-etl", spark, spark.etl.conf) as context:
-            answers = group_in(context, group, folder)
+        shared = _shared(group, store, folder)
+        # Nothing else may have shown so far that executors see the dataset's folder.
+        with planted(store) as nonce, spark_context("shardmill-etl", spark, spark.etl.conf) as context:
+            answers = group_in(context, shared, folder, nonce)
         for answer in answers:
             yield read_segment(store, answer, group.folded, group.num_rows)
 
@@ -55,10 +61,24 @@ def answers_folder(store: Store) -> Iterator[str]:
                 store.delete(file.path)
 
 
-def group_in(context: SparkContext, group: GroupBy, folder: str) -> list[SealedFile]:
+def _shared(group: GroupBy, store: Store, folder: str) -> GroupBy:
+    """The same rows where every task sees them: what is on the driver's machine alone is copied into `folder`."""
+    if not group.dataset_uri:
+        return group
+    segments = []
+    for segment in group.segments:
+        path = f"{folder}/{segment.file.path}"
+        store.put_file(path, Path(group.uri) / segment.file.path)
+        segments.append(replace(segment, file=replace(segment.file, path=path)))
+    return replace(group, uri=store.uri, segments=tuple(segments))
+
+
+def group_in(context: SparkContext, group: GroupBy, folder: str, nonce: Nonce) -> list[SealedFile]:
     """Where the answer of each part is, in the order of the parts. The driver holds these names, and no row."""
     places, num_parts = range(len(group.segments)), group.num_parts
-    blocks = context.parallelize(places, min(len(places), num_parts)).mapPartitions(lambda mine: _blocks(group, mine))
+    blocks = context.parallelize(places, min(len(places), num_parts)).mapPartitions(
+        lambda mine: _blocks(group, mine, nonce)
+    )
     # One block for each task and part, and not one record for each row: Python never sees a row.
     parts = blocks.partitionBy(num_parts, int)
     answers = parts.mapPartitionsWithIndex(lambda part, mine: [(part, _answer(group, folder, mine))])
@@ -68,9 +88,10 @@ def group_in(context: SparkContext, group: GroupBy, folder: str) -> list[SealedF
     return [answer for _, answer in sorted(job.result(), key=lambda answer: answer[0])]
 
 
-def _blocks(group: GroupBy, places: Iterable[int]) -> Iterator[tuple[int, tuple[int, bytes]]]:
+def _blocks(group: GroupBy, places: Iterable[int], nonce: Nonce) -> Iterator[tuple[int, tuple[int, bytes]]]:
     """What these segments contribute to each part: (part, (place of the first segment, Arrow stream))."""
-    store = open_store(group.dataset_uri)
+    check_nonce(nonce)
+    store = open_store(group.uri)
     waiting, num_waiting, first = [], 0, -1
     for place in places:
         rows = group.contribution(store, place)
@@ -97,5 +118,5 @@ def _answer(group: GroupBy, folder: str, blocks: Iterable[tuple[int, tuple[int, 
     tables = [pa.ipc.open_stream(data).read_all() for _, data in ordered]
     data = table_bytes(group.fold(pa.concat_tables([group.picked.empty_table(), *tables])))
     file = seal_file(f"{folder}/{uuid.uuid4().hex}.parquet", data)
-    open_store(group.dataset_uri).put(file.path, data)
+    open_store(group.uri).put(file.path, data)
     return file

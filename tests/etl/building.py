@@ -29,6 +29,9 @@ ETL = EtlConfig(
     engine="spark", image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000, formats=tuple(SHARD_FORMATS)
 )
 
+COLLIDING = ("a/a2d5752f072480e4.jpg", "a/bda40fdd156494ba.jpg")
+"""Two keys whose SHA-256 begin with the same 8 bytes; it took 2^31 hashes to find them."""
+
 
 def tree_for(
     folder: Path, dataset: str, spark: SparkConfig | None = None, etl: EtlConfig = ETL, scheme: str = ""

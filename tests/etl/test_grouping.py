@@ -28,6 +28,8 @@ from shardmill.jobs.spark import one_spark, spark_context
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.values import ImageSample, ShardInfo, SourceImage
+from tests.etl.building import COLLIDING, images_of
+from tests.etl.test_listing import facts, listed
 
 CLASS_NAMES = ("a", "b")
 SCHEMA = RowSchema("raw", (1, 1, 1), CLASS_NAMES)
@@ -112,6 +114,17 @@ def test_spark_gives_what_one_machine_gives_and_leaves_no_file(
         )
         assert len(here) == len(there) == 7
         assert here == there
+        # And a listing, which the tasks see only because its ids are copied below the dataset.
+        listings = [
+            listed(
+                [SourceImage(key, 1) for key in keys],
+                group=lambda asked, group=group: in_small_parts(group)(replace(asked, dataset_uri=store.uri)),
+            )
+            for group in (group_here, on_spark)
+            for keys in [[*COLLIDING, *(f"a/{number % 20}.jpg" for number in range(30))]]
+        ]
+        assert facts(listings[0]) == facts(listings[1]) and images_of(listings[0]) == images_of(listings[1])
+        assert [len(listing.rejections) for listing in listings] == [10, 10]
         with spark_context("another", settings.spark, {}) as context:
             application = context.applicationId
         assert count_copies(store, shards, CONFIG, in_small_parts(on_spark)) == counted_by_hand(rows)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from etl import list_source as listing_module
 from etl.config import EtlConfig
+from etl.grouping import Group, group_here
 from etl.list_source import list_source
 from etl.listed import ListingBatch, listed_table
 from etl.listing import Listing
-from etl.unique_ids import RepeatedValues
 from etl.units import plan_units
 from shardmill import ids
 from shardmill.ids import add_digests, format_digest, key_hash
@@ -38,8 +35,8 @@ class Batches:
         return (ListingBatch(listed_table(batch)) for batch in self._batches)
 
 
-def listed(*batches: list[SourceImage]) -> Listing:
-    return list_source(Batches(list(batches)), seed=0, max_source_bytes=1_000, observer=SilentObserver())
+def listed(*batches: list[SourceImage], group: Group = group_here) -> Listing:
+    return list_source(Batches(list(batches)), seed=0, max_source_bytes=1_000, observer=SilentObserver(), group=group)
 
 
 def images(num_images: int) -> list[SourceImage]:
@@ -78,42 +75,6 @@ def test_what_is_listed_twice_is_accepted_once_and_refused_under_a_key_of_its_ow
     assert (found.facts_by_bucket.sum(axis=0) == once.facts_by_bucket.sum(axis=0)).all()
     refused = (key_hash(each.key) for each in found.rejections)
     assert found.key_sum == format_digest(add_digests(int(once.key_sum, 16), *refused))
-
-
-def test_two_keys_with_one_id_get_two(monkeypatch: pytest.MonkeyPatch):
-    """Nobody can make two such keys, so ids of the first block are cut to their lowest bit here."""
-    real = listing_module.key_digests
-
-    def narrow(table):
-        digests = real(table).copy()
-        digests[:, :7] = 0
-        digests[:, 7] &= 1
-        return digests
-
-    monkeypatch.setattr(listing_module, "key_digests", narrow)
-    monkeypatch.setattr(ids, "sample_id_of", lambda key, block=0: key_hash(key) >> 200 if block else _bit(key))
-    found = images_of(listed(images(3)))
-    assert len({image.sample_id for image in found}) == 3
-
-
-def _bit(key: str) -> int:
-    return (key_hash(key) >> 192) & 1
-
-
-def test_repeated_values_are_found_in_memory_and_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    print(f"seed {_SEED}")
-    rng = np.random.default_rng(_SEED)
-    values_N = rng.integers(0, 2**64, 5_000, dtype=np.uint64)
-    values_N = rng.permutation(np.concatenate([values_N, values_N[:40], values_N[:7]]))
-    expected = sorted(value for value, times in Counter(values_N.tolist()).items() if times > 1)
-    for folder, most in (("memory", 10**6), ("files", 700)):
-        (tmp_path / folder).mkdir()
-        monkeypatch.setattr("etl.unique_ids._MAX_BUFFERED", most)
-        repeated = RepeatedValues(tmp_path / folder)
-        for part in np.array_split(values_N, 11):
-            repeated.add(part)
-        assert repeated.find().tolist() == expected
-        assert bool(list((tmp_path / folder).iterdir())) == (folder == "files")
 
 
 def test_the_segments_go_with_the_listing():

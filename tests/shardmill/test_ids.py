@@ -17,17 +17,20 @@ keys = st.lists(st.text(st.characters(exclude_categories=()), min_size=1), uniqu
 @given(keys)
 def test_ids_are_the_first_eight_bytes_of_the_keys_sha256(names: list[str]):
     names = [name for name in names if _encodable(name)]
-    for name, sample_id in zip(names, ids.assign_sample_ids(names), strict=True):
+    for name in names:
         digest = hashlib.sha256(ids.key_bytes(name)).digest()
+        sample_id = ids.sample_id_of(name)
         assert struct.pack(">q", sample_id) == digest[:8]
         assert ids.format_sample_id(sample_id) == digest[:8].hex()
+        following = ids.next_sample_id(name, sample_id)
+        assert struct.pack(">q", following) == digest[8:16]
+        assert struct.pack(">q", ids.next_sample_id(name, following)) == digest[16:24]
 
 
-def test_on_a_collision_the_larger_key_takes_the_next_bytes(monkeypatch: pytest.MonkeyPatch):
-    real = ids.sample_id_of
-    monkeypatch.setattr(ids, "sample_id_of", lambda key, block=0: 7 if block == 0 else real(key, block))
-    assert ids.assign_sample_ids(["b", "c", "a"]) == [real("b", 1), real("c", 1), 7]
-    assert ids.assign_sample_ids(["a", "c", "b"]) == [7, real("c", 1), real("b", 1)]
+def test_the_next_id_is_another_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ids, "sample_id_of", lambda key, block=0: [7, 7, 8, 9][block])
+    assert ids.next_sample_id("a", 7) == 8
+    assert ids.next_sample_id("a", 8) == 9
 
 
 def test_row_digests_tell_rows_apart():

@@ -1,0 +1,135 @@
+"""Sample ids are unique and follow from the set of keys alone, whoever groups them and whatever version came before."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from etl import list_source as listing_module
+from etl import segments
+from etl.config import EtlConfig
+from etl.grouping import Group, group_here
+from etl.listing import Listing
+from etl.units import ListingPlace, plan_units, read_unit
+from shardmill import ids
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.row_segments import read_rows
+from shardmill.dataset.verify import verify_dataset
+from tests.etl.building import COLLIDING, images_of
+from tests.etl.test_incremental import build
+from tests.etl.test_listing import images, listed
+
+_MASK = 31
+
+
+def in_small_parts(group: Group) -> Group:
+    return lambda asked: group(replace(asked, rows_per_part=9))
+
+
+@pytest.fixture
+def short_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can make keys with more than two of one id, so the first bits are masked: of the next 8 bytes, too."""
+    of_keys, of_key = segments.sample_ids, ids.sample_id_of
+
+    def short(key: str, block: int = 0) -> int:
+        return of_key(key, block) & (_MASK if block == 0 else 4 * _MASK + 3 if block == 1 else -1)
+
+    monkeypatch.setattr(ids, "sample_id_of", short)
+    for module in (segments, listing_module):
+        monkeypatch.setattr(module, "sample_ids", lambda keys_N32: of_keys(keys_N32) & _MASK)
+
+
+def ids_by_hand(keys: list[str]) -> dict[str, int]:
+    """Every key takes the first of its ids that no smaller key has."""
+    taken: dict[int, str] = {}
+    for key in sorted(keys):
+        block = 0
+        while ids.sample_id_of(key, block) in taken:
+            block += 1
+        taken[ids.sample_id_of(key, block)] = key
+    return {key: sample_id for sample_id, key in taken.items()}
+
+
+def test_the_smallest_key_keeps_an_id_in_whatever_order_and_parts_they_come(
+    short_ids: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(listing_module, "SEGMENT_ROWS", 20)
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    some = [replace(image, key=f"{rng.random()}.jpg") for image in images(60)]
+    expected = ids_by_hand([image.key for image in some])
+    assert len({ids.sample_id_of(key) for key in expected}) < len(expected)
+    twice = [replace(image, place=7) for image in rng.sample(some, 5)]
+    found: set[tuple[object, ...]] = set()
+    for group in (group_here, in_small_parts(group_here)):
+        shuffled = [*some, *twice]
+        rng.shuffle(shuffled)
+        listing = listed(*np.array_split(np.array(shuffled, object), 4), group=group)
+        assert {image.key: image.sample_id for image in images_of(listing)} == expected
+        assert [each.key for each in listing.rejections] == sorted(f"{image.key}\0002" for image in twice)
+        found.add((listing.fingerprint, listing.key_sum, listing.num_listed, *units_of(listing)))
+    assert len(found) == 1
+    # Without the keys that come before them, the others have other ids, and their units other names.
+    rest = sorted(some, key=lambda image: image.key)[20:]
+    alone, all_units = listed(rest), {unit for each in found for unit in each[3:]}
+    assert {image.key: image.sample_id for image in images_of(alone)} == ids_by_hand([image.key for image in rest])
+    assert not all_units.intersection(units_of(alone))
+
+
+def units_of(listing: Listing) -> list[object]:
+    """Every unit's fingerprint; that its images can be read shows that their facts were counted as they are."""
+    units = plan_units(listing, EtlConfig(unit_min_images=10), "config")
+    read = [read_unit(ListingPlace(str(listing.folder), listing.segments), unit, 0) for unit in units]
+    assert sum(map(len, read)) == listing.num_images
+    return [unit.fingerprint for unit in units]
+
+
+def paint(folder: Path, name: str) -> None:
+    file = folder / "images" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(sum(name.encode())).integers(0, 255, (16, 16, 3), np.uint8)
+    assert cv2.imwrite(str(file), pixels)
+
+
+def rows_of(folder: Path, dataset: str = "dataset") -> dict[str, int]:
+    """Key -> sample id of every row."""
+    found = open_dataset(str(folder / dataset))
+    verify_dataset(found).raise_if_failed()
+    shards = [shard for shard in found.shards if shard.format == "parquet"]
+    tables = [read_rows(found.store, shard, found.manifest.row_schema) for shard in shards]
+    columns = [[table.column(name).to_pylist() for name in ("source", "sample_id")] for table in tables]
+    return {key: sample_id for pairs in columns for key, sample_id in zip(*pairs, strict=True)}
+
+
+@pytest.mark.parametrize(("first", "second", "detect_changes"), [(*COLLIDING, "stat"), (*COLLIDING[::-1], "content")])
+def test_a_row_whose_id_a_new_or_removed_key_changes_is_made_again(
+    first: str, second: str, detect_changes: str, tmp_path: Path
+):
+    """These two keys have one hash of 64 bits indeed."""
+    smaller, larger = COLLIDING
+    assert ids.sample_id_of(smaller) == ids.sample_id_of(larger)
+    names = [*(f"a/{number}.png" for number in range(8)), *(f"b/{number}.png" for number in range(8)), first]
+    for name in names:
+        paint(tmp_path, name)
+
+    def built(version: int) -> dict[str, int]:
+        manifest = build(tmp_path, detect_changes=detect_changes).manifest
+        whole = build(tmp_path, f"whole_{version}").manifest
+        assert (manifest.version, whole.version) == (version, 1)
+        assert manifest.content_digest == whole.content_digest
+        rows = rows_of(tmp_path)
+        assert rows == rows_of(tmp_path, f"whole_{version}")
+        return rows
+
+    assert built(1)[first] == ids.sample_id_of(first)
+    paint(tmp_path, second)
+    both = built(2)
+    assert (both[smaller], both[larger]) == (ids.sample_id_of(smaller), ids.sample_id_of(larger, 1))
+    (tmp_path / "images" / first).unlink()
+    assert built(3)[second] == ids.sample_id_of(second)
