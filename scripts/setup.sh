@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv from uv.lock with all that it needs from outside: uv, Python 3.11, Java 17 or 21, g++.
 #   scripts/setup.sh demo    what `make demo` runs: no torch, no Airflow, no test tools
-#   scripts/setup.sh all     everything
+#   scripts/setup.sh gpu     TensorFlow with CUDA in place of its CPU build, PyTorch; Horovod with NCCL: docs/training.md
+#   scripts/setup.sh all     everything but that
 # A second call compares one hash and returns. What cannot be installed here ends with the one command to run; the
 # optional native kernel alone is left out instead.
 set -euo pipefail
@@ -9,13 +10,14 @@ cd "$(dirname "$0")/.."
 
 profile=${1:-all}
 case $profile in
-  demo) extras=(--no-dev --extra spark --extra tensorflow --extra horovod --extra demo) ;;
-  all) extras=(--all-extras) ;;
-  *) echo "usage: scripts/setup.sh demo|all" >&2; exit 2 ;;
+  demo) holds=(demo gpu all); extras=(--no-dev --extra spark --extra tensorflow --extra horovod --extra demo) ;;
+  gpu) holds=(gpu); extras=(--no-dev --extra spark --extra gpu --extra horovod --extra torch --extra s3 --extra demo) ;;
+  all) holds=(all); extras=(--extra all) ;;
+  *) echo "usage: scripts/setup.sh demo|gpu|all" >&2; exit 2 ;;
 esac
 
 fingerprint=$(cat uv.lock pyproject.toml .python-version native/*.[ch] native/setup.py native/pyproject.toml "$0" | sha256sum | cut -c1-64)
-for done_profile in all "$profile"; do
+for done_profile in "${holds[@]}"; do
   if [[ -f .venv/setup-$done_profile && $(cat ".venv/setup-$done_profile") == "$fingerprint" ]]; then
     exit 0
   fi
@@ -88,7 +90,11 @@ fi
 command -v g++ >/dev/null || install_package g++ "g++, which builds Horovod," gcc-c++
 
 say "installing the locked packages into .venv (Horovod is built from source the first time: some minutes)"
-"$uv" sync --frozen --inexact "${extras[@]}"
+# Between the two builds of TensorFlow all that the other one brought has to go; else what a user added may stay.
+keep=--inexact
+if [[ $profile == gpu || -f .venv/setup-gpu ]]; then keep=; fi
+rm -f .venv/setup-*
+"$uv" sync --frozen $keep "${extras[@]}"
 build_native_kernel
 
 # Spark takes JAVA_HOME before PATH: recipes of the Makefile source this.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shardmill.errors import TrainingError
+from tests.processes import in_own_process
 from tests.train.test_backends import SHAPE, learner
 from tests.train.test_models import batch_of
 from tests.train.test_multi_rank import train_on_ranks
@@ -138,3 +139,15 @@ def test_ranks_agree_on_what_overflowed(tiny_uri, tmp_path, monkeypatch, alone):
     for step, loss in recorder.losses.items():
         # What ranks round in sixteen bits before it is added up.
         assert float.fromhex(watched.losses[step]) == pytest.approx(float.fromhex(loss), rel=0.02, abs=1e-3)
+
+
+@pytest.mark.drill
+def test_a_keras_model_on_pytorch_trains_in_float16_as_in_float32(tiny_uri, tmp_path):
+    config = {"backend": "torch", "model": "small_cnn", "epochs": 2, "learning_rate": 0.01, "accumulation_steps": 2}
+    plain = in_own_process(train_here, tiny_uri, tmp_path / "float32", **config)
+    half = in_own_process(train_here, tiny_uri, tmp_path / "float16", **config, mixed_precision="float16")
+    assert half.num_overflowed_steps <= 2 and half.num_skipped_steps == 0
+    assert half.weights_sha256 != plain.weights_sha256
+    for one, other in zip(half.history, plain.history, strict=True):
+        assert one.train_loss == pytest.approx(other.train_loss, rel=0.05)
+    assert half.history[-1].train_loss < half.history[0].train_loss

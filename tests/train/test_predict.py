@@ -171,5 +171,7 @@ def test_a_model_that_is_not_there_is_refused(folder, tmp_path):
 
 
 def _left_in(temporary: Path) -> list[Path]:
-    # AutoGraph writes the code that it generates into files, which TensorFlow deletes when the process ends.
-    return [path for path in temporary.iterdir() if not path.name.startswith("__autograph_generated_file")]
+    # AutoGraph writes the code that it generates into files, which TensorFlow deletes when the process ends; sometimes
+    # Python has compiled one into `__pycache__`.
+    files = [path for path in temporary.rglob("*") if not path.is_dir() or path.name != "__pycache__"]
+    return [path for path in files if not path.name.startswith("__autograph_generated_file")]
