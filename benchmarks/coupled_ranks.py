@@ -4,9 +4,10 @@
     .venv/bin/python benchmarks/coupled_ranks.py --strategy torch_ddp
 
 The contestants take turns in the same two processes, in blocks of steps that both ranks begin together; what counts is
-rank 0's wall time of a block. By hand: under Horovod one allreduce for each gradient, as its first guide shows; under
-PyTorch DistributedDataParallel. Uncoupled: each process trains for itself, which two processes on one machine cannot
-beat. `accumulated`: ours with 8 parts to one exchange, beside 8 steps without any.
+rank 0's wall time of a block, and on a busy machine its CPU time. By hand: under Horovod one allreduce for each
+gradient, as its first guide shows; under PyTorch DistributedDataParallel. Uncoupled: each process trains for itself,
+which two processes on one machine cannot beat. `accumulated`: ours with 8 parts to one exchange, beside 8 steps without
+any.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -123,20 +125,24 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
         accumulating.start({}, 0, "")
         contestants["accumulated"] = lambda: accumulating.train_step(large, total * NUM_PARTS, None)
     seconds: dict[str, list[float]] = {each: [] for each in contestants}
+    cpu_seconds: dict[str, list[float]] = {each: [] for each in contestants}
     for block in range(NUM_BLOCKS + 1):
         reporter.doing(f"block {block}")
         for each, step in contestants.items():
             num_steps = 1 if each == "accumulated" else STEPS_OF_BLOCK
             member.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             for _ in range(num_steps):
                 step()
             # Both ranks' share of the work has to be done.
             member.barrier()
             if block:
                 seconds[each].append((time.perf_counter() - start) / STEPS_OF_BLOCK)
-    for each, of_blocks in seconds.items():
-        reporter.event("block_seconds", {"contestant": each, "seconds": " ".join(map(repr, of_blocks))})
+                cpu_seconds[each].append((time.process_time() - cpu_start) / STEPS_OF_BLOCK)
+    for clock, of_clock in (("wall", seconds), ("CPU", cpu_seconds)):
+        for each, of_blocks in of_clock.items():
+            fields = {"clock": clock, "contestant": each, "seconds": " ".join(map(repr, of_blocks))}
+            reporter.event("block_seconds", fields)
     member.barrier()
     member.close()
     return TrainResult(
@@ -151,14 +157,15 @@ class Figures:
     """A driver's observer that keeps rank 0's block times."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {}
+        self.seconds: dict[tuple[str, str], list[float]] = {}
 
     def step(self, step: GlobalStep) -> None:
         return
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         if name == "block_seconds" and fields["rank"] == 0:
-            self.seconds[str(fields["contestant"])] = [float(each) for each in str(fields["seconds"]).split()]
+            key = str(fields["clock"]), str(fields["contestant"])
+            self.seconds[key] = [float(each) for each in str(fields["seconds"]).split()]
 
 
 def main() -> None:
@@ -175,12 +182,14 @@ def main() -> None:
         LAUNCHERS["local"].launch(task, SparkConfig(), figures, worker="benchmarks.coupled_ranks:measure")
     seconds = figures.seconds
     sys.stdout.write(f"{given.strategy}, 2 ranks of {LOCAL_BATCH_SIZE} images; medians of {NUM_BLOCKS} blocks\n")
-    for name, each in seconds.items():
-        sys.stdout.write(f"{name:12s} {1e3 * statistics.median(each):8.2f} ms for {LOCAL_BATCH_SIZE} images a rank\n")
-    for one, other in (("by hand", "ours"), ("uncoupled", "ours"), ("uncoupled", "accumulated")):
-        if one in seconds and other in seconds:
-            ratio = statistics.median(a / b for a, b in zip(seconds[one], seconds[other], strict=True))
-            sys.stdout.write(f"throughput of {other} / {one}: {ratio:.3f} (median of the pairs)\n")
+    for (clock, name), each in seconds.items():
+        median = 1e3 * statistics.median(each)
+        sys.stdout.write(f"{name:12s} {median:8.2f} ms of {clock} time for {LOCAL_BATCH_SIZE} images a rank\n")
+    for clock, one, other in product(("wall", "CPU"), ("by hand", "uncoupled"), ("ours", "accumulated")):
+        if (clock, other) not in seconds or (one, other) == ("by hand", "accumulated"):
+            continue
+        ratio = statistics.median(a / b for a, b in zip(seconds[clock, one], seconds[clock, other], strict=True))
+        sys.stdout.write(f"{clock} time of {one} / {other}: {ratio:.3f} (median of the pairs)\n")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ STRATEGIES: Registry[Strategy] = Registry(
         ),
         "torch_ddp": Entry(
             "train.strategies.torch_ddp:TORCH_DDP",
-            "PyTorch's DistributedDataParallel",
+            "torch.distributed: gradients are summed bucket by bucket during the backward pass",
             extra="torch",
             packages=("torch",),
         ),

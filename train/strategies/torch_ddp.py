@@ -1,4 +1,4 @@
-"""The strategy of PyTorch's DistributedDataParallel: gradients are exchanged while the backward pass computes them.
+"""The strategy of `torch.distributed`: gradients are exchanged while the backward pass computes them.
 
 Gloo on CPUs, NCCL on GPUs. Ranks meet at a store of rank 0 on its own address; the port travels through the driver.
 """
@@ -9,7 +9,6 @@ import json
 import os
 import re
 import socket
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -21,11 +20,13 @@ from shardmill.errors import TrainingError
 from shardmill.values import Batch
 from train.backends.backend import Learner
 from train.config import TrainConfig
+from train.stopwatch import Stopwatch
 from train.strategies.collective import AnnouncedCollective, announced
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.nics import nic_with
 from train.strategies.replicated import ReplicatedMember, StreamShare
 from train.strategies.strategy import GLOO_ECHO, Strategy
+from train.strategies.torch_buckets import BucketSums
 from train.values import Reporter
 from train.world import Gather, World
 
@@ -116,72 +117,27 @@ class DdpMember(ReplicatedMember):
         super().__init__(learner, collective, data, streams, gather_aside)
         self._torch_learner = learner
         self._reporter = reporter
-        self._ready_seconds = 0.0
-        self._distributed = self._distribute(learner.classifier, config)
+        self._buckets = BucketSums(learner.weights, config)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
         import torch.distributed as dist
 
         summing: list[Any] = []
 
-        def sum_figures(figures: Any) -> None:
+        def begin_to_sum(figures: Any) -> None:
             summing.append(dist.all_reduce(figures, async_op=True))
+            self._buckets.begin()
 
-        # Everything comes back summed.
-        sums = self._torch_learner.gradients_through(
-            self._distributed, batch, global_weight, self._streams.here / self._streams.total, sum_figures
-        )
-        for work in summing:
-            work.wait()
-        self._reporter.doing("its own work")
-        # What is left of the exchange after the last bucket was filled could not be hidden behind the computation.
-        exposed_seconds = time.perf_counter() - self._ready_seconds
-        return MemberStep(self.learner.apply(sums, learning_rate), exposed_seconds)
-
-    def _distribute(self, module: Any, config: TrainConfig) -> Any:
-        from torch.nn.parallel import DistributedDataParallel
-
-        wrapped = DistributedDataParallel(
-            module,
-            # All ranks get rank 0's state when they start, and average moving statistics after each epoch.
-            init_sync=False,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-            # Without it buckets are laid out anew after the first step, in the order of arrival: a resumed training
-            # would add the values of three ranks in another order than one that never stopped.
-            find_unused_parameters=True,
-            bucket_cap_mb=config.bucket_bytes / 2**20 or None,
-        )
-        sum_bucket = _summing(config.compression)
-
-        def announced(_: Any, bucket: Any) -> Any:
-            self._ready_seconds = time.perf_counter()
-            if bucket.is_last():
-                # The backward pass returns when all ranks have sent theirs.
-                self._reporter.doing("an allreduce", waits=True)
-            return sum_bucket(bucket)
-
-        # PyTorch compares a function's annotations, which are text in this file, with its types.
-        announced.__annotations__ = {}
-        wrapped.register_comm_hook(None, announced)
-        return wrapped
-
-
-def _summing(compression: str) -> Callable[[Any], Any]:
-    """What starts to sum a bucket -> a future of its sum. PyTorch's own hooks give means: the objective here is a sum
-    already."""
-    import torch
-    import torch.distributed as dist
-
-    dtype = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[compression]
-
-    def sum_bucket(bucket: Any) -> Any:
-        buffer = bucket.buffer()
-        work: Any = dist.all_reduce(buffer.to(dtype or buffer.dtype), async_op=True)
-        # Not copied into the buffer: over Gloo, with several buckets, that has hung (docs/LOG.md).
-        return work.get_future().then(lambda future: future.value()[0].to(buffer.dtype))
-
-    return sum_bucket
+        share_of_streams = self._streams.here / self._streams.total
+        figures = self._torch_learner.differentiate(batch, global_weight, share_of_streams, begin_to_sum)
+        # What is left of the exchange after the backward pass could not be hidden behind it.
+        with announced(self._reporter, "an allreduce"):
+            stopwatch = Stopwatch()
+            sums = self._buckets.finish()
+            for work in summing:
+                work.wait()
+            exposed_seconds = stopwatch.lap()
+        return MemberStep(self.learner.apply([*sums, figures], learning_rate), exposed_seconds)
 
 
 def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:

@@ -58,15 +58,15 @@ class TorchLearner:
         if not config.unfreeze_epoch:
             self.classifier.still = built.frozen.modules
         # As they are now: what is held still for some epochs keeps its place among the weights.
-        self._weights, self._own = built.parts_of_state()
+        self.weights, self._own = built.parts_of_state()
         name = "adam" if config.optimizer == "auto" else config.optimizer
         create = OPTIMIZERS[name].torch
         if create is None:
             raise not_in(name, "torch")
-        self._optimizer = create(config, self._weights)
-        create_state(self._optimizer, self._weights)
+        self._optimizer = create(config, self.weights)
+        create_state(self._optimizer, self.weights)
         self._precision = Precision(config.mixed_precision)
-        self._averages = WeightAverages(self._weights, config.ema_decay) if config.ema_decay else None
+        self._averages = WeightAverages(self.weights, config.ema_decay) if config.ema_decay else None
         self._norms = BatchNorms(config, built.model, built.is_keras)
 
     @property
@@ -74,21 +74,24 @@ class TorchLearner:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
-        return self.gradients_through(self.classifier, batch, global_weight, share_of_streams, lambda figures: None)
+        torch = import_torch()
+        figures = self.differentiate(batch, global_weight, share_of_streams)
+        gradients = [
+            torch.zeros_like(weight) if weight.grad is None else weight.grad.float() for weight in self.weights
+        ]
+        return [*gradients, figures]
 
-    def gradients_through(
+    def differentiate(
         self,
-        module: Any,
         batch: Batch,
         global_weight: int,
         share_of_streams: float,
-        know_figures: Callable[[Any], None],
-    ) -> list[Any]:
-        """As `gradients`, with `module` called in place of `classifier`.
+        before_last: Callable[[Any], None] = lambda figures: None,
+    ) -> Any:
+        """As `gradients`, which are left at the weights. -> (loss, number correct).
 
-        DistributedDataParallel around it sums the gradients over all ranks, in the backward pass of the last part of
-        the batch: then the sums come back. Loss and number correct are this rank's addends; `know_figures` is given
-        their tensor before that pass, and may start to sum it in place.
+        `before_last` is given these before the backward pass that completes the gradients, that of the batch's last
+        part.
         """
         torch = import_torch()
         self.classifier.train()
@@ -96,19 +99,14 @@ class TorchLearner:
         parts = list(parts_of(batch, self._config.num_parts))
         figures = torch.zeros(2, device=device())
         for part in parts:
-            waits = part is not parts[-1] and isinstance(module, torch.nn.parallel.DistributedDataParallel)
-            with module.no_sync() if waits else nullcontext():
-                loss, num_correct = self._loss(module, part, global_weight, share_of_streams / len(parts))
-                figures += torch.stack([loss.detach(), num_correct]).float()
-                if part is parts[-1]:
-                    know_figures(figures)
-                self._precision.objective(loss).backward()
-        gradients = [
-            torch.zeros_like(weight) if weight.grad is None else weight.grad.float() for weight in self._weights
-        ]
-        return [*gradients, figures]
+            loss, num_correct = self._loss(part, global_weight, share_of_streams / len(parts))
+            figures += torch.stack([loss.detach(), num_correct]).float()
+            if part is parts[-1]:
+                before_last(figures)
+            self._precision.objective(loss).backward()
+        return figures
 
-    def _loss(self, module: Any, batch: Batch, global_weight: int, share_of_streams: float) -> tuple[Any, Any]:
+    def _loss(self, batch: Batch, global_weight: int, share_of_streams: float) -> tuple[Any, Any]:
         """-> this part's addend to the loss of the global batch, ready for the backward pass; its number correct."""
         torch = import_torch()
         images_NHWC, labels_N, weights_N = (
@@ -116,7 +114,7 @@ class TorchLearner:
             for array in (batch.images_NHWC, batch.labels_N, batch.weights_N)
         )
         with self._precision.computing(), self._norms.synchronized(weights_N):
-            outputs_NK = module(images_NHWC).float()
+            outputs_NK = self.classifier(images_NHWC).float()
         kind, are_logits = self._spec.labels.kind, self.outputs_are_logits
         losses_N = per_sample_losses(kind, outputs_NK, labels_N, are_logits, self._config.label_smoothing)
         if self._spec.class_weights:
@@ -142,7 +140,7 @@ class TorchLearner:
             limit = self._config.gradient_clip_norm
             if limit and gradient_norm > limit:
                 gradients = [each * (limit / gradient_norm) for each in gradients]
-            for weight, gradient in zip(self._weights, gradients, strict=True):
+            for weight, gradient in zip(self.weights, gradients, strict=True):
                 # The optimizer leaves alone what has none.
                 weight.grad = gradient.to(weight.dtype) if weight.requires_grad else None
             self._optimizer.step()
@@ -220,7 +218,7 @@ class TorchLearner:
     def unfreeze(self) -> None:
         self._built.frozen.set_trainable(True)
         self.classifier.still = ()
-        clear_state(self._optimizer, self._weights)
+        clear_state(self._optimizer, self.weights)
         self._precision.begin()
 
     def sum_moments_by(self, sum_in_step: SumInStep) -> None:
@@ -263,12 +261,12 @@ class TorchLearner:
     def _of_part(self, part: StatePart) -> Sequence[Any]:
         match part:
             case StatePart.WEIGHTS:
-                return self._averages.averages if self._averages else self._weights
+                return self._averages.averages if self._averages else self.weights
             case StatePart.OPTIMIZER:
-                remembered = [*state_tensors(self._optimizer, self._weights), *self._precision.state()]
+                remembered = [*state_tensors(self._optimizer, self.weights), *self._precision.state()]
                 if self._averages is None:
                     return remembered
-                return [*remembered, self._averages.num_updates, *self._weights]
+                return [*remembered, self._averages.num_updates, *self.weights]
             case StatePart.OWN:
                 return self._own
 

@@ -1,0 +1,106 @@
+"""Gradients that are summed in buckets are those of the backward pass, whatever of the model it reaches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import pytest
+
+from tests.processes import in_own_process
+from train.config import TrainConfig
+from train.strategies.torch_buckets import BucketSums, layout
+
+
+def test_the_layout_is_that_of_pytorchs_first_step():
+    """Trainings that began under DistributedDataParallel go on with the same bits."""
+    import torch
+    import torch.distributed as dist
+
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(50):
+        kinds = [torch.float32, torch.float64][: rng.randint(1, 2)]
+        weights = [torch.empty(rng.choice((1, 90, 40_000, 300_000)), dtype=rng.choice(kinds)) for _ in range(40)]
+        of_pytorch, _ = dist._compute_bucket_assignment_by_size(weights, [2**20, 2**21])  # pyright: ignore
+        found = layout([(each.dtype, each.numel() * each.element_size()) for each in weights], 2**21)
+        assert found == of_pytorch[::-1]
+        assert sorted(index for indices in found for index in indices) == list(range(40))
+
+
+def compared(compression: Literal["none", "bf16"]) -> list[tuple[bool, bool]]:
+    """A world of one: for steps of several kinds, whether sums are the plain gradients, and whether all were there."""
+    import torch
+
+    from train.strategies.torch_ddp import TorchCollective
+    from train.world import World
+
+    collective = TorchCollective(World())
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
+    weights = list(layers.parameters())
+    sums = BucketSums(weights, TrainConfig(compression=compression, bucket_bytes=700))
+    dtype = torch.float32 if compression == "none" else torch.bfloat16
+
+    def differentiate(parts: Sequence[Sequence[int]], begin: Callable[[], None]) -> list[torch.Tensor]:
+        for weight in weights:
+            weight.grad = None
+        torch.manual_seed(1)
+        for part in parts:
+            hidden = torch.randn(4, 8, requires_grad=True)
+            for number in part:
+                hidden = layers[number](hidden).tanh()
+            if part is parts[-1]:
+                begin()
+            hidden.square().sum().backward()
+        return [torch.zeros_like(each) if each.grad is None else each.grad for each in weights]
+
+    found = []
+    # Which layers each part of the batch goes through.
+    for parts in ([range(6)], [[0, 5]], [[0, 1, 5], [3, 5]], [[1, 1, 2]], [[]], [range(6)]):
+        for frozen in ((), (0, 3), (4, 5)):
+            for number, layer in enumerate(layers):
+                layer.requires_grad_(number not in frozen)
+            plain = [each.to(dtype).float() for each in differentiate(parts, lambda: None)]
+            differentiate(parts, sums.begin)
+            found.append((all(map(torch.equal, plain, sums.finish())), all(bool(each.any()) for each in plain)))
+    collective.close()
+    return found
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_sums_are_the_gradients_of_what_was_reached_and_zero_elsewhere(compression: Literal["none", "bf16"]):
+    found = in_own_process(compared, compression)
+    assert all(are_equal for are_equal, _ in found), found
+    assert {is_whole for _, is_whole in found} == {True, False}
+
+
+def backward_twice() -> str:
+    """A weight's gradient comes from two backward passes inside one."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from shardmill.errors import TrainingError
+    from train.strategies.torch_ddp import TorchCollective
+    from train.world import World
+
+    collective = TorchCollective(World())
+    layer = torch.nn.Linear(8, 8)
+    sums = BucketSums(list(layer.parameters()), TrainConfig(bucket_bytes=700))
+    sums.begin()
+    hidden: Any = torch.randn(4, 8, requires_grad=True)
+    for _ in range(2):
+        hidden = checkpoint(layer, hidden, use_reentrant=True)
+    try:
+        hidden.sum().backward()
+    except TrainingError as error:
+        return str(error)
+    finally:
+        collective.close()
+    return ""
+
+
+def test_a_gradient_that_comes_after_its_bucket_has_left_is_an_error():
+    assert "(8,) got a gradient twice" in in_own_process(backward_twice)
