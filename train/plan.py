@@ -11,6 +11,8 @@ from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.errors import UsageError
 from shardmill.jobs.config import require_uri
 from train.backends.backend import model_spec
+from train.config import TrainConfig
+from train.exchange import ExchangeFacts, Weighed, weigh
 from train.fit import Fit, fit, size_of
 from train.memory import Limit, decided, facts_of, limit_of, ranks_here, record_of
 from train.preflight import check_terms, check_trainable, window_memory
@@ -55,6 +57,8 @@ class TrainingPlan:
     device_bytes: int
     fit: Fit | None
     """Into the memory of that device, or what a rank may use here; None if that is not known."""
+    exchange: Weighed | None
+    """What the exchange takes of a step; None for one worker, with servers, and for devices that are not here."""
 
     @property
     def needed_bytes(self) -> int:
@@ -81,6 +85,7 @@ class TrainingPlan:
             ("step", f"{1000 * cost.step_seconds:.1f} ms computation{exchange} (measured on {self.host})"),
             ("speed", f"{speed:,.0f} images/s if input keeps up" if speed else f"not known: no {self.device} is here"),
             *([("fit", self.fit.reason)] if self.fit else []),
+            *([("exchange", self.exchange.reason)] if self.exchange else []),
         ]  # fmt: skip
 
 
@@ -110,11 +115,8 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
     fitted = None
     if limit is not None and not config.silos:
         fitted = fit(facts_of(record_of(limit, cost), config, windows.bytes_per_rank, tree.spark))
-    exchange_seconds = exchange_time(cost.weights_bytes, config.num_workers, network_gbit)
-    images_at_once = config.global_batch_size
-    if not shares_streams(config):
-        exchange_seconds = 2 * transfer_time(cost.weights_bytes, network_gbit)
-        images_at_once *= config.num_workers
+    exchange_seconds = _exchange_seconds(config, cost.weights_bytes, network_gbit)
+    images_at_once = config.global_batch_size * (1 if shares_streams(config) else config.num_workers)
     return TrainingPlan(
         dataset=f"{dataset.pin.uri}@{dataset.pin.version}",
         strategy=config.strategy,
@@ -133,7 +135,23 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
         device=kind,
         device_bytes=DEVICE_BYTES.get(kind, 0),
         fit=fitted,
+        exchange=None if kind else _weighed(config, cost, exchange_seconds, network_gbit),
     )
+
+
+def _exchange_seconds(config: TrainConfig, num_bytes: int, network_gbit: float) -> float:
+    if shares_streams(config):
+        return exchange_time(num_bytes, config.num_workers, network_gbit)
+    return 2 * transfer_time(num_bytes, network_gbit)
+
+
+def _weighed(config: TrainConfig, cost: StepCost, exchange_seconds: float, network_gbit: float) -> Weighed | None:
+    """None if no gradients are exchanged."""
+    if config.num_workers == 1 or not shares_streams(config):
+        return None
+    step_seconds = cost.step_seconds + exchange_seconds
+    how = f"computed for {network_gbit:g} Gbit/s, none of it hidden behind the computation"
+    return weigh(ExchangeFacts(step_seconds, exchange_seconds, config.num_workers, how))
 
 
 def parse_devices(text: str) -> tuple[int, str]:

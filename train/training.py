@@ -25,6 +25,7 @@ from train.auto import Chosen, resolve
 from train.changes import AS_USUAL, Again, BegunTraining, going_on
 from train.config import TrainConfig
 from train.evaluate import evaluation_section
+from train.exchange import FirstSteps
 from train.freezing import never_unfrozen
 from train.initial import pinned
 from train.initialize import read_initialized
@@ -64,6 +65,8 @@ class TrainOutcome:
     """Of the run at `train.mlflow_uri`; empty if there is none."""
     memory: str = ""
     """How a step fits into it, for people; empty if that was not looked at."""
+    exchange: str = ""
+    """What it takes of a step, likewise; empty for one rank or too few steps."""
 
 
 def train_model(
@@ -163,8 +166,8 @@ def train_in_run(
     def warn(sentence: str) -> None:
         observer.event("train.log_refused", {"rank": 0, WARNING: sentence})
 
-    times = StepTimes()
-    sinks: list[Sink] = [times, StragglerWatch(observer.event)]
+    times, first_steps = StepTimes(), FirstSteps(observer.event)
+    sinks: list[Sink] = [times, first_steps, StragglerWatch(observer.event)]
     if tree.train.record_samples:
         sinks.append(StepsLog(run.store, f"{run.folder}/steps.jsonl", warn))
     if tree.train.tensorboard and tensorboard_is_installed():
@@ -178,7 +181,8 @@ def train_in_run(
             log.event("verdict", {"rank": 0, "bound": verdict.bound, "sentence": verdict.sentence})
         for each in tracked:
             each.finish()
-    return replace(outcome, verdict=verdict, mlflow_run_id="".join(each.run_id for each in tracked))
+    mlflow_run_id = "".join(each.run_id for each in tracked)
+    return replace(outcome, verdict=verdict, exchange=first_steps.reason, mlflow_run_id=mlflow_run_id)
 
 
 def _tracked(tree: TrainTree, run: RunRecord, observer: Observer) -> list[MlflowLog]:
@@ -213,7 +217,7 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
             "dataset": dataset_section(result.dataset, open_pinned(result.dataset).manifest),
             "train": {
                 "strategy": result.strategy,
-                "strategy_reason": outcome.chosen.reason,
+                "strategy_reason": "; ".join(filter(None, (outcome.chosen.reason, outcome.exchange))),
                 "memory": outcome.memory,
                 "launcher": outcome.chosen.config.launcher,
                 "world_size": result.world_size,

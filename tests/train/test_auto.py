@@ -12,6 +12,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from train.auto import LAUNCHER_RULES, STRATEGY_RULES, Facts, choose, resolve
 from train.config import TrainConfig
+from train.exchange import EXCHANGE_RULES, ExchangeFacts, weigh
 from train.fit import FIT_RULES, MemoryFacts, fit
 from train.launching import LAUNCHERS
 from train.strategies import STRATEGIES
@@ -85,6 +86,16 @@ FIT_CASES = [
 ]
 
 
+EXCHANGE_CASES = [
+    # Milliseconds of a step and of its exchange, choice, and what must be among the words.
+    (100, 19, "exchange_small", "19.0 ms of a step of 100.0 ms (19%), measured here: nothing would be gained"),
+    (100, 21, "exchange_large", "(21%), measured here: kept, as every step exchanges once"),
+    (3, 2.5, "exchange_large", "fewer ranks (now 4)"),
+    # A step in which no time was measured.
+    (0, 0, "exchange_small", "0.0 ms of a step of 0.0 ms"),
+]
+
+
 @pytest.mark.parametrize(("facts", "strategy"), STRATEGY_CASES)
 def test_strategies(facts: Facts, strategy: str):
     chosen, because = choose(STRATEGY_RULES, facts, "train.strategy")
@@ -100,8 +111,9 @@ def test_every_row_is_reached_by_a_case_and_stands_in_the_docs():
     documented = Path(__file__, "../../../docs/training.md").resolve().read_text()
     table = documented.partition("## What `auto` chooses")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert rows == [rule.choice for rule in (*STRATEGY_RULES, *LAUNCHER_RULES, *FIT_RULES)]
-    reached = {name for _, name in (*STRATEGY_CASES, *LAUNCHER_CASES)} | {case[1] for case in FIT_CASES}
+    assert rows == [rule.choice for rule in (*STRATEGY_RULES, *LAUNCHER_RULES, *FIT_RULES, *EXCHANGE_RULES)]
+    reached = {name for _, name in (*STRATEGY_CASES, *LAUNCHER_CASES)}
+    reached |= {case[1] for case in FIT_CASES} | {case[2] for case in EXCHANGE_CASES}
     assert reached == set(rows)
     never = re.search(r"(.*) are never chosen", table)
     assert never is not None and set(re.findall(r"`(\w+)`", never[1])) == ALL - reached
@@ -112,6 +124,12 @@ def test_memory(facts: MemoryFacts, choice: str, num_parts: int, words: str):
     found = fit(facts)
     assert (found.choice, found.num_parts, found.to_bfloat16) == (choice, num_parts, choice == "bfloat16")
     assert words in found.reason
+
+
+@pytest.mark.parametrize(("step_ms", "exchange_ms", "choice", "words"), EXCHANGE_CASES)
+def test_exchange(step_ms: float, exchange_ms: float, choice: str, words: str):
+    found = weigh(ExchangeFacts(step_ms / 1000, exchange_ms / 1000, 4, "measured here"))
+    assert found.choice == choice and words in found.reason
 
 
 def test_a_strategy_with_servers_gets_a_launcher_of_processes():

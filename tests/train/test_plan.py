@@ -42,6 +42,8 @@ def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
     rows = dict(planned.rows())
     assert rows["model"] == "2,307 weights, 9.0 KiB; those that are trained 9.0 KiB"
     assert planned.fit is not None and rows["fit"] == planned.fit.reason and "8 images at once" in planned.fit.reason
+    assert planned.exchange is not None and rows["exchange"] == planned.exchange.reason
+    assert f"{1000 * planned.exchange_seconds:.1f} ms of a step of" in rows["exchange"]
     assert planned.local_batch_size == 8, "of six streams with four images each, the largest rank has two"
     assert planned.images_per_second == pytest.approx(24 / (planned.cost.step_seconds + planned.exchange_seconds))
     assert not (tmp_path / "models").exists()
@@ -64,4 +66,5 @@ def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_
     # A batch norm's moving statistics, of which no gradient exists.
     assert document["cost"]["model_bytes"] > document["cost"]["weights_bytes"] > 0
     assert document["fit"]["choice"] == "at_once" and document["images_per_second"] is None
+    assert document["exchange"] is None
     assert "one T4 has 15.0 GiB: they fit" in document["fit"]["reason"]

@@ -17,6 +17,7 @@ from shardmill.stores import STORES
 from shardmill.stores.local import LocalStore
 from tests.train.training import task_of
 from train.config import TrainConfig
+from train.exchange import FirstSteps
 from train.launching import LAUNCHERS
 from train.observer import GlobalStep
 from train.rank_times import MIN_STEPS, StragglerWatch
@@ -41,10 +42,13 @@ def judged(*seconds_of_ranks: dict[str, float], num_steps: int = MIN_STEPS + 1) 
 
 
 def launched(task) -> Verdict:
-    times = StepTimes()
-    LAUNCHERS[task.config.launcher].launch(task, SparkConfig(), RunLog(SilentObserver(), [times]))
+    times, weighed = StepTimes(), []
+    first_steps = FirstSteps(lambda name, fields: weighed.append((name, fields)))
+    LAUNCHERS[task.config.launcher].launch(task, SparkConfig(), RunLog(SilentObserver(), [times, first_steps]))
     verdict = times.verdict(task.config)
     assert verdict is not None
+    share = {"communication": "exchange_large"}.get(verdict.bound, "exchange_small")
+    assert [fields["choice"] for _, fields in weighed] == ([share] if task.config.num_workers > 1 else [])
     return verdict
 
 
@@ -106,6 +110,32 @@ def test_a_straggler_is_named_while_it_holds_the_others_up_once():
     steps(100, usual, usual)
     steps(100, usual, late)
     assert len(warned) == 2
+
+
+def test_the_exchange_is_weighed_once_by_the_first_steps_of_several_ranks():
+    told = []
+    first = FirstSteps(lambda name, fields: told.append((name, dict(fields))))
+
+    def steps(number: int, *seconds_of_ranks: dict[str, float]) -> None:
+        for step in range(number):
+            reports = tuple(
+                StepReport(rank, 0, step, 1000, (0.5).hex(), seconds=each) for rank, each in enumerate(seconds_of_ranks)
+            )
+            first.step(GlobalStep(0, step, 1000, (0.5).hex(), (), reports))
+
+    # The first step compiles; and to wait for another rank is no exchange.
+    early, late = {"compute": 0.04, "allreduce": 0.06}, {"compute": 0.09, "allreduce": 0.01}
+    steps(1, {"compute": 9.0, "allreduce": 9.0}, {"compute": 9.0, "allreduce": 9.0})
+    steps(MIN_STEPS - 1, early, late)
+    assert not told and not first.reason
+    steps(100, early, late)
+    [(name, fields)] = told
+    assert (name, fields["choice"], fields["reason"]) == ("train.exchange", "exchange_small", first.reason)
+    assert first.reason.startswith("exchange: 10.0 ms of a step of 100.0 ms (10%), measured in 10 of its first steps: ")
+    # One rank that is left exchanges nothing.
+    first.event("restarted", {"rank": 0})
+    steps(100, {"compute": 0.1})
+    assert len(told) == 1
 
 
 class SlowStore:

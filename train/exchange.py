@@ -1,0 +1,96 @@
+"""What the exchange between ranks takes of a step, from a training's own first steps, and what `auto` makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shardmill.jobs.observer import FieldValue
+from train.observer import GlobalStep
+from train.rank_times import MIN_STEPS, NOTABLE_SHARE, StepSums
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeFacts:
+    """All that the rules look at; seconds of one step."""
+
+    step_seconds: float
+    """Mean over the ranks; with the exchange."""
+    exchange_seconds: float
+    """Of the rank that came last, and waited for none; only what the computation did not hide."""
+    num_ranks: int
+    measured: str
+    """How, in words."""
+
+    @property
+    def share(self) -> float:
+        return self.exchange_seconds / self.step_seconds if self.step_seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRule:
+    """One row of the table in docs/training.md; the first row that applies counts."""
+
+    choice: str
+    applies: Callable[[ExchangeFacts], bool]
+    because: str
+
+
+EXCHANGE_RULES = (
+    ExchangeRule("exchange_small", lambda facts: facts.share < NOTABLE_SHARE, "nothing would be gained"),
+    ExchangeRule(
+        "exchange_large",
+        lambda facts: True,
+        "kept, as every step exchanges once, in however many parts it is computed, and what would help is for you to "
+        "decide: fewer ranks (now {num_ranks}), or another training with a larger train.global_batch_size or with "
+        "train.local_steps",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What a rule says."""
+
+    choice: str
+    reason: str
+    """With the numbers, for people."""
+
+
+def weigh(facts: ExchangeFacts) -> Weighed:
+    """The first row that applies, and why."""
+    rule = next(rule for rule in EXCHANGE_RULES if rule.applies(facts))
+    exchange, step = 1000 * facts.exchange_seconds, 1000 * facts.step_seconds
+    numbers = f"{exchange:.1f} ms of a step of {step:.1f} ms ({facts.share:.0%}), {facts.measured}"
+    return Weighed(rule.choice, f"{numbers}: {rule.because.format(num_ranks=facts.num_ranks)}")
+
+
+class FirstSteps(StepSums):
+    """A sink that weighs the exchange when so many steps of several ranks are there that they say something."""
+
+    def __init__(self, tell: Callable[[str, Mapping[str, FieldValue]], None]) -> None:
+        super().__init__()
+        self._tell = tell
+        self._is_told = False
+        self.reason = ""
+        """Empty until then."""
+
+    def step(self, step: GlobalStep) -> None:
+        if self._is_told:
+            return
+        super().step(step)
+        num_steps = min((times.num_steps for times in self._ranks.values()), default=0)
+        if num_steps < MIN_STEPS or len(self._ranks) == 1:
+            return
+        seconds = sum(times.total for times in self._ranks.values()) / len(self._ranks)
+        measured = f"measured in {num_steps} of its first steps"
+        facts = ExchangeFacts(seconds / num_steps, self._exchange_seconds / num_steps, len(self._ranks), measured)
+        found = weigh(facts)
+        self._is_told, self.reason = True, f"exchange: {found.reason}"
+        self._tell("train.exchange", {"rank": 0, "choice": found.choice, "share": facts.share, "reason": self.reason})
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        super().event(name, fields)
+        if name == "restarted":
+            # With fewer ranks.
+            self._is_told = False
