@@ -9,6 +9,7 @@
 #include <jerror.h>
 
 #include "area.h"
+#include "huffman.h"
 
 #if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 2001000
 #error "libjpeg-turbo 2.1 or later is needed"
@@ -20,10 +21,14 @@ typedef struct {
     struct jpeg_error_mgr errors;
     jmp_buf on_failure;
     shrink_outcome outcome;
+    huffman_decoder entropy;
     area_columns columns;
-    uint8_t *rows[2];
+    uint8_t *memory_of_rows, *rows[2];
     uint16_t *sums;
 } shrink_work;
+
+/* Whose Huffman decoding. Both give the same; libjpeg's word counts on files that are not plainly intact. */
+typedef enum { OURS, LIBJPEGS } entropy_decoder;
 
 static void fail(shrink_work *work, shrink_outcome outcome) {
     work->outcome = outcome;
@@ -76,6 +81,15 @@ static void *allocate(shrink_work *work, size_t count, size_t size) {
     return memory;
 }
 
+/* Two rows that begin 8 bytes behind a multiple of 32: where stores could be aligned, libjpeg's go around the caches, and
+   each row would come back from memory. */
+static void allocate_rows(shrink_work *work) {
+    size_t num_bytes = ((size_t)work->decoder.output_width * PIXEL_LANES + 31) / 32 * 32;
+    work->memory_of_rows = allocate(work, 1, 2 * num_bytes + 40);
+    work->rows[0] = work->memory_of_rows + (32 - (uintptr_t)work->memory_of_rows % 32) + 8;
+    work->rows[1] = work->rows[0] + num_bytes;
+}
+
 /* Into the place of the row before the last one. */
 static void read_row(shrink_work *work) {
     JSAMPROW row = work->rows[0];
@@ -94,7 +108,7 @@ static void shrink(shrink_work *work, const shrink_request *request) {
     area_side columns = {request->kept_width, request->new_width};
     size_t place = crop(work, request) * PIXEL_LANES, num_lanes = request->kept_width * PIXEL_LANES;
     if (!area_make_columns(&work->columns, columns)) fail(work, NO_MEMORY);
-    for (size_t i = 0; i < 2; i++) work->rows[i] = allocate(work, work->decoder.output_width, PIXEL_LANES);
+    allocate_rows(work);
     work->sums = allocate(work, num_lanes + area_padding_lanes(&work->columns), sizeof *work->sums);
 
     skip_to(work, request->top);
@@ -129,25 +143,33 @@ static void check_the_rest(shrink_work *work) {
 }
 
 /* By itself, so that no variable of the function that calls setjmp changes after it. */
-static void run(shrink_work *work, const shrink_request *request) {
+static void run(shrink_work *work, const shrink_request *request, entropy_decoder by) {
     if (setjmp(work->on_failure)) return;
     jpeg_create_decompress(&work->decoder);
     start(work, request);
+    if (by == OURS && !huffman_take_over(&work->entropy, &work->decoder)) fail(work, NO_MEMORY);
     shrink(work, request);
     check_the_rest(work);
 }
 
-shrink_outcome shrink_jpeg(const shrink_request *request) {
+static shrink_outcome shrink_by(entropy_decoder by, const shrink_request *request, int *has_given_up) {
     shrink_work work = {.outcome = SHRUNK};
     work.decoder.err = jpeg_std_error(&work.errors);
     work.errors.error_exit = on_error;
     work.errors.emit_message = on_message;
     work.decoder.client_data = &work;
-    run(&work, request);
+    run(&work, request, by);
     jpeg_destroy_decompress(&work.decoder);
+    huffman_free(&work.entropy);
     area_free_columns(&work.columns);
-    free(work.rows[0]);
-    free(work.rows[1]);
+    free(work.memory_of_rows);
     free(work.sums);
+    *has_given_up = work.entropy.has_given_up;
     return work.outcome;
+}
+
+shrink_outcome shrink_jpeg(const shrink_request *request) {
+    int has_given_up;
+    shrink_outcome outcome = shrink_by(OURS, request, &has_given_up);
+    return has_given_up ? shrink_by(LIBJPEGS, request, &has_given_up) : outcome;
 }

@@ -131,9 +131,11 @@ def test_a_constant_image_stays_constant(level: int) -> None:
         assert (image_HWC == decoded).all(), shape
 
 
-def test_every_cut_and_flipped_bit_that_libjpeg_minds_is_declined() -> None:
-    """Wherever the region lies: the rest of the file is checked too."""
-    data = jpeg(noise(80, 64), 90)
+@pytest.mark.parametrize("restart_interval", [0, 3])
+def test_every_cut_and_flipped_bit_that_libjpeg_minds_is_declined(restart_interval: int) -> None:
+    """Wherever the region lies: the rest of the file is checked too. What libjpeg passes over has its pixels."""
+    subsampling = "420" if restart_interval else "444"
+    data = sampled(noise(80, 64), subsampling, cv2.IMWRITE_JPEG_RST_INTERVAL, restart_interval)
     rng = np.random.RandomState(3)
     boxes = [(0, 0, 80, 64), (0, 0, 16, 64), (60, 0, 20, 64), (30, 20, 20, 20)]
     damaged = [data[:length] for length in rng.randint(len(data) // 2, len(data) - 2, 20)]
@@ -141,16 +143,52 @@ def test_every_cut_and_flipped_bit_that_libjpeg_minds_is_declined() -> None:
         damaged.append(data[:place] + bytes([data[place] ^ (1 << rng.randint(8))]) + data[place + 1 :])
     num_declined = 0
     for number, file in enumerate(damaged):
-        try:
-            simplejpeg.decode_jpeg(file, "RGB", strict=True)
-            is_intact = True
-        except ValueError:
-            is_intact = False
+        is_intact = is_decoded_strictly(file)
         for box in boxes:
-            done = native.shrink_jpeg(file, np.empty((10, 9, 3), np.uint8), (80, 64), 1, box)
+            image_HWC = np.empty((10, 9, 3), np.uint8)
+            done = native.shrink_jpeg(file, image_HWC, (80, 64), 1, box)
             assert done == is_intact, (number, box)
+            assert not done or np.array_equal(image_HWC, expected(file, (10, 9), box)), (number, box)
             num_declined += not done
     assert 100 < num_declined < 4 * len(damaged)
+
+
+def is_decoded_strictly(data: bytes) -> bool:
+    try:
+        simplejpeg.decode_jpeg(data, "RGB", strict=True)
+    except ValueError:
+        return False
+    return True
+
+
+def test_what_lies_before_markers_is_libjpegs_to_judge() -> None:
+    """Fill bytes, bytes that belong to nothing, and restart markers that are lost or come in another order."""
+    data = sampled(noise(80, 64), "420", cv2.IMWRITE_JPEG_RST_INTERVAL, 3)
+    first, second = data.index(b"\xff\xd0"), data.index(b"\xff\xd1")
+    files = [data[:place] + some + data[place:] for place in (first, len(data) - 2) for some in (b"\xff", b"\xff\xff")]
+    files += [data[:place] + bytes(length) + data[place:] for place in (first, -2) for length in (1, 6, 12)]
+    files += [data[:first] + data[first + 2 :], data[:first] + data[second:], data[: first + 1] + data[second + 1 :]]
+    verdicts = set()
+    for number, file in enumerate(files):
+        verdicts.add(is_decoded_strictly(file))
+        assert (shrink(file, (10, 9), (0, 0, 80, 64)) is not None) == is_decoded_strictly(file), number
+        if is_decoded_strictly(file):
+            wanted_HWC = expected(file, (10, 9), (0, 0, 80, 64))
+            assert np.array_equal(shrink(file, (10, 9), (0, 0, 80, 64)), wanted_HWC), number
+    assert verdicts == {True, False}
+
+
+@pytest.mark.parametrize("quality", [1, 30, 100])
+def test_codes_of_every_length_and_coefficients_of_every_size(quality: int) -> None:
+    """Tables made for one file have the longest codes, black and white noise the largest coefficients."""
+    pixels_HWC = np.where(noise(200, 264) > 127, 255, 0).astype(np.uint8)
+    pixels_HWC[:100] = photo(100, 264)
+    for optimize in (0, 1):
+        flags = [cv2.IMWRITE_JPEG_QUALITY, quality, cv2.IMWRITE_JPEG_OPTIMIZE, optimize]
+        done, encoded = cv2.imencode(".jpg", pixels_HWC, flags)
+        assert done
+        data, box = encoded.tobytes(), (0, 0, 200, 264)
+        assert np.array_equal(shrink(data, (150, 190), box), expected(data, (150, 190), box))
 
 
 def test_other_colours_and_other_sizes_than_declared_are_declined() -> None:
