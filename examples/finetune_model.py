@@ -2,6 +2,8 @@
 
 import keras
 
+from train.layers.keras import SampleDropout
+
 
 def mobilenet(image_shape, num_classes):
     """Pixels from 0 to 255 (train.standardize = false), three channels, 32 x 32 or larger -> logits."""
@@ -14,7 +16,8 @@ def mobilenet(image_shape, num_classes):
     x = keras.layers.Rescaling(1 / 127.5, offset=-1)(inputs)
     # training=False keeps the batch norm's trained statistics, also while all weights learn.
     x = backbone(x, training=False)
-    x = keras.layers.Dropout(0.2)(x)
+    # Keras's own Dropout, but the same on any number of ranks.
+    x = SampleDropout(0.2)(x)
     # Float32 under train.mixed_precision, too: sixteen bits are too coarse for a softmax.
     outputs = keras.layers.Dense(num_classes, dtype="float32")(x)
     return keras.Model(inputs, outputs)

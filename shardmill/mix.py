@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_FACTOR_1 = 0xBF58476D1CE4E5B9
-_FACTOR_2 = 0x94D049BB133111EB
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+FACTOR_1 = 0xBF58476D1CE4E5B9
+FACTOR_2 = 0x94D049BB133111EB
 _MASK = 0xFFFFFFFFFFFFFFFF
 
 
@@ -18,18 +18,18 @@ def mix64(*values: int) -> int:
     """Fold any number of integers (each taken modulo 2^64) into one uniform unsigned 64-bit integer."""
     state = 0
     for value in values:
-        state = _finalize((state + _GOLDEN_GAMMA + value) & _MASK)
+        state = _finalize((state + GOLDEN_GAMMA + value) & _MASK)
     return state
 
 
 def mix64_array(values_N: np.ndarray, *prefix: int) -> np.ndarray:
     """Elementwise `mix64(*prefix, value)` over integers, as uint64."""
-    state = np.uint64((mix64(*prefix) + _GOLDEN_GAMMA) & _MASK)
+    state = np.uint64((mix64(*prefix) + GOLDEN_GAMMA) & _MASK)
     z = values_N.astype(np.uint64) + state
     z ^= z >> np.uint64(30)
-    z *= np.uint64(_FACTOR_1)
+    z *= np.uint64(FACTOR_1)
     z ^= z >> np.uint64(27)
-    z *= np.uint64(_FACTOR_2)
+    z *= np.uint64(FACTOR_2)
     z ^= z >> np.uint64(31)
     return z
 
@@ -40,6 +40,6 @@ def permutation(num_items: int, *key: int) -> np.ndarray:
 
 
 def _finalize(z: int) -> int:
-    z = ((z ^ (z >> 30)) * _FACTOR_1) & _MASK
-    z = ((z ^ (z >> 27)) * _FACTOR_2) & _MASK
+    z = ((z ^ (z >> 30)) * FACTOR_1) & _MASK
+    z = ((z ^ (z >> 27)) * FACTOR_2) & _MASK
     return z ^ (z >> 31)

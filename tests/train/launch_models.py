@@ -8,6 +8,8 @@ import signal
 import keras
 import tensorflow as tf
 
+from train.layers.keras import SampleDropout
+
 # The model is called once when it is built; the steps are numbered from then on.
 FAULTY_CALL = 4
 
@@ -57,7 +59,7 @@ class WithArguments(keras.Model):
         super().__init__()
         self.flatten = keras.layers.Flatten()
         self.hidden = keras.layers.Dense(width, activation="relu")
-        self.dropout = keras.layers.Dropout(0.5)
+        self.dropout = SampleDropout(0.5)
         self.out = keras.layers.Dense(num_classes)
 
     def call(self, inputs, training=False):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import keras
 
+from train.layers.keras import SampleDropout
+from train.models.small_cnn import small_cnn
+from train.models.vit import vit
+
 
 def stateful(image_shape, num_classes):
     """Batch norm and dropout: state that is not weights and differs from rank to rank."""
@@ -20,6 +24,16 @@ def stateful(image_shape, num_classes):
     )
 
 
+def smooth(image_shape, num_classes):
+    """The demo's model, which is the same at every world size, with a dropout that is, too."""
+    *layers, out = small_cnn(image_shape, num_classes).layers
+    return keras.Sequential([*layers, SampleDropout(0.2), out])
+
+
+def dropping_vit(image_shape, num_classes):
+    return vit(image_shape, num_classes, dropout=0.1)
+
+
 def normed(image_shape, num_classes):
     """Two batch norms and no kink; no bias before them, whose gradient would be rounding alone."""
     layers = []
@@ -27,6 +41,7 @@ def normed(image_shape, num_classes):
         layers.append(keras.layers.Conv2D(8, 3, strides=2, use_bias=False))
         layers.append(keras.layers.BatchNormalization(momentum=0.8))
         layers.append(keras.layers.Activation("gelu"))
+        layers.append(SampleDropout(0.2))
     return keras.Sequential(
         [keras.Input(image_shape), *layers, keras.layers.Flatten(), keras.layers.Dense(num_classes)]
     )
@@ -77,6 +92,7 @@ def counting(image_shape, num_classes):
             keras.Input(image_shape),
             CountOfBatches(),
             keras.layers.Conv2D(8, 3, strides=2, activation="relu"),
+            SampleDropout(0.1),
             keras.layers.Flatten(),
             keras.layers.Dense(num_classes),
         ]
@@ -93,6 +109,23 @@ def wide(image_shape, num_classes):
             keras.layers.Dense(num_classes),
         ]
     )
+
+
+class DropoutOfPatches(keras.layers.Layer):
+    """Drops in more rows than the batch has samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = SampleDropout(0.5)
+
+    def call(self, inputs, training=False):
+        _, height, width, channels = inputs.shape
+        rows = keras.ops.reshape(inputs, (-1, width, channels))
+        return keras.ops.reshape(self.dropout(rows, training=training), (-1, height, width, channels))
+
+
+def with_dropout_of_patches(image_shape, num_classes):
+    return keras.Sequential([keras.Input(image_shape), DropoutOfPatches(), *linear(image_shape, num_classes).layers])
 
 
 def linear(image_shape, num_classes, activation=None, **regularizer):

@@ -23,6 +23,7 @@ from shardmill.section import Section
 from shardmill.stores import open_store
 from tests.services.faulty_store import FaultyStore, send_twice
 from tests.support import make_dataset
+from tests.train.test_multi_rank import SMOOTH_MODEL
 from train.auto import resolve
 from train.backends.keras.backend import KERAS_FILE
 from train.config import TrainConfig
@@ -78,9 +79,9 @@ def images_of(dataset: Dataset) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def models(dataset, tmp_path_factory) -> Path:
-    """A models' root with export 1, of a small CNN."""
-    root = tmp_path_factory.mktemp("models")
-    outcome = export_training(str(root), config_of(), trained(dataset, root, config_of()), "run-1")
+    """A models' root with export 1, of a small CNN with a dropout of ours."""
+    root, config = tmp_path_factory.mktemp("models"), config_of(model=SMOOTH_MODEL["keras"])
+    outcome = export_training(str(root), config, trained(dataset, root, config), "run-1")
     export, skipped = outcome.export, outcome.skipped
     assert (export.number, skipped) == (1, False)
     return root
@@ -120,7 +121,7 @@ def test_other_programs_read_both_forms(models, dataset, tmp_path):
 
 
 def test_the_same_training_is_exported_once(models, dataset):
-    config = config_of()
+    config = config_of(model=SMOOTH_MODEL["keras"])
     result = read_result(open_store(models), training_dir(config, dataset.pin, source_sha256(config.model)))
     assert result is not None
     outcome = export_training(str(models), config, result, "run-2")

@@ -7,14 +7,22 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.train.test_multi_rank import MODELS, SMALL_CNN, STATEFUL, Watcher, kill_on_ranks, train_on_ranks
+from tests.train.test_multi_rank import (
+    MODELS,
+    SMALL_CNN,
+    SMOOTH_MODEL,
+    STATEFUL,
+    Watcher,
+    kill_on_ranks,
+    train_on_ranks,
+)
 from tests.train.training import Recorder, train_here
 from train.config import TrainConfig
 from train.preflight import check_terms
 from train.strategies.mirrored import check_rows
 
 # 100 steps and more; 24 rows are 6 for each of 4 devices, and 4 or 5 for each of 5.
-MIRRORED = {"strategy": "mirrored", "model": "small_cnn"}
+MIRRORED = {"strategy": "mirrored", "model": SMOOTH_MODEL["keras"]}
 
 
 def assert_close(found: Watcher, expected: Recorder) -> None:
@@ -30,7 +38,7 @@ def assert_close(found: Watcher, expected: Recorder) -> None:
 )
 def test_the_loss_does_not_depend_on_the_number_of_devices(tiny_uri, tmp_path, local_devices):
     one = Recorder()
-    alone = train_here(tiny_uri, tmp_path / "one", one, **SMALL_CNN, model="small_cnn")
+    alone = train_here(tiny_uri, tmp_path / "one", one, **SMALL_CNN, model=MIRRORED["model"])
     result, several = train_on_ranks(
         tiny_uri, tmp_path / "several", 1, {**SMALL_CNN, **MIRRORED, "local_devices": local_devices}
     )

@@ -36,7 +36,7 @@ SMALL_CNN = {"num_streams": 12, "global_batch_size": 24, "epochs": 27, "label_sm
 TORCH_MODELS = "tests.train.torch_models"
 STATEFUL_MODEL = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
 # PyTorch's does not use all of its weights in every step, on no rank or on some.
-SMOOTH_MODEL = {"keras": "small_cnn", "torch": f"{TORCH_MODELS}:routed"}
+SMOOTH_MODEL = {"keras": f"{MODELS}:smooth", "torch": f"{TORCH_MODELS}:routed"}
 
 # Whose ranks all run the loop; the others have tests of their own (test_parameter_server.py).
 OF_EQUALS = {name: each for name, each in STRATEGIES.items() if each.roles is all_members}

@@ -8,6 +8,8 @@ import time
 import torch
 from torch import nn
 
+from train.layers.torch import SampleDropout
+
 
 def linear(image_shape, num_classes):
     height, width, channels = image_shape
@@ -53,6 +55,7 @@ def smooth(image_shape, num_classes):
         nn.Conv2d(16, 32, 3, stride=2, padding=1),
         nn.GELU(),
         nn.Flatten(),
+        SampleDropout(0.2),
         nn.Linear(32 * -(-image_shape[0] // 4) * -(-image_shape[1] // 4), num_classes),
     )
 
@@ -100,6 +103,7 @@ def normed(image_shape, num_classes):
     layers, channels = [], image_shape[2]
     for _ in range(2):
         layers += [nn.Conv2d(channels, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8, momentum=0.2), nn.GELU()]
+        layers.append(SampleDropout(0.2))
         channels = 8
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * side**2, num_classes))
 

@@ -16,13 +16,17 @@ from shardmill.errors import UsageError
 from shardmill.user_module import find_below
 from train.models import MODELS
 
+# What a model imports of ours (`train.layers`) is no more the user's than an installed library is, also where it lies
+# beside the user's module: in a checkout.
+_OURS = ("train", "shardmill")
+
 
 def source_sha256(name: str) -> str:
     """Over the bytes of a factory's module, and of every module beside it that it imports, however indirectly.
 
-    "Beside it" is the folder of its top-level package or module: installed libraries are not the user's model. Empty
-    for a model of ours or of a library, which its built configuration identifies. Raises UsageError if there is no such
-    module.
+    "Beside it" is the folder of its top-level package or module: installed libraries and ours are not the user's model.
+    Empty for a model of ours or of a library, which its built configuration identifies. Raises UsageError if there is
+    no such module.
     """
     if not MODELS.is_own(name):
         return ""
@@ -73,7 +77,8 @@ def _own_sources(module: str, name: str) -> dict[str, bytes]:
     waiting = [module]
     while waiting:
         each = waiting.pop()
-        is_foreign = in_library and each.partition(".")[0] != top
+        package = each.partition(".")[0]
+        is_foreign = package != top and (in_library or package in _OURS)
         spec = None if each in sources or is_foreign else find_below(home, each)
         if spec is None or spec.origin is None or spec.loader is None:
             continue

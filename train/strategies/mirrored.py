@@ -83,21 +83,19 @@ class MirroredMember(ReplicatedMember):
         variables: Any = self.learner
         return [self._strategy.experimental_local_results(each.value) for each in variables.variables(StatePart.OWN)]
 
-    def _on_all_devices(
-        self, gradients: Any, images_NHWC: Any, labels_N: Any, weights_N: Any, global_weight: Any, share: Any
-    ) -> list[Any]:
+    def _on_all_devices(self, gradients: Any, rows: Any, global_weight: Any, share: Any) -> list[Any]:
         """Traced: each device's addends for its rows, summed in the order of the devices."""
         import tensorflow as tf
 
-        num_rows = images_NHWC.shape[0]
+        num_rows = rows.images_NHWC.shape[0]
         bounds = self._bounds(num_rows)
 
         def on_device() -> list[Any]:
             context: Any = tf.distribute.get_replica_context()
             device = int(tf.get_static_value(context.replica_id_in_sync_group))
-            rows = slice(bounds[device], bounds[device + 1])
-            part = share * ((rows.stop - rows.start) / num_rows)
-            return gradients(images_NHWC[rows], labels_N[rows], weights_N[rows], global_weight, part)
+            here = slice(bounds[device], bounds[device + 1])
+            part = share * ((here.stop - here.start) / num_rows)
+            return gradients(rows._make(each[here] for each in rows), global_weight, part)
 
         of_devices = self._strategy.run(on_device)
         return [self._strategy.reduce(tf.distribute.ReduceOp.SUM, each, axis=None) for each in of_devices]

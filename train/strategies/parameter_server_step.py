@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import TrainingError
+from train.backends.keras.layer_errors import as_layers_raised_them
+from train.backends.keras.step import Rows
 from train.strategies.parameter_server_cluster import ClusterTask
 from train.world import Role
 
@@ -114,27 +116,28 @@ class RemoteSteps:
         if len(reads) != 1:
             raise TrainingError(f"workers read in {len(reads)} ways", "expected one", "start all from the same code")
         read, image_shape_HWC, label_dtype, label_shape = reads.pop()
-        rows = [tf.uint8, tf.as_dtype(label_dtype), tf.float32, tf.int64, tf.float64]
+        types = [tf.uint8, tf.as_dtype(label_dtype), tf.float32, tf.int64, tf.int64, tf.float64]
 
         def work(epoch: Any, step: Any, global_weight: Any, learning_rate: Any) -> Any:
             with tf.control_dependencies([self._begun.assign_add(1, read_value=False)]):
                 # The worker's own Python function, known by a name that it gave: see parameter_server_worker.
-                images_NHWC, labels_N, weights_N, sample_ids_N, seconds = tf.raw_ops.PyFunc(
-                    input=[epoch, step], token=read, Tout=rows
+                images_NHWC, labels_N, weights_N, sample_keys_N, sample_ids_N, seconds = tf.raw_ops.PyFunc(
+                    input=[epoch, step], token=read, Tout=types
                 )
             images_NHWC.set_shape([None, *image_shape_HWC])
             labels_N.set_shape([None, *label_shape])
             weights_N.set_shape([None])
-            is_applied, gradient_norm, figures = self._learner.step.whole(
-                images_NHWC, labels_N, weights_N, global_weight, learning_rate
-            )
+            sample_keys_N.set_shape([None])
+            rows = Rows(images_NHWC, labels_N, weights_N, sample_keys_N)
+            is_applied, gradient_norm, figures = self._learner.step.whole(rows, global_weight, learning_rate)
             with tf.control_dependencies([is_applied]):
                 self._applied.assign_add(1, read_value=False)
             return is_applied, gradient_norm, figures, labels_N, weights_N, sample_ids_N, seconds
 
         # Traced here, outside the strategy's scope: inside it Keras's optimizers would exchange gradients themselves.
         signature = [tf.TensorSpec([], dtype) for dtype in (tf.int64, tf.int64, tf.float32, tf.float32)]
-        return tf.function(work, input_signature=signature).get_concrete_function()
+        with as_layers_raised_them():
+            return tf.function(work, input_signature=signature).get_concrete_function()
 
 
 def _answer(values: tuple[Any, ...]) -> Answer:

@@ -21,6 +21,7 @@ from shardmill.typed_columns import label_shape
 from shardmill.values import Batch
 from train.backends import BACKENDS
 from train.config import TrainConfig
+from train.layers.sample_bits import sample_keys
 from train.reading import reader_options
 from train.stopwatch import Stopwatch
 from train.strategies.parameter_server_cluster import ClusterTask, start_threads
@@ -43,8 +44,8 @@ class StepReader:
         self.errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 
     def __call__(self, epoch: Any, step: Any) -> tuple[np.ndarray, ...]:
-        """The rows of a step: images, labels, weights, sample ids; then seconds: waiting for them, and since the last
-        call fetching and decoding. Called by TensorFlow."""
+        """The rows of a step: images, labels, weights, sample keys, sample ids; then seconds: waiting for them, and
+        since the last call fetching and decoding. Called by TensorFlow."""
         try:
             with self._lock:
                 stopwatch = Stopwatch()
@@ -57,7 +58,9 @@ class StepReader:
             self.errors.put(error)
             raise
         seconds = np.array([wait_seconds, read.fetch, read.decode])
-        return batch.images_NHWC, batch.labels_N, batch.weights_N.astype(np.float32), batch.sample_ids_N, seconds
+        keys_N = sample_keys(self._config.seed, batch.epoch, batch.sample_ids_N)
+        weights_N = batch.weights_N.astype(np.float32)
+        return batch.images_NHWC, batch.labels_N, weights_N, keys_N, batch.sample_ids_N, seconds
 
     def _read(self, epoch: int, step: int) -> tuple[Batch, ReaderSeconds]:
         if self._reader is None or epoch != self._epoch:
@@ -130,7 +133,7 @@ def _named(read: StepReader) -> NamedFunction:
     import tensorflow as tf
 
     dtype = tf.int64
-    outputs = [tf.uint8, tf.int64, tf.float32, tf.int64, tf.float64]
+    outputs = [tf.uint8, tf.int64, tf.float32, tf.int64, tf.int64, tf.float64]
     traced = tf.function(lambda epoch, step: tf.numpy_function(read, [epoch, step], outputs)).get_concrete_function(
         tf.TensorSpec([], dtype), tf.TensorSpec([], dtype)
     )

@@ -42,7 +42,7 @@ class KerasLearner:
         self.follows_schedule = chosen.follows_schedule
         self._moments = TensorFlowMoments()
         norms = KerasBatchNorms(built.model, config.model, self._moments) if config.sync_batch_norm else None
-        self.step = TrainStep(built, chosen, spec.scale, config.num_parts, norms)
+        self.step = TrainStep(built, chosen, spec.scale, config.num_parts, norms, config.seed)
         self._model = built.model
         self._frozen = built.frozen
         self._is_frozen = False

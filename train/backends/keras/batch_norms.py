@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shardmill.errors import UsageError
 from train.backends.backend import SumInStep
 from train.backends.batch_norms import alone, check_rows, checked, replaced
 
@@ -27,26 +26,15 @@ class KerasBatchNorms:
         found = [layer for layer in model._flatten_layers() if isinstance(layer, stock)]
         self._layers = checked(name, found, ("call", "_moments"), stock)
         self._moments = moments
-        self._problem: UsageError | None = None
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
         """Inside it training takes the moments from elsewhere."""
-        try:
-            with replaced("_moments", [(layer, partial(self._checked, layer)) for layer in self._layers]):
-                yield
-        except Exception:
-            # Keras wraps what a layer raises, and TensorFlow what a trace does.
-            if self._problem is not None:
-                raise self._problem from None
-            raise
+        with replaced("_moments", [(layer, partial(self._moments_of, layer)) for layer in self._layers]):
+            yield
 
-    def _checked(self, layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        try:
-            return self._moments(inputs, mask, layer)
-        except UsageError as error:
-            self._problem = error
-            raise
+    def _moments_of(self, layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        return self._moments(inputs, mask, layer)
 
 
 @dataclass

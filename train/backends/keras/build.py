@@ -15,6 +15,7 @@ from train.backends.keras.losses import PerSample, are_outputs_logits, choose_lo
 from train.backends.keras.runtime import config_sha256
 from train.config import TrainConfig
 from train.labels import LabelSpec, check_labels
+from train.layers.sample_bits import number_layers
 from train.models import MODELS
 from train.models.user import call_factory
 
@@ -73,11 +74,19 @@ def build_model(
     finally:
         # The policy is Keras's global; nothing built later in this process should inherit it.
         keras.config.set_dtype_policy(former_policy)
+    number_sample_dropouts(model)
     optimizer = model.optimizer if getattr(model, "compiled", False) else None
     loss = weighted_loss(loss, class_weights)
     is_right = right_of(labels.kind, outputs_are_logits)
     frozen = freeze(config, model)
     return BuiltModel(model, outputs_are_logits, loss, is_right, frozen, optimizer, config_sha256(model))
+
+
+def number_sample_dropouts(model: Any) -> int:
+    """Tell those of a Keras model their places in it, on any of Keras's own backends. -> how many it has."""
+    from train.layers.keras import SampleDropout
+
+    return number_layers(layer for layer in model._flatten_layers() if isinstance(layer, SampleDropout))
 
 
 def check_pixels(config: TrainConfig, model: Any) -> None:

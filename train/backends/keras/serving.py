@@ -114,7 +114,7 @@ def write_keras_file(serving: ServingModel, file: Path, check: KerasCheck) -> st
     for inlined in (True, False) if _custom_classes(serving.model) else (False,):
         for custom_objects in ({}, {kind.__name__: kind for kind in _custom_classes(serving.model)}):
             try:
-                _functional(serving, inlined).save(file)
+                _with_layers_of_keras(_functional(serving, inlined)).save(file)
                 import keras
 
                 loaded: Any = keras.models.load_model(
@@ -160,6 +160,26 @@ def _functional(serving: ServingModel, inlined: bool) -> Any:
     return keras.Model(images, found)
 
 
+def _with_layers_of_keras(model: Any) -> Any:
+    """The same layers and weights, but for `SampleDropout`: who loads the file trains without our sample ids."""
+    import keras
+
+    from train.layers.keras import SampleDropout
+
+    def plain(layer: Any) -> Any:
+        return keras.layers.Dropout(layer.rate, name=layer.name) if isinstance(layer, SampleDropout) else layer
+
+    if not any(isinstance(layer, SampleDropout) for layer in model._flatten_layers()):
+        return model
+    return keras.models.clone_model(model, clone_function=plain, recursive=True)
+
+
 def _custom_classes(model: Any) -> set[type]:
-    """Classes of layers and models that are not Keras's own: they must be importable to load the model."""
-    return {type(layer) for layer in model._flatten_layers() if not type(layer).__module__.startswith("keras.")}
+    """Classes of layers and models that are not Keras's own: they must be importable to load the model.
+
+    Without `SampleDropout`, which a file has as Keras's own.
+    """
+    from train.layers.keras import SampleDropout
+
+    kinds = {type(layer) for layer in model._flatten_layers()} - {SampleDropout}
+    return {kind for kind in kinds if not kind.__module__.startswith("keras.")}

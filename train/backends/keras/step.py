@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,13 +16,26 @@ from shardmill.values import Batch
 from train.backends.backend import InputScale, StepOutcome
 from train.backends.keras.batch_norms import KerasBatchNorms, tracing_step
 from train.backends.keras.build import BuiltModel
+from train.backends.keras.layer_errors import as_layers_raised_them
 from train.backends.keras.optimizers import ChosenOptimizer
 from train.backends.keras.standardize import standardize
 from train.backends.parts import parts_of
+from train.layers.sample_bits import drawing, sample_keys
 
-Gradients = Callable[[Any, Any, Any, Any, Any], list[Any]]
-"""(images_NHWC, labels_N, weights_N, global_weight, share_of_streams) -> addends; all tensors."""
-Run = Callable[[Gradients, Any, Any, Any, Any, Any], list[Any]]
+
+class Rows(NamedTuple):
+    """Of a batch, as tensors; a tuple, because TensorFlow traces no dataclass."""
+
+    images_NHWC: Any
+    labels_N: Any
+    weights_N: Any
+    sample_keys_N: Any
+    """What `train.layers` draw from."""
+
+
+Gradients = Callable[[Rows, Any, Any], list[Any]]
+"""(rows, global_weight, share_of_streams) -> addends; all tensors."""
+Run = Callable[[Gradients, Rows, Any, Any], list[Any]]
 """What a strategy of tf.distribute puts around it: the function, and what it is to be called with -> addends."""
 
 
@@ -36,6 +49,7 @@ class TrainStep:
         scale: InputScale,
         accumulation_steps: int = 1,
         norms: KerasBatchNorms | None = None,
+        seed: int = 0,
     ) -> None:
         import tensorflow as tf
 
@@ -44,6 +58,7 @@ class TrainStep:
         self._scale = scale
         self._accumulation_steps = accumulation_steps
         self._norms = norms
+        self._seed = seed
         self._around: Run | None = None
         self.compile()
         self._compiled_sum = tf.function(_sum_of)
@@ -70,11 +85,15 @@ class TrainStep:
         parts = list(parts_of(batch, self._accumulation_steps))
         for part in parts:
             # The first call traces.
-            with self._norms.synchronized() if self._norms else nullcontext():
-                of_part = self._compiled_gradients(
+            with self._norms.synchronized() if self._norms else nullcontext(), as_layers_raised_them():
+                rows = Rows(
                     tf.constant(part.images_NHWC),
                     tf.constant(part.labels_N),
                     tf.constant(part.weights_N, tf.float32),
+                    tf.constant(sample_keys(self._seed, part.epoch, part.sample_ids_N)),
+                )
+                of_part = self._compiled_gradients(
+                    rows,
                     tf.constant(global_weight, tf.float32),
                     tf.constant(share_of_streams / len(parts), tf.float32),
                 )
@@ -89,9 +108,7 @@ class TrainStep:
         """Those that an update changes now."""
         return self._built.model.trainable_variables
 
-    def whole(
-        self, images_NHWC: Any, labels_N: Any, weights_N: Any, global_weight: Any, learning_rate: Any
-    ) -> tuple[Any, Any, Any]:
+    def whole(self, rows: Rows, global_weight: Any, learning_rate: Any) -> tuple[Any, Any, Any]:
         """Traced, for a strategy that has a worker compute a whole batch and update the weights by it.
 
         -> whether the update was applied, the gradient's norm, (loss, number correct).
@@ -100,7 +117,7 @@ class TrainStep:
 
         if self._chosen.follows_schedule:
             self._chosen.optimizer.learning_rate.assign(learning_rate)
-        sums = self._gradients(images_NHWC, labels_N, weights_N, global_weight, tf.constant(1.0))
+        sums = self._gradients(rows, global_weight, tf.constant(1.0))
         is_applied, gradient_norm = self._update(sums)
         return is_applied, gradient_norm, sums[-1]
 
@@ -118,12 +135,16 @@ class TrainStep:
 
         return self._compiled_outputs(tf.constant(images_NHWC)).numpy()
 
-    def _gradients(
-        self, images_NHWC: Any, labels_N: Any, weights_N: Any, global_weight: Any, share_of_streams: Any
-    ) -> list[Any]:
+    def _gradients(self, rows: Rows, global_weight: Any, share_of_streams: Any) -> list[Any]:
+        # Around the backward pass, too: it may compute activations again.
+        with drawing(rows.sample_keys_N):
+            return self._gradients_of(rows, global_weight, share_of_streams)
+
+    def _gradients_of(self, rows: Rows, global_weight: Any, share_of_streams: Any) -> list[Any]:
         import tensorflow as tf
 
         model, optimizer = self._built.model, self._chosen.optimizer
+        images_NHWC, labels_N, weights_N, _ = rows
         variables = [variable.value for variable in model.trainable_variables]
         with tf.GradientTape() as tape, tracing_step(weights_N):
             outputs_NK = tf.cast(model(self._standardize(images_NHWC), training=True), tf.float32)

@@ -30,6 +30,7 @@ from train.backends.torch.runtime import (
     restore_generators,
     start_torch,
 )
+from train.backends.torch.sample_draws import SampleDraws
 from train.backends.torch.serving import load_program, program_of, served_module, write_program, write_state
 from train.config import TrainConfig
 from train.optimizers import OPTIMIZERS, not_in
@@ -55,8 +56,7 @@ class TorchLearner:
         self._spec = spec
         self.classifier = built.classifier
         self._served = served_module(built.classifier, spec.labels.kind, built.outputs_are_logits)
-        if not config.unfreeze_epoch:
-            self.classifier.still = built.frozen.modules
+        self.classifier.still = () if config.unfreeze_epoch else built.frozen.modules
         # As they are now: what is held still for some epochs keeps its place among the weights.
         self.weights, self._own = built.parts_of_state()
         name = "adam" if config.optimizer == "auto" else config.optimizer
@@ -68,6 +68,7 @@ class TorchLearner:
         self._precision = Precision(config.mixed_precision)
         self._averages = WeightAverages(self.weights, config.ema_decay) if config.ema_decay else None
         self._norms = BatchNorms(config, built.model, built.is_keras)
+        self._draws = SampleDraws(config, built.model, built.is_keras)
 
     @property
     def learning_rate(self) -> float:
@@ -99,11 +100,12 @@ class TorchLearner:
         parts = list(parts_of(batch, self._config.num_parts))
         figures = torch.zeros(2, device=device())
         for part in parts:
-            loss, num_correct = self._loss(part, global_weight, share_of_streams / len(parts))
-            figures += torch.stack([loss.detach(), num_correct]).float()
-            if part is parts[-1]:
-                before_last(figures)
-            self._precision.objective(loss).backward()
+            with self._draws.of(part):
+                loss, num_correct = self._loss(part, global_weight, share_of_streams / len(parts))
+                figures += torch.stack([loss.detach(), num_correct]).float()
+                if part is parts[-1]:
+                    before_last(figures)
+                self._precision.objective(loss).backward()
         return figures
 
     def _loss(self, batch: Batch, global_weight: int, share_of_streams: float) -> tuple[Any, Any]:
@@ -164,8 +166,7 @@ class TorchLearner:
 
     def assign(self, part: StatePart, arrays: Sequence[np.ndarray], source: str) -> None:
         torch = import_torch()
-        tensors, given = self._of_part(part), list(arrays)
-        generators = []
+        tensors, given, generators = self._of_part(part), list(arrays), []
         if part is StatePart.OWN and not self._built.is_keras:
             given, generators = given[: len(tensors)], given[len(tensors) :]
         shapes = [tuple(tensor.shape) for tensor in tensors]

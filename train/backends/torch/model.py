@@ -13,6 +13,7 @@ from typing import Any
 
 from shardmill.errors import UsageError
 from train.backends.backend import ModelSpec
+from train.backends.keras.layer_errors import as_layers_raised_them
 from train.backends.torch.freeze import Frozen, freeze
 from train.backends.torch.runtime import device, import_torch
 from train.config import TrainConfig
@@ -94,7 +95,8 @@ def _classifier(model: Any, is_keras: bool, spec: ModelSpec) -> Any:
         def forward(self, images_NHWC: Any) -> Any:
             images_NHWC = (images_NHWC.to(torch.float32) - self.mean) / self.std
             if is_keras:
-                return self.model(images_NHWC, training=self.training).float()
+                with as_layers_raised_them():
+                    return self.model(images_NHWC, training=self.training).float()
             return self.model(images_NHWC.permute(0, 3, 1, 2)).float()
 
         def train(self, mode: bool = True) -> Any:

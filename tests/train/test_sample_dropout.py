@@ -1,0 +1,188 @@
+"""`SampleDropout`: masks that are a function of (seed, epoch, sample, layer), and independent otherwise.
+
+That trainings with it are the same at every world size is what test_multi_rank.py, test_local_sgd.py, test_mirrored.py
+and test_sync_batch_norm.py show of models that have it.
+"""
+
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shardmill.errors import UsageError
+from shardmill.mix import mix64
+from tests.test_architecture import ROOT
+from tests.train.test_backends import SHAPE, TORCH_MODELS, learner
+from tests.train.test_models import THREE, batch_of
+from tests.train.test_multi_rank import SMOOTH_MODEL
+from tests.train.training import MODELS
+from train.backends import BACKENDS
+from train.backends.backend import StatePart
+from train.backends.keras.build import build_model
+from train.config import TrainConfig
+from train.layers.sample_bits import DROPOUT, drawing, sample_keys
+
+DROPOUT_MODELS = "tests.train.torch_dropout_models"
+PATCHES = {"keras": f"{MODELS}:with_dropout_of_patches", "torch": f"{DROPOUT_MODELS}:with_dropout_of_patches"}
+
+
+def kept_by_keras(rate: float, keys_N: np.ndarray, place: int, shape: tuple[int, ...]) -> np.ndarray:
+    """As a compiled step has it."""
+    import tensorflow as tf
+
+    from train.layers.keras import SampleDropout
+
+    layer = SampleDropout(rate)
+    layer.place = place
+
+    @tf.function
+    def step(keys_N, ones):
+        with drawing(keys_N):
+            return layer(ones, training=True)
+
+    return step(tf.constant(keys_N), tf.ones((len(keys_N), *shape))).numpy()
+
+
+def kept_by_torch(rate: float, keys_N: np.ndarray, place: int, shape: tuple[int, ...]) -> np.ndarray:
+    import torch
+
+    from train.layers.torch import SampleDropout
+
+    module = SampleDropout(rate)
+    module.place = place
+    with drawing(torch.from_numpy(keys_N)):
+        return module(torch.ones((len(keys_N), *shape))).numpy()
+
+
+KEPT = {"keras": kept_by_keras, "torch": kept_by_torch}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_masks_are_what_the_formula_says(name):
+    """Of each word of 64 bits four elements have sixteen: among the lowest, as signed integers, they are dropped."""
+    ids_N, rate = np.array([3, -7, 2**62, 0]), 0.3
+    words_NW = [[mix64(DROPOUT, 5, 2, int(each), 1, word) for word in range(4)] for each in ids_N]
+    is_kept_NE = np.array(words_NW, np.uint64).view(np.int16)[:, :15] >= round(rate * 2**16) - 2**15
+    found = KEPT[name](rate, sample_keys(5, 2, ids_N), 1, (3, 5))
+    np.testing.assert_allclose(found, is_kept_NE.reshape(4, 3, 5) / 0.7, rtol=1e-4)
+
+
+def test_masks_keep_their_share_and_have_nothing_in_common():
+    """Over samples with neighbouring ids, epochs, layers and seeds; within five and six standard deviations."""
+    num_elements, rate = 8192, 0.25
+    masks = []
+    for seed, epoch, place in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 2), (2**32 - 1, 50, 3)]:
+        keys_N = sample_keys(seed, epoch, np.arange(40))
+        masks.append(kept_by_torch(rate, keys_N, place, (num_elements,)) > 0)
+    masks_ME = np.concatenate(masks)
+    deviation = np.sqrt(rate * (1 - rate) / num_elements)
+    assert np.abs(masks_ME.mean(axis=1) - (1 - rate)).max() < 5 * deviation
+    assert abs(masks_ME.mean() - (1 - rate)) < 5 * deviation / np.sqrt(len(masks_ME))
+    # Each with each other, with itself some elements on, and place by place over all.
+    correlations = np.corrcoef(masks_ME) - np.eye(len(masks_ME))
+    assert np.abs(correlations).max() < 6 / np.sqrt(num_elements)
+    centred_ME = (masks_ME - (1 - rate)) / np.sqrt(rate * (1 - rate))
+    for lag in (1, 2, 3, 4, 5, 8, 16, 64, 1024):
+        assert abs((centred_ME[:, lag:] * centred_ME[:, :-lag]).mean()) < 5 / np.sqrt(centred_ME[:, lag:].size)
+    assert np.abs(centred_ME.mean(axis=0)).max() < 6 / np.sqrt(len(masks_ME))
+
+
+def test_runs_of_elements_are_kept_as_often_as_by_chance():
+    """All 256 patterns of eight neighbours, at one half: chi squared with 255 degrees of freedom."""
+    keys_N = sample_keys(7, 0, np.arange(100))
+    is_kept_NE = kept_by_torch(0.5, keys_N, 0, (8192,)) > 0
+    counts = np.bincount(np.packbits(is_kept_NE, axis=1).ravel(), minlength=256)
+    expected = counts.sum() / 256
+    assert 150 < ((counts - expected) ** 2 / expected).sum() < 380
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_sample_keeps_its_mask_in_any_batch(name):
+    batch = batch_of(SHAPE, num_rows=6)
+    one = learner(name, SMOOTH_MODEL[name], seed=3)
+    whole = [np.array(each) for each in one.gradients(batch, 6, 1.0)]
+    rows = np.array([4, 1, 5, 0, 3, 2])
+    names = ("images_NHWC", "labels_N", "weights_N", "sample_ids_N")
+    shuffled = replace(batch, **{each: getattr(batch, each)[rows] for each in names})
+    in_parts = learner(name, SMOOTH_MODEL[name], seed=3, accumulation_steps=4).gradients(shuffled, 6, 1.0)
+    for expected, found in zip(whole, in_parts, strict=True):
+        np.testing.assert_allclose(np.array(found), expected, rtol=1e-4, atol=1e-6)
+    # And another one in another epoch.
+    *_, (loss, _) = one.gradients(replace(batch, epoch=1), 6, 1.0)
+    assert abs(float(loss) / whole[-1][0] - 1) > 1e-4
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_outside_training_it_is_not_there(name, tmp_path):
+    """Neither in answers nor in exports: of the rate 0.2 nothing is left but the weights."""
+    batch, one = batch_of(SHAPE), learner(name, SMOOTH_MODEL[name])
+    one.apply(one.gradients(batch, 4, 1.0), 0.01)
+    answers = one.answers(batch.images_NHWC)
+    assert np.array_equal(one.answers(batch.images_NHWC), answers)
+    assert not [array for array in one.arrays(StatePart.OWN) if array.dtype.kind == "f"]
+    one.write_served(tmp_path)
+    np.testing.assert_allclose(BACKENDS[name].load_served(tmp_path)(batch.images_NHWC), answers, atol=1e-6)
+    if name == "keras":
+        bare = learner(name, "small_cnn")
+        bare.assign(StatePart.WEIGHTS, one.arrays(StatePart.WEIGHTS), "the test")
+        np.testing.assert_allclose(bare.answers(batch.images_NHWC), answers, atol=1e-6)
+
+
+def test_activations_that_are_computed_again_are_the_same():
+    batch = batch_of(SHAPE, num_rows=6)
+    once, twice = (learner("torch", name) for name in (f"{TORCH_MODELS}:smooth", f"{DROPOUT_MODELS}:recomputing"))
+    twice.assign(StatePart.WEIGHTS, once.arrays(StatePart.WEIGHTS), "the test")
+    for one, other in zip(once.gradients(batch, 6, 1.0), twice.gradients(batch, 6, 1.0), strict=True):
+        np.testing.assert_allclose(np.array(other), np.array(one), rtol=1e-5, atol=1e-7)
+
+
+def test_the_vision_transformer_has_it_when_asked_for():
+    from train.layers.keras import SampleDropout
+
+    model = build_model(TrainConfig(model=f"{MODELS}:dropping_vit"), SHAPE, THREE).model
+    places = [layer.place for layer in model.layers if isinstance(layer, SampleDropout)]
+    assert places == list(range(9)), "behind the embedding, and behind both halves of four blocks"
+    one, batch = learner("keras", f"{MODELS}:dropping_vit"), batch_of(SHAPE)
+    *_, (loss, _) = one.gradients(batch, 4, 1.0)
+    *_, (again, _) = one.gradients(batch, 4, 1.0)
+    *_, (in_next_epoch, _) = one.gradients(replace(batch, epoch=1), 4, 1.0)
+    assert float(loss) == float(again) != float(in_next_epoch)
+
+
+def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
+    section = (ROOT / "docs" / "training.md").read_text().partition("## Dropout\n")[2]
+    (tmp_path / "documented.py").write_text(section.partition("```python\n")[2].partition("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    *_, (loss, _) = learner("keras", "documented:build").gradients(batch_of(SHAPE), 4, 1.0)
+    *_, (again, _) = learner("keras", "documented:build").gradients(replace(batch_of(SHAPE), epoch=1), 4, 1.0)
+    assert float(loss) != float(again)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_rows_that_are_no_samples_are_refused(name):
+    one = learner(name, PATCHES[name])
+    with pytest.raises(UsageError, match=r"^SampleDropout was given \d+ rows of a batch of 4; expected one row for"):
+        one.gradients(batch_of(SHAPE), 4, 1.0)
+
+
+def test_outside_a_training_step_it_has_nothing_to_draw_from():
+    import torch
+
+    from train.layers import keras as for_keras
+    from train.layers import torch as for_torch
+
+    images = np.ones((2, 8), np.float32)
+    assert np.array_equal(for_keras.SampleDropout(0.5)(images), images)
+    with pytest.raises(UsageError, match=r"was called in training, and no samples are known that it could draw for"):
+        for_keras.SampleDropout(0.5)(images, training=True)
+    module = for_torch.SampleDropout(0.5)
+    assert torch.equal(module.eval()(torch.ones(2, 8)), torch.ones(2, 8))
+    with pytest.raises(UsageError, match=r"no samples are known .*; elsewhere call the model with training=False"):
+        module.train()(torch.ones(2, 8))
+    with pytest.raises(UsageError, match=r"calling the model failed: .* keep modules in an nn.ModuleList"):
+        learner("torch", f"{DROPOUT_MODELS}:hiding")
+    with pytest.raises(UsageError, match=r"rate=1\); expected a share of elements: at least 0, less than 1"):
+        for_torch.SampleDropout(1)
