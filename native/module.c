@@ -1,6 +1,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdio.h>
+#include <string.h>
 
 #include <jpeglib.h>
 
@@ -111,6 +112,30 @@ static PyObject *py_channel_sums(PyObject *module, PyObject *image) {
     return result;
 }
 
+enum { END_OF_IMAGE = 0xD9, START_OF_SCAN = 0xDA };
+
+static Py_ssize_t find_scan_or_end(const uint8_t *bytes, size_t num_bytes, size_t start) {
+    while (start + 1 < num_bytes) {
+        const uint8_t *found = memchr(bytes + start, 0xFF, num_bytes - 1 - start);
+        if (!found) break;
+        if (found[1] == END_OF_IMAGE || found[1] == START_OF_SCAN) return found - bytes;
+        start = (size_t)(found - bytes) + 1;
+    }
+    return -1;
+}
+
+static PyObject *py_find_scan_or_end(PyObject *module, PyObject *arguments) {
+    (void)module;
+    Py_buffer data;
+    Py_ssize_t start;
+    if (!PyArg_ParseTuple(arguments, "y*n:find_scan_or_end", &data, &start)) return NULL;
+    PyObject *result = NULL;
+    if (start < 0) PyErr_SetString(PyExc_ValueError, "a place of at least 0");
+    else result = PyLong_FromSsize_t(find_scan_or_end(data.buf, (size_t)data.len, (size_t)start));
+    PyBuffer_Release(&data);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"shrink_jpeg", py_shrink_jpeg, METH_VARARGS,
      "shrink_jpeg(data, pixels_HWC, (height, width), scale, (top, left, kept_height, kept_width)) -> bool\n\n"
@@ -121,6 +146,9 @@ static PyMethodDef methods[] = {
      "channel_sums(pixels_HWC) -> (sums, square_sums)\n\n"
      "For each channel of C-contiguous uint8 pixels (1 or 3 channels) the exact sum of its values, and of their squares.\n"
      "Raises ValueError for pixels of another type or shape."},
+    {"find_scan_or_end", py_find_scan_or_end, METH_VARARGS,
+     "find_scan_or_end(data, start) -> int\n\n"
+     "The place of the first marker from `start` on that begins a scan of a JPEG or ends it; -1 if there is none."},
     {NULL, NULL, 0, NULL},
 };
 
