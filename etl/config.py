@@ -40,7 +40,10 @@ class SourceConfig(Section):
     """Where the images come from."""
 
     uri: str = ""
-    """The source images: a local folder or `s3://bucket/prefix`; for other kinds also one file or a pattern."""
+    """The source images: a local folder, `s3://bucket/prefix` or `hdfs://host:port/path`.
+
+    For other kinds also one file or a pattern.
+    """
     kind: Annotated[str, OneOf(SOURCES)] = "folders"
     """How the images are laid out, and how they are listed."""
     label_level: int = Field(default=0, ge=0, le=32)

@@ -1,4 +1,4 @@
-"""What file systems and S3 clients raise, as one line of StorageError."""
+"""What file systems and storage clients raise, as one line of StorageError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 
 from shardmill.errors import StorageError
 
-_ACCESS_FIX = "check the path, its permissions and, for s3://, the AWS_* environment; then run it again"
+_ACCESS_FIX = (
+    "check the path, its permissions and, for s3://, the AWS_* environment (for hdfs://, HADOOP_CONF_DIR and "
+    "HADOOP_USER_NAME); then run it again"
+)
 
 
 @contextmanager

@@ -12,11 +12,14 @@ from hypothesis import settings
 from tests.demo import demo
 from tests.scheduling import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 from tests.services.faulty_store import faulty
+from tests.services.hdfs import hdfs_root, hdfs_server
 from tests.services.s3 import s3_bucket, s3_server
 
 __all__ = [
     "demo",
     "faulty",
+    "hdfs_root",
+    "hdfs_server",
     "pytest_collection_modifyitems",
     "pytest_xdist_make_scheduler",
     "s3_bucket",

@@ -39,14 +39,14 @@ class DatasetConfig(Section):
     """Where the committed dataset is."""
 
     uri: str = ""
-    """Root of the dataset: a local path or `s3://bucket/prefix`."""
+    """Root of the dataset: a local path, `s3://bucket/prefix` or `hdfs://host:port/path`."""
 
 
 class ModelsConfig(Section):
     """Where checkpoints, exports and the current model are."""
 
     uri: str = ""
-    """Root of the models: a local path or `s3://bucket/prefix`."""
+    """Root of the models: a local path, `s3://bucket/prefix` or `hdfs://host:port/path`."""
 
 
 class SparkApplicationConfig(Section):
@@ -75,7 +75,9 @@ class SparkConfig(Section):
 def require_uri(name: str, uri: str) -> str:
     """`uri` itself, the value of the config key `name`. Raises UsageError if it is empty."""
     if not uri:
-        raise UsageError(f"{name} is not set", "expected a local path or s3://bucket/prefix", f"set {name}")
+        raise UsageError(
+            f"{name} is not set", "expected a local path, s3://bucket/prefix or hdfs://host:port/path", f"set {name}"
+        )
     return uri
 
 

@@ -9,12 +9,14 @@ from shardmill.errors import UsageError
 from shardmill.registry import Entry, Registry
 from shardmill.storage import Store
 
-# hdfs:// is the next entry (docs/decisions/0004).
 STORES: Registry[Callable[[str], Store]] = Registry(
     "storage scheme",
     {
         "file": Entry("shardmill.stores.local:LocalStore", "a local or mounted folder"),
         "s3": Entry("shardmill.stores.s3:S3Store", "a prefix of an S3 bucket", extra="s3", packages=("s3fs",)),
+        "hdfs": Entry(
+            "shardmill.stores.hdfs:HdfsStore", "a folder of an HDFS", extra="hdfs", packages=("hdfs_native",)
+        ),
     },
 )
 

@@ -56,7 +56,10 @@ def config(tmp_path: Path, dataset: str) -> Path:
             ["config", "show", "--set", "train.epochs=0"],
             "config key train.epochs = 0; expected greater than or equal to 1",
         ),
-        (["etl", "only-dataset.toml"], "config key source.uri is not set; expected a local path or s3://bucket/prefix"),
+        (
+            ["etl", "only-dataset.toml"],
+            "config key source.uri is not set; expected a local path, s3://bucket/prefix or hdfs://host:port/path",
+        ),
         (
             ["run", ".", "--epochs", "3"],
             "No such option: --epochs; config keys are set like this: --set train.epochs=3",

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +13,8 @@ from etl.config import SourceConfig
 from shardmill.errors import StorageError, UsageError
 from shardmill.stores import open_store
 from tests.etl.building import images_of, list_images
+from tests.programs.use_store import use_store
 from tests.services.s3 import s3_client
-
-ROOT = Path(__file__).parents[2]
 
 
 def refusing(environ: dict[str, Any], start: Callable[..., Any]) -> list[bytes]:
@@ -48,23 +43,9 @@ def serving(application: Callable[..., Any]) -> Iterator[str]:
     server.server_close()
 
 
-def use_store(uri: str, endpoint: str) -> dict[str, str]:
-    """What comes of each use of the store at `uri` on the server there."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.programs.use_s3_store", uri],
-        env={**os.environ, "AWS_ENDPOINT_URL": endpoint},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
-
-
 def test_an_s3_server_that_refuses_a_listing_is_not_an_empty_one(s3_server: str):
     with serving(refusing) as endpoint:
-        outcomes = use_store("s3://bucket/dataset", endpoint)
+        outcomes = use_store("s3://bucket/dataset", AWS_ENDPOINT_URL=endpoint)
     assert len(outcomes) == 5
     for outcome in outcomes.values():
         assert outcome.startswith("StorageError: cannot access s3://bucket/dataset")
@@ -75,7 +56,7 @@ def test_a_server_that_ignores_conditional_puts_can_be_read_but_not_committed_to
         client = s3_client(endpoint)
         client.create_bucket(Bucket="bucket")
         client.put_object(Bucket="bucket", Key="a", Body=b"1")
-        outcomes = use_store("s3://bucket", endpoint)
+        outcomes = use_store("s3://bucket", AWS_ENDPOINT_URL=endpoint)
     assert "ignores `If-None-Match" in outcomes.pop("put_if_absent")
     assert outcomes == {"list": "['a']", "stat": "True", "read": "b'1'", "list again": "['a']"}
 

@@ -24,7 +24,11 @@ from shardmill.stores import STORES, open_store
 @pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """A root for tests in each scheme; a new one says here where it may write."""
-    roots = {"file": lambda: tmp_path, "s3": lambda: f"{request.getfixturevalue('s3_bucket')}/{tmp_path.name}"}
+    roots = {
+        "file": lambda: tmp_path,
+        "s3": lambda: f"{request.getfixturevalue('s3_bucket')}/{tmp_path.name}",
+        "hdfs": lambda: request.getfixturevalue("hdfs_root"),
+    }
     return open_store(roots[request.param]())
 
 

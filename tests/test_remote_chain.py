@@ -1,4 +1,4 @@
-"""The small chain with source, dataset and models on an S3 server: ETL, verify, train, export, promote, predict."""
+"""The small chain with source, dataset and models on S3 and on HDFS: ETL, verify, train, export, promote, predict."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
@@ -24,22 +26,24 @@ def shardmill(*arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_the_chain_runs_on_s3(s3_bucket: str, tmp_path: Path):
+@pytest.mark.parametrize("root_fixture", ["s3_bucket", pytest.param("hdfs_root", marks=pytest.mark.drill)])
+def test_the_chain_runs_on_remote_storage(root_fixture: str, request: pytest.FixtureRequest, tmp_path: Path):
+    root = request.getfixturevalue(root_fixture)
     # Upload the images; a name with a space, a percent sign and a hash must survive the way.
     write_images(tmp_path / "images", num_images=60)
     first = next((tmp_path / "images" / "class_0").iterdir())
     first.rename(first.with_name("a b%20c#1.png"))
-    source = open_store(f"{s3_bucket}/images")
+    source = open_store(f"{root}/images")
     for file in (tmp_path / "images").rglob("*.png"):
         source.put_file(str(file.relative_to(tmp_path / "images")), file)
-    config = tmp_path / "s3.toml"
+    config = tmp_path / "remote.toml"
     config.write_text(f"""
 [source]
-uri = "{s3_bucket}/images"
+uri = "{root}/images"
 [dataset]
-uri = "{s3_bucket}/dataset"
+uri = "{root}/dataset"
 [models]
-uri = "{s3_bucket}/models"
+uri = "{root}/models"
 [etl]
 engine = "spark"
 image_size = 16
@@ -51,14 +55,14 @@ global_batch_size = 16
 random_flip = false
 """)
     # The run's record is there too, where no file can be appended to.
-    workdir = f"{s3_bucket}/work"
+    workdir = f"{root}/work"
 
     summary = shardmill("run", str(config), "--workdir", workdir)
     assert summary["dataset"]["counts"]["listed"] == summary["dataset"]["counts"]["accepted"] == 60
-    assert summary["export"]["path"].startswith(f"{s3_bucket}/models/")
+    assert summary["export"]["path"].startswith(f"{root}/models/")
     assert summary["export"]["parity_max_abs_diff"] <= 1e-5
     assert summary["promotion"]["decision"] == "promoted"
-    dataset = open_dataset(f"{s3_bucket}/dataset")
+    dataset = open_dataset(f"{root}/dataset")
     verify_dataset(dataset, deep=True).raise_if_failed()
     assert any(sample.source.endswith("a b%20c#1.png") for s in dataset.manifest.splits
                for sample in read_samples(dataset, s, 60))  # fmt: skip
@@ -69,13 +73,14 @@ random_flip = false
     assert again["train"]["weights_sha256"] == summary["train"]["weights_sha256"]
     assert again["promotion"]["decision"] == "already_current"
 
-    # A model on S3 serves a file from here.
+    # A model there serves a file from here.
     image = next((tmp_path / "images" / "class_1").iterdir())
-    predicted = shardmill("predict", f"{s3_bucket}/models", str(image))
+    predicted = shardmill("predict", f"{root}/models", str(image))
     assert image.name in json.dumps(predicted) and "class_" in json.dumps(predicted)
 
     # What Spark said was copied there at its end; the secret is in nothing that the run left.
     record = open_store(f"{workdir}/runs/{summary['run_id']}")
     left = {file.path: record.read(file.path) for file in record.list("")}
     assert {"events.jsonl", "spark.log", "summary.json"} <= left.keys() and left["events.jsonl"]
-    assert os.environ["AWS_SECRET_ACCESS_KEY"].encode() not in b"".join(left.values())
+    secret = os.environ.get("AWS_SECRET_ACCESS_KEY", "not on HDFS")
+    assert secret.encode() not in b"".join(left.values())

@@ -1,0 +1,73 @@
+"""What only HDFS does: users and permissions, quotas, names, folders of its own, NameNodes that are away."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardmill.errors import StorageError
+from shardmill.storage import TEMPORARY_PREFIX
+from shardmill.stores import open_store
+from tests.programs.use_store import use_store
+from tests.services.hdfs import HdfsServer
+
+# 255 bytes is the longest name that a NameNode takes by default.
+NAMES = ["b%20c#1?.png", " ", "é😀", "x" * 255, "a/b c/%2F"]
+
+
+def test_names_are_taken_as_they_are(hdfs_root: str):
+    store = open_store(hdfs_root)
+    for name in NAMES:
+        store.put(name, name.encode())
+    assert {file.path: store.read(file.path).decode() for file in store.list("")} == {name: name for name in NAMES}
+    for name, why in (("a:b", "Invalid path name"), ("y" * 256, "maximum path component name limit")):
+        with pytest.raises(StorageError, match=rf"cannot access {hdfs_root}/{name} \(1 bytes\): .*{why}"):
+            store.put(name, b"1")
+
+
+def test_what_a_killed_writer_left_is_found_and_removed(hdfs_root: str):
+    store = open_store(hdfs_root)
+    store.put("kept/file", b"1")
+    store.put(f"cut/{TEMPORARY_PREFIX}0123", b"half")
+    store.put("emptied/deep/x", b"1")
+    store.put("emptied/y", b"1")
+    store.delete("emptied/deep/x")
+    assert {file.path for file in store.list_unpublished("")} == {f"cut/{TEMPORARY_PREFIX}0123"}, "folders went too"
+    for file in list(store.list_unpublished("")):
+        store.delete_unpublished(file)
+    assert not list(store.list_unpublished("")) and {file.path for file in store.list("")} == {"kept/file", "emptied/y"}
+    store.delete_unpublished(next(store.list("kept")))
+    assert {file.path for file in store.list("")} == {"emptied/y"}
+
+
+def test_another_users_files_are_refused_with_the_path(hdfs_root: str):
+    # Folders of a store are readable to all and writable to their owner.
+    open_store(hdfs_root).put("a", b"1")
+    told = use_store(hdfs_root, HADOOP_USER_NAME="stranger")
+    assert told["read"] == "b'1'" and told["list again"] == "['a']"
+    refused = told["put_if_absent"]
+    assert refused.startswith(
+        f"StorageError: cannot access {hdfs_root}/manifest (1 bytes): Permission denied: user=stranger"
+    )
+    assert "\\n" not in refused and "org.apache" not in refused
+
+
+def test_a_full_quota_is_told_and_nothing_is_published(hdfs_root: str, hdfs_server: HdfsServer):
+    store = open_store(hdfs_root)
+    store.put("small", b"1")
+    hdfs_server.set_space_quota("/" + hdfs_root.rpartition("/")[2], "1m")
+    with pytest.raises(StorageError, match=rf"no room to write {hdfs_root}/large \(10 bytes\): .*quota"):
+        store.put("large", b"0123456789")
+    assert [file.path for file in store.list("")] == ["small"] and not list(store.list_unpublished(""))
+
+
+def test_a_namenode_that_is_away_is_told_at_once():
+    told = use_store("hdfs://127.0.0.1:1/data")
+    assert told["read"].startswith("StorageError: no NameNode answers at 127.0.0.1:1: Connection refused")
+    told = use_store("hdfs:///data", HADOOP_CONF_DIR="/nowhere", HADOOP_HOME="/nowhere")
+    assert told["read"].startswith("UsageError: no HDFS for hdfs:///") and "HADOOP_CONF_DIR" in told["read"]
+
+
+def test_the_default_file_system_is_that_of_the_configuration(hdfs_root: str, hdfs_server: HdfsServer):
+    open_store(hdfs_root).put("a", b"1")
+    folder = hdfs_root.rpartition("/")[2]
+    assert use_store(f"hdfs:///{folder}", HADOOP_CONF_DIR=str(hdfs_server.conf))["read"] == "b'1'"
