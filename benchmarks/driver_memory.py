@@ -1,9 +1,9 @@
-"""What a commit costs the driver as a dataset grows: finding equal bytes among its rows, and holding its rejections.
+"""What a commit costs the driver as a dataset grows: finding equal bytes among its rows, and what units left.
 
 python benchmarks/driver_memory.py [--rows 1000000 10000000] [--engines local spark]
 
-Row segments and rejections are made up: one row in twenty repeats the bytes of another one, and for ten rows there is
-one rejection.
+All of it is made up: one row in twenty repeats the bytes of another one, for ten rows there is one rejection, and a
+work unit is 1,280 images of 100 kB in two formats and 1,000 classes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,15 +26,22 @@ import pyarrow as pa
 from etl.config import EtlConfig
 from etl.duplicates import count_copies, find_copies
 from etl.engines import ENGINES, EngineSettings
+from etl.finished import Finished
+from etl.listing import NUM_BUCKETS, Listing
+from shardmill.dataset.index import write_index
+from shardmill.dataset.layout import Layout
 from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import put_segment
+from shardmill.dataset.statistics import ImageSizes, SizeCounts
+from shardmill.dataset.unit_result import SplitSums, UnitResult, decode_unit_result, encode_unit_result
 from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
-from shardmill.values import Rejection, RejectReason, ShardInfo
+from shardmill.values import ChunkInfo, Rejection, RejectReason, ShardInfo
 
 _ROWS_PER_SEGMENT = 20_000
+_CHUNKS_PER_UNIT, _ROWS_PER_CHUNK, _IMAGE_BYTES, _NUM_CLASSES = 32, 40, 100_000, 1_000
 
 
 def main() -> None:
@@ -51,7 +59,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             write_segments(Path(folder), num_rows)
             ways = [f"{kind}, {engine}" for kind in ("count", "find") for engine in arguments.engines]
-            for way in [*ways, "reject"]:
+            for way in [*ways, "reject", "index"]:
                 command = [sys.executable, __file__, "--measure", way, folder]
                 done = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
                 found, seconds, memory = done["found"], done["seconds"], done["rss_bytes"] / 1e6
@@ -62,8 +70,18 @@ def measured(way: str, folder: Path) -> dict[str, float]:
     """In this process: what was found, the seconds, and the peak of memory."""
     store, config, started = open_store(folder / "dataset"), EtlConfig(), time.monotonic()
     shards = [ShardInfo(**{**each, "chunks": ()}) for each in json.loads((folder / "shards.json").read_text())]
-    if way == "reject":
-        log = RejectionLog(folder, rejections(sum(shard.num_rows for shard in shards) // 10))
+    num_rows = sum(shard.num_rows for shard in shards)
+    if way == "index":
+        listing = Listing(
+            folder, (), RejectionLog(folder), Counter(), np.zeros(NUM_BUCKETS), np.zeros((NUM_BUCKETS, 8)), (), "", ()
+        )
+        finished = Finished(listing, map(unit_result, range(num_rows // (_CHUNKS_PER_UNIT * _ROWS_PER_CHUNK))))
+        layout = Layout(shard for result in finished.results for shard in result.shards if shard.format == "parquet")
+        layout.digest("", ())
+        write_index(store, (shard for result in finished.results for shard in result.shards))
+        found = layout.num_chunks["train"]
+    elif way == "reject":
+        log = RejectionLog(folder, rejections(num_rows // 10))
         write_ledger(store, log)
         found = len(log)
     else:
@@ -111,6 +129,30 @@ def write_segments(folder: Path, num_rows: int) -> None:
             )
         )  # fmt: skip
     (folder / "shards.json").write_text(json.dumps(shards))
+
+
+def unit_result(place: int) -> UnitResult:
+    """One shard in each of two formats, and one split."""
+    names = [f"train/{place:06d}-000-0123456789ab-{format_name}" for format_name in ("parquet", "tfrecord")]
+    chunk_bytes, num_rows = _ROWS_PER_CHUNK * _IMAGE_BYTES, _CHUNKS_PER_UNIT * _ROWS_PER_CHUNK
+    chunks = tuple(
+        ChunkInfo(chunk_bytes * number, chunk_bytes, _ROWS_PER_CHUNK, chunk_bytes, place * 977 + number,
+                  f"{(place * 64 + number) * 0x9E3779B97F4A7C15 % 2**256:064x}")
+        for number in range(_CHUNKS_PER_UNIT)
+    )  # fmt: skip
+    sums = SplitSums(
+        "train", num_rows, num_rows * _IMAGE_BYTES, tuple(range(_NUM_CLASSES)), "0" * 64, num_rows * 65_536,
+        (2**40,) * 3, (2**50,) * 3, ImageSizes(source=SizeCounts(), stored=SizeCounts()),
+    )  # fmt: skip
+    shards = tuple(
+        ShardInfo(
+            "train", format_name, f"shards/{name}", chunk_bytes * _CHUNKS_PER_UNIT, "0" * 64, num_rows,
+            chunk_bytes * _CHUNKS_PER_UNIT, 9_000, place, f"rows/{name}.parquet", 90_000, "0" * 64, chunks,
+        )
+        for format_name, name in zip(("parquet", "tfrecord"), names, strict=True)
+    )  # fmt: skip
+    # As it comes from a task.
+    return decode_unit_result(encode_unit_result(UnitResult(place, "0" * 64, shards, (sums,), (), "0" * 64, ())))
 
 
 def rejections(number: int) -> Iterator[Rejection]:

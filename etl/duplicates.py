@@ -63,7 +63,7 @@ def resolve_duplicates(
 
     Raises RejectLimitExceeded if the config allows none.
     """
-    shards = [copies[0] for result in results for copies in in_all_formats(result.shards)]
+    shards = (copies[0] for result in results for copies in in_all_formats(result.shards))
     if config.duplicates == "report":
         return Resolved(results, count_copies(copier.store, shards, config, group))
     copies = find_copies(copier.store, shards, config, group)
@@ -73,18 +73,18 @@ def resolve_duplicates(
     return Resolved(list(_without(results, rejections, copies, config, copier)), DuplicateCounts(0, 0))
 
 
-def count_copies(store: Store, shards: Sequence[ShardInfo], config: EtlConfig, group: Group) -> DuplicateCounts:
+def count_copies(store: Store, shards: Iterable[ShardInfo], config: EtlConfig, group: Group) -> DuplicateCounts:
     """How often the rows of `shards` repeat the bytes of another one."""
     parts = pa.concat_tables([_COUNTS.empty_table(), *group(_group_by(store, shards, config, wants_places=False))])
     return DuplicateCounts(*(sum(parts.column(name).to_pylist()) for name in _COUNTS.names))
 
 
-def find_copies(store: Store, shards: Sequence[ShardInfo], config: EtlConfig, group: Group) -> Iterator[pa.Table]:
+def find_copies(store: Store, shards: Iterable[ShardInfo], config: EtlConfig, group: Group) -> Iterator[pa.Table]:
     """Every row of `shards` that has to go, in tables of `_COPIES`; the same ones in whatever order results came."""
     return group(_group_by(store, shards, config, wants_places=True))
 
 
-def _group_by(store: Store, shards: Sequence[ShardInfo], config: EtlConfig, *, wants_places: bool) -> GroupBy:
+def _group_by(store: Store, shards: Iterable[ShardInfo], config: EtlConfig, *, wants_places: bool) -> GroupBy:
     segments = tuple(Segment(rows_file(shard), shard.num_rows) for shard in shards)
     if wants_places:
         columns, work = ("source_sha256", "source"), (_pick_places, _PLACES, _fold_places, _COPIES)

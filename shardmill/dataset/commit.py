@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardmill.dataset.duplicates import DuplicateCounts
 from shardmill.dataset.index import check_files, read_shards, write_index
+from shardmill.dataset.layout import Layout
 from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.manifest import (
     Counts,
@@ -21,12 +22,11 @@ from shardmill.dataset.manifest import (
     SplitInfo,
     content_digest,
     encode_manifest,
-    layout_digest,
     manifest_path,
     parse_manifest,
 )
 from shardmill.dataset.statistics import ChannelSums, add_sizes
-from shardmill.dataset.unit_result import UnitResult
+from shardmill.dataset.unit_result import SplitSums, UnitResult
 from shardmill.dataset.versions import read_manifest, read_manifest_bytes, record_commit, record_if_missing
 from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.failpoints import failpoint
@@ -36,12 +36,13 @@ from shardmill.storage import Store
 if TYPE_CHECKING:
     from shardmill.dataset.build import Build
     from shardmill.dataset.rejection_log import RejectionLog
-    from shardmill.values import ShardInfo
 
 
-def check_accounting(build: Build, results: Sequence[UnitResult], rejections: RejectionLog) -> None:
+def check_accounting(
+    build: Build, results: Sequence[UnitResult], totals: dict[str, SplitSums], rejections: RejectionLog
+) -> None:
     """Raise IntegrityError unless listed == accepted + rejected, in number and by an additive hash of the keys."""
-    accepted = sum(part.num_rows for result in results for part in result.splits)
+    accepted = sum(total.num_rows for total in totals.values())
     rejected = len(rejections)
     if build.num_listed != accepted + rejected:
         raise IntegrityError(
@@ -68,11 +69,12 @@ def commit_version(
     Raises IntegrityError if the accounting does not add up, CommitConflict (naming the winner) if another writer
     published something else first.
     """
-    check_accounting(build, results, rejections)
+    totals = _total(results)
+    check_accounting(build, results, totals, rejections)
     # Results come in the order in which units finished; layout and digests must not depend on it.
     results = sorted(results, key=lambda result: result.unit_index)
-    counts = _count(build, results, rejections, duplicates)
-    draft = _draft(store, build, results, rejections, counts, parent_version)
+    counts = _count(build, results, totals, rejections, duplicates)
+    draft = _draft(store, build, results, totals, rejections, counts, parent_version)
     if parent_version:
         parent = read_manifest(store, parent_version)
         draft = draft.model_copy(update={"expired_versions": parent.expired_versions})
@@ -116,13 +118,12 @@ def has_all_files(store: Store, manifest: Manifest) -> bool:
 
 
 def _draft(
-    store: Store, build: Build, results: Sequence[UnitResult], rejections: RejectionLog, counts: Counts,
-    parent_version: int,
+    store: Store, build: Build, results: Sequence[UnitResult], totals: dict[str, SplitSums], rejections: RejectionLog,
+    counts: Counts, parent_version: int,
 ) -> Manifest:  # fmt: skip
-    shards = [shard for result in results for shard in result.shards]
-    splits = _merge_splits(results, shards, build.formats[0])
+    layout = Layout(shard for result in results for shard in result.shards if shard.format == build.formats[0])
+    splits = {name: _split_info(total, layout) for name, total in totals.items()}
     content = content_digest(build.columns, build.class_names, build.normalization_fingerprint, splits)
-    one_format = [shard for shard in shards if shard.format == build.formats[0]]
     # Index and ledger are published while the manifest is made: a crash here leaves files that nothing names.
     return Manifest(
         version=parent_version + 1,
@@ -132,15 +133,14 @@ def _draft(
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         parent_version=parent_version or None,
         content_digest=content,
-        # Chunks are equal in every format, so the first one stands for all.
-        layout_digest=layout_digest(content, one_format, build.class_names),
+        layout_digest=layout.digest(content, build.class_names),
         columns=build.columns,
         formats=build.formats,
         class_names=build.class_names,
         splits=splits,
         counts=counts,
-        channel_sums=_merge_channel_sums(results),
-        sizes=add_sizes(part.sizes for result in results for part in result.splits),
+        channel_sums=_channel_sums(totals.get("train")),
+        sizes=add_sizes(total.sizes for total in totals.values()),
         normalize=build.normalize,
         normalization_fingerprint=build.normalization_fingerprint,
         decoder_id=build.decoder_id,
@@ -148,51 +148,51 @@ def _draft(
         config_fingerprint=build.config_fingerprint,
         source=build.source,
         other_sources=build.other_sources,
-        index_segments=write_index(store, shards),
+        index_segments=write_index(store, (shard for result in results for shard in result.shards)),
         ledger_segments=write_ledger(store, rejections),
         ledger_digest=rejections.digest,
     )
 
 
-def _merge_splits(results: Sequence[UnitResult], shards: Sequence[ShardInfo], one_format: str) -> dict[str, SplitInfo]:
-    splits: dict[str, SplitInfo] = {}
-    for name in sorted({part.split for result in results for part in result.splits}):
-        parts = [part for result in results for part in result.splits if part.split == name]
-        mine = [shard for shard in shards if shard.split == name and shard.format == one_format]
-        splits[name] = SplitInfo(
-            num_rows=sum(part.num_rows for part in parts),
-            num_chunks=sum(len(shard.chunks) for shard in mine),
-            num_shards=len(mine),
-            image_bytes=sum(part.image_bytes for part in parts),
-            class_counts=tuple(sum(counts) for counts in zip(*(part.class_counts for part in parts), strict=True)),
-            row_digest_sum=format_digest(add_digests(*(int(part.row_digest_sum, 16) for part in parts))),
-        )
-    return splits
+def _total(results: Sequence[UnitResult]) -> dict[str, SplitSums]:
+    """The sums of each split, in the order of their names. Those of many units are read from a disk, once."""
+    totals: dict[str, SplitSums] = {}
+    for part in (part for result in results for part in result.splits):
+        totals[part.split] = totals[part.split].plus(part) if part.split in totals else part
+    return dict(sorted(totals.items()))
 
 
-def _merge_channel_sums(results: Sequence[UnitResult]) -> ChannelSums:
-    parts = [part for result in results for part in result.splits if part.split == "train"]
-    return ChannelSums(
-        num_pixels=sum(part.num_pixels for part in parts),
-        sums=tuple(sum(sums) for sums in zip(*(part.channel_sums for part in parts), strict=True)),
-        square_sums=tuple(sum(sums) for sums in zip(*(part.channel_square_sums for part in parts), strict=True)),
+def _split_info(total: SplitSums, layout: Layout) -> SplitInfo:
+    return SplitInfo(
+        num_rows=total.num_rows,
+        num_chunks=layout.num_chunks[total.split],
+        num_shards=layout.num_shards[total.split],
+        image_bytes=total.image_bytes,
+        class_counts=total.class_counts,
+        row_digest_sum=total.row_digest_sum,
     )
 
 
+def _channel_sums(train: SplitSums | None) -> ChannelSums:
+    if train is None:
+        return ChannelSums()
+    return ChannelSums(num_pixels=train.num_pixels, sums=train.channel_sums, square_sums=train.channel_square_sums)
+
+
 def _count(
-    build: Build, results: Sequence[UnitResult], rejections: RejectionLog, duplicates: DuplicateCounts
-) -> Counts:
-    by_split: Counter[str] = Counter()
+    build: Build, results: Sequence[UnitResult], totals: dict[str, SplitSums], rejections: RejectionLog,
+    duplicates: DuplicateCounts,
+) -> Counts:  # fmt: skip
+    by_split = {name: total.num_rows for name, total in totals.items()}
     by_note: Counter[str] = Counter()
     for result in results:
-        by_split.update({part.split: part.num_rows for part in result.splits})
         by_note.update(dict(result.note_counts))
     return Counts(
         listed=build.num_listed,
-        accepted=by_split.total(),
+        accepted=sum(by_split.values()),
         rejected=len(rejections),
         by_reason={str(reason): times for reason, times in sorted(rejections.by_reason.items())},
-        by_split=dict(sorted(by_split.items())),
+        by_split=by_split,
         duplicate_content=duplicates.duplicates,
         conflicting_label=duplicates.conflicting,
         by_note=dict(sorted(by_note.items())),

@@ -17,7 +17,6 @@ from shardmill.sealed import SealedFile, check_relative_path
 from shardmill.section import Section
 from shardmill.storage import join_uri
 from shardmill.typed_columns import LABEL, LABEL_TYPES, ExtraColumn, are_types_known
-from shardmill.values import ShardInfo
 
 SCHEMA_VERSION = 1
 MANIFESTS = "manifests"
@@ -248,20 +247,6 @@ def _canonical(body: dict[str, Any]) -> bytes:
 def canonical_digest(value: dict[str, Any]) -> str:
     """SHA-256 over a value as JSON in its one canonical form."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def layout_digest(content_digest: str, shards: Sequence[ShardInfo], class_names: Sequence[str]) -> str:
-    """Over the ordered chunks of each split; equal in every format, so any one of a dataset's formats will do.
-
-    And over the numbers of the classes, which the content digest leaves out, where they do not follow from their names.
-    """
-    chunks: dict[str, list[str]] = {}
-    for shard in shards:
-        chunks.setdefault(shard.split, []).extend(
-            f"{c.num_rows}:{c.image_bytes}:{c.content_sha256}" for c in shard.chunks
-        )
-    numbers = {} if list(class_names) == sorted(class_names) else {"class_names": list(class_names)}
-    return canonical_digest({"content": content_digest, "chunks": chunks, **numbers})
 
 
 def content_digest(

@@ -10,8 +10,9 @@ import pyarrow as pa
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
+from shardmill.dataset.layout import Layout
 from shardmill.dataset.ledger import ledger_digest, read_rejections
-from shardmill.dataset.manifest import content_digest, layout_digest
+from shardmill.dataset.manifest import content_digest
 from shardmill.dataset.row_segments import ROWS_SCHEMA, count_pixels, read_rows, sizes_of
 from shardmill.dataset.segment import require
 from shardmill.dataset.shard import chunk_digest
@@ -168,8 +169,8 @@ class RecordRules:
 
     def layout(self) -> str:
         manifest = self.dataset.manifest
-        shards = [shard for shard in self.dataset.shards if shard.format == manifest.formats[0]]
-        actual = layout_digest(manifest.content_digest, shards, manifest.class_names)
+        shards = (shard for shard in self.dataset.shards if shard.format == manifest.formats[0])
+        actual = Layout(shards).digest(manifest.content_digest, manifest.class_names)
         require(actual == manifest.layout_digest, f"layout digest {actual}, manifest says {manifest.layout_digest}")
         return actual[:16]
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from shardmill.dataset.statistics import ImageSizes
+from shardmill.dataset.statistics import ImageSizes, add_sizes
 from shardmill.errors import IntegrityError
+from shardmill.ids import add_digests, format_digest
 from shardmill.values import Rejection, ShardInfo
 
 
@@ -29,6 +30,24 @@ class SplitSums:
     channel_square_sums: tuple[int, ...]
     sizes: ImageSizes
 
+    def plus(self, other: SplitSums) -> SplitSums:
+        """Those of two parts of one split together."""
+        return SplitSums(
+            split=self.split,
+            num_rows=self.num_rows + other.num_rows,
+            image_bytes=self.image_bytes + other.image_bytes,
+            class_counts=_added(self.class_counts, other.class_counts),
+            row_digest_sum=format_digest(add_digests(int(self.row_digest_sum, 16), int(other.row_digest_sum, 16))),
+            num_pixels=self.num_pixels + other.num_pixels,
+            channel_sums=_added(self.channel_sums, other.channel_sums),
+            channel_square_sums=_added(self.channel_square_sums, other.channel_square_sums),
+            sizes=add_sizes((self.sizes, other.sizes)),
+        )
+
+
+def _added(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(left + right for left, right in zip(one, other, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class UnitResult:
@@ -36,8 +55,8 @@ class UnitResult:
 
     unit_index: int
     fingerprint: str
-    shards: tuple[ShardInfo, ...]
-    splits: tuple[SplitSums, ...]
+    shards: Sequence[ShardInfo]
+    splits: Sequence[SplitSums]
     rejections: tuple[Rejection, ...]
     accepted_key_sum: str
     note_counts: tuple[tuple[str, int], ...]

@@ -12,9 +12,10 @@ from shardmill.dataset.commit import publish
 from shardmill.dataset.copy_rows import read_stored_rows
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.index import write_index
+from shardmill.dataset.layout import Layout
 from shardmill.dataset.leases import writing
 from shardmill.dataset.maintenance.child import child_of
-from shardmill.dataset.manifest import Manifest, layout_digest
+from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.shard import publish_shard
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import cut_chunks, cut_shards
@@ -136,14 +137,9 @@ def _copy(dataset: Dataset, small: Sequence[_Copies], limits: _Limits, scratch: 
 def _draft(dataset: Dataset, after: dict[str, list[_Copies]], run_id: str) -> Manifest:
     manifest = dataset.manifest
     shards = [shard for copies_of_split in after.values() for copies in copies_of_split for shard in copies]
-    one_format = [shard for shard in shards if shard.format == manifest.formats[0]]
+    layout = Layout(shard for shard in shards if shard.format == manifest.formats[0])
     splits = {
-        split: info.model_copy(
-            update={
-                "num_shards": len(after[split]),
-                "num_chunks": sum(len(copies[0].chunks) for copies in after[split]),
-            }
-        )
+        split: info.model_copy(update={"num_shards": layout.num_shards[split], "num_chunks": layout.num_chunks[split]})
         for split, info in manifest.splits.items()
     }
     return child_of(
@@ -152,7 +148,7 @@ def _draft(dataset: Dataset, after: dict[str, list[_Copies]], run_id: str) -> Ma
         run_id,
         content=manifest,
         splits=splits,
-        layout_digest=layout_digest(manifest.content_digest, one_format, manifest.class_names),
+        layout_digest=layout.digest(manifest.content_digest, manifest.class_names),
         index_segments=write_index(dataset.store, shards),
     )
 
