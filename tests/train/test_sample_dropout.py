@@ -7,6 +7,9 @@ and test_sync_batch_norm.py show of models that have it.
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -68,6 +71,24 @@ def test_masks_are_what_the_formula_says(name):
     is_kept_NE = np.array(words_NW, np.uint64).view(np.int16)[:, :15] >= round(rate * 2**16) - 2**15
     found = KEPT[name](rate, sample_keys(5, 2, ids_N), 1, (3, 5))
     np.testing.assert_allclose(found, is_kept_NE.reshape(4, 3, 5) / 0.7, rtol=1e-4)
+
+
+@pytest.mark.drill
+def test_a_keras_model_on_pytorch_has_the_masks_that_it_has_on_tensorflow():
+    """In a process of its own: one has one of the two."""
+    code = """
+import numpy as np, torch
+from train.layers.keras import SampleDropout
+from train.layers.sample_bits import drawing, sample_keys
+layer = SampleDropout(0.3)
+layer.place = 1
+with drawing(torch.from_numpy(sample_keys(5, 2, np.arange(4)))):
+    print(np.packbits(layer(torch.ones(4, 3, 5), training=True).numpy() > 0).tobytes().hex())
+"""
+    environment = {**os.environ, "KERAS_BACKEND": "torch", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    expected = kept_by_keras(0.3, sample_keys(5, 2, np.arange(4)), 1, (3, 5)) > 0
+    assert done.stdout.strip() == np.packbits(expected).tobytes().hex(), done.stderr[-2000:]
 
 
 def test_masks_keep_their_share_and_have_nothing_in_common():
