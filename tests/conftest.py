@@ -13,6 +13,7 @@ from tests.demo import demo
 from tests.scheduling import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 from tests.services.faulty_store import faulty
 from tests.services.hdfs import hdfs_root, hdfs_server
+from tests.services.hosts import two_hosts
 from tests.services.s3 import s3_bucket, s3_server
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "pytest_xdist_make_scheduler",
     "s3_bucket",
     "s3_server",
+    "two_hosts",
 ]
 
 # A failing example prints the blob that reproduces it; no deadline, because these machines are noisy.

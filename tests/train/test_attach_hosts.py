@@ -1,0 +1,59 @@
+"""The launcher `attach` on two hosts, started there by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.services.hosts import Host
+from tests.train.driver_process import ROOT, free_port
+from train.launching.attach import JOB_TOKEN_VARIABLE
+
+SHARDMILL, TORCHRUN = (str(Path(sys.executable).with_name(name)) for name in ("shardmill", "torchrun"))
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("strategy", "model"), [("torch_ddp", "tests.train.torch_models:smooth"), ("horovod", "small_cnn")]
+)
+def test_two_hosts_train_as_one_does(tiny_uri, tmp_path, two_hosts: tuple[Host, Host], strategy: str, model: str):
+    settings = [f"model={model}", f"strategy={strategy}", "epochs=2", "global_batch_size=24", "num_streams=6"]
+
+    def command(name: str, *more: str) -> list[str]:
+        sets = [part for each in (*settings, *more) for part in ("--set", f"train.{each}")]
+        return [SHARDMILL, "train", tiny_uri, "--workdir", str(tmp_path / name), "--run-id", "one", *sets]
+
+    here = subprocess.run(
+        command("here", "launcher=local", "num_workers=2"), cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert here.returncode == 0, here.stderr
+
+    torchrun = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", two_hosts[0].address,
+                "--master-port", str(free_port()), "--no-python"]  # fmt: skip
+    attach = command("there", "launcher=attach", f"attach_port={free_port()}")
+    processes = [
+        subprocess.Popen(
+            host.command(*torchrun, "--node-rank", str(number), *attach),
+            cwd=ROOT, env={**os.environ, JOB_TOKEN_VARIABLE: "t" * 32}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )
+        for number, host in enumerate(two_hosts)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=280)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "".join(said)
+    runs = [json.loads((tmp_path / name / "runs/one/summary.json").read_text())["train"] for name in ("here", "there")]
+    # On a host of its own a rank computes with all of its processors: the bits differ.
+    losses = [float.fromhex(run["final_loss_hex"]) for run in runs]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert (runs[1]["launcher"], runs[1]["world_size"]) == ("attach", 2)
+    told = (tmp_path / "there/runs/one/events.jsonl").read_text()
+    assert all(host.name in told for host in two_hosts)
