@@ -40,7 +40,6 @@ LENGTH = Resume("the name of a training's folder says it (train/trainings.py): a
 LATER = Resume("it came after trainings that do not name it: at its default it makes no difference")
 SAFE = Resume("steps to come use it, what a checkpoint holds does not depend on it: `--allow-change` may change it")
 
-
 SHA256_OF_FILE = "#sha256="
 """In `train.init_from`, as the driver gives it to the ranks: the hash of the file follows."""
 
@@ -150,6 +149,9 @@ class TrainConfig(Section):
     class, the more, so that all together count alike. Figures of evaluation are not weighted."""
     mixed_precision: Literal["off", "bfloat16", "float16", "auto"] = "off"
     """Compute precision; weights stay float32. `auto`: off, but bfloat16 where memory is too short for that."""
+    activation_checkpointing: Annotated[Literal["off", "on", "auto"], HOW] = "auto"
+    """Keep for the backward pass what goes into a block of layers, and compute the rest again: less memory, more time.
+    `auto`: where nothing else makes a step fit."""
     early_stop_epochs: Annotated[int, SAFE] = Field(default=0, ge=0)
     """Stop after so many epochs without a better validation loss; 0 switches it off."""
     export: Annotated[Literal["best", "last"], LENGTH] = "best"

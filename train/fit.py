@@ -1,4 +1,5 @@
-"""How a step fits into the memory of a rank: fewer images at a time, then sixteen bits where that is allowed; pure."""
+"""How a step fits into the memory of a rank: fewer images at a time, then sixteen bits, then activations that are
+computed twice, each where that is allowed; pure."""
 
 from __future__ import annotations
 
@@ -27,17 +28,34 @@ class MemoryFacts:
     may_change_precision: bool = False
     is_halved: bool = False
     """The precision was changed before: an image needs `HALF` of `image_bytes`."""
+    recomputed_fixed_bytes: int = 0
+    """What both are if activations are computed twice."""
+    recomputed_image_bytes: int = 0
+    """0: that is not allowed, or was not measured."""
+    why_not_recomputed: str = ""
+    """For people, where that was asked for."""
 
     def images_at_a_time(self, num_parts: int) -> int:
         return -(-self.num_images // num_parts)
 
-    def needed_bytes(self, num_parts: int, *, halved: bool = False) -> int:
+    def needed_bytes(self, num_parts: int, *, halved: bool = False, recomputed: bool = False) -> int:
         share = HALF if halved or self.is_halved else 1
-        return self.fixed_bytes + int(self.images_at_a_time(num_parts) * self.image_bytes * share)
+        fixed_bytes, image_bytes = (
+            (self.recomputed_fixed_bytes, self.recomputed_image_bytes)
+            if recomputed
+            else (self.fixed_bytes, self.image_bytes)
+        )
+        return fixed_bytes + int(self.images_at_a_time(num_parts) * image_bytes * share)
 
-    def fitting_parts(self, *, halved: bool = False) -> int | None:
+    def fitting_parts(self, *, halved: bool = False, recomputed: bool = False) -> int | None:
         """The smallest divisor of the images that fits; None if none does."""
-        fitting = (each for each in self._parts() if self.needed_bytes(each, halved=halved) <= self.device_bytes)
+        if recomputed and not self.recomputed_image_bytes:
+            return None
+        fitting = (
+            each
+            for each in self._parts()
+            if self.needed_bytes(each, halved=halved, recomputed=recomputed) <= self.device_bytes
+        )
         return next(fitting, None)
 
     def helpful_parts(self) -> int:
@@ -58,6 +76,8 @@ class Fit:
     """For `train.accumulation_steps`."""
     to_bfloat16: bool
     """Whether `train.mixed_precision` becomes bfloat16."""
+    recomputes: bool
+    """Whether `train.activation_checkpointing` becomes `on`."""
     reason: str
     """With the numbers, for people."""
 
@@ -68,22 +88,39 @@ class FitRule:
 
     choice: str
     applies: Callable[[MemoryFacts], bool]
+    halved: bool = False
+    recomputed: bool = False
 
 
 FIT_RULES = (
     FitRule("at_once", lambda facts: facts.fitting_parts() == 1),
     FitRule("parts", lambda facts: facts.fitting_parts() is not None),
-    FitRule("bfloat16", lambda facts: facts.may_change_precision and facts.fitting_parts(halved=True) is not None),
+    FitRule(
+        "bfloat16",
+        lambda facts: facts.may_change_precision and facts.fitting_parts(halved=True) is not None,
+        halved=True,
+    ),
+    FitRule(
+        "activation_checkpointing",
+        lambda facts: facts.fitting_parts(recomputed=True) is not None,
+        recomputed=True,
+    ),
+    FitRule(
+        "bfloat16_and_activation_checkpointing",
+        lambda facts: facts.may_change_precision and facts.fitting_parts(halved=True, recomputed=True) is not None,
+        halved=True,
+        recomputed=True,
+    ),
     FitRule("too_large", lambda facts: True),
 )
 
 
 def fit(facts: MemoryFacts) -> Fit:
     """The first row that applies, and why."""
-    choice = next(rule.choice for rule in FIT_RULES if rule.applies(facts))
-    halved = choice == "bfloat16"
-    num_parts = facts.fitting_parts(halved=halved) or facts.helpful_parts()
-    return Fit(choice, num_parts, halved, f"{_needs(facts)}: {_done(facts, choice, num_parts)}")
+    rule = next(rule for rule in FIT_RULES if rule.applies(facts))
+    num_parts = facts.fitting_parts(halved=rule.halved, recomputed=rule.recomputed) or facts.helpful_parts()
+    reason = f"{_needs(facts)}: {_done(facts, rule, num_parts)}"
+    return Fit(rule.choice, num_parts, rule.halved, rule.recomputed, reason)
 
 
 def size_of(num_bytes: float) -> str:
@@ -102,22 +139,38 @@ def _needs(facts: MemoryFacts) -> str:
     )
 
 
-def _done(facts: MemoryFacts, choice: str, num_parts: int) -> str:
+def _done(facts: MemoryFacts, rule: FitRule, num_parts: int) -> str:
     in_parts = f"train.accumulation_steps = {num_parts}, {facts.images_at_a_time(num_parts)} images at a time"
-    match choice:
+    needed = size_of(facts.needed_bytes(num_parts, halved=rule.halved, recomputed=rule.recomputed))
+    halved = "train.mixed_precision = 'bfloat16', which is taken to halve what an image needs"
+    recomputed = (
+        f"train.activation_checkpointing = 'on', by which a step takes longer and an image "
+        f"{size_of(facts.recomputed_image_bytes)}{' in float32' if facts.is_halved or rule.halved else ''}"
+    )
+    match rule.choice:
         case "at_once":
             return "they fit"
         case "parts":
-            return f"{in_parts} need {size_of(facts.needed_bytes(num_parts))}"
+            return f"{in_parts} need {needed}"
         case "bfloat16":
-            return (
-                f"smaller parts alone do not fit; {in_parts} with train.mixed_precision = 'bfloat16', which is taken "
-                f"to halve what an image needs, need {size_of(facts.needed_bytes(num_parts, halved=True))}"
-            )
-    least = size_of(facts.needed_bytes(num_parts))
+            return f"smaller parts alone do not fit; {in_parts} with {halved}, need {needed}"
+        case "activation_checkpointing":
+            also = " and bfloat16" if facts.may_change_precision else ""
+            return f"smaller parts{also} alone do not fit; {in_parts} with {recomputed}, need {needed}"
+        case "bfloat16_and_activation_checkpointing":
+            return f"neither of two ways out alone fits; {in_parts} with {halved}, and {recomputed}, need {needed}"
+    return f"{in_parts} still need {needed}: {_way_out(facts)}"
+
+
+def _way_out(facts: MemoryFacts) -> str:
+    """What a person can do where nothing fits."""
     way_out = "smaller images or a smaller model"
     if facts.max_parts < facts.num_images:
         way_out = f"a lower train.global_batch_size (another training), or {way_out}"
     if not facts.may_change_precision and not facts.is_halved and facts.fitting_parts(halved=True):
         way_out = f"set train.mixed_precision = 'auto' (bfloat16 then, which is another training); or {way_out}"
-    return f"{in_parts} still need {least}: {way_out}"
+    if facts.why_not_recomputed:
+        way_out += f" (activations are not computed twice: {facts.why_not_recomputed})"
+    elif facts.recomputed_image_bytes:
+        way_out += f" (activations that are computed twice still take {size_of(facts.recomputed_image_bytes)} an image)"
+    return way_out

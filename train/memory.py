@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from shardmill.errors import IntegrityError
+from shardmill.errors import IntegrityError, ShardmillError
 from shardmill.sealed import seal, unseal
 from shardmill.section import Section
 from shardmill.storage import Store, join_uri
 from train.backends.backend import model_spec
+from train.backends.recompute import why_not_recompute
 from train.checkpoint import complete_checkpoints
 from train.config import TrainConfig
 from train.fit import Fit, MemoryFacts, fit
-from train.launching import LAUNCHERS
+from train.host_memory import Limit, limit_of, ranks_here
 from train.launching.devices import gpus_here
 from train.probe import ProbeTask, StepCost, probe
-from train.strategies import STRATEGIES, roles_of, shares_streams, streams_per_rank
+from train.strategies import STRATEGIES, shares_streams, streams_per_rank
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -43,19 +42,6 @@ WindowBytes = Callable[[TrainConfig], int]
 """What the shuffle windows of one rank hold at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """What may be used of a memory."""
-
-    device: str
-    """Whose it is, in words."""
-    rank_bytes: int
-    """By each rank; 0: an equal part of `host_bytes`."""
-    host_bytes: int = 0
-    """By all ranks of the host."""
-    on_gpu: bool = False
-
-
 class MemoryRecord(Section):
     """What was found before a training's first step. A resume decides by these numbers, not by those of its own day."""
 
@@ -70,11 +56,16 @@ class MemoryRecord(Section):
     """Per image that is computed at a time, in the precision that the config asked for."""
     to_bfloat16: bool
     """`train.mixed_precision` was `auto`, and became bfloat16."""
+    recomputed_fixed_bytes: int = 0
+    recomputed_image_bytes: int = 0
+    """Both with `train.activation_checkpointing`; 0 if that was not measured."""
+    why_not_recomputed: str = ""
+    """Why the model, or what it is trained with, does not have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A config in which parts and precision are chosen."""
+    """A config in which parts, precision and activation checkpointing are chosen."""
 
     config: TrainConfig
     fit: Fit | None
@@ -101,7 +92,8 @@ class Memory:
         facts = facts_of(self.record, config, self.window_bytes(config), self.spark)
         # What was decided first stays: the precision decides the numbers.
         found = fit(replace(facts, may_change_precision=False))
-        return Fitted(decided(config, found.num_parts, to_bfloat16=self.record.to_bfloat16), found)
+        to_bfloat16, recomputes = self.record.to_bfloat16, found.recomputes
+        return Fitted(decided(config, found.num_parts, to_bfloat16=to_bfloat16, recomputes=recomputes), found)
 
 
 def look_at_memory(
@@ -130,7 +122,7 @@ def _limit_to_look_at(
     config: TrainConfig, dataset: Dataset, choice: TrainingChoice, store: Store, spark: SparkConfig
 ) -> Limit | None:
     """None if nothing is to be measured."""
-    is_asked = config.accumulation_steps == 0 or config.mixed_precision == "auto"
+    is_asked = config.accumulation_steps == 0 or "auto" in (config.mixed_precision, config.activation_checkpointing)
     limit = limit_of(config, spark) if is_asked and not config.silos else None
     if limit is None or (not config.memory_budget_bytes and _is_ample(limit, config, dataset, spark)):
         return None
@@ -138,20 +130,6 @@ def _limit_to_look_at(
     if choice.continues or next(complete_checkpoints(store, choice.training_dir), None) is not None:
         return None
     return limit
-
-
-def limit_of(config: TrainConfig, spark: SparkConfig) -> Limit | None:
-    """What ranks may use: as set, else of this machine; None if they run elsewhere, or it does not say."""
-    gpus = gpus_here(config, config.backend)
-    if config.memory_budget_bytes:
-        return Limit("train.memory_budget_bytes", config.memory_budget_bytes, on_gpu=bool(gpus))
-    if not ranks_here(config, spark):
-        return None
-    if gpus:
-        num_bytes = _gpu_bytes()
-        return Limit("a GPU here", num_bytes, on_gpu=True) if num_bytes else None
-    num_bytes = _free_bytes(Path("/"))
-    return Limit("a rank's part of the memory that is free here", 0, num_bytes) if num_bytes else None
 
 
 def images_at_once(config: TrainConfig, num_gpus: int = 0) -> int:
@@ -182,13 +160,45 @@ def _measured(
         NUM_PROBED_STEPS,
         on_cpu=True,
     )
-    record = record_of(limit, probe(task))
+    record = considered(limit, task, probe(task), config, window_bytes, spark)
     found = fit(facts_of(record, config, window_bytes, spark))
     return record.model_copy(update={"to_bfloat16": found.to_bfloat16})
 
 
+def considered(
+    limit: Limit, task: ProbeTask, cost: StepCost, config: TrainConfig, window_bytes: int, spark: SparkConfig
+) -> MemoryRecord:
+    """What `task` cost against what there is; the precision as it is.
+
+    Where nothing else fits, the step is measured once more, with activations that are computed twice.
+    """
+    record = record_of(limit, cost)
+    facts = facts_of(record, config, window_bytes, spark)
+    may_help = config.activation_checkpointing == "auto" and facts.fixed_bytes < facts.device_bytes
+    if fit(facts).choice == "too_large" and may_help:
+        return _recomputed(record, limit, task, config)
+    return record
+
+
+def _recomputed(record: MemoryRecord, limit: Limit, task: ProbeTask, config: TrainConfig) -> MemoryRecord:
+    why_not = why_not_recompute(config)
+    if not why_not:
+        recomputing = task.config.model_copy(update={"activation_checkpointing": "on"})
+        num_images = min(NUM_PROBED_IMAGES, task.local_batch_size)
+        try:
+            cost = probe(replace(task, config=recomputing, local_batch_size=num_images, num_steps=NUM_PROBED_STEPS))
+        except ShardmillError as error:
+            # Without it the training can still be tried.
+            why_not = str(error)
+        else:
+            there = record_of(limit, cost)
+            found = {"recomputed_fixed_bytes": there.fixed_bytes, "recomputed_image_bytes": there.image_bytes}
+            return record.model_copy(update=found)
+    return record.model_copy(update={"why_not_recomputed": why_not})
+
+
 def record_of(limit: Limit, cost: StepCost) -> MemoryRecord:
-    """What was measured against what there is; the precision as it is."""
+    """What was measured against what there is."""
     in_process = cost.process_bytes + cost.weights_bytes + cost.base_bytes + cost.state_bytes
     return MemoryRecord(
         device=limit.device,
@@ -211,6 +221,7 @@ def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark
     if config.accumulation_steps:
         # Set: only the precision is left to choose.
         num_images, parts = -(-num_images // config.accumulation_steps), 1
+    may_recompute = config.activation_checkpointing == "auto"
     return MemoryFacts(
         device=record.device,
         device_bytes=_bytes_of_a_rank(record, config, spark),
@@ -220,16 +231,22 @@ def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark
         max_parts=parts,
         may_change_precision=config.mixed_precision == "auto",
         is_halved=record.to_bfloat16,
+        recomputed_fixed_bytes=record.recomputed_fixed_bytes + in_host,
+        recomputed_image_bytes=record.recomputed_image_bytes if may_recompute else 0,
+        why_not_recomputed=record.why_not_recomputed if may_recompute else "",
     )
 
 
-def decided(config: TrainConfig, num_parts: int, *, to_bfloat16: bool) -> TrainConfig:
-    """`config` with these parts, unless others are set, and without a precision `auto`."""
-    precision = config.mixed_precision
+def decided(config: TrainConfig, num_parts: int, *, to_bfloat16: bool, recomputes: bool = False) -> TrainConfig:
+    """`config` with these parts, unless others are set, and without `auto` for precision and checkpointing."""
+    precision, checkpointing = config.mixed_precision, config.activation_checkpointing
+    if checkpointing == "auto":
+        checkpointing = "on" if recomputes else "off"
     if precision == "auto":
         precision = "bfloat16" if to_bfloat16 else "off"
     parts = config.accumulation_steps or num_parts
-    return config.model_copy(update={"accumulation_steps": parts, "mixed_precision": precision})
+    found = {"accumulation_steps": parts, "mixed_precision": precision, "activation_checkpointing": checkpointing}
+    return config.model_copy(update=found)
 
 
 def _is_ample(limit: Limit, config: TrainConfig, dataset: Dataset, spark: SparkConfig) -> bool:
@@ -240,11 +257,6 @@ def _is_ample(limit: Limit, config: TrainConfig, dataset: Dataset, spark: SparkC
 
 def _bytes_of_a_rank(limit: Limit | MemoryRecord, config: TrainConfig, spark: SparkConfig) -> int:
     return limit.rank_bytes or limit.host_bytes // max(1, ranks_here(config, spark))
-
-
-def ranks_here(config: TrainConfig, spark: SparkConfig) -> int:
-    """Ranks that share this machine; 0 if all are elsewhere."""
-    return LAUNCHERS[config.launcher].ranks_here(len(roles_of(config)), spark)
 
 
 def _read(store: Store, choice: TrainingChoice) -> MemoryRecord | None:
@@ -261,32 +273,3 @@ def _read(store: Store, choice: TrainingChoice) -> MemoryRecord | None:
         except ValidationError:
             raise IntegrityError(f"{where} has another layout", "expected what this version writes", fix) from None
     return None
-
-
-def _free_bytes(root: Path) -> int:
-    """What the host could give to processes, or what this container is still allowed, if that is less; 0: not told."""
-    found = [1024 * int(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
-    group = root / "sys/fs/cgroup"
-    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
-    if limit and limit[0].isdigit() and used:
-        # Pages of files are given back when memory is needed.
-        files = sum(int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith("inactive_file "))
-        found.append(max(0, int(limit[0]) - int(used[0]) + files))
-    return min(found, default=0)
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _gpu_bytes() -> int:
-    """Of the smallest GPU here, as NVIDIA's driver says; 0 if it does not."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return min((int(line) * 2**20 for line in told.split() if line.isdigit()), default=0)

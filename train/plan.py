@@ -14,7 +14,8 @@ from train.backends.backend import model_spec
 from train.config import TrainConfig
 from train.exchange import ExchangeFacts, Weighed, weigh
 from train.fit import Fit, fit, size_of
-from train.memory import Limit, decided, facts_of, limit_of, ranks_here, record_of
+from train.host_memory import Limit, limit_of, ranks_here
+from train.memory import considered, decided, facts_of
 from train.preflight import check_terms, check_trainable, window_memory
 from train.probe import ProbeTask, StepCost, probe
 from train.strategies import shares_streams
@@ -110,11 +111,13 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
     local_batch_size = windows.streams_per_rank * config.global_batch_size // config.num_streams
     spec = model_spec(dataset.manifest, config)
     num_here = max(1, ranks_here(config, tree.spark))
-    cost = probe(ProbeTask(decided(config, 1, to_bfloat16=False), spec, local_batch_size, num_here))
+    task = ProbeTask(decided(config, 1, to_bfloat16=False), spec, local_batch_size, num_here)
+    cost = probe(task)
     limit = Limit(f"one {kind}", DEVICE_BYTES[kind], on_gpu=True) if kind else limit_of(config, tree.spark)
     fitted = None
     if limit is not None and not config.silos:
-        fitted = fit(facts_of(record_of(limit, cost), config, windows.bytes_per_rank, tree.spark))
+        record = considered(limit, task, cost, config, windows.bytes_per_rank, tree.spark)
+        fitted = fit(facts_of(record, config, windows.bytes_per_rank, tree.spark))
     exchange_seconds = _exchange_seconds(config, cost.weights_bytes, network_gbit)
     images_at_once = config.global_batch_size * (1 if shares_streams(config) else config.num_workers)
     return TrainingPlan(

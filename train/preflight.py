@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shardmill.errors import UsageError
 from train.auto import Chosen, resolve
 from train.backends import BACKENDS
+from train.backends.recompute import check_recompute
 from train.choose_backend import framework_of
 from train.class_weights import check_class_weights
 from train.config import GateConfig, TrainConfig
@@ -64,6 +65,7 @@ def check_spread(config: TrainConfig, spark: SparkConfig) -> Chosen:
     find_strategy(config.strategy, config.num_workers, framework_of(config)).check(config)
     _check_exchange(config)
     _check_batch_norm(config)
+    check_recompute(config)
     launcher = LAUNCHERS[config.launcher]
     if launcher.strategies is not None and config.strategy not in launcher.strategies:
         others = [name for name in LAUNCHERS if LAUNCHERS[name].strategies is None and name != "inline"]

@@ -149,8 +149,8 @@ def _report_memory(fitted: Fitted, observer: TrainObserver) -> None:
     """How a step fits into a rank's memory, if that was looked at."""
     if fitted.fit is None:
         return
-    parts, precision = fitted.config.accumulation_steps, fitted.config.mixed_precision
-    fields = {"rank": 0, "choice": fitted.fit.choice, "accumulation_steps": parts, "mixed_precision": precision}
+    chosen = ("accumulation_steps", "mixed_precision", "activation_checkpointing")
+    fields = {"rank": 0, "choice": fitted.fit.choice, **{name: getattr(fitted.config, name) for name in chosen}}
     observer.event("memory", {**fields, WARNING if fitted.fit.choice == "too_large" else "reason": fitted.reason})
 
 

@@ -222,3 +222,52 @@ def frozen(image_shape, num_classes):
     model = linear(image_shape, num_classes)
     model.trainable = False
     return model
+
+
+class Counting(keras.layers.Layer):
+    """Counts how often it is called in training; while a step is traced, once for each time it will compute.
+
+    Dropout inside it asks the layers around whether this is training.
+    """
+
+    num_called = 0
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = keras.layers.Dropout(0.3)
+
+    def call(self, inputs):
+        Counting.num_called += 1
+        return self.dropout(inputs)
+
+
+def deep(image_shape, num_classes):
+    """Residual blocks with state of each kind, behind a chain of layers that is a model by itself."""
+    chain = keras.Sequential(
+        [keras.Input(image_shape), keras.layers.Conv2D(8, 3, strides=4), keras.layers.BatchNormalization(momentum=0.8),
+         keras.layers.ReLU()]
+    )  # fmt: skip
+    inputs = keras.Input(image_shape)
+    x = chain(inputs)
+    for _ in range(3):
+        y = keras.layers.BatchNormalization(momentum=0.8)(x)
+        y = keras.layers.Conv2D(8, 3, padding="same", activation="tanh", activity_regularizer="l2")(y)
+        x = keras.layers.Add()([x, Counting()(y)])
+    x = keras.layers.Flatten()(x)
+    return keras.Model(inputs, keras.layers.Dense(num_classes, kernel_regularizer="l2")(x))
+
+
+class Drawing(keras.layers.Layer):
+    """Draws other numbers each time, without a generator of Keras."""
+
+    def call(self, inputs):
+        import tensorflow as tf
+
+        return inputs * tf.random.uniform(tf.shape(inputs))
+
+
+def drawing(image_shape, num_classes):
+    layers = [layer for _ in range(8) for layer in (keras.layers.Conv2D(4, 1), Drawing())]
+    return keras.Sequential(
+        [keras.Input(image_shape), *layers, keras.layers.Flatten(), keras.layers.Dense(num_classes)]
+    )

@@ -50,6 +50,10 @@ LAUNCHER_CASES = [
 GIB = 2**30
 # 64 images of 1 GiB each, in 20 GiB of which 4 are taken.
 SHORT = MemoryFacts("one T4", 20 * GIB, fixed_bytes=4 * GIB, image_bytes=GIB, num_images=64)
+# One image of 60 GiB, or of 2 GiB if activations are computed twice, which also needs a GiB more whatever the batch.
+RECOMPUTED = replace(
+    SHORT, device_bytes=21 * GIB, image_bytes=60 * GIB, recomputed_fixed_bytes=5 * GIB, recomputed_image_bytes=2 * GIB
+)
 FIT_CASES = [
     # Facts, choice, parts, and what must be among the words.
     (replace(SHORT, device_bytes=68 * GIB), "at_once", 1, "they fit"),
@@ -80,7 +84,28 @@ FIT_CASES = [
         1,
         "64 images at a time still need 85.0 GiB: smaller images or a smaller model",
     ),
+    (RECOMPUTED, "activation_checkpointing", 8, "by which a step takes longer and an image 2.0 GiB, need 21.0 GiB"),
+    (
+        replace(RECOMPUTED, may_change_precision=True),
+        "activation_checkpointing",
+        8,
+        "smaller parts and bfloat16 alone",
+    ),
+    (replace(RECOMPUTED, max_parts=2), "too_large", 2, "(activations that are computed twice still take 2.0 GiB an"),
+    (
+        replace(RECOMPUTED, max_parts=4, may_change_precision=True),
+        "bfloat16_and_activation_checkpointing",
+        4,
+        "an image 2.0 GiB in float32, need 21.0 GiB",
+    ),
+    (replace(SHORT, max_parts=2, why_not_recomputed="so it is"), "too_large", 2, "are not computed twice: so it is)"),
     # The precision was changed by an earlier attempt.
+    (
+        replace(RECOMPUTED, max_parts=4, is_halved=True),
+        "activation_checkpointing",
+        4,
+        "an image 2.0 GiB in float32, need 21.0 GiB",
+    ),
     (replace(SHORT, is_halved=True, num_images=32), "at_once", 1, "1.0 GiB an image in float32"),
     (replace(SHORT, is_halved=True), "parts", 2, "32 images at a time need 20.0 GiB"),
 ]
@@ -122,7 +147,8 @@ def test_every_row_is_reached_by_a_case_and_stands_in_the_docs():
 @pytest.mark.parametrize(("facts", "choice", "num_parts", "words"), FIT_CASES)
 def test_memory(facts: MemoryFacts, choice: str, num_parts: int, words: str):
     found = fit(facts)
-    assert (found.choice, found.num_parts, found.to_bfloat16) == (choice, num_parts, choice == "bfloat16")
+    assert (found.choice, found.num_parts) == (choice, num_parts)
+    assert (found.to_bfloat16, found.recomputes) == ("bfloat16" in choice, "activation_checkpointing" in choice)
     assert words in found.reason
 
 

@@ -19,7 +19,8 @@ from tests.train import torch_models
 from tests.train.test_job import Recorder, tree_of
 from train.auto import resolve
 from train.config import TrainConfig
-from train.memory import MEMORY, MemoryRecord, _free_bytes, images_at_once, look_at_memory, most_parts
+from train.host_memory import free_bytes
+from train.memory import MEMORY, MemoryRecord, images_at_once, look_at_memory, most_parts
 from train.training import train_model, train_record
 from train.trainings import TrainingChoice, choose_training
 
@@ -131,10 +132,10 @@ def test_images_and_parts_follow_from_the_config():
 
 
 def test_a_container_has_what_its_group_still_may_use(tmp_path):
-    assert _free_bytes(tmp_path) == 0
+    assert free_bytes(tmp_path) == 0
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  8000 kB\n")
-    assert _free_bytes(tmp_path) == 8000 * 1024
+    assert free_bytes(tmp_path) == 8000 * 1024
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     for name, text in {
@@ -143,6 +144,6 @@ def test_a_container_has_what_its_group_still_may_use(tmp_path):
         "memory.stat": "file 9\ninactive_file 70\n",
     }.items():
         (group / name).write_text(text)
-    assert _free_bytes(tmp_path) == 2070
+    assert free_bytes(tmp_path) == 2070
     (group / "memory.max").write_text("max\n")
-    assert _free_bytes(tmp_path) == 8000 * 1024
+    assert free_bytes(tmp_path) == 8000 * 1024

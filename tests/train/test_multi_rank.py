@@ -180,9 +180,11 @@ def at_one_rank(tiny_uri, tmp_path_factory):
 def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypatch, at_one_rank, strategy, world_size):
     """Most of a training on several ranks, the rest of it resumed at one: all the way the losses of one rank alone.
 
-    Three ranks also compute their share of each step in parts. Every rank records two steps.
+    Three ranks also compute their share of each step in parts, two compute activations twice. Every rank records two
+    steps.
     """
-    config = {**smooth(strategy), "accumulation_steps": 4 if world_size == 3 else 1, "profile_steps": "3:5"}
+    how = {"accumulation_steps": 4} if world_size == 3 else {"activation_checkpointing": "on"}
+    config = {**smooth(strategy), **how, "profile_steps": "3:5"}
     one_result, one = at_one_rank(config["model"])
     several = kill_on_ranks(tiny_uri, tmp_path / "killed", world_size, config, monkeypatch, killed_at=88)
     profile = tmp_path / "killed/t/profiles/steps-3-5"

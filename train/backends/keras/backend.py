@@ -18,6 +18,7 @@ from train.backends.keras.build import BuiltModel, build_model
 from train.backends.keras.names import named_weights, read_weights
 from train.backends.keras.optimizers import ChosenOptimizer, build_optimizer, check_unfreezable
 from train.backends.keras.profile import TensorFlowRecording
+from train.backends.keras.recompute import Segments
 from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, start_tensorflow
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.backends.keras.step import Run, TrainStep
@@ -42,7 +43,8 @@ class KerasLearner:
         self.follows_schedule = chosen.follows_schedule
         self._moments = TensorFlowMoments()
         norms = KerasBatchNorms(built.model, config.model, self._moments) if config.sync_batch_norm else None
-        self.step = TrainStep(built, chosen, spec.scale, config.num_parts, norms, config.seed)
+        segments = Segments(config.model, built.model) if config.activation_checkpointing == "on" else None
+        self.step = TrainStep(built, chosen, spec.scale, config.num_parts, norms, segments, config.seed)
         self._model = built.model
         self._frozen = built.frozen
         self._is_frozen = False

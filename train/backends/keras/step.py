@@ -6,8 +6,8 @@ Shape legend: N batch, H height, W width, C channels, K classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from train.backends.keras.batch_norms import KerasBatchNorms, tracing_step
 from train.backends.keras.build import BuiltModel
 from train.backends.keras.layer_errors import as_layers_raised_them
 from train.backends.keras.optimizers import ChosenOptimizer
+from train.backends.keras.recompute import Segments, compute_in_tensorflow
 from train.backends.keras.standardize import standardize
 from train.backends.parts import parts_of
 from train.layers.sample_bits import drawing, sample_keys
@@ -49,6 +50,7 @@ class TrainStep:
         scale: InputScale,
         accumulation_steps: int = 1,
         norms: KerasBatchNorms | None = None,
+        segments: Segments | None = None,
         seed: int = 0,
     ) -> None:
         import tensorflow as tf
@@ -58,6 +60,7 @@ class TrainStep:
         self._scale = scale
         self._accumulation_steps = accumulation_steps
         self._norms = norms
+        self._segments = segments
         self._seed = seed
         self._around: Run | None = None
         self.compile()
@@ -85,7 +88,7 @@ class TrainStep:
         parts = list(parts_of(batch, self._accumulation_steps))
         for part in parts:
             # The first call traces.
-            with self._norms.synchronized() if self._norms else nullcontext(), as_layers_raised_them():
+            with self._changed_layers(), as_layers_raised_them():
                 rows = Rows(
                     tf.constant(part.images_NHWC),
                     tf.constant(part.labels_N),
@@ -102,6 +105,12 @@ class TrainStep:
             # the activations of one part at a time in its memory.
             addends[-1].numpy()
         return addends
+
+    @contextmanager
+    def _changed_layers(self) -> Iterator[None]:
+        norms = self._norms.synchronized() if self._norms else nullcontext()
+        with norms, self._segments.replaced(compute_in_tensorflow) if self._segments else nullcontext():
+            yield
 
     @property
     def trained_variables(self) -> list[Any]:
@@ -153,7 +162,8 @@ class TrainStep:
             # mean over all samples, also if padding leaves the ranks with different numbers of them.
             loss = tf.reduce_sum(weights_N * losses_N) / global_weight
             if model.losses:
-                loss += tf.cast(tf.add_n(model.losses), tf.float32) * share_of_streams
+                # Of sixteen-bit outputs in sixteen bits, of weights in 32.
+                loss += tf.add_n([tf.cast(each, tf.float32) for each in model.losses]) * share_of_streams
             objective = optimizer.scale_loss(loss) if self._chosen.scales_loss else loss
         gradients = tape.gradient(objective, variables)
         is_correct_N = self._built.per_sample_right(labels_N, outputs_NK)

@@ -15,13 +15,13 @@ from shardmill.values import Batch
 from train.backends.backend import ModelSpec, NamedWeights, Predict, StatePart, StepOutcome, SumInStep
 from train.backends.parts import parts_of
 from train.backends.torch.averages import WeightAverages
-from train.backends.torch.batch_norms import BatchNorms
 from train.backends.torch.losses import per_sample_losses, right_of
 from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
 from train.backends.torch.optimizers import clear_state, create_state, state_tensors
 from train.backends.torch.precision import Precision
 from train.backends.torch.profile import TorchRecording
+from train.backends.torch.recompute import Recomputed
 from train.backends.torch.runtime import (
     decorrelate_generators,
     device,
@@ -67,8 +67,8 @@ class TorchLearner:
         create_state(self._optimizer, self.weights)
         self._precision = Precision(config.mixed_precision)
         self._averages = WeightAverages(self.weights, config.ema_decay) if config.ema_decay else None
-        self._norms = BatchNorms(config, built.model, built.is_keras)
         self._draws = SampleDraws(config, built.model, built.is_keras)
+        self._recomputed = Recomputed(config, built.model, built.is_keras)
 
     @property
     def learning_rate(self) -> float:
@@ -115,7 +115,7 @@ class TorchLearner:
             torch.from_numpy(array).to(device(), non_blocking=True)
             for array in (batch.images_NHWC, batch.labels_N, batch.weights_N)
         )
-        with self._precision.computing(), self._norms.synchronized(weights_N):
+        with self._precision.computing(), self._recomputed.forward(weights_N):
             outputs_NK = self.classifier(images_NHWC).float()
         kind, are_logits = self._spec.labels.kind, self.outputs_are_logits
         losses_N = per_sample_losses(kind, outputs_NK, labels_N, are_logits, self._config.label_smoothing)
@@ -223,7 +223,7 @@ class TorchLearner:
         self._precision.begin()
 
     def sum_moments_by(self, sum_in_step: SumInStep) -> None:
-        self._norms.sum_in_step = sum_in_step
+        self._recomputed.norms.sum_in_step = sum_in_step
 
     def moving_statistics(self) -> list[int]:
         tensors = self._of_part(StatePart.OWN)

@@ -15,6 +15,9 @@ from train.backends.batch_norms import alone, check_rows, checked, replaced
 from train.backends.torch.runtime import import_torch
 from train.config import TrainConfig
 
+# What is added up in a forward pass.
+MOMENTS = "batch_norm"
+
 
 class BatchNorms:
     """Those of one model; none unless `train.sync_batch_norm` is set."""
@@ -22,6 +25,8 @@ class BatchNorms:
     def __init__(self, config: TrainConfig, model: Any, is_keras: bool) -> None:
         self.sum_in_step: SumInStep = alone
         self._weights_N: Any = None
+        self._kept: list[Any] | None = None
+        self._again: Iterator[Any] | None = None
         self._of_keras = None
         self._modules: tuple[Any, ...] = ()
         if not config.sync_batch_norm:
@@ -47,6 +52,35 @@ class BatchNorms:
             with replaced("forward", [(module, partial(self._forward, module)) for module in self._modules]):
                 yield
 
+    @contextmanager
+    def keeping(self, sums: list[Any]) -> Iterator[None]:
+        """Around what will be computed twice: `sums` becomes what was added up over ranks."""
+        self._kept = sums
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    @contextmanager
+    def again(self, sums: list[Any]) -> Iterator[None]:
+        """Around its second time, which takes them from `sums`: no rank waits for another a second time."""
+        self._again = iter(sums)
+        try:
+            yield
+        finally:
+            self._again = None
+
+    def _sum(self, tensor: Any, name: str) -> Any:
+        """`SumInStep`."""
+        if name != MOMENTS:
+            return self.sum_in_step(tensor, name)
+        if self._again is not None:
+            return next(self._again)
+        total = self.sum_in_step(tensor, name)
+        if self._kept is not None:
+            self._kept.append(total)
+        return total
+
     def _forward(self, module: Any, inputs: Any) -> Any:
         """In place of the module's own: what a batch norm computes (torch/nn/modules/batchnorm.py)."""
         torch = import_torch()
@@ -56,7 +90,7 @@ class BatchNorms:
         module._check_input_dim(inputs)
         counts = self._rows_that_count(module, inputs)
         axes = [axis for axis in range(inputs.dim()) if axis != 1]
-        mean_C, variance_C, num_C = _moments()(inputs, counts, axes, self.sum_in_step)
+        mean_C, variance_C, num_C = _moments()(inputs, counts, axes, self._sum)
         if module.training and module.track_running_stats and keeps_statistics:
             with torch.no_grad():
                 module.num_batches_tracked.add_(1)
@@ -79,7 +113,7 @@ class BatchNorms:
         counts = self._rows_that_count(layer.path, inputs)
         if mask is not None:
             counts = counts & mask.bool().unsqueeze(-1)
-        mean_C, variance_C, _ = _moments()(inputs, counts, layer._reduction_axes, self.sum_in_step)
+        mean_C, variance_C, _ = _moments()(inputs, counts, layer._reduction_axes, self._sum)
         return mean_C.to(inputs.dtype), variance_C.to(inputs.dtype)
 
     def _rows_that_count(self, layer: object, inputs: Any) -> Any:
@@ -102,12 +136,14 @@ def _moments() -> Any:
         @staticmethod
         def forward(ctx: Any, inputs: Any, counts: Any, axes: list[int], sum_in_step: SumInStep) -> Any:
             floats = _widened(inputs)
+            # Not the tensors themselves: the backward pass would keep them.
+            dtype, num_axes = floats.dtype, inputs.dim()
 
             def per_channel(tensor: Any) -> Any:
                 return tensor.sum(axes).double()
 
             def along_channels(values_C: Any) -> Any:
-                return values_C.view([1 if axis in axes else -1 for axis in range(inputs.dim())]).to(floats.dtype)
+                return values_C.view([1 if axis in axes else -1 for axis in range(num_axes)]).to(dtype)
 
             num_C = per_channel(counts.expand(inputs.shape).float())
             sum_C = per_channel(torch.where(counts, floats, 0.0))
@@ -115,7 +151,7 @@ def _moments() -> Any:
             deviations = torch.where(counts, floats - along_channels(mean_here_C), 0.0)
             # Around this rank's own mean, in the precision of the inputs; only here is it moved to 0, in float64.
             squares_C = per_channel(deviations.square_()) + sum_C * mean_here_C
-            sums = sum_in_step(torch.stack([num_C, sum_C, squares_C]), "batch_norm")
+            sums = sum_in_step(torch.stack([num_C, sum_C, squares_C]), MOMENTS)
             num_C, mean_C = sums[0], sums[1] / sums[0]
             variance_C = (sums[2] / num_C - mean_C.square()).clamp(min=0)
             ctx.along_channels, ctx.sum_in_step = along_channels, sum_in_step

@@ -1,0 +1,136 @@
+"""`train.activation_checkpointing`: blocks compute twice, and nothing else is other than without it."""
+
+# pyright: reportArgumentType=false
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardmill.errors import UsageError
+from shardmill.jobs.config import SparkConfig
+from tests.train import torch_recompute_models
+from tests.train.test_backends import LINEAR, SHAPE, SPEC, learner
+from tests.train.test_job import Recorder, tree_of
+from tests.train.test_memory import choice_of, keep  # noqa: F401
+from tests.train.test_models import batch_of
+from tests.train.training import MODELS
+from train.backends import BACKENDS
+from train.backends.backend import StatePart
+from train.config import TrainConfig, settings_that_matter
+from train.fit import fit
+from train.host_memory import Limit
+from train.memory import considered, decided, facts_of, record_of
+from train.preflight import check_terms
+from train.probe import ProbeTask, StepCost, probe
+from train.training import train_model
+
+BLOCKS = "tests.train.torch_recompute_models"
+DEEP = {"keras": f"{MODELS}:deep", "torch": f"{BLOCKS}:deep"}
+GIB = 2**30
+
+
+def times_computed(name: str) -> int:
+    """So far, by the blocks of `DEEP`."""
+    if name == "torch":
+        return torch_recompute_models.Block.num_computed
+    from tests.train.models_under_test import Counting
+
+    return Counting.num_called
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("precision", ["off", "bfloat16"])
+def test_a_step_is_the_same_bits_with_it(name, precision):
+    """Gradients, moving statistics, dropout's masks, generators; three steps, each in two parts."""
+    batch = batch_of(SHAPE, num_rows=6)
+    steps: dict[str, list[list[np.ndarray]]] = {}
+    computed = {}
+    for setting in ("off", "on"):
+        one = learner(
+            name, DEEP[name], activation_checkpointing=setting, mixed_precision=precision, accumulation_steps=2
+        )
+        before = times_computed(name)
+        for _ in range(3):
+            addends = one.gradients(batch, 6, 1.0)
+            one.apply(addends, 0.1)
+            state = [array for part in StatePart for array in one.arrays(part)]
+            steps.setdefault(setting, []).append([*map(np.array, addends), *state])
+        computed[setting] = times_computed(name) - before
+        # What is evaluated is the model itself.
+        steps[setting].append([one.outputs(batch.images_NHWC)])
+    assert computed["on"] == 2 * computed["off"] > 0
+    for with_it, without in zip(steps["on"], steps["off"], strict=True):
+        assert [array.tobytes() for array in with_it] == [array.tobytes() for array in without]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_model_without_parts_is_refused(name):
+    with pytest.raises(UsageError, match=r"linear' has no part that could be computed twice; expected .* in a row|use"):
+        learner(name, LINEAR[name], activation_checkpointing="on")
+
+
+def test_what_would_not_be_the_same_the_second_time_is_refused():
+    batch = batch_of(SHAPE, num_rows=6)
+    changing = learner("torch", f"{BLOCKS}:changes_inputs", activation_checkpointing="on")
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        changing.gradients(batch, 6, 1.0)
+    drawing = learner("keras", f"{MODELS}:drawing", activation_checkpointing="on")
+    with pytest.raises(UsageError, match=r"is a RandomUniform; expected layers whose state is in Keras's"):
+        drawing.gradients(batch, 6, 1.0)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"strategy": "parameter_server", "launcher": "local"},
+        {"strategy": "horovod", "sync_batch_norm": True, "num_workers": 2},
+    ],
+)
+def test_what_cannot_have_it_refuses_it_before_anything_starts(how):
+    with pytest.raises(UsageError, match=r"train.activation_checkpointing = 'on' with train\..*; leave one of the two"):
+        check_terms(TrainConfig(**how, activation_checkpointing="on"), SparkConfig())
+    check_terms(TrainConfig(**how), SparkConfig())
+
+
+@pytest.mark.drill
+def test_it_is_taken_where_nothing_else_fits(tiny_uri, tmp_path, choice_of):  # noqa: F811
+    """Measured by two probes of a real model: an image takes a block's activations in place of all blocks'."""
+    sizes = {"backend": "torch", "global_batch_size": 8, "num_streams": 4, "epochs": 1}
+    tree = tree_of(tiny_uri, tmp_path, **sizes, model=f"{BLOCKS}:roomy_blocks")
+    config, _, _, _ = choice_of(tmp_path, tree)
+    task = ProbeTask(decided(config, 1, to_bfloat16=False), SPEC, 4, 1, num_steps=2, on_cpu=True)
+    cost = probe(task)
+    measured = record_of(Limit("a machine", 100 * GIB), cost)
+    short = Limit("a machine", measured.fixed_bytes + config.prefetch_bytes + measured.image_bytes * 9 // 10)
+    record = considered(short, task, cost, config, 0, SparkConfig())
+    assert 0 < record.recomputed_image_bytes < measured.image_bytes * 0.6
+    found = fit(facts_of(record, config, 0, SparkConfig()))
+    assert found.choice == "activation_checkpointing" and "by which a step takes longer and an image" in found.reason
+    forbidden = config.model_copy(update={"activation_checkpointing": "off"})
+    assert considered(short, task, cost, forbidden, 0, SparkConfig()).recomputed_image_bytes == 0
+
+    # As any training goes on with what lies in its folder; of a smaller model, which is quick.
+    tree = tree_of(tiny_uri, tmp_path, **sizes, model=DEEP["torch"])
+    keep(choice_of(tmp_path, tree)[2], tmp_path, record)
+    before, recorder = times_computed("torch"), Recorder()
+    train_model(tree, recorder)
+    assert recorder.fields["memory"]["activation_checkpointing"] == "on"
+    parts = recorder.fields["memory"]["accumulation_steps"]
+    assert times_computed("torch") - before == 2 * 2 * parts * len(recorder.steps) > 0
+
+
+def test_a_model_that_cannot_have_it_says_why_it_does_not_fit(tiny_uri, tmp_path, choice_of):  # noqa: F811
+    tree = tree_of(tiny_uri, tmp_path, model=LINEAR["torch"], backend="torch")
+    config, _, _, _ = choice_of(tmp_path, tree)
+    task = ProbeTask(decided(config, 1, to_bfloat16=False), SPEC, 4, 1, num_steps=2, on_cpu=True)
+    # As if an image took that much.
+    cost = StepCost(1, 4, 4, 16, GIB, step_seconds=0.1, process_bytes=GIB, image_bytes=GIB, base_bytes=0)
+    short = Limit("a machine", 2 * GIB)
+    record = considered(short, task, cost, config, 0, SparkConfig())
+    found = fit(facts_of(record, config, 0, SparkConfig()))
+    assert found.choice == "too_large" and "are not computed twice: train.activation_checkpointing" in found.reason
+
+
+def test_it_makes_no_other_training():
+    for setting in ("on", "off", "auto"):
+        assert "activation_checkpointing" not in settings_that_matter(TrainConfig(activation_checkpointing=setting))

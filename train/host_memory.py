@@ -1,0 +1,77 @@
+"""What the ranks of a training may use of a memory: that of this machine, of its GPUs, or as much as was set."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.launching import LAUNCHERS
+from train.launching.devices import gpus_here
+from train.strategies import roles_of
+
+if TYPE_CHECKING:
+    from shardmill.jobs.config import SparkConfig
+    from train.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What may be used of a memory."""
+
+    device: str
+    """Whose it is, in words."""
+    rank_bytes: int
+    """By each rank; 0: an equal part of `host_bytes`."""
+    host_bytes: int = 0
+    """By all ranks of the host."""
+    on_gpu: bool = False
+
+
+def limit_of(config: TrainConfig, spark: SparkConfig) -> Limit | None:
+    """What ranks may use: as set, else of this machine; None if they run elsewhere, or it does not say."""
+    gpus = gpus_here(config, config.backend)
+    if config.memory_budget_bytes:
+        return Limit("train.memory_budget_bytes", config.memory_budget_bytes, on_gpu=bool(gpus))
+    if not ranks_here(config, spark):
+        return None
+    if gpus:
+        num_bytes = gpu_bytes()
+        return Limit("a GPU here", num_bytes, on_gpu=True) if num_bytes else None
+    num_bytes = free_bytes(Path("/"))
+    return Limit("a rank's part of the memory that is free here", 0, num_bytes) if num_bytes else None
+
+
+def ranks_here(config: TrainConfig, spark: SparkConfig) -> int:
+    """Ranks that share this machine; 0 if all are elsewhere."""
+    return LAUNCHERS[config.launcher].ranks_here(len(roles_of(config)), spark)
+
+
+def free_bytes(root: Path) -> int:
+    """What the host could give to processes, or what this container is still allowed, if that is less; 0: not told."""
+    found = [1024 * int(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    group = root / "sys/fs/cgroup"
+    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
+    if limit and limit[0].isdigit() and used:
+        # Pages of files are given back when memory is needed.
+        files = sum(int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith("inactive_file "))
+        found.append(max(0, int(limit[0]) - int(used[0]) + files))
+    return min(found, default=0)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def gpu_bytes() -> int:
+    """Of the smallest GPU here, as NVIDIA's driver says; 0 if it does not."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return min((int(line) * 2**20 for line in told.split() if line.isdigit()), default=0)
