@@ -34,6 +34,8 @@ class MemoryFacts:
     """0: that is not allowed, or was not measured."""
     why_not_recomputed: str = ""
     """For people, where that was asked for."""
+    may_ask_to_recompute: bool = False
+    """A person can still switch that on; what it would save was not measured."""
 
     def images_at_a_time(self, num_parts: int) -> int:
         return -(-self.num_images // num_parts)
@@ -169,6 +171,11 @@ def _way_out(facts: MemoryFacts) -> str:
         way_out = f"a lower train.global_batch_size (another training), or {way_out}"
     if not facts.may_change_precision and not facts.is_halved and facts.fitting_parts(halved=True):
         way_out = f"set train.mixed_precision = 'auto' (bfloat16 then, which is another training); or {way_out}"
+    if facts.may_ask_to_recompute and facts.fixed_bytes < facts.device_bytes:
+        way_out = (
+            "set train.activation_checkpointing = 'on' (the same training, with longer steps; what it saves was not "
+            f"measured); or {way_out}"
+        )
     if facts.why_not_recomputed:
         way_out += f" (activations are not computed twice: {facts.why_not_recomputed})"
     elif facts.recomputed_image_bytes:

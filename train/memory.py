@@ -222,6 +222,10 @@ def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark
         # Set: only the precision is left to choose.
         num_images, parts = -(-num_images // config.accumulation_steps), 1
     may_recompute = config.activation_checkpointing == "auto"
+    recomputed_image_bytes = record.recomputed_image_bytes if may_recompute else 0
+    # The first world size may have fitted without it, and then it was not looked at.
+    why_not = record.why_not_recomputed or why_not_recompute(config)
+    is_settled = config.activation_checkpointing == "on" or recomputed_image_bytes > 0 or why_not != ""
     return MemoryFacts(
         device=record.device,
         device_bytes=_bytes_of_a_rank(record, config, spark),
@@ -232,8 +236,9 @@ def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark
         may_change_precision=config.mixed_precision == "auto",
         is_halved=record.to_bfloat16,
         recomputed_fixed_bytes=record.recomputed_fixed_bytes + in_host,
-        recomputed_image_bytes=record.recomputed_image_bytes if may_recompute else 0,
-        why_not_recomputed=record.why_not_recomputed if may_recompute else "",
+        recomputed_image_bytes=recomputed_image_bytes,
+        why_not_recomputed=why_not if may_recompute else "",
+        may_ask_to_recompute=not is_settled,
     )
 
 

@@ -99,6 +99,13 @@ FIT_CASES = [
         "an image 2.0 GiB in float32, need 21.0 GiB",
     ),
     (replace(SHORT, max_parts=2, why_not_recomputed="so it is"), "too_large", 2, "are not computed twice: so it is)"),
+    (
+        replace(SHORT, image_bytes=40 * GIB, may_ask_to_recompute=True),
+        "too_large",
+        64,
+        "44.0 GiB: set train.activation_checkpointing = 'on' (the same training",
+    ),
+    (replace(SHORT, fixed_bytes=21 * GIB, may_ask_to_recompute=True), "too_large", 1, "85.0 GiB: smaller images"),
     # The precision was changed by an earlier attempt.
     (
         replace(RECOMPUTED, max_parts=4, is_halved=True),

@@ -91,6 +91,18 @@ def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_pa
     shorter = replace(memory, record=record.model_copy(update={"rank_bytes": shorter_bytes}))
     assert shorter.fitted(free).config.accumulation_steps == 2
 
+    # Where nothing fits any more, it is told what was not tried, unless that is set or cannot be.
+    shortest_bytes = record.fixed_bytes + config.prefetch_bytes + 1
+    shortest = replace(memory, record=record.model_copy(update={"rank_bytes": shortest_bytes}))
+    for more, is_told in [
+        ({}, True),
+        ({"activation_checkpointing": "off"}, True),
+        ({"activation_checkpointing": "on"}, False),
+        ({"strategy": "parameter_server"}, False),
+    ]:
+        reason = shortest.fitted(config.model_copy(update=more)).reason
+        assert ("set train.activation_checkpointing = 'on'" in reason) == is_told, (more, reason)
+
     # As any training goes on with what lies in its folder; of a smaller model, which is quick.
     tree = tree_of(tiny_uri, tmp_path, model=LINEAR, mixed_precision="auto")
     keep(choice_of(tmp_path, tree)[2], tmp_path, record)
