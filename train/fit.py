@@ -27,7 +27,7 @@ class MemoryFacts:
     max_parts: int = 2**31
     may_change_precision: bool = False
     is_halved: bool = False
-    """The precision was changed before: an image needs `HALF` of `image_bytes`."""
+    """The precision was changed before, and stays so: an image needs `HALF` of `image_bytes`."""
     recomputed_fixed_bytes: int = 0
     """What both are if activations are computed twice."""
     recomputed_image_bytes: int = 0
@@ -36,6 +36,10 @@ class MemoryFacts:
     """For people, where that was asked for."""
     may_ask_to_recompute: bool = False
     """A person can still switch that on; what it would save was not measured."""
+
+    @property
+    def may_be_halved(self) -> bool:
+        return self.may_change_precision or self.is_halved
 
     def images_at_a_time(self, num_parts: int) -> int:
         return -(-self.num_images // num_parts)
@@ -77,7 +81,7 @@ class Fit:
     num_parts: int
     """For `train.accumulation_steps`."""
     to_bfloat16: bool
-    """Whether `train.mixed_precision` becomes bfloat16."""
+    """Whether `train.mixed_precision` becomes, or has become, bfloat16."""
     recomputes: bool
     """Whether `train.activation_checkpointing` becomes `on`."""
     reason: str
@@ -95,21 +99,21 @@ class FitRule:
 
 
 FIT_RULES = (
-    FitRule("at_once", lambda facts: facts.fitting_parts() == 1),
-    FitRule("parts", lambda facts: facts.fitting_parts() is not None),
+    FitRule("at_once", lambda facts: not facts.is_halved and facts.fitting_parts() == 1),
+    FitRule("parts", lambda facts: not facts.is_halved and facts.fitting_parts() is not None),
     FitRule(
         "bfloat16",
-        lambda facts: facts.may_change_precision and facts.fitting_parts(halved=True) is not None,
+        lambda facts: facts.may_be_halved and facts.fitting_parts(halved=True) is not None,
         halved=True,
     ),
     FitRule(
         "activation_checkpointing",
-        lambda facts: facts.fitting_parts(recomputed=True) is not None,
+        lambda facts: not facts.is_halved and facts.fitting_parts(recomputed=True) is not None,
         recomputed=True,
     ),
     FitRule(
         "bfloat16_and_activation_checkpointing",
-        lambda facts: facts.may_change_precision and facts.fitting_parts(halved=True, recomputed=True) is not None,
+        lambda facts: facts.may_be_halved and facts.fitting_parts(halved=True, recomputed=True) is not None,
         halved=True,
         recomputed=True,
     ),
@@ -135,7 +139,8 @@ def size_of(num_bytes: float) -> str:
 
 def _needs(facts: MemoryFacts) -> str:
     return (
-        f"{facts.num_images} images at once need {size_of(facts.needed_bytes(1))} ({size_of(facts.fixed_bytes)} "
+        f"{facts.num_images} images at once need {size_of(facts.needed_bytes(1))}"
+        f"{' in bfloat16' if facts.is_halved else ''} ({size_of(facts.fixed_bytes)} "
         f"whatever the batch, {size_of(facts.image_bytes)} an image{' in float32' if facts.is_halved else ''}), "
         f"and {facts.device} has {size_of(facts.device_bytes)}"
     )
@@ -145,9 +150,11 @@ def _done(facts: MemoryFacts, rule: FitRule, num_parts: int) -> str:
     in_parts = f"train.accumulation_steps = {num_parts}, {facts.images_at_a_time(num_parts)} images at a time"
     needed = size_of(facts.needed_bytes(num_parts, halved=rule.halved, recomputed=rule.recomputed))
     halved = "train.mixed_precision = 'bfloat16', which is taken to halve what an image needs"
+    if facts.is_halved:
+        halved = "train.mixed_precision = 'bfloat16', as decided before the first step"
     recomputed = (
         f"train.activation_checkpointing = 'on', by which a step takes longer and an image "
-        f"{size_of(facts.recomputed_image_bytes)}{' in float32' if facts.is_halved or rule.halved else ''}"
+        f"{size_of(facts.recomputed_image_bytes)}{' in float32' if rule.halved else ''}"
     )
     match rule.choice:
         case "at_once":
@@ -155,13 +162,16 @@ def _done(facts: MemoryFacts, rule: FitRule, num_parts: int) -> str:
         case "parts":
             return f"{in_parts} need {needed}"
         case "bfloat16":
-            return f"smaller parts alone do not fit; {in_parts} with {halved}, need {needed}"
+            why = "" if facts.is_halved else "smaller parts alone do not fit; "
+            return f"{why}{in_parts} with {halved}, need {needed}"
         case "activation_checkpointing":
             also = " and bfloat16" if facts.may_change_precision else ""
             return f"smaller parts{also} alone do not fit; {in_parts} with {recomputed}, need {needed}"
         case "bfloat16_and_activation_checkpointing":
-            return f"neither of two ways out alone fits; {in_parts} with {halved}, and {recomputed}, need {needed}"
-    return f"{in_parts} still need {needed}: {_way_out(facts)}"
+            why = "smaller parts alone do not fit" if facts.is_halved else "neither of two ways out alone fits"
+            return f"{why}; {in_parts} with {halved}, and {recomputed}, need {needed}"
+    so_far = f" with {halved}," if facts.is_halved else ""
+    return f"{in_parts}{so_far} still need {needed}: {_way_out(facts)}"
 
 
 def _way_out(facts: MemoryFacts) -> str:

@@ -234,7 +234,7 @@ def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark
         num_images=num_images,
         max_parts=parts,
         may_change_precision=config.mixed_precision == "auto",
-        is_halved=record.to_bfloat16,
+        is_halved=record.to_bfloat16 and config.mixed_precision in ("auto", "bfloat16"),
         recomputed_fixed_bytes=record.recomputed_fixed_bytes + in_host,
         recomputed_image_bytes=recomputed_image_bytes,
         why_not_recomputed=why_not if may_recompute else "",

@@ -109,12 +109,25 @@ FIT_CASES = [
     # The precision was changed by an earlier attempt.
     (
         replace(RECOMPUTED, max_parts=4, is_halved=True),
-        "activation_checkpointing",
+        "bfloat16_and_activation_checkpointing",
         4,
+        "as decided before the first step, and train.activation_checkpointing = 'on', by which a step takes longer and "
         "an image 2.0 GiB in float32, need 21.0 GiB",
     ),
-    (replace(SHORT, is_halved=True, num_images=32), "at_once", 1, "1.0 GiB an image in float32"),
-    (replace(SHORT, is_halved=True), "parts", 2, "32 images at a time need 20.0 GiB"),
+    (replace(SHORT, is_halved=True, num_images=32), "bfloat16", 1, "20.0 GiB in bfloat16 (4.0 GiB whatever the batch"),
+    (
+        replace(SHORT, is_halved=True),
+        "bfloat16",
+        2,
+        "has 20.0 GiB: train.accumulation_steps = 2, 32 images at a time with train.mixed_precision = 'bfloat16', as "
+        "decided before the first step, need 20.0 GiB",
+    ),
+    (
+        replace(SHORT, is_halved=True, max_parts=1),
+        "too_large",
+        1,
+        "with train.mixed_precision = 'bfloat16', as decided before the first step, still need 36.0 GiB",
+    ),
 ]
 
 

@@ -78,7 +78,8 @@ def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_pa
     memory = look_at_memory(config, dataset, choice, store, SparkConfig(), no_windows)
     fitted = memory.fitted(config)
     assert (fitted.config.mixed_precision, fitted.config.accumulation_steps) == ("bfloat16", 1), fitted.reason
-    assert memory.record is not None and "in float32" in fitted.reason
+    assert memory.record is not None and "'bfloat16', as decided before the first step, need" in fitted.reason
+    assert fitted.fit is not None and fitted.fit.choice == "bfloat16"
     ample = config.model_copy(update={"memory_budget_bytes": 900 * GIB})
     assert look_at_memory(ample, dataset, choice, store, SparkConfig(), no_windows) == memory
 
@@ -108,7 +109,7 @@ def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_pa
     keep(choice_of(tmp_path, tree)[2], tmp_path, record)
     recorder = Recorder()
     outcome = train_model(tree, recorder)
-    assert recorder.fields["memory"]["mixed_precision"] == "bfloat16"
+    assert [recorder.fields["memory"][name] for name in ("choice", "mixed_precision")] == ["bfloat16"] * 2
     marker = json.loads((tmp_path / outcome.result.last_checkpoint / "MARKER.json").read_text())["body"]
     assert marker["identity"]["settings"]["mixed_precision"] == '"bfloat16"'
     assert train_model(tree, Recorder()).skipped
