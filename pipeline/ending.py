@@ -144,6 +144,9 @@ def _hint_at_config_key(error: BaseException) -> str:
     from pipeline.tree import PipelineTree
 
     keys = [key for key, _ in config_keys(PipelineTree)]
+    if "train" in sys.argv[1:2]:
+        # Of keys with one name, that of the command's own section.
+        keys.sort(key=lambda key: not key.startswith("train."))
     word = option.lstrip("-").replace("-", "_").replace(".", "_")
     by_name = {name: key for key in reversed(keys) for name in (key.rpartition(".")[2], key.replace(".", "_"))}
     near = difflib.get_close_matches(word, by_name, n=1, cutoff=0.8)

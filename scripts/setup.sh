@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 profile=${1:-all}
 case $profile in
   demo) holds=(demo gpu all); extras=(--no-dev --extra spark --extra tensorflow --extra horovod --extra demo) ;;
-  gpu) holds=(gpu); extras=(--no-dev --extra spark --extra gpu --extra horovod --extra torch --extra s3 --extra demo) ;;
+  gpu) holds=(gpu); extras=(--no-dev --extra spark --extra gpu --extra horovod --extra torch --extra s3 --extra hdfs --extra demo) ;;
   all) holds=(all); extras=(--extra all) ;;
   *) echo "usage: scripts/setup.sh demo|gpu|all" >&2; exit 2 ;;
 esac
@@ -95,6 +95,8 @@ keep=--inexact
 if [[ $profile == gpu || -f .venv/setup-gpu ]]; then keep=; fi
 rm -f .venv/setup-*
 "$uv" sync --frozen $keep "${extras[@]}"
+# For what a user adds; nothing of ours needs it.
+"$uv" pip install --quiet --python .venv pip || say "no pip in .venv: it could not be fetched"
 build_native_kernel
 
 # Spark takes JAVA_HOME before PATH: recipes of the Makefile source this.

@@ -76,3 +76,13 @@ def test_a_factory_is_found_in_the_working_directory_first(home: Path):
     module, ours = done.stdout.split()
     assert module == "_shardmill_user.train"
     assert Path(ours).parent.parent == Path(__file__).parents[1]
+
+
+def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
+    (tmp_path / "train.py").write_text("")
+    done = subprocess.run(
+        [Path(sys.executable).with_name("shardmill"), "config", "show"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"{tmp_path / 'train.py'} has the name of a package; rename it" in done.stderr

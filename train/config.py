@@ -248,7 +248,7 @@ class TrainConfig(Section):
         if self.num_workers > self.num_streams:
             raise ValueError(
                 f"train.num_workers = {self.num_workers} to be at most train.num_streams = {self.num_streams}; "
-                f"each rank owns at least one stream"
+                f"each rank owns at least one stream: raise train.num_streams, which makes another training"
             )
         if self.rank_weights and len(self.rank_weights) != self.num_workers:
             raise ValueError(

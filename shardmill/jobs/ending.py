@@ -46,11 +46,21 @@ def error_line(error: BaseException) -> str:
         line = f"{error}; {_CONTINUE}"
     elif isinstance(error, ShardmillError):
         line = str(error)
+    elif isinstance(error, ModuleNotFoundError) and (hiding := _hiding_file(error)):
+        line = f"{error}; {hiding} has the name of a package; rename it, or take its folder from PYTHONPATH"
     elif isinstance(error, ImportError):
         line = f"{error}; a package of an extra may be missing; {install_hint('all')}"
     else:
         line = f"{type(error).__name__}: {error}; unexpected error; --debug shows where"
     return redacted_text(printable(" ".join(line.split())))
+
+
+def _hiding_file(error: ModuleNotFoundError) -> str:
+    """The file that was imported where a package was looked into; empty if that is not what went wrong."""
+    name = (error.name or "").partition(".")
+    found = sys.modules.get(name[0])
+    is_hidden = bool(name[1]) and found is not None and not hasattr(found, "__path__")
+    return str(getattr(found, "__file__", "") or "") if is_hidden else ""
 
 
 def print_error(code: int, line: str) -> int:

@@ -27,6 +27,11 @@ def open_store(uri: str | Path) -> Store:
     Nothing is read or created yet.
     """
     text = str(uri)
+    scheme, _, path = text.partition(":/")
+    if scheme in STORES and scheme != "file" and not path.startswith("/"):
+        # Hadoop's tools print it so; it would be a local folder of that name. Without a host it is the default HDFS.
+        meant = f"/{path}" if scheme == "hdfs" else path
+        raise UsageError(f"no storage for {text!r}", "expected two slashes", f"did you mean {scheme}://{meant}?")
     scheme = scheme_of(text)
     problem = STORES.problem_with(scheme)
     if problem:

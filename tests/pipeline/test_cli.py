@@ -65,6 +65,7 @@ def config(tmp_path: Path, dataset: str) -> Path:
             "No such option: --epochs; config keys are set like this: --set train.epochs=3",
         ),
         (["etl", ".", "--image-size=32"], "--set etl.image_size=32"),
+        (["train", ".", "--num-workers", "2"], "--set train.num_workers=2"),
         (["verify", "only-dataset.tml"], "does not exist; expected a dataset's folder or URI, or a .toml file"),
         (["inspect", "only-datasets"], "did you mean only-dataset.toml?"),
         (["report", "--workdir", "nowhere"], "no run below nowhere"),

@@ -224,7 +224,7 @@ def test_a_hostile_path_is_refused(path: str):
 
 
 def test_an_unknown_scheme_names_the_known_ones():
-    with pytest.raises(UsageError, match=r"no storage for s4:// .*one of file, s3; did you mean 's3'\?"):
+    with pytest.raises(UsageError, match=r"no storage for s4:// .*one of file, s3, hdfs; did you mean 's3'\?"):
         open_store("s4://bucket/x")
 
 
@@ -247,3 +247,9 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match="cannot access"):
         open_store(tmp_path / "file").put("x", b"1")
+
+
+@pytest.mark.parametrize(("uri", "meant"), [("hdfs:/user/x", "hdfs:///user/x"), ("s3:/bucket/x", "s3://bucket/x")])
+def test_a_scheme_with_one_slash_is_not_a_folder_of_that_name(uri: str, meant: str):
+    with pytest.raises(UsageError, match=f"no storage for '{uri}'; expected two slashes; did you mean {meant}"):
+        open_store(uri)

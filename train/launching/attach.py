@@ -140,7 +140,7 @@ def _job_token() -> str:
             if not token
             else f"{JOB_TOKEN_VARIABLE} has {len(token)} characters",
             f"expected the same secret of at least {MIN_TOKEN_CHARACTERS} characters for all processes of the job",
-            f"export {JOB_TOKEN_VARIABLE}=$(openssl rand -hex 32) where you start them",
+            f"put what `openssl rand -hex 32` prints once into {JOB_TOKEN_VARIABLE} of all of them",
         )
     return token
 
@@ -182,7 +182,10 @@ def _follow(config: TrainConfig, place: Place, address: str, token: str) -> int:
         connection = call_gate(address, token, place.rank, until_seconds)
     except (OSError, ProtocolError) as error:
         what = f"rank {place.rank} on host {socket.gethostname()} found no rank 0 at {address} within "
-        line = f"{what}train.start_timeout_seconds = {config.start_timeout_seconds:g}: {error}"
+        line = (
+            f"{what}train.start_timeout_seconds = {config.start_timeout_seconds:g}: {error}; start rank 0, let this "
+            "host reach that port, or set train.attach_host and train.attach_port"
+        )
         return print_error(TrainingError.exit_code, line)
     _pass_signals_on(connection)
     keeping: threading.Thread | None = None
