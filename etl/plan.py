@@ -158,7 +158,7 @@ def _list(source: Source, tree: EtlTree, label_map: tuple[str, ...], observer: O
     config, dataset_uri = tree.etl, open_store(tree.dataset.uri).uri
 
     def group_listed(asked: GroupBy) -> Iterator[pa.Table]:
-        return group(replace(asked, dataset_uri=dataset_uri))
+        return group(replace(asked, dataset_uri=dataset_uri, scratch_dir=config.scratch_dir))
 
     listed = WithKnownClasses(WithGroupSplits(source, config.split_fractions), label_map, config.unknown_class)
     if config.stratified_splits:

@@ -6,6 +6,7 @@ those that it occurs in; what it holds is 8 bytes for each such id.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ import pyarrow.parquet as pq
 from etl.grouping import Group, GroupBy, Segment, with_equals
 from etl.segments import SEGMENT_SCHEMA, fact_limbs, find_sorted, key_digests, write_segment
 from etl.spill import SpilledRows
-from shardmill.dataset.segment import table_bytes
 from shardmill.ids import next_sample_id
 from shardmill.sealed import seal_file
 from shardmill.storage_errors import as_storage_error
@@ -112,7 +112,10 @@ class _Files:
         if not table.num_rows:
             return
         file = self.folder / f"rows-{len(self.segments):05d}.parquet"
-        data = table_bytes(table)
+        # Plain: thousands of rows with one id would shrink to less than a byte for each, which readers refuse.
+        out = io.BytesIO()
+        pq.write_table(table, out, compression="none", use_dictionary=False)
+        data = out.getvalue()
         with as_storage_error(file, len(data)):
             file.write_bytes(data)
         self.segments.append(Segment(seal_file(str(file.relative_to(self._root)), data), table.num_rows))

@@ -93,8 +93,12 @@ say "installing the locked packages into .venv (Horovod is built from source the
 # Between the two builds of TensorFlow all that the other one brought has to go; else what a user added may stay.
 keep=--inexact
 if [[ $profile == gpu || -f .venv/setup-gpu ]]; then keep=; fi
-rm -f .venv/setup-*
+# An empty mark is no finished set-up, and tells the next call of one that was interrupted.
+if [[ -d .venv ]]; then
+  for mark in .venv/setup-* ".venv/setup-$profile"; do [[ $mark == *'*' ]] || : > "$mark"; done
+fi
 "$uv" sync --frozen $keep "${extras[@]}"
+find .venv -maxdepth 1 -name 'setup-*' ! -name "setup-$profile" -delete
 # For what a user adds; nothing of ours needs it.
 "$uv" pip install --quiet --python .venv pip || say "no pip in .venv: it could not be fetched"
 build_native_kernel

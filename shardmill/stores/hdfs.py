@@ -74,11 +74,6 @@ class HdfsStore:
                 self._publish(path, lambda file: file.write(data), overwrite=False)
             except FileExistsError:
                 return False
-            except FileNotFoundError:
-                # The client asks again if an answer is lost, and then its own rename has taken the temporary file.
-                if self.stat(path) is None:
-                    raise StorageError(f"cannot write {self.uri}/{path}", "its temporary file was removed") from None
-                return self.read(path) == data
             return True
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
@@ -127,11 +122,25 @@ class HdfsStore:
         try:
             with client.create(temporary) as file:
                 write(file)
-            client.rename(temporary, name, overwrite=overwrite)
+            written = client.get_file_info(temporary)
+            try:
+                client.rename(temporary, name, overwrite=overwrite)
+            except FileNotFoundError:
+                # The client asks again if an answer is lost, and then its own rename has taken the temporary file.
+                if not self._is_there(name, written):
+                    raise StorageError(f"cannot write {self.uri}/{path}", "its temporary file was removed") from None
         except BaseException:
             with suppress(Exception):
                 client.delete(temporary, False)
             raise
+
+    def _is_there(self, name: str, written: Any) -> bool:
+        """Whether a file is the one that was written under another name: a rename changes neither size nor times."""
+        try:
+            found = self._client.get_file_info(name)
+        except FileNotFoundError:
+            return False
+        return (found.length, found.modification_time) == (written.length, written.modification_time)
 
     def _walk(self, prefix: str) -> Iterator[tuple[Any | None, list[Any]]]:
         """The files of each folder from `prefix` down, and the folder itself if it is empty."""

@@ -82,6 +82,13 @@ def test_the_smallest_key_keeps_an_id_in_whatever_order_and_parts_they_come(
     assert not all_units.intersection(units_of(alone))
 
 
+def test_a_few_images_that_are_listed_thousands_of_times_are_refused_each_time_but_the_first():
+    """A table with a row for each box in a picture, say."""
+    listing = listed([image for image in images(3) for _ in range(2000)])
+    assert len(images_of(listing)) == 3 and listing.num_listed == 6000
+    assert len(listing.rejections) == len({each.key for each in listing.rejections}) == 5997
+
+
 def units_of(listing: Listing) -> list[object]:
     """Every unit's fingerprint; that its images can be read shows that their facts were counted as they are."""
     units = plan_units(listing, EtlConfig(unit_min_images=10), "config")

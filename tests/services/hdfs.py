@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -83,10 +84,14 @@ def _jar() -> Path:
     def found() -> Path | None:
         return next((_SERVERS / "jars").glob("*hadoop-client-minicluster-3.4.1.jar"), None)
 
-    if found() is None:
-        subprocess.run([sys.executable, "-c", _FETCH, str(_SERVERS)], check=True, timeout=_FETCH_SECONDS)
-    jar = found()
-    assert jar is not None, f"{_JAR} is not in {_SERVERS}/jars"
+    # Test processes ask at once, and a jar that is still copied is none.
+    _SERVERS.mkdir(parents=True, exist_ok=True)
+    with open(_SERVERS / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if found() is None:
+            subprocess.run([sys.executable, "-c", _FETCH, str(_SERVERS)], check=True, timeout=_FETCH_SECONDS)
+        jar = found()
+    assert jar is not None, f"{_JAR} is not in {_SERVERS}/jars; it comes from Maven Central"
     return jar
 
 

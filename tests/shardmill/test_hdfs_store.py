@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shardmill.errors import StorageError
 from shardmill.storage import TEMPORARY_PREFIX
-from shardmill.stores import open_store
+from shardmill.stores import hdfs, open_store
 from tests.programs.use_store import use_store
 from tests.services.hdfs import HdfsServer
 
@@ -37,6 +39,30 @@ def test_what_a_killed_writer_left_is_found_and_removed(hdfs_root: str):
     assert not list(store.list_unpublished("")) and {file.path for file in store.list("")} == {"kept/file", "emptied/y"}
     store.delete_unpublished(next(store.list("kept")))
     assert {file.path for file in store.list("")} == {"emptied/y"}
+
+
+class AnswersAreLost:
+    """A client whose renames are done, asked for again as hdfs-native does when the answer is lost, and not found."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def rename(self, *arguments: Any, **options: Any) -> None:
+        for _ in range(2):
+            self._client.rename(*arguments, **options)
+
+
+def test_a_rename_whose_answer_was_lost_is_done(hdfs_root: str, monkeypatch: pytest.MonkeyPatch):
+    connected = hdfs._connected
+    monkeypatch.setattr(hdfs, "_connected", lambda *place: AnswersAreLost(connected(*place)))
+    store = open_store(hdfs_root)
+    store.put("x", b"1")
+    store.put("x", b"23")
+    assert store.read("x") == b"23" and store.put_if_absent("y", b"4") and not store.put_if_absent("y", b"5")
+    assert {file.path for file in store.list("")} == {"x", "y"} and not list(store.list_unpublished(""))
 
 
 def test_another_users_files_are_refused_with_the_path(hdfs_root: str):

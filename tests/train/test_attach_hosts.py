@@ -47,8 +47,11 @@ def test_two_hosts_train_as_one_does(tiny_uri, tmp_path, two_hosts: tuple[Host, 
     try:
         said = [process.communicate(timeout=280)[0] for process in processes]
     finally:
+        # Torchrun ends its ranks, which have sessions of their own.
         for process in processes:
-            process.kill()
+            process.terminate()
+        for process in processes:
+            process.wait(60)
     assert [process.returncode for process in processes] == [0, 0], "".join(said)
     runs = [json.loads((tmp_path / name / "runs/one/summary.json").read_text())["train"] for name in ("here", "there")]
     # On a host of its own a rank computes with all of its processors: the bits differ.
