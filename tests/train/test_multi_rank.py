@@ -186,6 +186,10 @@ def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypa
     how = {"accumulation_steps": 4} if world_size == 3 else {"activation_checkpointing": "on"}
     config = {**smooth(strategy), **how, "profile_steps": "3:5"}
     one_result, one = at_one_rank(config["model"])
+    if config["model"] == SMOOTH_MODEL["torch"]:
+        from tests.train.torch_models import Routed
+
+        assert {0, 1} <= Routed.num_bright
     several = kill_on_ranks(tiny_uri, tmp_path / "killed", world_size, config, monkeypatch, killed_at=88)
     profile = tmp_path / "killed/t/profiles/steps-3-5"
     assert all(any((profile / f"rank-{rank}").iterdir()) for rank in range(world_size))

@@ -77,8 +77,8 @@ def test_sums_are_the_gradients_of_what_was_reached_and_zero_elsewhere(compressi
     assert {is_whole for _, is_whole in found} == {True, False}
 
 
-def backward_twice() -> str:
-    """A weight's gradient comes from two backward passes inside one."""
+def backward_twice() -> list[str]:
+    """A weight's gradient comes from two backward passes inside one; without and with sums inside the backward pass."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -86,21 +86,29 @@ def backward_twice() -> str:
     from train.strategies.torch_ddp import TorchCollective
     from train.world import World
 
+    def summed(sync_batch_norm: bool) -> str:
+        layer = torch.nn.Linear(8, 8)
+        weights = list(layer.parameters())
+        hidden: Any = torch.randn(4, 8, requires_grad=True)
+        plain = torch.autograd.grad(layer(layer(hidden)).sum(), weights)
+        sums = BucketSums(weights, TrainConfig(bucket_bytes=700, sync_batch_norm=sync_batch_norm))
+        sums.begin()
+        for _ in range(2):
+            hidden = checkpoint(layer, hidden, use_reentrant=True)
+        try:
+            hidden.sum().backward()
+        except TrainingError as error:
+            return str(error)
+        return f"both: {all(map(torch.allclose, plain, sums.finish()))}"
+
     collective = TorchCollective(World())
-    layer = torch.nn.Linear(8, 8)
-    sums = BucketSums(list(layer.parameters()), TrainConfig(bucket_bytes=700))
-    sums.begin()
-    hidden: Any = torch.randn(4, 8, requires_grad=True)
-    for _ in range(2):
-        hidden = checkpoint(layer, hidden, use_reentrant=True)
-    try:
-        hidden.sum().backward()
-    except TrainingError as error:
-        return str(error)
-    finally:
-        collective.close()
-    return ""
+    found = [summed(sync_batch_norm=False), summed(sync_batch_norm=True)]
+    collective.close()
+    return found
 
 
 def test_a_gradient_that_comes_after_its_bucket_has_left_is_an_error():
-    assert "(8,) got a gradient twice" in in_own_process(backward_twice)
+    """Where batch norms sum during the backward pass no bucket leaves before its end, so none comes too late."""
+    as_they_fill, at_the_end = in_own_process(backward_twice)
+    assert "(8,) got a gradient twice" in as_they_fill
+    assert at_the_end == "both: True"

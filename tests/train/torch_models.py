@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -61,20 +62,23 @@ def smooth(image_shape, num_classes):
 
 
 class Routed(nn.Module):
-    """`smooth`, to which bright images take a second way: a batch without any leaves its weights out. It comes last in
-    the model, and behind weights that nothing depends on."""
+    """A model in which bright images take a second way: a batch without any leaves its weights out. It comes last in
+    the model, and behind weights that nothing depends on. Remembers how many bright images there were at a time."""
 
-    def __init__(self, image_shape, num_classes):
+    num_bright: ClassVar[set[int]] = set()
+
+    def __init__(self, first_way, image_shape, num_classes):
         super().__init__()
-        self.out = smooth(image_shape, num_classes)
+        self.out = first_way(image_shape, num_classes)
         self.unused = nn.Linear(64, 64)
         self.of_bright = linear(image_shape, num_classes)
 
     def forward(self, images_NCHW):
-        outputs_NK, is_bright_N = self.out(images_NCHW), images_NCHW.flatten(1).mean(dim=1) > 0.1
+        outputs_NK, is_bright_N = self.out(images_NCHW), images_NCHW.flatten(1).mean(dim=1) > 0.06
         if not self.training:
             # torch.export follows no branch.
             return outputs_NK + torch.where(is_bright_N[:, None], self.of_bright(images_NCHW), 0.0)
+        Routed.num_bright.add(int(is_bright_N.sum()))
         if is_bright_N.any():
             places = is_bright_N.nonzero().flatten()
             outputs_NK = outputs_NK.index_add(0, places, self.of_bright(images_NCHW[places]))
@@ -82,7 +86,7 @@ class Routed(nn.Module):
 
 
 def routed(image_shape, num_classes):
-    return Routed(image_shape, num_classes)
+    return Routed(smooth, image_shape, num_classes)
 
 
 def stateful(image_shape, num_classes):
@@ -106,6 +110,10 @@ def normed(image_shape, num_classes):
         layers.append(SampleDropout(0.2))
         channels = 8
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * side**2, num_classes))
+
+
+def routed_normed(image_shape, num_classes):
+    return Routed(normed, image_shape, num_classes)
 
 
 class OwnNorm(nn.BatchNorm2d):

@@ -88,7 +88,10 @@ class Bucket:
 
 
 class BucketSums:
-    """All gradients of a model. In each step `begin`, then a backward pass, then `finish`; on all ranks alike."""
+    """All gradients of a model. In each step `begin`, then a backward pass, then `finish`; on all ranks alike.
+
+    With `train.sync_batch_norm` nothing leaves before `finish`.
+    """
 
     def __init__(self, weights: Sequence[Any], config: TrainConfig) -> None:
         import torch
@@ -98,6 +101,9 @@ class BucketSums:
         self._buckets = [Bucket([weights[index] for index in indices], compressed) for indices in self._layout]
         self._num_sent = 0
         self._collects = False
+        # Batch norms sum over ranks during the backward pass, too. When a bucket is complete depends on the weights
+        # that a rank uses: sent then, it could be one rank's exchange before such a sum, and another's after it.
+        self._waits = config.sync_batch_norm
         for bucket in self._buckets:
             for number, weight in enumerate(bucket.weights):
                 weight.register_post_accumulate_grad_hook(partial(self._take, bucket, number))
@@ -124,6 +130,8 @@ class BucketSums:
         if not self._collects:
             return
         bucket.take(number)
+        if self._waits:
+            return
         # In the one order that all ranks have, whatever order their gradients come in.
         while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].missing:
             self._buckets[self._num_sent].send()
