@@ -110,9 +110,11 @@ def write_keras_file(serving: ServingModel, file: Path, check: KerasCheck) -> st
     A user's own model class is left out if its `call` can be written down as the layers that it calls. If no file
     loads again and passes the check, none is written, and the answer says why.
     """
-    reason = ""
-    for inlined in (True, False) if _custom_classes(serving.model) else (False,):
-        for custom_objects in ({}, {kind.__name__: kind for kind in _custom_classes(serving.model)}):
+    from train.layers.keras import SampleDropout
+
+    reason, custom = "", _custom_classes(serving.model) - {SampleDropout}
+    for inlined in (True, False) if custom else (False,):
+        for custom_objects in ({}, {kind.__name__: kind for kind in custom}):
             try:
                 _with_layers_of_keras(_functional(serving, inlined)).save(file)
                 import keras
@@ -161,7 +163,10 @@ def _functional(serving: ServingModel, inlined: bool) -> Any:
 
 
 def _with_layers_of_keras(model: Any) -> Any:
-    """The same layers and weights, but for `SampleDropout`: who loads the file trains without our sample ids."""
+    """The same layers and weights, but for `SampleDropout`: who loads the file trains without our sample ids.
+
+    Inside other layers, wrappers among them, it stays: only graphs can be made again with other layers.
+    """
     import keras
 
     from train.layers.keras import SampleDropout
@@ -175,11 +180,6 @@ def _with_layers_of_keras(model: Any) -> Any:
 
 
 def _custom_classes(model: Any) -> set[type]:
-    """Classes of layers and models that are not Keras's own: they must be importable to load the model.
-
-    Without `SampleDropout`, which a file has as Keras's own.
-    """
-    from train.layers.keras import SampleDropout
-
-    kinds = {type(layer) for layer in model._flatten_layers()} - {SampleDropout}
+    """Classes of layers and models that are not Keras's own: they must be importable to load the model."""
+    kinds = {type(layer) for layer in model._flatten_layers()}
     return {kind for kind in kinds if not kind.__module__.startswith("keras.")}
