@@ -66,7 +66,7 @@ class TrainOutcome:
     memory: str = ""
     """How a step fits into it, for people; empty if that was not looked at."""
     exchange: str = ""
-    """What it takes of a step, likewise; empty for one rank or too few steps."""
+    """What the exchange between ranks takes of a step, likewise; empty for one rank or too few steps."""
 
 
 def train_model(
@@ -217,8 +217,9 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
             "dataset": dataset_section(result.dataset, open_pinned(result.dataset).manifest),
             "train": {
                 "strategy": result.strategy,
-                "strategy_reason": "; ".join(filter(None, (outcome.chosen.reason, outcome.exchange))),
+                "strategy_reason": outcome.chosen.reason,
                 "memory": outcome.memory,
+                "exchange": outcome.exchange,
                 "launcher": outcome.chosen.config.launcher,
                 "world_size": result.world_size,
                 "devices": [str(each) for each in result.placement],

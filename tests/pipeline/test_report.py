@@ -44,7 +44,13 @@ def test_labels_are_text_at_every_number_of_classes(num_classes: int):
         summary={
             "status": "ok",
             "dataset": {"uri": HOSTILE, "version": 1, "counts": counts},
-            "train": {"strategy": HOSTILE, "world_size": 2, "steps": 15, "time_shares": {"compute": 0.5, "other": 0.5}},
+            "train": {
+                "strategy": HOSTILE,
+                "exchange": "exchange: a tenth of a step",
+                "world_size": 2,
+                "steps": 15,
+                "time_shares": {"compute": 0.5, "other": 0.5},
+            },
             "promotion": {"decision": "kept", "reason": HOSTILE},
         },
         config_toml=HOSTILE,
@@ -56,7 +62,7 @@ def test_labels_are_text_at_every_number_of_classes(num_classes: int):
     )
     page = render(data)
     assert "<script" not in page and "alert(&#39;x&#39;)" in page
-    for words in ("Class balance", "Loss", "Confusion matrix", "The gate", "87.50%"):
+    for words in ("Class balance", "Loss", "Confusion matrix", "The gate", "87.50%", "exchange: a tenth of a step"):
         assert words in page
 
 
