@@ -25,9 +25,7 @@ from tests.services.faulty_store import FaultyStore, send_twice
 from tests.support import make_dataset
 from tests.train.test_multi_rank import SMOOTH_MODEL
 from train.auto import resolve
-from train.backends.backend import model_spec
 from train.backends.keras.backend import KERAS_FILE
-from train.backends.keras.serving import KerasCheck, ServingModel, write_keras_file
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
@@ -224,10 +222,7 @@ def test_an_export_that_is_not_there_is_answered_with_those_that_are(models):
     [
         # Its layers tell all: written down without the class.
         ("with_arguments", ""),
-        (
-            "with_config",
-            "load it with custom_objects for tests.train.launch_models.WithConfig, train.layers.keras.SampleDropout",
-        ),
+        ("with_config", "load it with custom_objects for tests.train.launch_models.WithConfig"),
         ("with_tensorflow", "no .keras file: NotImplementedError"),
     ],
 )
@@ -246,24 +241,6 @@ def test_users_own_model_classes_are_exported(dataset, tmp_path, model, keras_no
 
         loaded = keras.models.load_model(tmp_path / export.record.artifact_dir / KERAS_FILE)
         assert np.abs(np.asarray(loaded(images_of(dataset))["probabilities"]) - probabilities_NK).max() <= 1e-5
-
-
-def test_a_keras_file_names_the_dropout_that_it_keeps(dataset, tmp_path):
-    import keras
-
-    from train.layers.keras import SampleDropout
-
-    spec, images_NHWC = model_spec(dataset.manifest, config_of()), images_of(dataset)
-    named = "load it with custom_objects for train.layers.keras.SampleDropout"
-    for dropout, note in [(SampleDropout(0.2), ""), (keras.layers.TimeDistributed(SampleDropout(0.2)), named)]:
-        layers = [dropout, keras.layers.Flatten(), keras.layers.Dense(len(spec.labels.class_names))]
-        model = keras.Sequential([keras.Input(spec.image_shape_HWC), *layers])
-        serving = ServingModel(model, outputs_are_logits=True, spec=spec)
-        check = KerasCheck(serving.answers_name, images_NHWC, serving.predict(images_NHWC), max_abs_diff=1e-5)
-        assert write_keras_file(serving, tmp_path / KERAS_FILE, check) == note
-        loaded = keras.models.load_model(tmp_path / KERAS_FILE)
-        kept = {type(layer) for layer in loaded._flatten_layers()} & {SampleDropout, keras.layers.Dropout}
-        assert kept == ({SampleDropout} if note else {keras.layers.Dropout})
 
 
 def test_a_model_that_computes_something_else_each_time_is_not_exported(dataset, tmp_path):

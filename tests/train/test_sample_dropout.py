@@ -23,8 +23,10 @@ from tests.train.test_models import THREE, batch_of
 from tests.train.test_multi_rank import SMOOTH_MODEL
 from tests.train.training import MODELS
 from train.backends import BACKENDS
-from train.backends.backend import StatePart
+from train.backends.backend import InputScale, ModelSpec, StatePart
+from train.backends.keras.backend import KERAS_FILE
 from train.backends.keras.build import build_model
+from train.backends.keras.serving import KerasCheck, ServingModel, write_keras_file
 from train.config import TrainConfig
 from train.layers.sample_bits import DROPOUT, drawing, sample_keys
 
@@ -207,3 +209,21 @@ def test_outside_a_training_step_it_has_nothing_to_draw_from():
         learner("torch", f"{DROPOUT_MODELS}:hiding")
     with pytest.raises(UsageError, match=r"rate=1\); expected a share of elements: at least 0, less than 1"):
         for_torch.SampleDropout(1)
+
+
+def test_a_keras_file_names_the_dropout_that_it_keeps(tmp_path):
+    import keras
+
+    from train.layers.keras import SampleDropout
+
+    spec, images_NHWC = ModelSpec(SHAPE, THREE, InputScale((120.0,) * 3, (60.0,) * 3)), batch_of(SHAPE).images_NHWC
+    named = "load it with custom_objects for train.layers.keras.SampleDropout"
+    for dropout, note in [(SampleDropout(0.2), ""), (keras.layers.TimeDistributed(SampleDropout(0.2)), named)]:
+        layers = [dropout, keras.layers.Flatten(), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input(SHAPE), *layers])
+        serving = ServingModel(model, outputs_are_logits=True, spec=spec)
+        check = KerasCheck(serving.answers_name, images_NHWC, serving.predict(images_NHWC), max_abs_diff=1e-5)
+        assert write_keras_file(serving, tmp_path / KERAS_FILE, check) == note
+        loaded: keras.Model = keras.models.load_model(tmp_path / KERAS_FILE)
+        kept = {type(layer) for layer in loaded._flatten_layers()} & {SampleDropout, keras.layers.Dropout}
+        assert kept == ({SampleDropout} if note else {keras.layers.Dropout})
