@@ -87,6 +87,11 @@ class Store(Protocol):
         ...
 
 
+def is_temporary(path: str) -> bool:
+    """Whether a path is that of a file which its writer has not published."""
+    return path.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
+
+
 def join_uri(uri: str | Path, path: str) -> str:
     """The URI of `path` below the root `uri`."""
     return f"{str(uri).rstrip('/')}/{path}"

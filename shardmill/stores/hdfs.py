@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmill.errors import AccessDenied, StorageError, UsageError
-from shardmill.storage import TEMPORARY_PREFIX, StoredFile
+from shardmill.storage import TEMPORARY_PREFIX, StoredFile, is_temporary
 from shardmill.storage_errors import as_storage_error
 
 CONNECT_TIMEOUT_SECONDS = 10.0
@@ -78,13 +78,13 @@ class HdfsStore:
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
         for _, files in self._walk(prefix):
-            yield from (self._stored_file(file) for file in files if not _is_temporary(file.path))
+            yield from (self._stored_file(file) for file in files if not is_temporary(file.path))
 
     def list_unpublished(self, prefix: str) -> Iterator[StoredFile]:
         for empty_folder, files in self._walk(prefix):
             if empty_folder is not None:
                 yield self._stored_file(empty_folder)
-            yield from (self._stored_file(file) for file in files if _is_temporary(file.path))
+            yield from (self._stored_file(file) for file in files if is_temporary(file.path))
 
     def delete_unpublished(self, file: StoredFile) -> None:
         # An empty folder, or a file: a folder that is not empty any more stays.
@@ -213,7 +213,3 @@ def _check_reachable(authority: str) -> None:
             "expected the address of its RPC port, as in fs.defaultFS",
             "check the address and that HDFS is running",
         ) from None
-
-
-def _is_temporary(path: str) -> bool:
-    return path.rpartition("/")[2].startswith(TEMPORARY_PREFIX)

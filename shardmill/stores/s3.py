@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmill.errors import NoSuchRoot, StorageError
-from shardmill.storage import TEMPORARY_PREFIX, StoredFile
+from shardmill.storage import TEMPORARY_PREFIX, StoredFile, is_temporary
 from shardmill.storage_errors import as_storage_error
 
 
@@ -61,7 +61,7 @@ class S3Store:
                 yield _stored_file(name[len(self._root) + 1 :], info)
 
     def list_unpublished(self, prefix: str) -> Iterator[StoredFile]:
-        yield from (file for file in self.list(prefix) if _is_temporary(file.path))
+        yield from (file for file in self.list(prefix) if is_temporary(file.path))
         bucket, _, root = self._root.partition("/")
         folder = f"{root}/{prefix}/".lstrip("/")
         place: dict[str, str] = {}
@@ -76,7 +76,7 @@ class S3Store:
             place = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def delete_unpublished(self, file: StoredFile) -> None:
-        if _is_temporary(file.path):
+        if is_temporary(file.path):
             return self.delete(file.path)
         bucket, _, key = f"{self._root}/{file.path}".partition("/")
         try:
@@ -147,10 +147,6 @@ def _is_behind_the_end(error: OSError) -> bool:
     """Whether the server refused a range because the object ends before it (HTTP 416)."""
     answer = getattr(error.__cause__, "response", None) or {}
     return answer.get("Error", {}).get("Code") in ("InvalidRange", "416")
-
-
-def _is_temporary(path: str) -> bool:
-    return path.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
 
 
 def _stored_file(path: str, info: dict[str, Any]) -> StoredFile:

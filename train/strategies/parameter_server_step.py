@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardmill.errors import TrainingError
-from train.backends.keras.layer_errors import as_layers_raised_them
 from train.backends.keras.step import Rows
+from train.backends.layer_errors import as_layers_raised_them
 from train.strategies.parameter_server_cluster import ClusterTask
 from train.world import Role
 

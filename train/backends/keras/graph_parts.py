@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -121,10 +122,4 @@ def _needed(nodes: list[Any], earlier: list[Any], inputs: Iterable[Any]) -> list
 
 def _num_values(symbols: Iterable[Any]) -> int:
     """Of one image."""
-    total = 0
-    for symbol in symbols:
-        num = 1
-        for size in symbol.shape[1:]:
-            num *= size or 1
-        total += num
-    return total
+    return sum(math.prod(size or 1 for size in symbol.shape[1:]) for symbol in symbols)

@@ -16,10 +16,10 @@ from shardmill.values import Batch
 from train.backends.backend import InputScale, StepOutcome
 from train.backends.keras.batch_norms import KerasBatchNorms, tracing_step
 from train.backends.keras.build import BuiltModel
-from train.backends.keras.layer_errors import as_layers_raised_them
 from train.backends.keras.optimizers import ChosenOptimizer
 from train.backends.keras.recompute import Segments, compute_in_tensorflow
 from train.backends.keras.standardize import standardize
+from train.backends.layer_errors import as_layers_raised_them
 from train.backends.parts import parts_of
 from train.layers.sample_bits import drawing, sample_keys
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardmill.errors import UsageError
 from train.backends.backend import ModelSpec
-from train.backends.keras.layer_errors import as_layers_raised_them
+from train.backends.layer_errors import as_layers_raised_them
 from train.backends.torch.freeze import Frozen, freeze
 from train.backends.torch.runtime import device, import_torch
 from train.config import TrainConfig
