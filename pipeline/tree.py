@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from etl.config import EtlConfig, SourceConfig
 from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, SparkConfig
-from train.config import GateConfig, TrainConfig
+from train.config import TrainConfig
+from train.gate_config import GateConfig
 
 
 class PipelineTree(ConfigTree):

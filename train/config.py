@@ -1,4 +1,4 @@
-"""The sections `train` and `gate` of the config, and what follows from them by arithmetic."""
+"""The section `train` of the config, and what follows from it by arithmetic."""
 
 from __future__ import annotations
 
@@ -85,8 +85,11 @@ class TrainConfig(Section):
     local_devices: Annotated[int, HOW] = Field(default=0, ge=0)
     """`mirrored` only: over how many devices of its process a batch is split; 0: all GPUs there are, else one CPU.
     Without GPUs the CPU counts as so many devices, which gains no speed."""
-    compression: Annotated[Literal["none", "fp16", "bf16"], LATER] = "none"
-    """How gradients travel between ranks: as they are, or in sixteen bits. On CPUs that costs more than it saves."""
+    compression: Annotated[Literal["none", "fp16", "bf16", "powersgd"], LATER] = "none"
+    """How gradients travel between ranks: as they are; in sixteen bits, which on CPUs costs more than it saves; or
+    (`torch_ddp`) as matrices of a low rank, what is lost being added to the next step's (arXiv:1905.13727)."""
+    powersgd_rank: Annotated[int, LATER] = Field(default=2, ge=1)
+    """`compression = "powersgd"` only: that rank. More is nearer to the gradient, and more to send."""
     bucket_bytes: Annotated[int, HOW] = Field(default=0, ge=0)
     """`horovod` and `torch_ddp` only: gradients are exchanged in groups of about so many bytes; 0: as Horovod (128 MiB)
     or PyTorch (25 MiB) has it."""
@@ -263,18 +266,6 @@ class TrainConfig(Section):
                 f"be at most {smallest_share}, the samples of a step that the rank with the fewest streams has"
             )
         return self
-
-
-class GateConfig(Section):
-    """What a new model must show before it becomes the current one."""
-
-    min_accuracy: float = Field(default=0.0, ge=0, le=1)
-    """Floor for top-1 accuracy on the evaluation split; for labels that are one class an image."""
-    metric_limit: float = Field(default=0.0, ge=0)
-    """What a model must reach by the figure of its kind of labels: accuracy, or mean average precision (several classes
-    an image), at least; mean absolute error (numbers) at most. 0: no bound."""
-    max_regression: float = Field(default=0.01, ge=0, le=1)
-    """How far that figure may fall behind the current model's on the same split; of an error, as a share of it."""
 
 
 def settings_of(meaning: Resume) -> frozenset[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shardmill.jobs.observer import FieldValue
+from train.fit import size_of
 from train.observer import GlobalStep
 from train.rank_times import MIN_STEPS, NOTABLE_SHARE, StepSums
 
@@ -72,6 +73,7 @@ class FirstSteps(StepSums):
         super().__init__()
         self._tell = tell
         self._is_told = False
+        self._of_gradients = ""
         self.reason = ""
         """Empty until then."""
 
@@ -83,7 +85,7 @@ class FirstSteps(StepSums):
         if num_steps < MIN_STEPS or len(self._ranks) == 1:
             return
         seconds = sum(times.total for times in self._ranks.values()) / len(self._ranks)
-        measured = f"measured in {num_steps} of its first steps"
+        measured = f"measured in {num_steps} of its first steps{self._of_gradients}"
         facts = ExchangeFacts(seconds / num_steps, self._exchange_seconds / num_steps, len(self._ranks), measured)
         found = weigh(facts)
         self._is_told, self.reason = True, f"exchange: {found.reason}"
@@ -91,6 +93,10 @@ class FirstSteps(StepSums):
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         super().event(name, fields)
+        if name == "compression":
+            sent, whole = (fields[each] for each in ("sent_bytes", "gradient_bytes"))
+            assert isinstance(sent, int) and isinstance(whole, int)
+            self._of_gradients = f", with {size_of(sent)} for {size_of(whole)} of gradients ({fields['compression']})"
         if name == "restarted":
             # With fewer ranks.
             self._is_told = False

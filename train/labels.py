@@ -13,7 +13,8 @@ from train.values import METRICS
 if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest
     from shardmill.formats.rows import RowSchema
-    from train.config import GateConfig, TrainConfig
+    from train.config import TrainConfig
+    from train.gate_config import GateConfig
 
 LOSSES: dict[LabelKind, str] = {
     "class": "softmax",

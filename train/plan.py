@@ -49,8 +49,8 @@ class TrainingPlan:
     window_bytes_per_rank: int
     cost: StepCost
     exchange_seconds: float
-    """One allreduce of all gradients at the given bandwidth, 0 for one worker; with servers, what one worker reads and
-    sends."""
+    """One allreduce of all gradients, as they travel, at the given bandwidth, 0 for one worker; with servers, what one
+    worker reads and sends."""
     images_per_second: float | None
     """If every rank is as fast as the one measured here and input keeps up; None for devices that are not here."""
     host: str
@@ -73,7 +73,8 @@ class TrainingPlan:
     def rows(self) -> list[tuple[str, ...]]:
         """What a person reads."""
         cost, speed = self.cost, self.images_per_second
-        exchange = f", exchange {1000 * self.exchange_seconds:.1f} ms" if self.exchange_seconds else ""
+        exchange, sent = f", exchange {1000 * self.exchange_seconds:.1f} ms", size_of(cost.sent_bytes)
+        exchange = f"{exchange} (of {sent})" if self.exchange_seconds else ""
         return [
             ("dataset", self.dataset),
             ("choice", f"{self.num_workers} worker(s), backend {self.backend}; {self.reason}"),
@@ -118,7 +119,7 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
     if limit is not None and not config.silos:
         record = considered(limit, task, cost, config, windows.bytes_per_rank, tree.spark)
         fitted = fit(facts_of(record, config, windows.bytes_per_rank, tree.spark))
-    exchange_seconds = _exchange_seconds(config, cost.weights_bytes, network_gbit)
+    exchange_seconds = _exchange_seconds(config, cost.sent_bytes, network_gbit)
     images_at_once = config.global_batch_size * (1 if shares_streams(config) else config.num_workers)
     return TrainingPlan(
         dataset=f"{dataset.pin.uri}@{dataset.pin.version}",
@@ -153,7 +154,8 @@ def _weighed(config: TrainConfig, cost: StepCost, exchange_seconds: float, netwo
     if config.num_workers == 1 or not shares_streams(config):
         return None
     step_seconds = cost.step_seconds + exchange_seconds
-    how = f"computed for {network_gbit:g} Gbit/s, none of it hidden behind the computation"
+    sent = size_of(cost.sent_bytes)
+    how = f"computed for {sent} at {network_gbit:g} Gbit/s, none of it hidden behind the computation"
     return weigh(ExchangeFacts(step_seconds, exchange_seconds, config.num_workers, how))
 
 

@@ -11,7 +11,8 @@ from train.backends import BACKENDS
 from train.backends.recompute import check_recompute
 from train.choose_backend import framework_of
 from train.class_weights import check_class_weights
-from train.config import GateConfig, TrainConfig
+from train.config import TrainConfig
+from train.gate_config import GateConfig
 from train.initial import check_initial
 from train.labels import LabelSpec, check_gate, check_labels
 from train.launching import LAUNCHERS
@@ -134,6 +135,13 @@ def _check_exchange(config: TrainConfig) -> None:
             f"train.compression = {config.compression!r} with train.strategy = {config.strategy!r}",
             f"it has {' and '.join(map(repr, has))}",
             f"set train.compression = 'none', or train.strategy to {' or '.join(map(repr, others))}",
+        )
+    rank_at_default = TrainConfig.model_fields["powersgd_rank"].default
+    if config.powersgd_rank != rank_at_default and config.compression != "powersgd":
+        raise UsageError(
+            f"train.powersgd_rank = {config.powersgd_rank} with train.compression = {config.compression!r}",
+            "gradients travel whole",
+            "set train.compression = 'powersgd', or leave train.powersgd_rank out",
         )
     if config.local_steps > 1 and config.strategy != "local_sgd":
         raise UsageError(

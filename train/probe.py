@@ -22,6 +22,7 @@ from shardmill.parent_death import die_with_parent
 from shardmill.values import Batch
 from train.backends import BACKENDS
 from train.backends.backend import Learner, ModelSpec, StatePart
+from train.compression import remembered_bytes, sent_bytes
 from train.config import TrainConfig
 from train.launching.devices import CUDA_VARIABLE
 from train.launching.faults import Failure, FaultKind, RankFault, error_of, failure_of
@@ -58,9 +59,11 @@ class StepCost:
     model_bytes: int
     """Likewise."""
     weights_bytes: int
-    """Of what gradients change, which is also the size of all gradients, and of one exchange."""
+    """Of what gradients change, which is also the size of all gradients."""
+    sent_bytes: int
+    """What a rank gives into one exchange of them."""
     state_bytes: int
-    """Weights, gradients, optimizer and the rank's own state."""
+    """Weights, gradients, optimizer and the rank's own state, with what a compression remembers."""
     work_bytes: int
     """What a step takes beyond the state: images, activations, scratch. Peak of the process less that before it."""
     step_seconds: float
@@ -116,6 +119,9 @@ def measure(task: ProbeTask) -> StepCost:
     backend.start(World(ranks_per_node=task.ranks_per_node), config.seed)
     learner = backend.build(config, task.spec)
     sizes = {part: sum(array.nbytes for array in learner.arrays(part)) for part in StatePart}
+    gradients = learner.arrays(StatePart.WEIGHTS)
+    sent, remembered = sent_bytes(gradients, config), remembered_bytes(gradients, config)
+    del gradients
     model = learner.named_weights().arrays.values()
     _forget_peak()
     before_bytes = _peak_bytes()
@@ -130,7 +136,8 @@ def measure(task: ProbeTask) -> StepCost:
         num_weights=sum(array.size for array in model),
         model_bytes=sum(array.nbytes for array in model),
         weights_bytes=sizes[StatePart.WEIGHTS],
-        state_bytes=sum(sizes.values()) + sizes[StatePart.WEIGHTS],
+        sent_bytes=sent,
+        state_bytes=sum(sizes.values()) + sizes[StatePart.WEIGHTS] + remembered,
         work_bytes=work_bytes,
         step_seconds=statistics.median(seconds[1:]),
         process_bytes=before_bytes,

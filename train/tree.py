@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shardmill.jobs.config import ConfigTree, DatasetConfig, ModelsConfig, SparkConfig
-from train.config import GateConfig, TrainConfig
+from train.config import TrainConfig
+from train.gate_config import GateConfig
 
 
 class TrainTree(ConfigTree):

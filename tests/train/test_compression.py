@@ -24,6 +24,10 @@ COMPRESSED = [
 ]
 
 
+# Beside it, in parts: what travels is compressed once a step.
+OF_COMPRESSION: dict[str, dict] = {"powersgd": {"powersgd_rank": 4, "accumulation_steps": 2}}
+
+
 @pytest.mark.parametrize(("strategy", "compression"), COMPRESSED)
 def test_compressed_gradients_train_as_others_do(tiny_uri, tmp_path, strategy, compression):
     """In small buckets too. The first loss is that of one rank alone, because no gradient has been used yet."""
@@ -31,7 +35,7 @@ def test_compressed_gradients_train_as_others_do(tiny_uri, tmp_path, strategy, c
     one = Recorder()
     alone = train_here(tiny_uri, tmp_path / "one", one, **CONFIG, model=model)
     config = {**CONFIG, "model": model, "strategy": strategy, "compression": compression, "bucket_bytes": 20_000}
-    result, watched = train_on_ranks(tiny_uri, tmp_path / "several", 2, config)
+    result, watched = train_on_ranks(tiny_uri, tmp_path / "several", 2, config | OF_COMPRESSION.get(compression, {}))
     losses = [(float.fromhex(watched.losses[step]), float.fromhex(loss)) for step, loss in one.losses.items()]
     assert losses[0][0] == pytest.approx(losses[0][1], rel=1e-6)
     differences = [abs(found - expected) / expected for found, expected in losses]
@@ -47,6 +51,12 @@ def test_compressed_gradients_train_as_others_do(tiny_uri, tmp_path, strategy, c
         ({"strategy": "single", "compression": "fp16"}, r"'single'; it has 'none'; set .* to 'horovod' or 'torch_ddp'"),
         ({"strategy": "horovod", "compression": "bf16"}, r"it has 'none' and 'fp16'; .* to 'torch_ddp'"),
         ({"strategy": "local_sgd", "compression": "bf16"}, r"train.strategy to 'torch_ddp'"),
+        ({"strategy": "horovod", "compression": "powersgd"}, r"it has 'none' and 'fp16'; .* to 'torch_ddp'"),
+        ({"strategy": "torch_ddp", "powersgd_rank": 8}, r"= 8 with train.compression = 'none'; gradients travel whole"),
+        (
+            {"strategy": "torch_ddp", "compression": "powersgd", "mixed_precision": "float16"},
+            r"another scale; set train.mixed_precision = 'bfloat16'",
+        ),
     ],
 )
 def test_a_compression_that_a_strategy_lacks_is_refused(given, message):

@@ -15,7 +15,7 @@ from shardmill.sealed import seal
 from shardmill.stores import open_store
 from tests.support import build_here, make_dataset, write_images
 from tests.train.exports import put_export
-from train.config import GateConfig
+from train.gate_config import GateConfig
 from train.published.candidate import promote_export
 from train.published.current import read_history
 from train.published.decision import Comparison, Incomparable, Promotion

@@ -27,7 +27,8 @@ from tests.train.test_models import batch_of
 from tests.train.training import MODELS, task_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
-from train.config import GateConfig, TrainConfig
+from train.config import TrainConfig
+from train.gate_config import GateConfig
 from train.labels import LabelSpec, check_gate, check_labels
 from train.launching import LAUNCHERS
 from train.preflight import check_trainable

@@ -44,6 +44,7 @@ def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
     assert planned.fit is not None and rows["fit"] == planned.fit.reason and "8 images at once" in planned.fit.reason
     assert planned.exchange is not None and rows["exchange"] == planned.exchange.reason
     assert f"{1000 * planned.exchange_seconds:.1f} ms of a step of" in rows["exchange"]
+    assert planned.cost.sent_bytes == planned.cost.weights_bytes and rows["step"].count("ms (of 9.0 KiB)") == 1
     assert planned.local_batch_size == 8, "of six streams with four images each, the largest rank has two"
     assert planned.images_per_second == pytest.approx(24 / (planned.cost.step_seconds + planned.exchange_seconds))
     assert not (tmp_path / "models").exists()

@@ -19,7 +19,8 @@ from shardmill.jobs.observer import SilentObserver
 from shardmill.options import DecodeLimits
 from shardmill.reader import read_samples
 from tests.support import make_dataset
-from train.config import GateConfig, TrainConfig
+from train.config import TrainConfig
+from train.gate_config import GateConfig
 from train.published.candidate import promote_export
 from train.published.export import export_training
 from train.published.load import load_exported

@@ -124,13 +124,17 @@ def test_the_exchange_is_weighed_once_by_the_first_steps_of_several_ranks():
 
     # The first step compiles; and to wait for another rank is no exchange.
     early, late = {"compute": 0.04, "allreduce": 0.06}, {"compute": 0.09, "allreduce": 0.01}
+    first.event("compression", {"rank": 0, "compression": "bf16", "sent_bytes": 1024, "gradient_bytes": 2048})
     steps(1, {"compute": 9.0, "allreduce": 9.0}, {"compute": 9.0, "allreduce": 9.0})
     steps(MIN_STEPS - 1, early, late)
     assert not told and not first.reason
     steps(100, early, late)
     [(name, fields)] = told
     assert (name, fields["choice"], fields["reason"]) == ("train.exchange", "exchange_small", first.reason)
-    assert first.reason.startswith("exchange: 10.0 ms of a step of 100.0 ms (10%), measured in 10 of its first steps: ")
+    assert first.reason.startswith(
+        "exchange: 10.0 ms of a step of 100.0 ms (10%), measured in 10 of its first steps, with 1.0 KiB for 2.0 KiB of "
+        "gradients (bf16): "
+    )
     # One rank that is left exchanges nothing.
     first.event("restarted", {"rank": 0})
     steps(100, {"compute": 0.1})

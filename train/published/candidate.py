@@ -11,7 +11,7 @@ from shardmill.errors import IntegrityError
 from shardmill.jobs.run_files import StageRecord
 from shardmill.reader import read_split
 from shardmill.stores import open_store
-from train.config import GateConfig
+from train.gate_config import GateConfig
 from train.published.current import History, read_history
 from train.published.decision import Comparison, GateDecision, Incomparable, Promotion
 from train.published.exported import EXPORTS, Export, ExportedModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from train.config import GateConfig
+from train.gate_config import GateConfig
 from train.labels import check_gate
 from train.published.current import History
 from train.published.decision import Comparison, GateDecision, Incomparable

@@ -7,9 +7,11 @@ buckets leave in one fixed order, and what the backward pass did not reach count
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from shardmill.errors import TrainingError
 from train.config import TrainConfig
@@ -75,12 +77,18 @@ class Bucket:
         if any(weight.requires_grad for weight in self.weights):
             self._work = dist.all_reduce(self._flat, async_op=True)
 
+    def send_rest(self) -> None:
+        """What depends on the sum of what was sent; all buckets are. Here, nothing."""
+
     def sums(self) -> list[Any]:
         """In the order of the weights; float32, and until the next step."""
         if self._work is not None:
             self._work.wait()
         summed = self._flat.float()
         return self._places if summed is self._flat else self._views(summed)
+
+    def settle(self) -> None:
+        """The sums were applied. Here, nothing is remembered of them."""
 
     def _views(self, flat: Any) -> list[Any]:
         parts = flat.split([weight.numel() for weight in self.weights])
@@ -94,11 +102,8 @@ class BucketSums:
     """
 
     def __init__(self, weights: Sequence[Any], config: TrainConfig) -> None:
-        import torch
-
-        compressed = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[config.compression]
         self._layout = layout([_kind_and_bytes(weight) for weight in weights], config.bucket_bytes or DEFAULT_BYTES)
-        self._buckets = [Bucket([weights[index] for index in indices], compressed) for indices in self._layout]
+        self._buckets = [self._new_bucket([weights[index] for index in indices], config) for indices in self._layout]
         self._num_sent = 0
         self._collects = False
         # Batch norms sum over ranks during the backward pass, too. When a bucket is complete depends on the weights
@@ -120,10 +125,33 @@ class BucketSums:
         for bucket in self._buckets[self._num_sent :]:
             bucket.take_the_rest()
             bucket.send()
+        for bucket in self._buckets:
+            bucket.send_rest()
         sums = {}
         for indices, bucket in zip(self._layout, self._buckets, strict=True):
             sums |= dict(zip(indices, bucket.sums(), strict=True))
         return [sums[index] for index in range(len(sums))]
+
+    def settle(self) -> None:
+        """The sums of this step were applied. Of one that was not, nothing may be remembered."""
+        for bucket in self._buckets:
+            bucket.settle()
+
+    def state_files(self, rank: int) -> dict[str, list[np.ndarray]]:
+        """What is remembered from step to step, for a checkpoint: of this rank, and on rank 0 of all. Here, nothing."""
+        return {}
+
+    def files_to_resume(self, rank: int, world_size: int, saved_world_size: int) -> list[str]:
+        """Those files of a checkpoint of so many ranks that this one of `world_size` needs."""
+        return []
+
+    def start(self, files: Mapping[str, bytes]) -> None:
+        """Go on from a checkpoint's files, those of `files_to_resume` among them; none for a fresh start."""
+
+    def _new_bucket(self, weights: Sequence[Any], config: TrainConfig) -> Bucket:
+        import torch
+
+        return Bucket(weights, {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[config.compression])
 
     def _take(self, bucket: Bucket, number: int, _: Any) -> None:
         """The hook of one weight. Earlier parts of a batch leave their gradients where they are."""

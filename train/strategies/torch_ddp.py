@@ -9,21 +9,23 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from shardmill.errors import TrainingError
+from shardmill.errors import TrainingError, UsageError
 from shardmill.values import Batch
 from train.backends.backend import Learner
+from train.compression import sent_bytes
 from train.config import TrainConfig
 from train.stopwatch import Stopwatch
 from train.strategies.collective import AnnouncedCollective, announced
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.nics import nic_with
+from train.strategies.powersgd import LowRankSums
 from train.strategies.replicated import ReplicatedMember, StreamShare
 from train.strategies.strategy import GLOO_ECHO, Strategy
 from train.strategies.torch_buckets import BucketSums
@@ -35,6 +37,14 @@ if TYPE_CHECKING:
 
 # The watchdog finds lost ranks; a timeout here would end a job in which one rank is only slow.
 TIMEOUT = timedelta(hours=1)
+
+SUMS: dict[str, type[BucketSums]] = {
+    "none": BucketSums,
+    "fp16": BucketSums,
+    "bf16": BucketSums,
+    "powersgd": LowRankSums,
+}
+"""How gradients are summed, by `train.compression`."""
 
 
 class TorchCollective:
@@ -117,7 +127,7 @@ class DdpMember(ReplicatedMember):
         super().__init__(learner, collective, data, streams, gather_aside)
         self._torch_learner = learner
         self._reporter = reporter
-        self._buckets = BucketSums(learner.weights, config)
+        self._sums = SUMS[config.compression](learner.weights, config)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
         import torch.distributed as dist
@@ -126,18 +136,32 @@ class DdpMember(ReplicatedMember):
 
         def begin_to_sum(figures: Any) -> None:
             summing.append(dist.all_reduce(figures, async_op=True))
-            self._buckets.begin()
+            self._sums.begin()
 
         share_of_streams = self._streams.here / self._streams.total
         figures = self._torch_learner.differentiate(batch, global_weight, share_of_streams, begin_to_sum)
         # What is left of the exchange after the backward pass could not be hidden behind it.
         with announced(self._reporter, "an allreduce"):
             stopwatch = Stopwatch()
-            sums = self._buckets.finish()
+            sums = self._sums.finish()
             for work in summing:
                 work.wait()
             exposed_seconds = stopwatch.lap()
-        return MemberStep(self.learner.apply([*sums, figures], learning_rate), exposed_seconds)
+        outcome = self.learner.apply([*sums, figures], learning_rate)
+        if outcome.is_applied:
+            self._sums.settle()
+        return MemberStep(outcome, exposed_seconds)
+
+    def state_files(self) -> dict[str, list[np.ndarray]]:
+        return super().state_files() | self._sums.state_files(self.rank)
+
+    def files_to_resume(self, saved_world_size: int) -> list[str]:
+        of_sums = self._sums.files_to_resume(self.rank, self.world_size, saved_world_size)
+        return [*super().files_to_resume(saved_world_size), *of_sums]
+
+    def start(self, files: Mapping[str, bytes], saved_world_size: int, source: str) -> None:
+        super().start(files, saved_world_size, source)
+        self._sums.start(files)
 
 
 def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
@@ -145,6 +169,12 @@ def join_ddp(world: World, config: TrainConfig, build: Callable[[], Learner], re
     data = DataIndex(world.rank, world.world_size)
     # The only backend that this strategy runs with.
     learner = cast("TorchLearner", build())
+    if world.rank == 0 and config.compression != "none":
+        sizes = {
+            "sent_bytes": sent_bytes(learner.weights, config),
+            "gradient_bytes": sum(weight.nbytes for weight in learner.weights),
+        }
+        reporter.event("compression", {"rank": 0, "compression": config.compression, **sizes})
     collective = AnnouncedCollective(TorchCollective, world, reporter)
     streams = StreamShare.of(data, config)
     learner.sum_moments_by(partial(_sum_in_step, reporter))
@@ -184,6 +214,16 @@ def _meet(world: World) -> Any:
     return open_store(there["host"], there["port"], world.world_size, False, TIMEOUT, wait_for_workers=False)
 
 
+def check(config: TrainConfig) -> None:
+    """`train.strategies.strategy.Strategy.check`."""
+    if config.compression == "powersgd" and config.mixed_precision == "float16":
+        raise UsageError(
+            "train.mixed_precision = 'float16' with train.compression = 'powersgd'",
+            "what a step leaves out is added to the next, whose loss may have another scale",
+            "set train.mixed_precision = 'bfloat16'",
+        )
+
+
 TORCH_DDP = Strategy(
     backends=("torch",),
     synchronous=True,
@@ -193,7 +233,8 @@ TORCH_DDP = Strategy(
     checkpoint_layout="replicated",
     max_world_size=None,
     join=join_ddp,
-    compressions=("none", "fp16", "bf16"),
+    compressions=tuple(SUMS),
+    check=check,
     echo=re.compile(
         rf"{GLOO_ECHO}|Dist(Backend|Network|Store)Error|NCCL error|ProcessGroup\w+.*(timeout|abort)", re.IGNORECASE
     ),
