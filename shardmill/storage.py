@@ -33,7 +33,8 @@ class Store(Protocol):
     """The root as a folder that this machine's programs can open; None for remote storage."""
 
     def read(self, path: str) -> bytes:
-        """The whole file. Raises FileNotFoundError if there is none, StorageError for anything else.
+        """The whole file. Raises FileNotFoundError if there is none, StorageError for anything else; IntegrityError if
+        the storage itself says that these are not the bytes that it was given.
 
         AccessDenied only if the refusal is known to concern this one file, as a POSIX mode does. An S3 403 may as well
         be expired credentials, which must not become a fact about an image: that is a plain StorageError.
@@ -56,7 +57,10 @@ class Store(Protocol):
         ...
 
     def put_if_absent(self, path: str, data: bytes) -> bool:
-        """Publish a whole file unless the name exists; True if this call made it. Atomic among all writers."""
+        """Publish a whole file unless the name exists; True if this call made it. Atomic among all writers.
+
+        If an answer was lost, the bytes that are there may be all that tells: those of each writer must be its own.
+        """
         ...
 
     def list(self, prefix: str) -> Iterator[StoredFile]:

@@ -15,10 +15,13 @@ from tests.services.faulty_store import faulty
 from tests.services.hdfs import hdfs_root, hdfs_server
 from tests.services.hosts import two_hosts
 from tests.services.s3 import s3_bucket, s3_server
+from tests.services.versitygw import gateway, gateway_bucket, versitygw
 
 __all__ = [
     "demo",
     "faulty",
+    "gateway",
+    "gateway_bucket",
     "hdfs_root",
     "hdfs_server",
     "pytest_collection_modifyitems",
@@ -26,6 +29,7 @@ __all__ = [
     "s3_bucket",
     "s3_server",
     "two_hosts",
+    "versitygw",
 ]
 
 # A failing example prints the blob that reproduces it; no deadline, because these machines are noisy.

@@ -13,8 +13,10 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.finished import Finished
 from etl.plan import plan_build
 from etl.write_unit import write_unit
+from shardmill.dataset.open import open_dataset
 from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import DatasetConfig
+from shardmill.reader import ReaderOptions, read_batches
 
 
 def write_images(
@@ -58,3 +60,14 @@ def build_here(source_uri: str, dataset_uri: str, config: EtlConfig) -> str:
     plan = plan_build(tree, run_id=f"test-{uuid.uuid4().hex[:8]}")
     commit_results(plan, Finished(plan.listing, [write_unit(unit, plan.task) for unit in plan.units]))
     return dataset_uri
+
+
+def read_all(root: Path | str, format_name: str) -> int:
+    """An epoch of every split; the number of its rows."""
+    dataset = open_dataset(str(root))
+    num_rows = 0
+    for split in dataset.manifest.splits:
+        spec = dataset.plan_spec(split, seed=0, global_batch_size=8, num_streams=2)
+        with read_batches(dataset, dataset.plan_epoch(spec, 0), options=ReaderOptions(format=format_name)) as batches:
+            num_rows += sum(int(batch.weights_N.sum()) for batch in batches)
+    return num_rows

@@ -16,7 +16,7 @@ from etl.sources.download import HTTP_SCHEMES, Downloader, NotDownloaded
 from shardmill.errors import AccessDenied
 from shardmill.storage import Store
 from shardmill.storage_errors import as_storage_error
-from shardmill.stores import STORES, open_store
+from shardmill.stores import STORES, open_store, scheme_of
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def uri_problems(uris: pa.Array, store: Store) -> pa.Array:
     unknown = [
         name
         for name in pc.unique(schemes).to_pylist()
-        if name not in (None, *HTTP_SCHEMES) and STORES.problem_with(name)
+        if name not in (None, *HTTP_SCHEMES) and STORES.problem_with(scheme_of(f"{name}://"))
     ]
     names_local_file = pc.or_kleene(pc.starts_with(uris, "/"), pc.equal(schemes, "file"))
     # A table that was fetched from elsewhere does not choose among the files of this machine.

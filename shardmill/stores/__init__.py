@@ -13,12 +13,17 @@ STORES: Registry[Callable[[str], Store]] = Registry(
     "storage scheme",
     {
         "file": Entry("shardmill.stores.local:LocalStore", "a local or mounted folder"),
-        "s3": Entry("shardmill.stores.s3:S3Store", "a prefix of an S3 bucket", extra="s3", packages=("s3fs",)),
+        "s3": Entry(
+            "shardmill.stores.s3:S3Store", "a prefix of an S3 bucket", extra="s3", packages=("s3fs", "tenacity")
+        ),
         "hdfs": Entry(
             "shardmill.stores.hdfs:HdfsStore", "a folder of an HDFS", extra="hdfs", packages=("hdfs_native",)
         ),
     },
 )
+
+_ALIASES = {"s3a": "s3"}
+"""What Hadoop's tools call a scheme -> its name here. One place has one spelling in every record."""
 
 
 def open_store(uri: str | Path) -> Store:
@@ -28,6 +33,9 @@ def open_store(uri: str | Path) -> Store:
     """
     text = str(uri)
     scheme, _, path = text.partition(":/")
+    if scheme in _ALIASES:
+        scheme = _ALIASES[scheme]
+        text = f"{scheme}:/{path}"
     if scheme in STORES and scheme != "file" and not path.startswith("/"):
         # Hadoop's tools print it so; it would be a local folder of that name. Without a host it is the default HDFS.
         meant = f"/{path}" if scheme == "hdfs" else path
@@ -41,4 +49,5 @@ def open_store(uri: str | Path) -> Store:
 
 def scheme_of(uri: str) -> str:
     """The name in `STORES` that a URI asks for; a plain path is `file`."""
-    return uri.split("://", 1)[0] if "://" in uri else "file"
+    scheme = uri.split("://", 1)[0] if "://" in uri else "file"
+    return _ALIASES.get(scheme, scheme)

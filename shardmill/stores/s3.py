@@ -1,17 +1,22 @@
-"""A store on S3: s3fs makes the requests, conditional PUT makes the commit atomic."""
+"""A store on S3: paths are keys below a prefix, and conditional PUT makes the commit atomic."""
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardmill.errors import NoSuchRoot, StorageError
+from shardmill.errors import IntegrityError, NoSuchRoot, StorageError
 from shardmill.storage import TEMPORARY_PREFIX, StoredFile, is_temporary
 from shardmill.storage_errors import as_storage_error
+
+if TYPE_CHECKING:
+    from shardmill.stores.s3_requests import S3Requests
 
 
 class S3Store:
@@ -20,31 +25,23 @@ class S3Store:
     def __init__(self, uri: str) -> None:
         self.uri = uri.rstrip("/")
         self.local_root: Path | None = None
-        self._root = self.uri[len("s3://") :]
+        self._bucket, _, root = self.uri[len("s3://") :].partition("/")
+        self._root = f"{root}/" if root else ""
         self._is_conditional = False
 
     def read(self, path: str) -> bytes:
-        with as_storage_error(f"{self.uri}/{path}"):
-            return _s3_filesystem().cat_file(f"{self._root}/{path}")
+        return self._get(path, 0, None)
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
-        if num_bytes == 0:
-            return b""
-        with as_storage_error(f"{self.uri}/{path}"):
-            try:
-                return _s3_filesystem().cat_file(f"{self._root}/{path}", start=start, end=start + num_bytes)
-            except OSError as error:
-                if _is_behind_the_end(error):
-                    return b""
-                raise
+        return self._get(path, start, num_bytes) if num_bytes else b""
 
     def put(self, path: str, data: bytes) -> None:
         with as_storage_error(f"{self.uri}/{path}", len(data)), self._needs_bucket():
-            _s3_filesystem().pipe_file(f"{self._root}/{path}", data)
+            _requests().put(self._bucket, self._root + path, data)
 
     def put_file(self, path: str, local_file: Path) -> None:
         with as_storage_error(f"{self.uri}/{path}", local_file.stat().st_size), self._needs_bucket():
-            _s3_filesystem().put_file(str(local_file), f"{self._root}/{path}")
+            _requests().put_file(self._bucket, self._root + path, local_file)
 
     def put_if_absent(self, path: str, data: bytes) -> bool:
         with as_storage_error(f"{self.uri}/{path}", len(data)), self._needs_bucket():
@@ -52,61 +49,81 @@ class S3Store:
             return self._create(path, data)
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
-        with as_storage_error(f"{self.uri}/{prefix}"), self._needs_bucket():
-            folder = f"{self._root}/{prefix}".rstrip("/")
-            found = _s3_filesystem().find(folder, detail=True, refresh=True)
-        for name, info in found.items():
+        for page in self._pages(prefix, "list_objects_v2", ContinuationToken="NextContinuationToken"):
             # Consoles make empty objects with a slash at the end, to show as folders.
-            if not name.endswith("/") and info["type"] == "file":
-                yield _stored_file(name[len(self._root) + 1 :], info)
+            files = (found for found in page.get("Contents", ()) if not found["Key"].endswith("/"))
+            yield from (_stored_file(found["Key"][len(self._root) :], found["Size"], found) for found in files)
 
     def list_unpublished(self, prefix: str) -> Iterator[StoredFile]:
         yield from (file for file in self.list(prefix) if is_temporary(file.path))
-        bucket, _, root = self._root.partition("/")
-        folder = f"{root}/{prefix}/".lstrip("/")
-        place: dict[str, str] = {}
-        while True:
-            with as_storage_error(f"{self.uri}/{prefix}"), self._needs_bucket():
-                page = _s3_filesystem().call_s3("list_multipart_uploads", Bucket=bucket, Prefix=folder, **place)
+        places = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        for page in self._pages(prefix, "list_multipart_uploads", **places):
             for upload in page.get("Uploads", ()):
-                path = upload["Key"][len(root) :].lstrip("/")
+                path = upload["Key"][len(self._root) :]
                 yield StoredFile(path, 0, int(upload["Initiated"].timestamp() * 1e9), upload["UploadId"])
-            if not page.get("IsTruncated"):
-                return
-            place = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def delete_unpublished(self, file: StoredFile) -> None:
         if is_temporary(file.path):
             return self.delete(file.path)
-        bucket, _, key = f"{self._root}/{file.path}".partition("/")
-        try:
-            with as_storage_error(f"{self.uri}/{file.path}"):
-                # An upload has no entity tag yet; `list_unpublished` gives its id in that place.
-                _s3_filesystem().call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=file.etag)
-        except FileNotFoundError:
-            return
+        # An upload has no entity tag yet; `list_unpublished` gives its id in that place.
+        self._delete(file.path, "abort_multipart_upload", UploadId=file.etag)
 
     def stat(self, path: str) -> StoredFile | None:
         try:
             with as_storage_error(f"{self.uri}/{path}"):
-                info = _s3_filesystem().info(f"{self._root}/{path}", refresh=True)
+                found = _requests().call("head_object", Bucket=self._bucket, Key=self._root + path)
         except FileNotFoundError:
             return None
-        return _stored_file(path, info) if info["type"] == "file" else None
+        return _stored_file(path, found["ContentLength"], found)
 
     def delete(self, path: str) -> None:
+        self._delete(path, "delete_object")
+
+    def _get(self, path: str, start: int, num_bytes: int | None) -> bytes:
+        from shardmill.stores.s3_requests import Damaged
+
         try:
             with as_storage_error(f"{self.uri}/{path}"):
-                _s3_filesystem().rm_file(f"{self._root}/{path}")
+                return _requests().get(self._bucket, self._root + path, start, num_bytes)
+        except StorageError as error:
+            if not isinstance(error.__cause__, Damaged):
+                raise
+            raise IntegrityError(
+                f"{self.uri}/{path} was altered: {error.__cause__}",
+                "expected what was uploaded",
+                "restore it from a copy",
+            ) from error
+
+    def _delete(self, path: str, method: str, **arguments: str) -> None:
+        try:
+            with as_storage_error(f"{self.uri}/{path}"):
+                _requests().call(method, Bucket=self._bucket, Key=self._root + path, **arguments)
         except FileNotFoundError:
             return
 
+    def _pages(self, prefix: str, method: str, **places: str) -> Iterator[dict[str, Any]]:
+        """What answers a listing of a folder. `places`: what asks for the next page -> where it is told."""
+        folder = f"{self._root}{prefix}/" if prefix else self._root
+        arguments: dict[str, str] = {}
+        while True:
+            with as_storage_error(f"{self.uri}/{prefix}"), self._needs_bucket():
+                page = _requests().call(method, Bucket=self._bucket, Prefix=folder, **arguments)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            arguments = {asked: page[told] for asked, told in places.items()}
+
     def _create(self, path: str, data: bytes) -> bool:
+        from shardmill.stores.s3_requests import UnknownOutcome
+
         try:
-            _s3_filesystem().pipe_file(f"{self._root}/{path}", data, mode="create")
-        except FileExistsError:
-            return False
-        return True
+            return _requests().create(self._bucket, self._root + path, data)
+        except UnknownOutcome as error:
+            raise StorageError(
+                f"whether {self.uri}/{path} was published cannot be told: {error.strerror}",
+                "nothing was deleted",
+                "run it again when the server answers: it goes on from what is there",
+            ) from error
 
     def _check_conditional(self, path: str) -> None:
         """Raise StorageError for a server that ignores `If-None-Match`: there, two writers would both get True."""
@@ -116,8 +133,14 @@ class S3Store:
         probe = f"{path.rpartition('/')[0]}/{TEMPORARY_PREFIX}conditional-put-{uuid.uuid4().hex}".lstrip("/")
         try:
             answers = [self._create(probe, b"1"), self._create(probe, b"2")]
+        except OSError as error:
+            # Some servers say that they do not know the header.
+            if error.errno != errno.ENOSYS:
+                raise
+            answers = []
         finally:
-            self.delete(probe)
+            with suppress(StorageError):
+                self.delete(probe)
         if answers != [True, False]:
             raise StorageError(
                 f"{self.uri} ignores `If-None-Match: *`",
@@ -131,25 +154,21 @@ class S3Store:
         try:
             yield
         except FileNotFoundError:
-            bucket = self._root.split("/")[0]
-            raise NoSuchRoot(f"no bucket {bucket!r} for {self.uri}", "expected an existing one", "create it") from None
+            what = f"no bucket {self._bucket!r} for {self.uri}"
+            raise NoSuchRoot(what, "expected an existing one", "create it") from None
+
+
+def _requests() -> S3Requests:
+    return _connected(os.getpid())
 
 
 @functools.cache
-def _s3_filesystem() -> Any:
-    import s3fs
+def _connected(pid: int) -> S3Requests:
+    """Those of this process: a thread makes them, and it does not survive a fork."""
+    from shardmill.stores.s3_requests import S3Requests
 
-    # A cached listing would hide what other processes have just committed.
-    return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
-
-
-def _is_behind_the_end(error: OSError) -> bool:
-    """Whether the server refused a range because the object ends before it (HTTP 416)."""
-    answer = getattr(error.__cause__, "response", None) or {}
-    return answer.get("Error", {}).get("Code") in ("InvalidRange", "416")
+    return S3Requests()
 
 
-def _stored_file(path: str, info: dict[str, Any]) -> StoredFile:
-    modified = info.get("LastModified")
-    mtime_ns = int(modified.timestamp() * 1e9) if modified is not None else 0
-    return StoredFile(path, int(info["size"]), mtime_ns, str(info.get("ETag", "")).strip('"'))
+def _stored_file(path: str, size_bytes: int, found: dict[str, Any]) -> StoredFile:
+    return StoredFile(path, int(size_bytes), int(found["LastModified"].timestamp() * 1e9), found["ETag"].strip('"'))

@@ -217,7 +217,7 @@ def test_a_table_in_a_bucket_names_objects_and_no_file_of_this_machine(tmp_path:
     for file in files:
         s3_client(s3_server).upload_file(str(file), bucket, f"pile/{file.parent.name}/{file.name}")
     uris = [f"{file.parent.name}/{file.name}" for file in files[1:]]
-    uris += [f"{s3_bucket}/pile/{files[0].parent.name}/{files[0].name}", str(files[0]), f"file://{files[0]}"]
+    uris += [f"s3a://{bucket}/pile/{files[0].parent.name}/{files[0].name}", str(files[0]), f"file://{files[0]}"]
     write_table(tmp_path / "t.csv", {"uri": uris})
     s3_client(s3_server).upload_file(str(tmp_path / "t.csv"), bucket, "pile/t.csv")
     source = SourceConfig(uri=f"{s3_bucket}/pile/t.csv", kind="table")

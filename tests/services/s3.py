@@ -68,4 +68,5 @@ def s3_client(endpoint: str) -> Any:
     """Amazon's own client, for names and requests that our store does not make."""
     import boto3
 
-    return boto3.client("s3", endpoint_url=endpoint)
+    # A session of its own: the default one would keep the keys of the first server that a test asks.
+    return boto3.Session().client("s3", endpoint_url=endpoint)

@@ -16,8 +16,7 @@ from shardmill.dataset.open import open_dataset, open_pinned
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, SecurityRefusal, UsageError
 from shardmill.formats import SHARD_FORMATS
-from shardmill.reader import ReaderOptions, read_batches
-from tests.support import make_dataset
+from tests.support import make_dataset, read_all
 
 _SEED = random.SystemRandom().randrange(2**32)
 _NUM_FLIPS = 60
@@ -31,16 +30,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def dataset_root(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "dataset"))
-
-
-def read_all(root: Path, format_name: str) -> int:
-    dataset = open_dataset(str(root))
-    num_rows = 0
-    for split in dataset.manifest.splits:
-        spec = dataset.plan_spec(split, seed=0, global_batch_size=8, num_streams=2)
-        with read_batches(dataset, dataset.plan_epoch(spec, 0), options=ReaderOptions(format=format_name)) as batches:
-            num_rows += sum(int(batch.weights_N.sum()) for batch in batches)
-    return num_rows
 
 
 def test_a_whole_dataset_passes_every_rule(whole: Path):

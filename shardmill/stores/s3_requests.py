@@ -1,0 +1,276 @@
+"""Requests to S3: what may pass is tried again until a deadline, what will not is told at once.
+
+One loop, around each request and the reading of its answer, in place of those of botocore and s3fs: a conditional PUT
+that a client repeats unseen is refused because of itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import botocore.exceptions as botocore_errors
+from botocore.parsers import ResponseParserError
+from fsspec.asyn import sync
+from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
+
+DEADLINE = "SHARDMILL_S3_DEADLINE_SECONDS"
+"""Of the environment: how long a request may take with all its repetitions; 120 if it is not set."""
+CONNECT_SECONDS = 10.0
+"""How long a server that has never answered this process is tried: its address is more likely wrong than it is away."""
+PIECE_BYTES = 1 << 24
+"""What one request transfers at most, so that a slow line needs no other deadline than a fast one."""
+_PARALLEL = 4
+_MAX_CONNECTIONS = 32
+_MAX_UPLOADS = 3
+# What a server says of a request that came late, damaged or too soon, under statuses that mean other things, too.
+_PASSING_CODES = {
+    "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError", "OperationAborted", "RequestTimeout",
+    "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException", "XAmzContentSHA256Mismatch",
+}  # fmt: skip
+Damaged = botocore_errors.FlexibleChecksumError
+"""A body that does not match the checksum which the server keeps of it."""
+_MAX_DAMAGED = 3
+_BROKEN = (
+    aiohttp.ClientError, botocore_errors.HTTPClientError, botocore_errors.IncompleteReadError, ConnectionError, Damaged,
+    ResponseParserError, TimeoutError,
+)  # fmt: skip
+_FOR_GOOD = (botocore_errors.SSLError, botocore_errors.ProxyConnectionError)
+_NOT_REACHED = (botocore_errors.EndpointConnectionError, botocore_errors.ConnectTimeoutError)
+
+Value = TypeVar("Value")
+
+
+class UnknownOutcome(OSError):
+    """A conditional PUT was sent, and neither its answer nor the object could be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one ranged GET gave of an object."""
+
+    data: bytes
+    object_bytes: int
+    etag: str
+
+
+class S3Requests:
+    """The connections of one process, set up from the usual AWS_* environment. Safe to use from several threads.
+
+    What a server refuses is raised as OSError: FileNotFoundError for an object or bucket that is not there,
+    PermissionError for a 403. What cannot be reached is raised as botocore names it.
+    """
+
+    def __init__(self) -> None:
+        from s3fs import S3FileSystem
+
+        self._deadline_seconds = float(os.environ.get(DEADLINE) or 120.0)
+        self._has_answered = False
+        # A stall is noticed early enough for further requests.
+        config = {
+            "retries": {"mode": "standard", "total_max_attempts": 1},
+            "connect_timeout": 5.0,
+            "read_timeout": self._deadline_seconds / 8,
+            "max_pool_connections": _MAX_CONNECTIONS,
+        }
+        self._connection = S3FileSystem(config_kwargs=config, skip_instance_cache=True)
+        # Now, not within the deadline of the first request: reading botocore's tables takes most of a second.
+        self._connection.connect()
+
+    def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """One request of Amazon's API, by its snake_case name."""
+        return self._wait_for(self._call(method, **arguments))
+
+    def get(self, bucket: str, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        """`num_bytes` from `start`, or all; fewer at the end of the object, none behind it. Raises Damaged."""
+        return self._wait_for(self._get(bucket, key, start, num_bytes))
+
+    def put(self, bucket: str, key: str, data: bytes) -> None:
+        """The object is there whole, or as it was."""
+        self._wait_for(self._upload(bucket, key, len(data), lambda start, end: data[start:end]))
+
+    def put_file(self, bucket: str, key: str, file: Path) -> None:
+        """As `put`, of a file of which no more than a few pieces are held at once."""
+
+        def read(start: int, end: int) -> bytes:
+            with open(file, "rb") as source:
+                return os.pread(source.fileno(), end - start, start)
+
+        self._wait_for(self._upload(bucket, key, file.stat().st_size, read))
+
+    def create(self, bucket: str, key: str, data: bytes) -> bool:
+        """PUT unless the name exists: whether the object is this call's. Raises UnknownOutcome if nothing tells."""
+        return self._wait_for(self._create(bucket, key, data))
+
+    def _wait_for(self, work: Coroutine[Any, Any, Value]) -> Value:
+        try:
+            return sync(self._connection.loop, lambda: work)  # pyright: ignore[reportReturnType]
+        except botocore_errors.ClientError as error:
+            from s3fs.errors import translate_boto_error
+
+            raise translate_boto_error(error) from error
+
+    async def _patiently(self, request: Callable[..., Awaitable[Value]], *args: Any, **named: Any) -> Value:
+        """The value of `request`, which is called until it succeeds or fails for good, or the deadline comes."""
+        failed: list[BaseException] = []
+
+        def is_worth_another(state: RetryCallState) -> bool:
+            error = state.outcome.exception() if state.outcome else None
+            if error is None or isinstance(error, botocore_errors.ClientError):
+                self._has_answered = True
+            if error is None or not _may_pass(error):
+                return False
+            failed.append(error)
+            if sum(isinstance(each, Damaged) for each in failed) == _MAX_DAMAGED:
+                # Not on its way: there.
+                return False
+            is_there = self._has_answered or not isinstance(error, _NOT_REACHED)
+            return is_there or (state.seconds_since_start or 0.0) < CONNECT_SECONDS
+
+        tries = AsyncRetrying(retry=is_worth_another, wait=wait_random_exponential(0.1, 8.0), reraise=True)
+        try:
+            async with asyncio.timeout(self._deadline_seconds):
+                return await tries(request, *args, **named)
+        except TimeoutError:
+            last = f"; the last of {len(failed)} errors: {failed[-1]}" if failed else ""
+            waited = f"no success within {self._deadline_seconds:g} s ({DEADLINE}){last}"
+            raise OSError(errno.EIO, waited) from (failed[-1] if failed else None)
+
+    async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        return await self._patiently(self._once, method, **arguments)
+
+    async def _once(self, method: str, **arguments: Any) -> dict[str, Any]:
+        client = await self._connection.set_session()
+        return await getattr(client, method)(**arguments)
+
+    async def _get(self, bucket: str, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        size = PIECE_BYTES if num_bytes is None else min(num_bytes, PIECE_BYTES)
+        first = await self._patiently(self._get_piece, bucket, key, start, size)
+        end = first.object_bytes if num_bytes is None else min(first.object_bytes, start + num_bytes)
+        others = await _a_few_at_once(
+            [
+                lambda at=at: self._patiently(self._get_piece, bucket, key, at, min(PIECE_BYTES, end - at))
+                for at in range(start + PIECE_BYTES, end, PIECE_BYTES)
+            ]
+        )
+        if any(piece.etag != first.etag for piece in others):
+            raise OSError(errno.EIO, "it was replaced while it was read")
+        return b"".join(piece.data for piece in (first, *others)) if others else first.data
+
+    async def _get_piece(self, bucket: str, key: str, start: int, num_bytes: int) -> _Piece:
+        """Every read names a range: only then does the answer say how long the object is."""
+        place = f"bytes={start}-{start + num_bytes - 1}"
+        try:
+            answer = await self._once("get_object", Bucket=bucket, Key=key, Range=place)
+        except botocore_errors.ClientError as error:
+            if _status_of(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                return _Piece(b"", 0, "")
+            raise
+        async with answer["Body"] as body:
+            data = await body.read()
+        object_bytes = int(answer.get("ContentRange", "").rpartition("/")[2] or -1)
+        if len(data) != min(num_bytes, object_bytes - start):
+            raise aiohttp.ClientPayloadError(f"{len(data)} bytes came for {place} of {object_bytes}")
+        return _Piece(data, object_bytes, answer.get("ETag", ""))
+
+    async def _upload(self, bucket: str, key: str, num_bytes: int, read: Callable[[int, int], bytes]) -> None:
+        if num_bytes <= PIECE_BYTES:
+            await self._call("put_object", Bucket=bucket, Key=key, Body=read(0, num_bytes))
+            return
+        for uploads in range(1, _MAX_UPLOADS + 1):
+            try:
+                await self._upload_in_parts(bucket, key, num_bytes, read)
+                return
+            except botocore_errors.ClientError as error:
+                # The end of an upload is no name for the next request: if its answer was lost, begin anew.
+                if error.response["Error"].get("Code") != "NoSuchUpload" or uploads == _MAX_UPLOADS:
+                    raise
+
+    async def _upload_in_parts(self, bucket: str, key: str, num_bytes: int, read: Callable[[int, int], bytes]) -> None:
+        upload = await self._call("create_multipart_upload", Bucket=bucket, Key=key)
+        place = {"Bucket": bucket, "Key": key, "UploadId": upload["UploadId"]}
+
+        async def send(number: int, start: int) -> dict[str, Any]:
+            data = read(start, min(start + PIECE_BYTES, num_bytes))
+            answer = await self._call("upload_part", **place, PartNumber=number, Body=data)
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        starts = enumerate(range(0, num_bytes, PIECE_BYTES), 1)
+        try:
+            parts = await _a_few_at_once([lambda number=n, start=at: send(number, start) for n, at in starts])
+            await self._call("complete_multipart_upload", **place, MultipartUpload={"Parts": parts})
+        except Exception:
+            # What cannot be removed now is found by `gc`.
+            with suppress(Exception):
+                await self._once("abort_multipart_upload", **place)
+            raise
+
+    async def _create(self, bucket: str, key: str, data: bytes) -> bool:
+        is_unknown = False
+
+        async def attempt() -> bool:
+            nonlocal is_unknown
+            try:
+                await self._once("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+                return True
+            except asyncio.CancelledError:
+                is_unknown = True
+                raise
+            except Exception as error:
+                # A 412 may be the answer to a repetition of what was done: aiohttp sends a PUT again, unasked, when a
+                # connection closes before its answer. The object alone tells, now or after the next attempt.
+                if _status_of(error) != HTTPStatus.PRECONDITION_FAILED and not _may_pass(error):
+                    raise
+                is_unknown = True
+                try:
+                    return await self._get(bucket, key) == data
+                except botocore_errors.ClientError as absent:
+                    if _status_of(absent) != HTTPStatus.NOT_FOUND:
+                        raise
+                raise
+
+        try:
+            return await self._patiently(attempt)
+        except Exception as error:
+            if is_unknown:
+                raise UnknownOutcome(errno.EIO, getattr(error, "strerror", None) or str(error)) from error
+            raise
+
+
+async def _a_few_at_once(requests: list[Callable[[], Awaitable[Value]]]) -> list[Value]:
+    slots = asyncio.Semaphore(_PARALLEL)
+
+    async def in_turn(request: Callable[[], Awaitable[Value]]) -> Value:
+        async with slots:
+            return await request()
+
+    try:
+        # The first error ends the others, so that none of them goes on behind the back of whoever is told.
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(in_turn(request)) for request in requests]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _status_of(error: BaseException) -> int:
+    """The HTTP status of a server's answer; 0 if there was none."""
+    answer = error.response if isinstance(error, botocore_errors.ClientError) else {}
+    return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same request may succeed later: the server is busy or broken, or the line is."""
+    if isinstance(error, botocore_errors.ClientError):
+        status = _status_of(error)
+        is_busy = (status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED) or status == HTTPStatus.TOO_MANY_REQUESTS
+        return is_busy or error.response.get("Error", {}).get("Code") in _PASSING_CODES
+    return isinstance(error, _BROKEN) and not isinstance(error, _FOR_GOOD)

@@ -1,0 +1,180 @@
+"""An HTTP proxy before an S3 server, in threads of the test: it passes on all requests but those that a test spoils."""
+
+from __future__ import annotations
+
+import http.client
+import random
+import socket
+import struct
+import threading
+import time
+import urllib.parse
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+_OF_ONE_CONNECTION = {"connection", "transfer-encoding", "expect", "keep-alive"}
+
+
+class Fault(StrEnum):
+    """What becomes of one request."""
+
+    INTERNAL_ERROR = auto()
+    """500, and it was not done."""
+    SLOW_DOWN = auto()
+    """503, and it was not done."""
+    CONFLICT = auto()
+    """409 as of two conditional PUTs at once, and it was not done."""
+    FORBIDDEN = auto()
+    """403, and it was not done."""
+    BARE_412 = auto()
+    """Done, but a refused condition comes without a word in the body."""
+    DROPPED = auto()
+    """It was done, and its answer never comes."""
+    RESET = auto()
+    """It was done; the connection is reset in the middle of the answer's body."""
+    CUT = auto()
+    """It was done; the connection is closed in the middle of the answer's body."""
+    SHORT = auto()
+    """It was done; half of the body is sent, under a 200 and a Content-Length that say no more."""
+    STALLED = auto()
+    """It was not done, and nothing comes for `STALL_SECONDS`."""
+    DELAYED = auto()
+    """It is done 200 ms later."""
+
+
+STALL_SECONDS = 60.0
+DELAY_SECONDS = 0.2
+_ANSWERS = {
+    Fault.INTERNAL_ERROR: (500, "InternalError"),
+    Fault.SLOW_DOWN: (503, "SlowDown"),
+    Fault.CONFLICT: (409, "ConditionalRequestConflict"),
+    Fault.FORBIDDEN: (403, "AccessDenied"),
+}
+Choice = Callable[[str, str], Fault | None]
+
+
+@dataclass(slots=True)
+class FaultProxy:
+    """A running proxy. `choose(method, path)` says what becomes of each request; paths are unquoted, with the query."""
+
+    upstream: str
+    endpoint: str = ""
+    choose: Choice = lambda method, path: None
+    told: Counter[Fault | None] = field(default_factory=Counter)
+    """How many requests each fault has spoiled; under None, those that passed."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def decide(self, method: str, path: str) -> Fault | None:
+        # One request after the other: a choice may count.
+        with self.lock:
+            fault = self.choose(method, path)
+            self.told[fault] += 1
+            return fault
+
+
+@contextmanager
+def proxying(upstream: str) -> Iterator[FaultProxy]:
+    """A proxy before the endpoint `upstream`."""
+    proxy = FaultProxy(upstream)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": proxy}))
+    server.daemon_threads = True
+    proxy.endpoint = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield proxy
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def in_turn(*faults: Fault | None, method: str = "", path: str = "") -> Choice:
+    """The first requests of a method, with `path` in theirs, get these faults; all others pass."""
+    left = list(faults)
+
+    def choose(asked: str, where: str) -> Fault | None:
+        is_meant = method in ("", asked) and path in where
+        return left.pop(0) if left and is_meant else None
+
+    return choose
+
+
+def at_random(rate: float, *faults: Fault, seed: int) -> Choice:
+    """Every request gets one of these faults with this probability."""
+    chance = random.Random(seed)
+    return lambda method, path: chance.choice(faults) if chance.random() < rate else None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    proxy: FaultProxy
+    protocol_version = "HTTP/1.1"
+    timeout = 120
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+    def _pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        fault = self.proxy.decide(self.command, urllib.parse.unquote(self.path))
+        if fault in _ANSWERS:
+            status, code = _ANSWERS[fault]
+            answer = f"<Error><Code>{code}</Code><Message>by the fault proxy</Message></Error>".encode()
+            return self._answer(status, [("Content-Type", "application/xml")], answer, len(answer))
+        if fault is Fault.STALLED:
+            time.sleep(STALL_SECONDS)
+            return self._hang_up(reset=True)
+        if fault is Fault.DELAYED:
+            time.sleep(DELAY_SECONDS)
+        status, headers, data = self._ask(body)
+        if fault is Fault.DROPPED:
+            return self._hang_up(reset=False)
+        if fault is Fault.BARE_412 and status == 412:
+            data = b""
+        told = len(data)
+        if fault in (Fault.RESET, Fault.CUT, Fault.SHORT) and data and status < 300:
+            data = data[: len(data) // 2]
+        if fault is Fault.SHORT and status < 300:
+            status, told = 200, len(data)
+            headers = [(name, value) for name, value in headers if name.lower() != "content-range"]
+        self._answer(status, headers, data, told)
+        if len(data) < told or fault in (Fault.RESET, Fault.CUT):
+            self._hang_up(reset=fault is Fault.RESET)
+
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _pass_on
+
+    def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        """What the server answers. The host stays as the client named it: it has signed it."""
+        upstream = http.client.HTTPConnection(self.proxy.upstream.removeprefix("http://"), timeout=60)
+        upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            if name.lower() not in _OF_ONE_CONNECTION:
+                upstream.putheader(name, value)
+        upstream.endheaders(body)
+        answer = upstream.getresponse()
+        data = answer.read()
+        headers = [pair for pair in answer.getheaders() if pair[0].lower() not in _OF_ONE_CONNECTION]
+        if self.command != "HEAD":
+            headers = [pair for pair in headers if pair[0].lower() != "content-length"]
+        upstream.close()
+        return answer.status, headers, data
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes, told_bytes: int) -> None:
+        self.send_response_only(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        if status != 204 and self.command != "HEAD":
+            self.send_header("Content-Length", str(told_bytes))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+            self.wfile.flush()
+
+    def _hang_up(self, *, reset: bool) -> None:
+        self.close_connection = True
+        if reset:
+            # With no time to linger, closing sends a reset.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
