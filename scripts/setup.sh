@@ -97,7 +97,10 @@ if [[ $profile == gpu || -f .venv/setup-gpu ]]; then keep=; fi
 if [[ -d .venv ]]; then
   for mark in .venv/setup-* ".venv/setup-$profile"; do [[ $mark == *'*' ]] || : > "$mark"; done
 fi
-"$uv" sync --frozen $keep "${extras[@]}"
+# Where no process may keep what it compiles, each would compile all that it imports: of TensorFlow, eight seconds.
+compile=
+if [[ -n ${PYTHONDONTWRITEBYTECODE:-} ]]; then compile=--compile-bytecode; fi
+"$uv" sync --frozen $keep $compile "${extras[@]}"
 find .venv -maxdepth 1 -name 'setup-*' ! -name "setup-$profile" -delete
 # For what a user adds; nothing of ours needs it.
 "$uv" pip install --quiet --python .venv pip || say "no pip in .venv: it could not be fetched"

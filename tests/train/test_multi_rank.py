@@ -111,7 +111,8 @@ def kill_on_ranks(uri, models, world_size, config, monkeypatch, killed_at) -> Wa
     monkeypatch.setenv(KILL_AT, str(killed_at))
     task = task_of(uri, models, num_workers=world_size, launcher="local", **config)
     watcher = Watcher()
-    with pytest.raises(TrainingError):
+    # Not another death, before the one that is meant.
+    with pytest.raises(TrainingError, match=f"rank {world_size - 1} .*SIGKILL"):
         LAUNCHERS["local"].launch(task, SparkConfig(), watcher, worker=f"{WORKERS}:last_rank_dies")
     return watcher
 
@@ -181,10 +182,11 @@ def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypa
     """Most of a training on several ranks, the rest of it resumed at one: all the way the losses of one rank alone.
 
     Three ranks also compute their share of each step in parts, two compute activations twice. Every rank records two
-    steps.
+    steps, if the strategy's ranks can.
     """
     how = {"accumulation_steps": 4} if world_size == 3 else {"activation_checkpointing": "on"}
-    config = {**smooth(strategy), **how, "profile_steps": "3:5"}
+    is_profiled = strategy != "multi_worker_mirrored"
+    config = {**smooth(strategy), **how, "profile_steps": "3:5" if is_profiled else ""}
     one_result, one = at_one_rank(config["model"])
     if config["model"] == SMOOTH_MODEL["torch"]:
         from tests.train.torch_models import Routed
@@ -192,7 +194,8 @@ def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypa
         assert {0, 1} <= Routed.num_bright
     several = kill_on_ranks(tiny_uri, tmp_path / "killed", world_size, config, monkeypatch, killed_at=88)
     profile = tmp_path / "killed/t/profiles/steps-3-5"
-    assert all(any((profile / f"rank-{rank}").iterdir()) for rank in range(world_size))
+    if is_profiled:
+        assert all(any((profile / f"rank-{rank}").iterdir()) for rank in range(world_size))
     if strategy == "horovod":
         exchanges = json.loads((profile / "rank-0/horovod_timeline.json").read_text())
         assert "ALLREDUCE" in {each.get("name") for each in exchanges}

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from shardmill.errors import UsageError
-from shardmill.jobs.config import load_tree
+from shardmill.jobs.config import SparkConfig, load_tree
 from tests.train.training import MODELS, Killed, Recorder, train_here
 from train.backends import BACKENDS
+from train.config import TrainConfig
+from train.preflight import check_terms
 from train.tree import TrainTree
 
 LINEAR = {"keras": f"{MODELS}:linear", "torch": "tests.train.torch_models:linear"}
@@ -91,3 +93,9 @@ def test_a_profiler_that_does_not_start_ends_no_training(tiny_uri: str, tmp_path
 def test_other_forms_are_refused(steps: str):
     with pytest.raises(UsageError, match=rf"profile_steps = .*{steps}.*; expected FIRST:STOP"):
         load_tree(TrainTree, None, (f'train.profile_steps="{steps}"',))
+
+
+def test_a_strategy_whose_ranks_the_profiler_may_abort_is_refused():
+    settings = {"num_workers": 2, "strategy": "multi_worker_mirrored", "launcher": "local", "profile_steps": "3:5"}
+    with pytest.raises(UsageError, match=r"profile_steps = '3:5' with .*'multi_worker_mirrored'; .*set .* 'horovod'"):
+        check_terms(TrainConfig(**settings), SparkConfig())  # pyright: ignore[reportArgumentType]
