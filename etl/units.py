@@ -163,14 +163,18 @@ def images_of_table(table: pa.Table) -> Iterator[SourceImage]:
     return itertools.starmap(SourceImage, zip(*columns, strict=True))
 
 
+def typical_image_bytes(config: EtlConfig) -> int:
+    """What a stored image may take in one format: a guess, the more so if sizes differ."""
+    num_values = config.image_size**2 * config.num_channels
+    return max(1, int(num_values * ENCODINGS[config.encoding].bytes_per_value))
+
+
 def _num_units(listing: Listing, config: EtlConfig) -> int:
     """The smallest power of two with which a unit's images fit into one shard, as far as their size can be told."""
     num_images = listing.num_images
     # 256 photos of 12 megapixels are minutes of one task: few of them would all be in one unit.
     mean_bytes = max(1, listing.source_bytes // max(1, num_images))
     least_images = min(config.unit_min_images, max(1, _MIN_UNIT_SOURCE_BYTES // mean_bytes))
-    num_values = config.image_size**2 * config.num_channels  # a guess where sizes differ
-    image_bytes = max(1, int(num_values * ENCODINGS[config.encoding].bytes_per_value))
-    fitting = max(1, config.shard_max_bytes // image_bytes)
+    fitting = max(1, config.shard_max_bytes // typical_image_bytes(config))
     images_per_unit = min(fitting, max(least_images, -(-num_images // _TARGET_NUM_UNITS)))
     return min(NUM_BUCKETS, 1 << max(0, -(-num_images // images_per_unit) - 1).bit_length())

@@ -13,15 +13,7 @@ from pipeline.cli_options import AllowChange, Command, Common, DatasetArgument, 
 from pipeline.dataset_commands import dataset_app
 from pipeline.ending import run_app
 from pipeline.plan_command import plan_app
-from pipeline.printing import (
-    plain,
-    print_result,
-    stage_rows,
-    stage_title,
-    summary_rows,
-    verify_document,
-    verify_rows,
-)
+from pipeline.printing import plain, print_result, stage_rows, stage_title, summary_rows, verify_document, verify_rows
 from shardmill.errors import IntegrityError, UsageError
 
 if TYPE_CHECKING:
@@ -233,12 +225,19 @@ def predict(
 def doctor(
     context: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file to check as well.")] = "",
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Also start the training's ranks on the committed dataset, for one step.")
+    ] = False,
 ) -> None:
-    """Check this machine: versions, Java, compiler, config, storage, slots."""
+    """Check this machine: versions, Java, compiler, config, storage, clocks, room, slots, devices."""
     from pipeline.doctor import diagnose
 
     common: Common = context.obj
     findings = diagnose(config, common.overrides, common.workdir)
+    if rehearse:
+        from pipeline.rehearse import rehearsed
+
+        findings.append(rehearsed(findings, config, common.overrides, common.workdir))
     rows = [(each.status, each.subject, each.found, each.fix) for each in findings]
     print_result(common, [plain(each) for each in findings], rows, title="doctor")
     if any(each.status == "fail" for each in findings):

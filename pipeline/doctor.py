@@ -8,32 +8,26 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.choices import Chosen, chosen_entries, registries
 from pipeline.config import load_pipeline
-from pipeline.preflight import Check, checks
+from pipeline.doctor_ranks import has_version, rank_findings
+from pipeline.finding import Finding, Status, failed, found_by
+from pipeline.preflight import Check, checks, clock_difference_seconds
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
 from shardmill.images.kernel import HOW_TO_INSTALL, NATIVE_ID, resolve_kernel
 from shardmill.registry import Entry, install_hint
 
-Status = Literal["ok", "warn", "fail"]
+if TYPE_CHECKING:
+    from etl.config import EtlConfig
 
 JAVA_VERSIONS = (17, 21)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    status: Status
-    subject: str
-    found: str
-    fix: str = ""
+CLOCK_TOLERANCE_SECONDS = 30
 
 
 def diagnose(config: str, overrides: tuple[str, ...], workdir: str) -> list[Finding]:
@@ -41,7 +35,7 @@ def diagnose(config: str, overrides: tuple[str, ...], workdir: str) -> list[Find
     try:
         tree = load_pipeline(config or None, overrides, workdir)
     except ShardmillError as error:
-        return [_python(), _java(is_needed=True), _compiler(), Finding("fail", "config", _found(error), error.fix)]
+        return [_python(), _java(is_needed=True), _compiler(), Finding("fail", "config", found_by(error), error.fix)]
     return examine(tree, workdir, has_config=bool(config))
 
 
@@ -59,8 +53,7 @@ def examine(tree: PipelineTree, workdir: str, *, has_config: bool = True) -> lis
         _compiler(),
         _kernel(tree),
         *_preflight(tree, workdir, has_config=has_config),
-        *_slots(tree),
-        *_window_memory(tree),
+        *rank_findings(tree),
     ]
 
 
@@ -130,7 +123,7 @@ def _kernel(tree: PipelineTree) -> Finding:
     try:
         kernel = resolve_kernel(tree.etl.kernel)
     except ShardmillError as error:
-        return _failed(subject, error)
+        return failed(subject, error)
     if NATIVE_ID:
         return Finding("ok", subject, f"{kernel}; {NATIVE_ID} is installed")
     return Finding("warn", subject, "wheels; the faster native kernel is not installed", HOW_TO_INSTALL)
@@ -149,18 +142,31 @@ def _preflight(tree: PipelineTree, workdir: str, *, has_config: bool) -> Iterato
             is_refused |= finding.status == "fail"
             yield finding
     if not is_refused:
+        for subject in ("dataset.uri", "models.uri"):
+            yield _clock(f"clock of {subject}", uris[subject])
         try:
-            for subject, found in _listing_facts(tree):
-                yield Finding("warn" if subject == "warning" else "ok", f"source: {subject}", found)
+            yield from _listing_findings(tree)
         except ShardmillError as error:
-            yield _failed("source", error)
+            yield failed("source", error)
+
+
+def _clock(subject: str, uri: str) -> Finding:
+    """`gc`, leases and what removes left-overs go by a file's age."""
+    try:
+        seconds = clock_difference_seconds(uri)
+    except ShardmillError as error:
+        return failed(subject, error)
+    if seconds > CLOCK_TOLERANCE_SECONDS:
+        fix = "set both by NTP; until then leave `gc` with ages of hours alone"
+        return Finding("warn", subject, f"{seconds:,.0f} s from this machine's: files seem older or younger", fix)
+    return Finding("ok", subject, f"within {CLOCK_TOLERANCE_SECONDS} s of this machine's")
 
 
 def _unset(subject: str, tree: PipelineTree) -> Finding:
     """A run needs all of them; training needs no source if there is a version to train on."""
     fix = f"set {subject} in the config"
     try:
-        is_built = subject != "dataset.uri" and bool(tree.dataset.uri) and _has_version(tree.dataset.uri)
+        is_built = subject != "dataset.uri" and bool(tree.dataset.uri) and has_version(tree.dataset.uri)
     except ShardmillError:
         is_built = False
     if is_built:
@@ -168,15 +174,8 @@ def _unset(subject: str, tree: PipelineTree) -> Finding:
     return Finding("fail", subject, "not set", fix)
 
 
-def _has_version(uri: str) -> bool:
-    from shardmill.dataset.versions import latest_version, split_version
-    from shardmill.stores import open_store
-
-    return latest_version(open_store(split_version(uri)[0])) > 0
-
-
-def _listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:
-    """What the ETL would infer from the listing, as (subject, found); reads names and sizes, and no image.
+def _listing_findings(tree: PipelineTree) -> Iterator[Finding]:
+    """What the ETL would infer from the listing, and the room that it would take; reads names and sizes, and no image.
 
     Raises what the ETL and the training would raise for this listing.
     """
@@ -191,64 +190,31 @@ def _listing_facts(tree: PipelineTree) -> Iterator[tuple[str, str]]:
     check_classes(plan)
     check_schema(tree.train, tree.gate, plan.row_schema)
     facts = inferred_facts(plan)
-    yield from ((name, str(facts[name])) for name in ("classes", "splits", "image"))
-    yield from (("warning", message) for message in inferred_warnings(plan))
+    for name in ("classes", "splits", "image"):
+        yield Finding("ok", f"source: {name}", str(facts[name]))
+    for message in inferred_warnings(plan):
+        yield Finding("warn", "source: warning", message)
+    if plan.store.local_root is not None:
+        yield _room(plan.store.local_root, plan.num_images, tree.etl)
+
+
+def _room(root: Path, num_images: int, etl: EtlConfig) -> Finding:
+    """What is free where the dataset is to be, beside what a full build of it might take."""
+    from etl.units import typical_image_bytes
+
+    needed_bytes = num_images * typical_image_bytes(etl) * len(etl.formats)
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    free_bytes = shutil.disk_usage(there).free
+    found = (
+        f"{free_bytes / 1e9:,.1f} GB free; a build of all {num_images:,} images takes about {needed_bytes / 1e9:,.1f}"
+    )
+    if needed_bytes > free_bytes:
+        return Finding("fail", "room for dataset.uri", found, "free space, or choose another place or a smaller size")
+    return Finding("ok", "room for dataset.uri", found)
 
 
 def _run_check(check: Check) -> Finding:
     try:
         return Finding("ok", check.subject, check.look())
     except ShardmillError as error:
-        return _failed(check.subject, error)
-
-
-def _failed(subject: str, error: ShardmillError) -> Finding:
-    fix = error.fix or "check the path, its permissions and the AWS_* environment"
-    return Finding("fail", subject, _found(error), fix)
-
-
-def _found(error: ShardmillError) -> str:
-    return "; ".join(part for part in (error.what, error.expected) if part)
-
-
-def _slots(tree: PipelineTree) -> Iterator[Finding]:
-    """Whether each rank that starts here has a core of its own; nothing of a launcher that cannot be loaded."""
-    from train.auto import resolve
-    from train.launching import LAUNCHERS
-    from train.strategies import roles_of
-
-    cores = os.cpu_count() or 1
-    try:
-        train = resolve(tree.train, tree.spark).config
-        num_ranks = len(roles_of(train))
-        num_ranks_here = LAUNCHERS[train.launcher].ranks_here(num_ranks, tree.spark)
-    except ShardmillError:
-        return
-    if num_ranks_here > cores:
-        found = (
-            f"{num_ranks_here} ranks (train.num_workers = {train.num_workers}) on {cores} cores: they will share them"
-        )
-        yield Finding("warn", "slots", found, "fewer workers, or a cluster")
-    else:
-        found = f"{num_ranks} rank(s) by launcher {train.launcher}, {cores} cores here"
-        yield Finding("ok", "slots", found)
-
-
-def _window_memory(tree: PipelineTree) -> Iterator[Finding]:
-    """What the shuffle windows of one rank need on the committed dataset, if there is one."""
-    from shardmill.dataset.open import open_dataset
-    from train.preflight import check_trainable, window_memory
-
-    subject = "train.window_budget_bytes"
-    try:
-        if not tree.dataset.uri or not _has_version(tree.dataset.uri):
-            return
-        dataset = open_dataset(tree.dataset.uri)
-        check_trainable(tree.train, dataset, tree.gate)
-        memory = window_memory(tree.train, dataset)
-    except ShardmillError as error:
-        # No failure: the ETL of a run with this config may commit another version first.
-        yield Finding("warn", subject, f"the committed dataset as it is: {error.what}; {error.expected}", error.fix)
-        return
-    found = f"{memory.bytes_per_rank:,} of {memory.budget_bytes:,} bytes on each rank for {dataset.pin.uri}"
-    yield Finding("ok", subject, f"{found}@{dataset.pin.version}")
+        return failed(check.subject, error)

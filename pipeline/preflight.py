@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from pipeline.choices import chosen_entries
 from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.reach import REACH, clear_stale
+from shardmill.storage import Store
 from shardmill.stores import open_store
 
 if TYPE_CHECKING:
@@ -96,19 +98,9 @@ def _look_at_source(key: str, kind: str, uri: str) -> str:
 
 def check_place(uri: str) -> str:
     """Whether the one primitive that commits rely on works here: the second writer must learn that it lost."""
-    store = open_store(split_version(uri)[0])
-    was_absent = not os.path.lexists(store.uri)
-    # In the folder whose files are removed a day later, in case this process is killed before it removes its own.
-    path = f"{REACH}/preflight-{secrets.token_hex(6)}"
-    try:
+    with _probe(uri) as (store, path):
         first, second = store.put_if_absent(path, b"first"), store.put_if_absent(path, b"second")
         kept = store.read(path)
-    finally:
-        store.delete(path)
-        clear_stale(store)
-        if was_absent and "://" not in store.uri:
-            with suppress(OSError):
-                os.rmdir(store.uri)
     if (first, second, kept) != (True, False, b"first"):
         raise StorageError(
             f"{uri} let a second writer win",
@@ -116,6 +108,34 @@ def check_place(uri: str) -> str:
             "use a store with conditional writes (If-None-Match)",
         )
     return f"{store.uri}: can be written to; a second writer is refused"
+
+
+def clock_difference_seconds(uri: str) -> float:
+    """How far the clock by which a store dates its files is from this process's, at least."""
+    with _probe(uri) as (store, path):
+        earliest_seconds = time.time()
+        store.put(path, b"now")
+        file, latest_seconds = store.stat(path), time.time()
+    stored_seconds = file.mtime_ns / 1e9 if file is not None else latest_seconds
+    # S3 dates its objects in whole seconds.
+    return max(0.0, earliest_seconds - 1 - stored_seconds, stored_seconds - latest_seconds)
+
+
+@contextmanager
+def _probe(uri: str) -> Iterator[tuple[Store, str]]:
+    """A store and the path of a file to try it with, which is removed."""
+    store = open_store(split_version(uri)[0])
+    was_absent = not os.path.lexists(store.uri)
+    # In the folder whose files are removed a day later, in case this process is killed before it removes its own.
+    path = f"{REACH}/preflight-{secrets.token_hex(6)}"
+    try:
+        yield store, path
+    finally:
+        store.delete(path)
+        clear_stale(store)
+        if was_absent and "://" not in store.uri:
+            with suppress(OSError):
+                os.rmdir(store.uri)
 
 
 def _look_at_etl(tree: PipelineTree) -> str:

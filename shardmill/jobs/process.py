@@ -119,6 +119,11 @@ def request_stop() -> None:
     _stop_requests[-1].make()
 
 
+def stop_in_order() -> None:
+    """What is `stopping_in_order` now is to end as after a SIGTERM; no signal has come, and the process goes on."""
+    _stop_requests[-1].make()
+
+
 def raise_on_signals() -> None:
     """Let SIGTERM unwind the stack as Ctrl-C does, so that nothing is left half-done; `why_ended` knows of both."""
 

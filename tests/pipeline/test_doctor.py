@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import socket
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipeline.config import load_for_dataset
-from pipeline.doctor import Finding, diagnose, examine
+from pipeline.doctor import diagnose, examine
+from pipeline.finding import Finding
 from pipeline.printing import stage_rows, stage_title
+from pipeline.rehearse import rehearsed
 from pipeline.tree import PipelineTree
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.run_files import StageRecord
 from shardmill.registry import Entry
-from tests.support import make_dataset
+from tests.support import make_dataset, write_images
 from train.backends import BACKENDS
 
 
@@ -107,3 +113,105 @@ def test_a_skipped_stage_says_what_it_shows():
         stage_title(StageRecord(stage="export", status="skipped"))
         == "export: skipped; the result that is already there"
     )
+
+
+def rows_of(tree: PipelineTree, workdir: Path) -> dict[str, Finding]:
+    return {each.subject: each for each in examine(tree, str(workdir))}
+
+
+def test_a_clock_far_from_ours_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def row() -> Finding:
+        write_images(tmp_path / "images", num_images=20, num_classes=2)
+        overrides = (
+            f"source.uri={tmp_path / 'images'}",
+            f"dataset.uri={tmp_path / 'd'}",
+            f"models.uri={tmp_path / 'm'}",
+        )
+        return rows_of(load_tree(PipelineTree, None, overrides), tmp_path / "work")["clock of dataset.uri"]
+
+    assert row().status == "ok"
+    for apart in 100, -100:
+        ours = SimpleNamespace(time=lambda apart=apart: time.time() + apart)
+        monkeypatch.setattr("pipeline.preflight.time", ours)
+        found = row()
+        assert found.status == "warn" and re.match("(99|100) s from this machine", found.found) and "NTP" in found.fix
+    assert not (tmp_path / "d").exists()
+
+
+def test_room_is_told_beside_what_a_build_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_images(tmp_path / "images", num_images=20, num_classes=2)
+    uris = (
+        f"source.uri={tmp_path / 'images'}",
+        f"dataset.uri={tmp_path / 'not' / 'there'}",
+        f"models.uri={tmp_path / 'm'}",
+    )
+    # 20 images of 1000 x 1000 x 3 bytes, in two formats.
+    how = ("etl.encoding=raw", "etl.image_size=1000", 'etl.formats=["parquet", "tfrecord"]')
+    for free, status in ((130_000_000, "ok"), (110_000_000, "fail")):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr("pipeline.doctor.shutil.disk_usage", lambda folder, usage=usage: usage)
+        found = rows_of(load_tree(PipelineTree, None, (*uris, *how)), tmp_path / "work")["room for dataset.uri"]
+        assert (found.status, "0.1 GB free; a build of all 20 images takes about 0.1" in found.found) == (status, True)
+
+
+def test_a_host_whose_name_has_no_address_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert rows_of(load_tree(PipelineTree, None, ()), tmp_path)["host name"].status == "ok"
+    monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
+    for num_workers, status in (1, "warn"), (2, "fail"):
+        tree = load_tree(PipelineTree, None, (f"train.num_workers={num_workers}",))
+        found = rows_of(tree, tmp_path)["host name"]
+        assert found.status == status and "127.0.0.1 no-such-host.invalid" in found.fix
+
+
+def test_each_rank_has_its_device_told(tmp_path: Path):
+    rows = rows_of(load_tree(PipelineTree, None, ("train.num_workers=2", "train.devices=cpu")), tmp_path)
+    host = socket.gethostname()
+    assert rows["devices"] == Finding("ok", "devices", f"rank 0: {host} cpu; rank 1: {host} cpu")
+
+
+BROKEN_MODEL = """
+import keras
+
+
+class Breaks(keras.layers.Layer):
+    def call(self, inputs, training=None):
+        if training:
+            raise ValueError("the head is missing")
+        return inputs
+
+
+def build(image_shape, num_classes):
+    inputs = keras.Input(image_shape)
+    return keras.Model(inputs, keras.layers.Dense(num_classes)(keras.layers.Flatten()(Breaks()(inputs))))
+"""
+
+
+def test_a_rehearsal_takes_one_step_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text(BROKEN_MODEL)
+    uri = make_dataset(tmp_path, num_images=60, num_classes=3)
+    Path("c.toml").write_text(f'[dataset]\nuri = "{uri}"\n[models]\nuri = "models"\n')
+
+    def row(*overrides: str) -> Finding:
+        where = ("c.toml", overrides, str(tmp_path / "work"))
+        found = rehearsed(diagnose(*where), *where)
+        assert not [path for path in (tmp_path / "models").rglob("*") if path.is_file()]
+        return found
+
+    one = ("train.num_workers=1", "train.global_batch_size=12", "train.num_streams=12")
+    done = row(*one)
+    assert done.status == "ok" and re.search(r"1 rank\(s\) by inline, .*: the first step \d+\.\d s after", done.found)
+    broken = row(*one, "train.model=broken:build")
+    assert broken.status == "fail" and "the head is missing" in broken.found
+    assert "not tried: " in row(*one, "train.model=missing:build").found
+
+
+@pytest.mark.drill
+def test_a_rehearsal_starts_as_many_ranks_as_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    uri = make_dataset(tmp_path, num_images=60, num_classes=3)
+    how = ("train.num_workers=2", "train.launcher=local", "train.global_batch_size=12", "train.num_streams=12")
+    Path("c.toml").write_text('[models]\nuri = "models"\n')
+    assert rehearsed([], "c.toml", (), "work").found == "not tried: dataset.uri, which is not set, has no version"
+    found = rehearsed([], "c.toml", (*how, f"dataset.uri={uri}"), "work")
+    assert found.status == "ok" and found.found.startswith("2 rank(s) by local, strategy horovod: ")

@@ -124,14 +124,19 @@ def device_environment(place: Place, config: TrainConfig, assigned: Sequence[str
 
 def check_devices_here(config: TrainConfig, num_ranks_here: int) -> str:
     """`check_devices` for the ranks that start on this host, before any does. -> what they compute on, in words."""
-    places = [Place(rank, len(roles_of(config)), rank, num_ranks_here) for rank in range(num_ranks_here)]
-    ranks = tuple(RankDevices(place.rank, socket.gethostname(), devices_of_rank(place, config)) for place in places)
-    check_devices(config.devices, _computing(ranks, config))
-    if any(each.devices for each in ranks):
+    if any(each.devices for each in devices_here(config, num_ranks_here)):
         return "GPU"
     reason = why_no_gpu(config.backend)
     has_unused = visible_gpus(os.environ, _num_gpus_here()) and config.devices != "cpu"
     return f"CPU (a GPU is here, but {reason})" if has_unused and reason else "CPU"
+
+
+def devices_here(config: TrainConfig, num_ranks_here: int) -> tuple[RankDevices, ...]:
+    """What each of the ranks that start on this host would get. Raises as `check_devices` does."""
+    places = [Place(rank, len(roles_of(config)), rank, num_ranks_here) for rank in range(num_ranks_here)]
+    ranks = tuple(RankDevices(place.rank, socket.gethostname(), devices_of_rank(place, config)) for place in places)
+    check_devices(config.devices, _computing(ranks, config))
+    return ranks
 
 
 def agree_on_devices(

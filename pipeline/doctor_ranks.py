@@ -1,0 +1,91 @@
+"""The rows of `shardmill doctor` about a training's ranks: where they would run, what they need, how they meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+from pipeline.finding import Finding, failed
+from pipeline.tree import PipelineTree
+from shardmill.errors import ShardmillError
+from train.config import TrainConfig
+
+
+def rank_findings(tree: PipelineTree) -> Iterator[Finding]:
+    """Nothing of a launcher that cannot be loaded, or a config that cannot run, which other rows tell."""
+    from train.auto import resolve
+    from train.launching import LAUNCHERS
+    from train.strategies import roles_of
+
+    try:
+        train = resolve(tree.train, tree.spark).config
+        num_ranks = len(roles_of(train))
+        num_ranks_here = LAUNCHERS[train.launcher].ranks_here(num_ranks, tree.spark)
+    except ShardmillError:
+        return
+    yield _slots(train, num_ranks, num_ranks_here)
+    yield from _devices(train, num_ranks_here)
+    yield _host_name(is_needed=num_ranks > 1)
+    yield from _window_memory(tree)
+
+
+def has_version(uri: str) -> bool:
+    """Whether a dataset is there."""
+    from shardmill.dataset.versions import latest_version, split_version
+    from shardmill.stores import open_store
+
+    return latest_version(open_store(split_version(uri)[0])) > 0
+
+
+def _slots(train: TrainConfig, num_ranks: int, num_ranks_here: int) -> Finding:
+    """Whether each rank that starts here has a core of its own."""
+    cores = os.cpu_count() or 1
+    if num_ranks_here > cores:
+        found = (
+            f"{num_ranks_here} ranks (train.num_workers = {train.num_workers}) on {cores} cores: they will share them"
+        )
+        return Finding("warn", "slots", found, "fewer workers, or a cluster")
+    return Finding("ok", "slots", f"{num_ranks} rank(s) by launcher {train.launcher}, {cores} cores here")
+
+
+def _devices(train: TrainConfig, num_ranks_here: int) -> Iterator[Finding]:
+    """Which device each rank gets that starts here; those elsewhere tell each other when they start."""
+    from train.launching.devices import devices_here
+
+    if num_ranks_here:
+        try:
+            yield Finding("ok", "devices", "; ".join(map(str, devices_here(train, num_ranks_here))))
+        except ShardmillError as error:
+            yield failed("devices", error)
+
+
+def _host_name(*, is_needed: bool) -> Finding:
+    """Gloo looks up its own host's name, and PyTorch and Horovod end with a segmentation fault if that fails."""
+    name = socket.gethostname()
+    try:
+        addresses = {str(each[4][0]) for each in socket.getaddrinfo(name, None)}
+    except OSError as error:
+        found = f"{name} has no address ({error.strerror or error}): ranks that exchange gradients may crash"
+        return Finding("fail" if is_needed else "warn", "host name", found, f"add `127.0.0.1 {name}` to /etc/hosts")
+    return Finding("ok", "host name", f"{name} is {', '.join(sorted(addresses))}")
+
+
+def _window_memory(tree: PipelineTree) -> Iterator[Finding]:
+    """What the shuffle windows of one rank need on the committed dataset, if there is one."""
+    from shardmill.dataset.open import open_dataset
+    from train.preflight import check_trainable, window_memory
+
+    subject = "train.window_budget_bytes"
+    try:
+        if not tree.dataset.uri or not has_version(tree.dataset.uri):
+            return
+        dataset = open_dataset(tree.dataset.uri)
+        check_trainable(tree.train, dataset, tree.gate)
+        memory = window_memory(tree.train, dataset)
+    except ShardmillError as error:
+        # No failure: the ETL of a run with this config may commit another version first.
+        yield Finding("warn", subject, f"the committed dataset as it is: {error.what}; {error.expected}", error.fix)
+        return
+    found = f"{memory.bytes_per_rank:,} of {memory.budget_bytes:,} bytes on each rank for {dataset.pin.uri}"
+    yield Finding("ok", subject, f"{found}@{dataset.pin.version}")

@@ -1,0 +1,89 @@
+"""One step of a training by the ranks it would have, in a folder that is removed: `shardmill doctor --rehearse`.
+
+Launcher, network, devices, strategy, model, dataset and store meet as they would, which no look at a config can show.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from shardmill.dataset.leases import reading
+from shardmill.dataset.open import open_dataset
+from shardmill.errors import ShardmillError, UsageError
+from shardmill.jobs.config import require_uri
+from shardmill.jobs.observer import FieldValue
+from shardmill.jobs.process import Terminated, stop_in_order
+from shardmill.jobs.reach import REACH, planted
+from shardmill.storage import Store
+from shardmill.stores import open_store
+from train.initial import pinned
+from train.launching import LAUNCHERS
+from train.memory import decided
+from train.models.user import source_sha256
+from train.observer import GlobalStep
+from train.preflight import check_terms, check_trainable
+from train.task import WorkerTask
+from train.tree import TrainTree
+
+
+def rehearse(tree: TrainTree) -> str:
+    """Train on the committed dataset until the first step, and leave that in a checkpoint. -> how it went, in words.
+
+    Memory is not measured: a step is computed in one part, unless the config says otherwise.
+    Raises what the training would raise, and UsageError for ranks that this process cannot start.
+    """
+    chosen = check_terms(tree.train, tree.spark)
+    config = decided(pinned(chosen.config), 1, to_bfloat16=False)
+    if config.launcher == "attach" or config.silos:
+        raise UsageError(
+            f"--rehearse with {'train.silos' if config.silos else 'train.launcher = ' + repr(config.launcher)}",
+            "expected ranks of one dataset that a single command starts",
+            "leave --rehearse out",
+        )
+    dataset = open_dataset(require_uri("dataset.uri", tree.dataset.uri))
+    check_trainable(config, dataset, tree.gate)
+    models = open_store(require_uri("models.uri", tree.models.uri))
+    watch = _FirstStep()
+    with (
+        reading(dataset.store, dataset.pin.version, "doctor --rehearse"),
+        planted(models) as nonce,
+        _removed_folder(models) as folder,
+    ):
+        source = source_sha256(config.model)
+        task = WorkerTask(config, dataset.pin, models.uri, folder, source, reach=nonce)
+        with suppress(Terminated):
+            LAUNCHERS[config.launcher].launch(task, tree.spark, watch)
+    ranks = f"{config.num_workers} rank(s) by {config.launcher}, strategy {config.strategy}"
+    return f"{ranks}: the first step {watch.seconds:.1f} s after the start, and a checkpoint of it"
+
+
+class _FirstStep:
+    """`train.observer.TrainObserver` that has the ranks stop, as for a SIGTERM, when all have done their first step."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self.seconds = 0.0
+
+    def step(self, step: GlobalStep) -> None:
+        if not self.seconds:
+            self.seconds = time.monotonic() - self._started
+            stop_in_order()
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        return
+
+
+@contextmanager
+def _removed_folder(models: Store) -> Iterator[str]:
+    """Among files that the next driver removes after a day, if this process is killed."""
+    folder = f"{REACH}/rehearsal-{secrets.token_hex(6)}"
+    try:
+        yield folder
+    finally:
+        # It must not stand in for what went wrong inside.
+        with suppress(ShardmillError):
+            for file in [*models.list(folder), *models.list_unpublished(folder)]:
+                models.delete(file.path)
