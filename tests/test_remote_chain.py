@@ -26,7 +26,8 @@ def shardmill(*arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("root_fixture", ["s3_bucket", pytest.param("hdfs_root", marks=pytest.mark.drill)])
+@pytest.mark.drill
+@pytest.mark.parametrize("root_fixture", ["gateway_bucket", "hdfs_root"])
 def test_the_chain_runs_on_remote_storage(root_fixture: str, request: pytest.FixtureRequest, tmp_path: Path):
     root = request.getfixturevalue(root_fixture)
     # Upload the images; a name with a space, a percent sign and a hash must survive the way.

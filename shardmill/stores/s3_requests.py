@@ -40,8 +40,8 @@ Damaged = botocore_errors.FlexibleChecksumError
 """A body that does not match the checksum which the server keeps of it."""
 _MAX_DAMAGED = 3
 _BROKEN = (
-    aiohttp.ClientError, botocore_errors.HTTPClientError, botocore_errors.IncompleteReadError, ConnectionError, Damaged,
-    ResponseParserError, TimeoutError,
+    aiohttp.ClientError, botocore_errors.ConnectionError, botocore_errors.HTTPClientError,
+    botocore_errors.IncompleteReadError, ConnectionError, Damaged, ResponseParserError, TimeoutError,
 )  # fmt: skip
 _FOR_GOOD = (botocore_errors.SSLError, botocore_errors.ProxyConnectionError)
 _NOT_REACHED = (botocore_errors.EndpointConnectionError, botocore_errors.ConnectTimeoutError)

@@ -77,10 +77,10 @@ class FaultProxy:
 
 
 @contextmanager
-def proxying(upstream: str) -> Iterator[FaultProxy]:
-    """A proxy before the endpoint `upstream`."""
+def proxying(upstream: str, port: int = 0) -> Iterator[FaultProxy]:
+    """A proxy before the endpoint `upstream`, at a free port unless one is given."""
     proxy = FaultProxy(upstream)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": proxy}))
+    server = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"proxy": proxy}))
     server.daemon_threads = True
     proxy.endpoint = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()

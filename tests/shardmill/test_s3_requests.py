@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -141,6 +142,22 @@ def test_a_large_file_goes_up_in_parts_each_tried_again(
     assert "Uploads" not in s3_client(gateway.endpoint).list_multipart_uploads(
         Bucket=gateway_bucket.removeprefix("s3://")
     )
+
+
+def test_a_server_that_is_started_again_is_waited_for(
+    gateway_bucket: str, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(s3_requests, "CONNECT_SECONDS", 0.1)
+    with ThreadPoolExecutor(1) as reader:
+        with proxying(gateway.endpoint) as proxy:
+            connect_to(proxy.endpoint, monkeypatch)
+            open_store(gateway_bucket).put("x", b"1")
+            proxy.choose = lambda method, path: Fault.DROPPED
+            reading = reader.submit(open_store(gateway_bucket).read, "x")
+        time.sleep(1.0)
+        assert not reading.done()
+        with proxying(gateway.endpoint, int(proxy.endpoint.rpartition(":")[2])):
+            assert reading.result(30) == b"1"
 
 
 def test_a_server_that_was_never_there_is_told_soon(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):

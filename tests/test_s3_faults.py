@@ -1,0 +1,69 @@
+"""ETL and training through an S3 server that fails one request in ten: the same bytes, the same losses, no hang."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from etl.config import EtlConfig
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset
+from shardmill.stores import open_store, s3_requests
+from tests.services.fault_proxy import Fault, at_random, in_turn, proxying
+from tests.services.versitygw import Gateway, connect_to
+from tests.support import build_here, write_images
+from tests.train.training import Recorder, train_here
+
+pytestmark = pytest.mark.drill
+
+_SEED = random.SystemRandom().randrange(2**32)
+_CONFIG = EtlConfig(
+    image_size=16, formats=("parquet", "tfrecord"), encoding="png", chunk_bytes=4_000, unit_min_images=20
+)
+_FAULTS = (
+    Fault.INTERNAL_ERROR, Fault.SLOW_DOWN, Fault.RESET, Fault.CUT, Fault.SHORT, Fault.DROPPED, Fault.DELAYED,
+)  # fmt: skip
+
+
+def build_and_train(source: str, root: str) -> tuple[str, str, dict[tuple[int, int], str], str]:
+    """The digests of the version and of its layout, the loss of every step, the digest of the weights."""
+    manifest = open_dataset(build_here(source, f"{root}/dataset", _CONFIG)).manifest
+    recorder = Recorder()
+    result = train_here(
+        f"{root}/dataset", f"{root}/models", recorder, epochs=3, global_batch_size=8, checkpoint_every_steps=5
+    )
+    return manifest.content_digest, manifest.layout_digest, recorder.losses, result.weights_sha256
+
+
+def test_faults_change_neither_the_dataset_nor_the_training(
+    gateway_bucket: str, gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    print(f"seed {_SEED}")
+    write_images(tmp_path / "images", num_images=80)
+    source = open_store(f"{gateway_bucket}/images")
+    for file in (tmp_path / "images").rglob("*.png"):
+        source.put_file(str(file.relative_to(tmp_path / "images")), file)
+    expected = build_and_train(source.uri, f"{gateway_bucket}/expected")
+    # Once with frameworks imported and graphs made: what is left is the time of the requests.
+    seconds = -time.monotonic()
+    assert build_and_train(source.uri, f"{gateway_bucket}/again") == expected
+    seconds += time.monotonic()
+    with proxying(gateway.endpoint) as proxy:
+        # A second without a byte is a stall; each of the two would last a minute.
+        monkeypatch.setenv(s3_requests.DEADLINE, "8")
+        connect_to(proxy.endpoint, monkeypatch)
+        stalls = in_turn(Fault.STALLED, path="/dataset/shards"), in_turn(Fault.STALLED, path="/models/")
+        others = at_random(0.1, *_FAULTS, seed=_SEED)
+        proxy.choose = lambda method, path: stalls[0](method, path) or stalls[1](method, path) or others(method, path)
+        spoiled_seconds = -time.monotonic()
+        assert build_and_train(source.uri, f"{gateway_bucket}/spoiled") == expected
+        spoiled_seconds += time.monotonic()
+        verify_dataset(open_dataset(f"{gateway_bucket}/spoiled/dataset"), deep=True).raise_if_failed()
+        # Nothing was committed twice.
+        versions = [file.path for file in open_store(f"{gateway_bucket}/spoiled/dataset").list("manifests")]
+        assert versions == ["manifests/00000001.json"]
+        print(f"{seconds:.1f} s without and {spoiled_seconds:.1f} s with {dict(proxy.told)}")
+        assert proxy.told[Fault.STALLED] == 2 and sum(proxy.told[fault] for fault in _FAULTS) > 20
