@@ -1,7 +1,8 @@
 # make demo    the whole chain on 1,797 real digits and a bag of broken files, in ./demo-work
 # make test    every test          make check   what CI runs: formatting, lint, types, tests
+# make bundle  dist/shardmill.zip, our code for `spark-submit --py-files`
 # Each does all its set-up itself; a second call takes none.
-.PHONY: demo test check setup lint clean
+.PHONY: demo test check setup lint bundle clean
 SHELL := /bin/bash
 RUN := source .venv/shardmill.env && PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -22,6 +23,9 @@ lint: setup
 	@$(RUN) pyright
 
 check: lint test
+
+bundle:
+	@python3 scripts/bundle.py dist/shardmill.zip
 
 clean:
 	rm -rf demo-work shardmill-work dist .pytest_cache .ruff_cache .hypothesis spark-warehouse artifacts metastore_db derby.log

@@ -15,6 +15,7 @@ from tests.services.faulty_store import faulty
 from tests.services.hdfs import hdfs_root, hdfs_server
 from tests.services.hosts import two_hosts
 from tests.services.s3 import s3_bucket, s3_server
+from tests.services.spark_standalone import spark_cluster
 from tests.services.versitygw import gateway, gateway_bucket, versitygw
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "pytest_xdist_make_scheduler",
     "s3_bucket",
     "s3_server",
+    "spark_cluster",
     "two_hosts",
     "versitygw",
 ]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+import socket
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -39,3 +42,43 @@ def peak_bytes(pid: int) -> int:
     """The most memory that it has held at once so far; 0 for a zombie."""
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(peak[1]) * 1024 if peak else 0
+
+
+LOCAL = {"127.0.0.1", "::1"}
+
+
+@dataclass(frozen=True)
+class Listener:
+    port: int
+    address: str
+    is_rank: bool
+    is_spark: bool
+    """Of Spark's JVM. It has sockets that take one connection, and a job fails if that is a stranger's."""
+
+
+def listeners(mark: str) -> set[Listener]:
+    """Everything on which processes listen that have `mark` in their environment."""
+    inodes: dict[str, tuple[bool, bool]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                command = (folder / "cmdline").read_bytes()
+                kinds = b"train.launching.rank" in command, b"org.apache.spark" in command
+                for link in (folder / "fd").iterdir():
+                    # A file that is closed meanwhile is no listener, and must not hide those behind it.
+                    with suppress(FileNotFoundError):
+                        inodes[re.sub(r"socket:\[(\d+)\]", r"\1", str(link.readlink()))] = kinds
+        except OSError:
+            continue
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                packed, _, port = fields[1].partition(":")
+                # Words of four bytes, each in the machine's order.
+                words = bytes.fromhex(packed)
+                address = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                readable = socket.inet_ntop(family, address).removeprefix("::ffff:")
+                found.add(Listener(int(port, 16), readable, *inodes[fields[9]]))
+    return found

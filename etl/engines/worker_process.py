@@ -117,7 +117,7 @@ def _popen(main: str, requests: int, answers: int | None = None) -> subprocess.P
 
     They would compete with the other workers, and a process that forks must have none.
     """
-    root = str(Path(etl.__file__).parent.parent)
+    root = str(Path(etl.__file__).parent.parent.absolute())
     threadless = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     return subprocess.Popen(
         [sys.executable, "-c", _BOOTSTRAP.format(main=main), root, str(os.getpid())],

@@ -138,7 +138,7 @@ class _Child:
 
     def __init__(self, limits: DecodeLimits, entry: str) -> None:
         self._limits = limits
-        root = str(Path(shardmill.__file__).parent.parent)
+        root = str(Path(shardmill.__file__).parent.parent.absolute())
         arguments = [root, entry, str(limits.decode_memory_bytes), str(os.getpid())]
         command = [sys.executable, "-P", "-c", _BOOTSTRAP, *arguments]
         try:

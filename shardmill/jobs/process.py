@@ -162,8 +162,8 @@ def why_ended(error: BaseException) -> BaseException:
 
 def python_path() -> str:
     """Everything that this process can import, as the PYTHONPATH of a process of the same machine."""
-    # An empty entry means the working directory.
-    return os.pathsep.join(filter(None, sys.path))
+    # An empty entry means the working directory. Spark's Python workers find a ZIP of --py-files by its name alone.
+    return os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
 
 
 class Scratch:

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-# Of the release that pyspark 4.0 brings; fetched once, into the user's cache, by the Ivy inside pyspark.
-_JAR = "org.apache.hadoop:hadoop-client-minicluster:3.4.1"
-_SERVERS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardmill" / "servers"
+from tests.services.hadoop import class_path, start_java, write_settings
+from tests.services.marked import free_ports
+
 _START_SECONDS = 120.0
-_FETCH_SECONDS = 300.0
-_FETCH = f"""
-import sys
-from pyspark.sql import SparkSession
-SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").config(
-    "spark.jars.packages", {_JAR!r}).config("spark.jars.ivy", sys.argv[1]).config(
-    "spark.jars.excludes", "org.apache.hadoop:hadoop-client-api,org.apache.hadoop:hadoop-client-runtime,"
-    "junit:junit,org.hamcrest:hamcrest-core").getOrCreate().stop()
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +42,15 @@ class HdfsServer:
 @pytest.fixture(scope="session")
 def hdfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsServer]:
     folder = tmp_path_factory.mktemp("hdfs")
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(5)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        ports = [each.getsockname()[1] for each in sockets]
+    ports = free_ports(5)
     uri = f"hdfs://127.0.0.1:{ports[0]}"
     _configure(folder / "conf", uri, ports[1:], folder)
-    class_path = f"{folder}/conf:{_jar()}:{_pyspark_jars()}/*"
-    _start(folder, class_path, "server.namenode.NameNode", "-format", "-nonInteractive").wait(_START_SECONDS)
-    servers = [_start(folder, class_path, f"server.{name}") for name in ("namenode.NameNode", "datanode.DataNode")]
+    path = class_path(folder / "conf")
+    _start(folder, path, "server.namenode.NameNode", "-format", "-nonInteractive").wait(_START_SECONDS)
+    servers = [_start(folder, path, f"server.{name}") for name in ("namenode.NameNode", "datanode.DataNode")]
     try:
         _wait_until_it_writes(uri, servers, folder)
-        yield HdfsServer(uri, folder, class_path)
+        yield HdfsServer(uri, folder, path)
     finally:
         for server in servers:
             os.killpg(server.pid, signal.SIGKILL)
@@ -78,27 +61,6 @@ def hdfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsServer
 def hdfs_root(hdfs_server: HdfsServer) -> str:
     """`hdfs://` URI of a folder that is not there yet."""
     return f"{hdfs_server.uri}/test-{uuid.uuid4().hex[:12]}"
-
-
-def _jar() -> Path:
-    def found() -> Path | None:
-        return next((_SERVERS / "jars").glob("*hadoop-client-minicluster-3.4.1.jar"), None)
-
-    # Test processes ask at once, and a jar that is still copied is none.
-    _SERVERS.mkdir(parents=True, exist_ok=True)
-    with open(_SERVERS / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if found() is None:
-            subprocess.run([sys.executable, "-c", _FETCH, str(_SERVERS)], check=True, timeout=_FETCH_SECONDS)
-        jar = found()
-    assert jar is not None, f"{_JAR} is not in {_SERVERS}/jars; it comes from Maven Central"
-    return jar
-
-
-def _pyspark_jars() -> Path:
-    import pyspark
-
-    return Path(pyspark.__file__).parent / "jars"
 
 
 def _configure(conf: Path, uri: str, ports: list[int], folder: Path) -> None:
@@ -118,19 +80,11 @@ def _configure(conf: Path, uri: str, ports: list[int], folder: Path) -> None:
     }
     conf.mkdir()
     for name, settings in files.items():
-        rows = (f"<property><name>{key}</name><value>{value}</value></property>" for key, value in settings.items())
-        (conf / name).write_text(f"<configuration>{''.join(rows)}</configuration>")
+        write_settings(conf / name, settings)
 
 
 def _start(folder: Path, class_path: str, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-    java = f"{os.environ['JAVA_HOME']}/bin/java" if "JAVA_HOME" in os.environ else "java"
-    with open(folder / f"{name}.log", "ab") as log:
-        return subprocess.Popen(
-            [java, "-Xmx512m", "-cp", class_path, f"org.apache.hadoop.hdfs.{name}", *arguments],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    return start_java(folder / f"{name}.log", class_path, f"org.apache.hadoop.hdfs.{name}", *arguments)
 
 
 def _wait_until_it_writes(uri: str, servers: list[subprocess.Popen[bytes]], folder: Path) -> None:

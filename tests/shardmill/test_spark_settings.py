@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
 import pytest
 
-from shardmill.jobs.spark import protection_warning
+from shardmill.jobs.spark import REDACTION, protection_warning
 from shardmill.jobs.spark_settings import properties_file
 
 HARD = {
@@ -64,3 +65,12 @@ def test_an_open_application_is_warned_about(master: str, settings: dict[str, st
     assert (
         "spark.authenticate" in protection_warning(master, lambda name, default: settings.get(name, default))
     ) is is_warned
+
+
+def test_the_shipped_settings_hide_what_a_run_hides():
+    secure = Path(__file__).parents[2] / "examples" / "spark" / "secure.properties"
+    lines = [line for line in secure.read_text().splitlines() if line and not line.startswith("#")]
+    shipped = dict(line.split("=", 1) if "redaction" in line else line.split() for line in lines)
+    # As java.util.Properties reads it.
+    assert {name: re.sub(r"\\(.)", r"\1", shipped[name]) for name in REDACTION} == REDACTION
+    assert {shipped[f"spark.{name}"] for name in ("authenticate", "network.crypto.enabled", "acls.enable")} == {"true"}

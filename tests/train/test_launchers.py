@@ -262,6 +262,9 @@ def test_dynamic_allocation_is_refused_with_the_setting_to_change():
             None,
         ),
         ("spark://host:7077", {}, None),
+        # A standalone master does not know this setting, and starts as many executors as fit.
+        ("spark://host:7077", {"spark.executor.instances": "3", "spark.executor.cores": "4"}, None),
+        ("spark://host:7077", {"spark.cores.max": "6", "spark.task.cpus": "4"}, 1),
     ],
 )
 def test_slots_are_counted_where_they_are_known(master, conf, expected):

@@ -7,25 +7,21 @@ deadline for progress is there for that (tests/train/test_deadlines.py).
 from __future__ import annotations
 
 import http.client
-import re
 import socket
 import threading
 import time
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from shardmill.errors import UsageError
-from tests.train.test_launchers import Driver, dataset, start
+from tests.processes import LOCAL, listeners
+from tests.train.test_launchers import dataset, start
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS, GuardedRendezvous, address_variables, listening_on, places
 
 __all__ = ["dataset", "start"]
 
 # What Gloo's ranks look for, by names that everybody can guess.
 KEYS = [f"/{scope}/{key}" for scope in ("global", "cross_0", "local_127.0.0.1") for key in ("0", "1", "0/1")]
-LOCAL = {"127.0.0.1", "::1"}
 
 
 def ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
@@ -104,43 +100,6 @@ def test_an_interface_that_is_not_there_is_refused():
             pass
 
 
-@dataclass(frozen=True)
-class Listener:
-    port: int
-    address: str
-    is_rank: bool
-    is_spark: bool
-    """Of Spark's JVM. It has sockets that take one connection, and a job fails if that is a stranger's."""
-
-
-def listeners(driver: Driver) -> set[Listener]:
-    """Everything on which the driver and what it started listen."""
-    inodes: dict[str, tuple[bool, bool]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if driver.mark.encode() in (folder / "environ").read_bytes():
-                command = (folder / "cmdline").read_bytes()
-                kinds = b"train.launching.rank" in command, b"org.apache.spark" in command
-                for link in (folder / "fd").iterdir():
-                    # A file that is closed meanwhile is no listener, and must not hide those behind it.
-                    with suppress(FileNotFoundError):
-                        inodes[re.sub(r"socket:\[(\d+)\]", r"\1", str(link.readlink()))] = kinds
-        except OSError:
-            continue
-    found = set()
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                packed, _, port = fields[1].partition(":")
-                # Words of four bytes, each in the machine's order.
-                words = bytes.fromhex(packed)
-                address = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
-                readable = socket.inet_ntop(family, address).removeprefix("::ffff:")
-                found.add(Listener(int(port, 16), readable, *inodes[fields[9]]))
-    return found
-
-
 @pytest.mark.drill
 @pytest.mark.parametrize("launcher", ["local", "horovod_spark"])
 def test_training_under_attack_ends_well_and_listens_to_this_machine_only(start, dataset, launcher):
@@ -148,7 +107,7 @@ def test_training_under_attack_ends_well_and_listens_to_this_machine_only(start,
     driver = start(launcher, 2, dataset=dataset, **train)
     seen, answers, others = set(), set(), set()
     while driver.process.poll() is None:
-        seen |= listeners(driver)
+        seen |= listeners(driver.mark)
         for port in (
             {each.port for each in seen} - {each.port for each in seen if each.is_rank or each.is_spark} - others
         ):

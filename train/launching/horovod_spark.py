@@ -22,12 +22,13 @@ from train.launching.faults import FIX
 from train.launching.keeper import keep_rank
 from train.launching.place import HOROVODS, place_from_environment
 from train.launching.rank import DEFAULT_WORKER
+from train.launching.spark_addresses import driver_addresses
 from train.launching.spark_slots import (
     assigns_gpus,
     check_configured_slots,
-    check_slots,
     ranks_on_this_machine,
     text_of,
+    wait_for_slots,
 )
 from train.launching.watchdog import Watchdog
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE
@@ -44,7 +45,6 @@ from train.strategies.horovod_rendezvous import (
 )
 from train.task import WorkerTask
 from train.values import TrainResult
-from train.world import LOOPBACK
 
 TOKEN_PURPOSE, PATH_PURPOSE = "shardmill watchdog", "shardmill rendezvous"
 APPLICATION_NAME = "shardmill-train"
@@ -59,15 +59,11 @@ def launch_horovod_spark(
     """Run every rank in a Spark task. Raises UsageError at once if Spark cannot run them all at the same time."""
     check_configured_slots(task.config.num_workers, spark)
     with spark_context(APPLICATION_NAME, spark, spark.train.conf) as context:
-        master = str(context.master)
-        check_slots(task.config.num_workers, master, dict(context.getConf().getAll()))
-        is_local = master.startswith("local")
-        bind_host, advertised_host = LOOPBACK, LOOPBACK
-        if not is_local:
-            bind_host, advertised_host = "", context.getConf().get("spark.driver.host")
+        wait_for_slots(task.config.num_workers, context, task.config.start_timeout_seconds)
+        is_local = str(context.master).startswith("local")
         secret = secrets.token_bytes(32)
         token = derive(secret, TOKEN_PURPOSE)
-        with Watchdog(task, worker, observer, bind_host, advertised_host, token) as watchdog:
+        with Watchdog(task, worker, observer, *driver_addresses(context), token) as watchdog:
             run = _HorovodRun(task, watchdog, secret, is_local)
             try:
                 result = watchdog.watch()

@@ -20,18 +20,18 @@ from train.launching.faults import FIX
 from train.launching.keeper import keep_rank
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
+from train.launching.spark_addresses import driver_addresses
 from train.launching.spark_slots import (
     assigns_gpus,
     check_configured_slots,
-    check_slots,
     ranks_on_this_machine,
     text_of,
+    wait_for_slots,
 )
 from train.launching.watchdog import Watchdog
 from train.observer import TrainObserver
 from train.task import WorkerTask
 from train.values import TrainResult
-from train.world import LOOPBACK
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -48,13 +48,9 @@ def launch_spark_barrier(
     world_size = len(task.roles)
     check_barrier(world_size, spark)
     with spark_context(APPLICATION_NAME, spark, spark.train.conf) as context:
-        master, conf = str(context.master), dict(context.getConf().getAll())
-        check_slots(world_size, master, conf)
-        check_no_dynamic_allocation(conf)
-        bind_host, advertised_host = LOOPBACK, LOOPBACK
-        if not master.startswith("local"):
-            bind_host, advertised_host = "", conf["spark.driver.host"]
-        with Watchdog(task, worker, observer, bind_host, advertised_host) as watchdog:
+        check_no_dynamic_allocation(dict(context.getConf().getAll()))
+        wait_for_slots(world_size, context, task.config.start_timeout_seconds)
+        with Watchdog(task, worker, observer, *driver_addresses(context)) as watchdog:
             job = _BarrierJob(context, world_size, watchdog)
             try:
                 result = watchdog.watch()

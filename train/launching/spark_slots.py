@@ -1,15 +1,23 @@
-"""How many ranks Spark can run at the same time, as far as that is known before it starts."""
+"""How many ranks Spark can run at the same time: as far as that is known before it starts, and once it runs."""
 
 from __future__ import annotations
 
 import os
 import re
+import time
+from typing import TYPE_CHECKING, Any
 
-from shardmill.errors import UsageError
+from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.spark_settings import is_under_spark_submit
+from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
 
 GPUS_OF_TASK, GPUS_OF_EXECUTOR = "spark.task.resource.gpu.amount", "spark.executor.resource.gpu.amount"
+# A standalone master hands out at once all that it has; how far apart two executors start, on a busy machine.
+SETTLED_SECONDS = 15.0
+_POLL_SECONDS = 0.2
 
 
 def check_configured_slots(world_size: int, spark: SparkConfig) -> None:
@@ -35,13 +43,51 @@ def check_slots(world_size: int, master: str, conf: dict[str, str]) -> None:
     """
     num_slots = num_slots_of(master, conf)
     if num_slots is not None and num_slots < world_size:
-        raise UsageError(
-            f"a training of {world_size} ranks, but Spark at {master!r} runs {num_slots} task(s) at a time",
-            f"expected at least {world_size} slots: each rank is a Spark task, and all must run at once",
-            f'set spark.master = "local[{world_size}]"'
-            if master.startswith("local")
-            else "ask for more executors or cores",
-        )
+        raise UsageError(*_too_few(world_size, master, f"runs {num_slots} task(s) at a time"))
+
+
+def wait_for_slots(world_size: int, context: SparkContext, timeout_seconds: float) -> None:
+    """Return when `world_size` tasks can run at once on the executors that are there.
+
+    Raises UsageError with the numbers if they never can, in seconds on a standalone cluster; TrainingError if
+    executors that were asked for are not there in time. Spark would wait with the first ranks in its slots, and looks
+    whether a barrier stage fits only every 15 s.
+    """
+    master, conf = str(context.master), dict(context.getConf().getAll())
+    check_slots(world_size, master, conf)
+    # With dynamic allocation executors come for tasks that wait.
+    if is_local_master(master) or conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+        return
+    started_seconds = since_seconds = time.monotonic()
+    last = 0
+    while (num_slots := _slots_now(context)) < world_size:
+        now = time.monotonic()
+        if num_slots != last:
+            last, since_seconds = num_slots, now
+        if num_slots and master.startswith("spark://") and now - since_seconds > SETTLED_SECONDS:
+            raise UsageError(*_too_few(world_size, master, f"has {num_slots} slot(s) for it"))
+        if now - started_seconds > timeout_seconds:
+            has = f"has {num_slots} slot(s) for it after train.start_timeout_seconds = {timeout_seconds:g}"
+            raise TrainingError(*_too_few(world_size, master, has))
+        time.sleep(_POLL_SECONDS)
+
+
+def _slots_now(context: SparkContext) -> int:
+    """Of the executors that have registered, busy or not, by cores and GPUs: what Spark itself asks for a barrier."""
+    java: Any = context._jsc
+    spark = java.sc()
+    return spark.maxNumConcurrentTasks(spark.resourceProfileManager().defaultResourceProfile())
+
+
+def _too_few(world_size: int, master: str, has: str) -> tuple[str, str, str]:
+    """An error's three parts."""
+    return (
+        f"a training of {world_size} ranks, but Spark at {master!r} {has}",
+        f"expected at least {world_size} slots: each rank is a Spark task, and all must run at once",
+        f'set spark.master = "local[{world_size}]"'
+        if master.startswith("local")
+        else "ask for more executors or cores, or set train.num_workers lower",
+    )
 
 
 def num_slots_of(master: str, conf: dict[str, str]) -> int | None:
@@ -60,6 +106,10 @@ def num_slots_of(master: str, conf: dict[str, str]) -> int | None:
         return num_cpus // cpus_per_task
     if cluster := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
         return int(cluster[1]) * slots_of_executor(int(cluster[2]))
+    if master.startswith("spark://"):
+        # It gives cores, as many as there are, and knows no number of executors.
+        most = conf.get("spark.cores.max")
+        return None if most is None else int(most) // cpus_per_task
     is_fixed = conf.get("spark.dynamicAllocation.enabled", "false") == "false"
     if is_fixed and "spark.executor.instances" in conf and "spark.executor.cores" in conf:
         return int(conf["spark.executor.instances"]) * slots_of_executor(int(conf["spark.executor.cores"]))

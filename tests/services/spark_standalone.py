@@ -1,0 +1,113 @@
+"""A Spark standalone cluster on loopback: a master and two workers with one slot each, from pyspark's own package.
+
+It runs with the settings that examples/spark/secure.properties ships, so it knows only applications with its secret.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.services.marked import MARK, end_marked, free_ports, marked
+
+NUM_SLOTS = 2
+_START_SECONDS = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class SparkCluster:
+    """A running cluster."""
+
+    master: str
+    """`spark://127.0.0.1:port`."""
+    folder: Path
+    mark: str
+    """In the environment of all its processes."""
+    secret: str
+    """That master, workers and applications share."""
+
+    @property
+    def conf(self) -> Path:
+        """The `SPARK_CONF_DIR` that holds the cluster's secret."""
+        return self.folder / "conf"
+
+    def processes(self, part: str) -> dict[int, list[str]]:
+        """The arguments of its processes that have one with `part`, by process id."""
+        found = marked(self.mark).items()
+        return {pid: arguments for pid, arguments in found if any(part in each for each in arguments)}
+
+    def executors(self) -> list[int]:
+        """Process ids of the JVMs that run executors now."""
+        return list(self.processes("CoarseGrainedExecutorBackend"))
+
+    def work_folders(self) -> list[Path]:
+        """One of each executor there ever was, of all applications."""
+        return sorted(self.folder.glob("work-*/app-*/*"))
+
+
+@pytest.fixture(scope="session")
+def spark_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkCluster]:
+    folder = tmp_path_factory.mktemp("spark")
+    port, *ui_ports = free_ports(2 + NUM_SLOTS)
+    cluster = SparkCluster(f"spark://127.0.0.1:{port}", folder, f"spark-{secrets.token_hex(8)}", secrets.token_hex(16))
+    cluster.conf.mkdir()
+    defaults = cluster.conf / "spark-defaults.conf"
+    defaults.touch(mode=0o600)
+    defaults.write_text(
+        f"spark.authenticate true\nspark.network.crypto.enabled true\nspark.authenticate.secret {cluster.secret}\n"
+    )
+    address = ("--host", "127.0.0.1", "--port", str(port), "--webui-port", str(ui_ports[0]))
+    servers = [_start(cluster, "master.Master", *address)]
+    try:
+        for number, ui_port in enumerate(ui_ports[1:]):
+            size = ("--host", "127.0.0.1", "--cores", "1", "--memory", "1g", "--webui-port", str(ui_port))
+            work = ("--work-dir", f"{folder}/work-{number}")
+            servers.append(_start(cluster, "worker.Worker", *size, *work, cluster.master))
+        _wait_for_workers(f"http://127.0.0.1:{ui_ports[0]}/json/", servers, folder)
+        yield cluster
+    finally:
+        end_marked(cluster.mark)
+        for server in servers:
+            server.wait()
+
+
+def _start(cluster: SparkCluster, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """A server in a process group of its own."""
+    import pyspark
+
+    home = Path(pyspark.__file__).parent
+    # Nodes know nothing of this checkout.
+    nodes = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYSPARK", "SPARK"))}
+    nodes |= {"SPARK_HOME": str(home), "SPARK_CONF_DIR": str(cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1",
+              "SPARK_DAEMON_MEMORY": "256m", MARK: cluster.mark,
+              "SPARK_LOCAL_DIRS": str(cluster.folder / "scratch")}  # fmt: skip
+    with open(cluster.folder / "servers.log", "ab") as log:
+        return subprocess.Popen(
+            [home / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", *arguments],
+            env=nodes, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+
+
+def _wait_for_workers(master_json: str, servers: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(master_json, timeout=5) as answer:
+                workers = json.load(answer)["workers"]
+            if sum(each["state"] == "ALIVE" for each in workers) == NUM_SLOTS:
+                return
+        except OSError:
+            pass
+        log = (folder / "servers.log").read_text()[-2000:]
+        assert all(server.poll() is None for server in servers), f"Spark standalone does not start: {log}"
+        assert time.monotonic() < deadline, f"Spark standalone does not start: {log}"
+        time.sleep(0.3)

@@ -1,0 +1,236 @@
+"""A Spark standalone cluster: ETL and training through spark-submit, executors that are killed, too few slots."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardmill.dataset.open import open_dataset
+from tests.pipeline.command import BIN, ENVIRONMENT
+from tests.pipeline.test_spark_terminal import SPARK_LINES, Terminal
+from tests.processes import LOCAL, listeners
+from tests.services.marked import MARK
+from tests.services.spark_standalone import NUM_SLOTS, SparkCluster
+from tests.services.spark_submit import Submitted, Submitter, make_bundle, summary_of
+from tests.support import write_images
+
+pytestmark = pytest.mark.drill
+
+CONFIG = """
+[source]
+uri = "{folder}/images"
+[dataset]
+uri = "{folder}/{dataset}"
+[etl]
+image_size = 16
+encoding = "png"
+unit_min_images = 8
+chunk_bytes = 8000
+[train]
+epochs = 4
+global_batch_size = 24
+num_streams = 6
+num_workers = 2
+label_smoothing = 0.1
+record_samples = true
+nics = ["lo"]
+"""
+# A user's own, which executors get as a file of --py-files. Its steps leave time to kill somebody.
+SLOW_NET = """
+import time
+from torch import nn
+
+class Slow(nn.Sequential):
+    def forward(self, images):
+        time.sleep(0.05)
+        return super().forward(images)
+
+def net(image_shape, num_classes):
+    height, width, channels = image_shape
+    return Slow(nn.Flatten(), nn.Linear(height * width * channels, 16), nn.GELU(), nn.Linear(16, num_classes))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images, configs, our bundle, and `local`: the dataset that the local engine makes of the images."""
+    folder = tmp_path_factory.mktemp("cluster")
+    write_images(folder / "images", num_images=240)
+    for dataset in ("local", "quiet", "killed"):
+        (folder / f"{dataset}.toml").write_text(CONFIG.format(folder=folder, dataset=dataset))
+    (folder / "slow_net.py").write_text(SLOW_NET)
+    make_bundle(folder)
+    shardmill(folder, "etl", "local.toml", "--set", "etl.engine=local")
+    return folder
+
+
+@pytest.fixture
+def submitter(folder: Path, spark_cluster: SparkCluster) -> Submitter:
+    return Submitter(
+        spark_cluster.master,
+        {"SPARK_CONF_DIR": str(spark_cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1", MARK: spark_cluster.mark},
+        {"spark.driver.host": "127.0.0.1"},
+        (folder / "shardmill.zip", folder / "slow_net.py"),
+        folder,
+    )
+
+
+def shardmill(folder: Path, *arguments: str) -> dict:
+    done = subprocess.run(
+        [BIN / "shardmill", *arguments, "--json"], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def until(is_so: Callable[[], object], submitted: Submitted) -> None:
+    deadline = time.monotonic() + 150
+    while not is_so():
+        assert time.monotonic() < deadline, submitted.output
+        if submitted.process.poll() is not None and not is_so():
+            raise AssertionError(submitted.output)
+        time.sleep(0.02)
+
+
+def steps_of(folder: Path, run_id: str) -> dict[tuple[int, int], dict]:
+    """The losses and sample ids of a run's steps, by epoch and step."""
+    lines = next(folder.glob(f"*/runs/{run_id}/steps.jsonl")).read_text().splitlines()
+    return {(step["epoch"], step["step"]): step for step in map(json.loads, lines)}
+
+
+def test_a_killed_executor_costs_the_etl_time_and_nothing_else(
+    folder: Path, submitter: Submitter, spark_cluster: SparkCluster
+):
+    before, scratch = len(spark_cluster.work_folders()), folder / "scratch"
+    scratch.mkdir()
+    etl = submitter.start(
+        "etl/job.py", "--config", "killed.toml", "--workdir", "work", "--run-id", "killed",
+        "--set", f"etl.scratch_dir={scratch}",
+    )  # fmt: skip
+    until(lambda: len(list(folder.glob("killed/pending/*.json"))) > 1, etl)
+    # Executors have our code as the bundle, and nowhere else.
+    roots = {Path(arguments[3]).name for arguments in spark_cluster.processes("etl.engines.unit_worker").values()}
+    assert roots == {"shardmill.zip"}
+    # Everybody on a node can read command lines.
+    assert spark_cluster.processes("org.apache.spark") and not spark_cluster.processes(spark_cluster.secret)
+    os.kill(spark_cluster.executors()[0], signal.SIGKILL)
+    num_scratch = [0]
+    until(lambda: num_scratch.append(len(list(scratch.glob("*")))) or etl.process.poll() is not None, etl)
+    assert etl.wait() == 0, etl.output
+
+    summary = summary_of(folder / "work", "killed")
+    assert summary["dataset"]["content_digest"] == open_dataset(f"{folder}/local").manifest.content_digest
+    # The master has started another one in its place.
+    assert len(spark_cluster.work_folders()) - before == NUM_SLOTS + 1
+    # On local disks there were the units in flight, and what the killed one left for the next to remove.
+    assert 1 <= max(num_scratch) <= NUM_SLOTS + 1
+
+
+def test_the_command_line_on_a_cluster_shows_nothing_of_sparks(
+    folder: Path, spark_cluster: SparkCluster, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(ENVIRONMENT, "SPARK_CONF_DIR", str(spark_cluster.conf))
+    monkeypatch.setitem(ENVIRONMENT, "SPARK_LOCAL_IP", "127.0.0.1")
+    monkeypatch.setitem(ENVIRONMENT, "PYSPARK_PYTHON", sys.executable)
+    settings = {
+        "spark.master": spark_cluster.master,
+        "spark.etl.conf.spark.submit.pyFiles": str(folder / "shardmill.zip"),
+        "spark.etl.conf.spark.executor.memory": "512m",
+    }
+    chosen = [part for item in settings.items() for part in ("--set", "=".join(item))]
+    terminal = Terminal(BIN / "shardmill", "etl", "quiet.toml", "--run-id", "quiet", *chosen, cwd=folder)
+    terminal.process.wait(200)
+    shown = terminal.text()
+    assert terminal.process.returncode == 0, shown
+    assert "etl: done" in shown and not SPARK_LINES.search(shown), shown
+    digests = {open_dataset(f"{folder}/{name}").manifest.content_digest for name in ("quiet", "local")}
+    assert len(digests) == 1
+    assert "WARN" in (folder / "shardmill-work/runs/quiet/spark.log").read_text()
+
+
+def test_horovod_on_the_cluster_gives_the_weights_of_local_ranks(
+    folder: Path, submitter: Submitter, spark_cluster: SparkCluster
+):
+    chosen = ["--set", "train.strategy=horovod", "--set", "train.model=small_cnn"]
+    train = submitter.start(
+        "train/job.py", "--config", "local.toml", "--workdir", "work", "--run-id", "horovod", "--until", "train",
+        *chosen, "--set", "train.launcher=horovod_spark",
+    )  # fmt: skip
+    seen = set()
+    while train.process.poll() is None:
+        seen |= listeners(spark_cluster.mark)
+        time.sleep(0.05)
+    assert train.wait() == 0, train.output
+    # Executors, the driver's own services, its watchdog, and of the ranks what was seen of them.
+    assert {each.is_spark for each in seen} == {True, False} and {each.address for each in seen} <= LOCAL, seen
+
+    shardmill(folder, "train", "local.toml", "--run-id", "here", *chosen, "--set", "train.launcher=local")
+    there, here = (summary_of(folder / work, run)["train"]
+                   for work, run in (("work", "horovod"), ("shardmill-work", "here")))  # fmt: skip
+    assert (there["launcher"], there["world_size"]) == ("horovod_spark", 2)
+    assert there["weights_sha256"] == here["weights_sha256"]
+    assert steps_of(folder, "horovod") == steps_of(folder, "here")
+
+
+def test_a_training_goes_on_after_its_executor_was_killed(
+    folder: Path, submitter: Submitter, spark_cluster: SparkCluster
+):
+    chosen = ["--set", "train.strategy=torch_ddp", "--set", "train.model=slow_net:net"]
+    train = submitter.start(
+        "train/job.py", "--config", "local.toml", "--workdir", "work", "--run-id", "barrier", "--until", "train",
+        *chosen, "--set", "train.launcher=spark_barrier", "--set", "train.max_restarts=1",
+        "--set", "train.checkpoint_every_steps=4",
+    )  # fmt: skip
+    until(lambda: (folder / "work/runs/barrier/steps.jsonl").exists() and len(steps_of(folder, "barrier")) > 6, train)
+    os.kill(spark_cluster.executors()[-1], signal.SIGKILL)
+    shardmill(
+        folder, "train", "local.toml", "--run-id", "alone", *chosen, "--set", "train.num_workers=1",
+        "--set", "train.strategy=single",
+    )  # fmt: skip
+    assert train.wait() == 0, train.output
+    there = summary_of(folder / "work", "barrier")["train"]
+    [restart] = there["restarts"]
+    assert re.search(r"rank [01] \(host |rank [01] on ", restart["cause"]), restart
+    assert there["world_size"] == restart["world_size"] == 1
+    alone, after = steps_of(folder, "alone"), steps_of(folder, "barrier")
+    assert list(after) == list(alone)
+    for place, step in alone.items():
+        assert after[place]["sample_ids"] == step["sample_ids"]
+        loss = float.fromhex(after[place]["loss_hex"])
+        assert loss == pytest.approx(float.fromhex(step["loss_hex"]), rel=1e-5)
+
+
+def test_more_ranks_than_slots_are_refused_with_both_numbers(folder: Path, submitter: Submitter):
+    line = refusal(submitter, "few", "horovod_spark", "--set", "train.num_workers=4")
+    assert line.startswith("ERROR 2: a training of 4 ranks, but Spark at 'spark://127.0.0.1")
+    assert "has 2 slot(s)" in line and "more executors or cores" in line
+
+
+def test_dynamic_allocation_is_refused_under_a_barrier(folder: Path, submitter: Submitter):
+    dynamic = {
+        "spark__dynamicAllocation__enabled": "true",
+        "spark__dynamicAllocation__shuffleTracking__enabled": "true",
+    }
+    line = refusal(submitter, "dynamic", "spark_barrier", **dynamic)
+    assert line.startswith("ERROR 2:") and "set spark.dynamicAllocation.enabled = false" in line
+
+
+def refusal(submitter: Submitter, run_id: str, launcher: str, *chosen: str, **conf: str) -> str:
+    """The one line with which a training ends that cannot start."""
+    train = submitter.run(
+        "train/job.py", "--config", "local.toml", "--workdir", "work", "--run-id", run_id, "--until", "train",
+        "--fresh", "--set", "train.strategy=horovod", "--set", f"train.launcher={launcher}", *chosen, **conf,
+    )  # fmt: skip
+    assert train.process.returncode == 2, train.output
+    [line] = [line for line in train.our_lines() if line.startswith("ERROR")]
+    return line

@@ -1,0 +1,21 @@
+"""Where a driver on Spark listens for its ranks: on the addresses of the application's own driver."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from train.world import LOOPBACK
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+
+def driver_addresses(context: SparkContext) -> tuple[str, str]:
+    """(the address to bind to, the one that executors are told), as Spark's settings have them for its own ports."""
+    if str(context.master).startswith("local"):
+        return LOOPBACK, LOOPBACK
+    conf = context.getConf()
+    advertised = conf.get("spark.driver.host")
+    assert advertised is not None, "the context sets it when it starts"
+    bind = conf.get("spark.driver.bindAddress")
+    return advertised if bind is None else bind, advertised
