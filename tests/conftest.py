@@ -17,6 +17,7 @@ from tests.services.hosts import two_hosts
 from tests.services.s3 import s3_bucket, s3_server
 from tests.services.spark_standalone import spark_cluster
 from tests.services.versitygw import gateway, gateway_bucket, versitygw
+from tests.services.yarn import yarn_cluster
 
 __all__ = [
     "demo",
@@ -32,6 +33,7 @@ __all__ = [
     "spark_cluster",
     "two_hosts",
     "versitygw",
+    "yarn_cluster",
 ]
 
 # A failing example prints the blob that reproduces it; no deadline, because these machines are noisy.

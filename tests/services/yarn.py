@@ -1,0 +1,117 @@
+"""A real YARN on loopback: Apache's ResourceManager and one NodeManager, over the HDFS of tests."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.services.hadoop import class_path, pyspark_jars, start_java, write_settings
+from tests.services.hdfs import HdfsServer
+from tests.services.marked import MARK, end_marked, free_ports
+
+_START_SECONDS = 120.0
+# What Java 17 lacks of what YARN needs.
+_COORDINATES = (
+    "org.bouncycastle:bcprov-jdk18on:1.78.1",
+    "org.bouncycastle:bcutil-jdk18on:1.78.1",
+    "org.bouncycastle:bcpkix-jdk18on:1.78.1",
+    "javax.xml.bind:jaxb-api:2.3.1",
+    "org.glassfish.jaxb:jaxb-runtime:2.3.1",
+    "com.sun.istack:istack-commons-runtime:3.0.7",
+    "com.sun.activation:javax.activation:1.2.0",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class YarnCluster:
+    """A running cluster with room for a driver and two executors of 512 MB."""
+
+    folder: Path
+    mark: str
+    hdfs: HdfsServer
+
+    @property
+    def conf(self) -> Path:
+        """Its `HADOOP_CONF_DIR`, that of HDFS included."""
+        return self.folder / "conf"
+
+
+@pytest.fixture(scope="session")
+def yarn_cluster(hdfs_server: HdfsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[YarnCluster]:
+    folder = tmp_path_factory.mktemp("yarn")
+    cluster = YarnCluster(folder, f"yarn-{secrets.token_hex(8)}", hdfs_server)
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(8)]
+    _configure(cluster, addresses)
+    path = class_path(cluster.conf, *_COORDINATES)
+    servers = [
+        start_java(
+            folder / "servers.log", path, f"org.apache.hadoop.yarn.server.{name}",
+            options=("--add-opens", "java.base/java.lang=ALL-UNNAMED", f"-Dhadoop.tmp.dir={folder}/tmp"),
+            **{MARK: cluster.mark},
+        )
+        for name in ("resourcemanager.ResourceManager", "nodemanager.NodeManager")
+    ]  # fmt: skip
+    try:
+        _wait_for_node(f"http://{addresses[0]}/ws/v1/cluster/nodes", servers, folder)
+        yield cluster
+    finally:
+        end_marked(cluster.mark)
+        for server in servers:
+            server.wait()
+
+
+def _configure(cluster: YarnCluster, addresses: list[str]) -> None:
+    shutil.copytree(cluster.hdfs.conf, cluster.conf)
+    manager, node = "yarn.resourcemanager", "yarn.nodemanager"
+    names = (
+        f"{manager}.webapp.address", f"{manager}.address", f"{manager}.scheduler.address",
+        f"{manager}.resource-tracker.address", f"{manager}.admin.address",
+        f"{node}.address", f"{node}.localizer.address", f"{node}.webapp.address",
+    )  # fmt: skip
+    settings = {
+        f"{manager}.hostname": "127.0.0.1",
+        f"{node}.hostname": "127.0.0.1",
+        f"{node}.resource.memory-mb": "4096",
+        f"{node}.resource.cpu-vcores": "4",
+        f"{node}.vmem-check-enabled": "false",
+        f"{node}.pmem-check-enabled": "false",
+        f"{node}.disk-health-checker.enable": "false",
+        f"{node}.local-dirs": f"{cluster.folder}/local",
+        f"{node}.log-dirs": f"{cluster.folder}/logs",
+        # The logs of containers stay for who looks for a reason.
+        f"{node}.delete.debug-delay-sec": "3600",
+        f"{node}.env-whitelist": f"JAVA_HOME,{MARK}",
+        "yarn.scheduler.minimum-allocation-mb": "256",
+        "yarn.application.classpath": f"{pyspark_jars()}/*",
+    }
+    write_settings(cluster.conf / "yarn-site.xml", dict(zip(names, addresses, strict=True)) | settings)
+    queue = "yarn.scheduler.capacity"
+    write_settings(
+        cluster.conf / "capacity-scheduler.xml",
+        {f"{queue}.root.queues": "default", f"{queue}.root.default.capacity": "100",
+         f"{queue}.maximum-am-resource-percent": "0.5"},
+    )  # fmt: skip
+
+
+def _wait_for_node(nodes_json: str, servers: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(nodes_json, timeout=5) as answer:
+                # Jackson or Jettison: which one writes it decides on the form of a list of one.
+                if '"state":"RUNNING"' in answer.read().decode():
+                    return
+        except OSError:
+            pass
+        log = (folder / "servers.log").read_text()[-3000:]
+        assert all(server.poll() is None for server in servers), f"YARN does not start: {log}"
+        assert time.monotonic() < deadline, f"YARN does not start: {log}"
+        time.sleep(0.5)

@@ -1,0 +1,116 @@
+"""YARN over HDFS: ETL in client and in cluster mode, training in client mode, and what an exit code says there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etl.config import EtlConfig
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_dataset
+from shardmill.stores import open_store
+from tests.services.hadoop import pyspark_jars
+from tests.services.marked import MARK
+from tests.services.spark_submit import Submitter, make_bundle, summary_of
+from tests.services.yarn import YarnCluster
+from tests.support import build_here, write_images
+
+pytestmark = pytest.mark.drill
+
+CONFIG = """
+[source]
+uri = "{root}/images"
+[dataset]
+uri = "{root}/{dataset}"
+[models]
+uri = "{root}/models"
+[etl]
+image_size = 16
+encoding = "png"
+unit_min_images = 20
+chunk_bytes = 8000
+[train]
+epochs = 2
+global_batch_size = 24
+num_streams = 6
+num_workers = 2
+strategy = "horovod"
+launcher = "horovod_spark"
+nics = ["lo"]
+"""
+CLUSTER_MODE = ("--deploy-mode", "cluster", "--files", "cluster.toml")
+
+
+@pytest.fixture(scope="module")
+def root(yarn_cluster: YarnCluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of HDFS with images in it."""
+    folder = tmp_path_factory.mktemp("images")
+    write_images(folder, num_images=120)
+    root = f"{yarn_cluster.hdfs.uri}/yarn"
+    store = open_store(f"{root}/images")
+    for file in folder.rglob("*.png"):
+        store.put_file(str(file.relative_to(folder)), file)
+    return root
+
+
+@pytest.fixture(scope="module")
+def submitter(root: str, yarn_cluster: YarnCluster, tmp_path_factory: pytest.TempPathFactory) -> Submitter:
+    folder = tmp_path_factory.mktemp("submitted")
+    for dataset in ("cluster", "client"):
+        (folder / f"{dataset}.toml").write_text(CONFIG.format(root=root, dataset=dataset))
+    conf = {
+        # The nodes have pyspark where we have it; else every application uploads its jars.
+        "spark.yarn.jars": f"local:{pyspark_jars()}/*",
+        "spark.executor.instances": "2",
+        "spark.driver.memory": "512m",
+        "spark.yarn.am.memory": "512m",
+    }
+    environment = {"HADOOP_CONF_DIR": str(yarn_cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1", MARK: yarn_cluster.mark}
+    return Submitter("yarn", environment, conf, (make_bundle(folder),), folder)
+
+
+@pytest.fixture(scope="module")
+def dataset(root: str, submitter: Submitter) -> Dataset:
+    """What the ETL in cluster mode commits: the driver is in a container too."""
+    arguments = ("--config", "cluster.toml", "--workdir", f"{root}/work", "--run-id", "cluster")
+    etl = submitter.run("etl/job.py", *arguments, options=CLUSTER_MODE)
+    assert etl.process.returncode == 0, etl.output
+    return open_dataset(f"{root}/cluster")
+
+
+def test_the_etl_gives_in_both_modes_what_it_gives_here(
+    root: str, dataset: Dataset, submitter: Submitter, tmp_path: Path
+):
+    client = submitter.run(
+        "etl/job.py", "--config", "client.toml", "--workdir", "work", "--run-id", "client",
+        spark__driver__host="127.0.0.1",
+    )  # fmt: skip
+    assert client.process.returncode == 0, client.output
+    etl = EtlConfig(image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000)
+    here = build_here(f"{root}/images", str(tmp_path / "here"), etl)
+    digests = {open_dataset(uri).manifest.content_digest for uri in (here, f"{root}/client")}
+    assert digests == {dataset.manifest.content_digest}
+    assert summary_of(f"{root}/work", "cluster")["dataset"]["content_digest"] in digests
+
+
+def test_a_training_runs_on_executors_of_yarn(dataset: Dataset, submitter: Submitter):
+    train = submitter.run(
+        "train/job.py", "--config", "cluster.toml", "--workdir", "work", "--run-id", "train", "--until", "train",
+        spark__driver__host="127.0.0.1",
+    )  # fmt: skip
+    assert train.process.returncode == 0, train.output
+    found = summary_of(submitter.folder / "work", "train")["train"]
+    assert (found["launcher"], found["world_size"], found["steps"]) == ("horovod_spark", 2, 8)
+
+
+def test_in_cluster_mode_the_summary_tells_the_exit_code(root: str, dataset: Dataset, submitter: Submitter):
+    arguments = ("--config", "cluster.toml", "--set", f"source.uri={root}/nowhere", "--set", f"dataset.uri={root}/none")
+    failed = submitter.run(
+        "etl/job.py", *arguments, "--workdir", f"{root}/work", "--run-id", "failed", options=CLUSTER_MODE
+    )
+    # YARN's own, which is the same for every reason.
+    assert failed.process.returncode == 1
+    summary = summary_of(f"{root}/work", "failed")
+    assert (summary["status"], summary["exit_code"]) == ("failed", 2)
+    assert summary["error"].startswith(f"no images below {root}/nowhere")
