@@ -21,7 +21,7 @@ from train.optimizers import OPTIMIZERS
 from train.readers import READERS
 from train.schedules import SCHEDULES
 from train.strategies import STRATEGIES
-from train.written_forms import ServerUri, StepRange
+from train.written_forms import Host, ServerUri, StepRange
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -198,7 +198,7 @@ class TrainConfig(Section):
     stop_timeout_seconds: Annotated[float, HOW] = Field(default=25.0, gt=0)
     """On SIGTERM: how long the ranks may take to end their step and write a checkpoint, before they are ended as they
     are. Less than what a scheduler waits before it kills (30 s on Kubernetes)."""
-    attach_host: Annotated[str, HOW] = ""
+    attach_host: Annotated[Host, HOW] = ""
     """`attach`: where the others call rank 0; empty for what the starter says (MASTER_ADDR, SLURM's first node)."""
     attach_port: Annotated[int, HOW] = Field(default=29610, ge=1, le=65535)
     """`attach`: on which port."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -25,10 +26,22 @@ def _server_uri(text: str) -> str:
     return text
 
 
+def _host(text: str) -> str:
+    if ":" in text or "/" in text:
+        try:
+            ipaddress.IPv6Address(text)
+        except ValueError:
+            raise ValueError("a host's name or address alone; the port is a key of its own") from None
+    return text
+
+
 StepRange = Annotated[str, AfterValidator(_step_range)]
 """`FIRST:STOP`, counted from 0; STOP is not among them. Empty for none."""
 ServerUri = Annotated[str, AfterValidator(_server_uri)]
 """`http://...` or `https://...`, or empty for none."""
+
+Host = Annotated[str, AfterValidator(_host)]
+"""A host's name or address, or empty for none."""
 
 
 def steps_of(text: str) -> range:

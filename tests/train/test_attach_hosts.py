@@ -1,18 +1,24 @@
-"""The launcher `attach` on two hosts, started there by torchrun."""
+"""The launcher `attach` on two hosts, started there by torchrun, and how the others find rank 0's."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from shardmill.errors import UsageError
+from shardmill.jobs.config import load_tree
 from tests.services.hosts import Host
 from tests.train.driver_process import ROOT, free_port
 from train.launching.attach import JOB_TOKEN_VARIABLE
+from train.launching.attach_gate import call_gate
+from train.tree import TrainTree
 
 SHARDMILL, TORCHRUN = (str(Path(sys.executable).with_name(name)) for name in ("shardmill", "torchrun"))
 
@@ -60,3 +66,20 @@ def test_two_hosts_train_as_one_does(tiny_uri, tmp_path, two_hosts: tuple[Host, 
     assert (runs[1]["launcher"], runs[1]["world_size"]) == ("attach", 2)
     told = (tmp_path / "there/runs/one/events.jsonl").read_text()
     assert all(host.name in told for host in two_hosts)
+
+
+def test_a_rank_that_waits_for_rank_0_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("train.launching.attach_gate.PATIENCE_SECONDS", 0.3)
+    port = free_port()
+    with pytest.raises(OSError):
+        call_gate(f"127.0.0.1:{port}", "t" * 32, 1, time.monotonic() + 1.5)
+    # Once, and again only six times as long after it.
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.match(rf"shardmill: rank 1 waits for \d s more for rank 0 at 127.0.0.1:{port}: .*refused", line)
+
+
+@pytest.mark.parametrize("host", ["gpu-07:29610", "http://gpu-07"])
+def test_a_host_is_no_host_and_port(host):
+    with pytest.raises(UsageError, match=f'train.attach_host = "{host}"; expected a host\'s name or address alone'):
+        load_tree(TrainTree, None, (f"train.attach_host={host}",))
+    assert load_tree(TrainTree, None, ("train.attach_host=fe80::1",)).train.attach_host == "fe80::1"

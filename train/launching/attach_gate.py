@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from train.launching.wire import (
 
 # At its end rank 0 waits so long for processes that have not come yet, to tell them; they start when it does.
 LATE_SECONDS = 20.0
+# Without a word so long, a process that waits for rank 0 looks like one that hangs.
+PATIENCE_SECONDS = 10.0
 
 
 class Gate:
@@ -93,13 +96,20 @@ class Gate:
 
 def call_gate(address: str, token: str, rank: int, until_seconds: float) -> Connection:
     """Wait for rank 0 at `host:port` and introduce this process. Raises OSError or ProtocolError at `until_seconds`."""
+    tell_seconds = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             return _call_gate(address, token, rank, until_seconds)
-        except (OSError, ProtocolError):
+        except (OSError, ProtocolError) as error:
             # Rank 0 may start a little later; another job may still hold the port.
-            if time.monotonic() > until_seconds:
+            now = time.monotonic()
+            if now > until_seconds:
                 raise
+            if now > tell_seconds:
+                left = f"for {until_seconds - now:.0f} s more"
+                sys.stderr.write(f"shardmill: rank {rank} waits {left} for rank 0 at {address}: {error}\n")
+                sys.stderr.flush()
+                tell_seconds = now + PATIENCE_SECONDS * 6
             time.sleep(0.2)
 
 
