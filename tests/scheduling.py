@@ -10,22 +10,25 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Roughly, on two cores; only the order in which files start depends on it.
 _SECONDS_OF_A_TEST = {"train": 4.0, "etl": 3.0, "pipeline": 2.0, "airflow_dags": 20.0, "tests": 5.0}
-# They share the one run of the demo.
-_FILES_OF_THE_DEMO = ("test_readme.py", "test_whole_pipeline.py")
+# What takes long to start, and the files that share it.
+_SHARED = {
+    "demo": ("test_readme.py", "test_whole_pipeline.py"),
+    "hdfs": ("test_hdfs_store.py", "test_storage.py", "test_remote_chain.py", "test_yarn.py"),
+}
 
 
 def scope_of(nodeid: str) -> str:
-    """Tests of one scope run in one process, because they share fixtures: those of a file, and those of the demo."""
+    """Tests of one scope run in one process, because they share fixtures: those of a file, or of a few files."""
     file = nodeid.partition("::")[0]
-    return "demo" if file.endswith(_FILES_OF_THE_DEMO) else file
+    return next((scope for scope, files in _SHARED.items() if file.rpartition("/")[2] in files), file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long scopes start first, the demo's before all; inside a scope the order stays as written."""
+    """Long scopes start first, those of several files before all; inside a scope the order stays as written."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for item in items:
         seconds[scope_of(item.nodeid)] += _SECONDS_OF_A_TEST.get(item.path.parent.name, 0.1)
-    items.sort(key=lambda item: (scope_of(item.nodeid) != "demo", -seconds[scope_of(item.nodeid)]))
+    items.sort(key=lambda item: (scope_of(item.nodeid) not in _SHARED, -seconds[scope_of(item.nodeid)]))
 
 
 class ScopeScheduling(LoadScopeScheduling):
