@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etl.config import EtlConfig
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
+from shardmill.failpoints import VARIABLE
+from shardmill.jobs.line_log import read_lines
 from shardmill.stores import open_store, s3_requests
 from tests.services.fault_proxy import Fault, at_random, in_turn, proxying
 from tests.services.versitygw import Gateway, connect_to
@@ -67,3 +75,46 @@ def test_faults_change_neither_the_dataset_nor_the_training(
         assert versions == ["manifests/00000001.json"]
         print(f"{seconds:.1f} s without and {spoiled_seconds:.1f} s with {dict(proxy.told)}")
         assert proxy.told[Fault.STALLED] == 2 and sum(proxy.told[fault] for fault in _FAULTS) > 20
+
+
+def test_a_killed_driver_has_logged_every_step_that_is_not_done_again(gateway_bucket: str, tmp_path: Path):
+    write_images(tmp_path / "images", num_images=60)
+    root = open_store(gateway_bucket)
+    for file in (tmp_path / "images").rglob("*.png"):
+        root.put_file(f"images/{file.relative_to(tmp_path / 'images')}", file)
+    build_here(f"{gateway_bucket}/images", f"{gateway_bucket}/dataset", _CONFIG)
+    config = tmp_path / "config.toml"
+    config.write_text(
+        f"""
+        dataset.uri = "{gateway_bucket}/dataset"
+        models.uri = "{gateway_bucket}/models"
+        [train]
+        launcher = "inline"
+        strategy = "single"
+        epochs = 3
+        global_batch_size = 8
+        checkpoint_every_steps = 4
+        record_samples = true
+        """
+    )
+    command = [sys.executable, "-m", "pipeline.cli", "train", str(config), "--workdir", f"{gateway_bucket}/work"]
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in read_lines(root, f"work/runs/run/{name}.jsonl")]
+
+    def train(**environment: str) -> int:
+        done = subprocess.run(
+            [*command, "--run-id", "run"], env={**os.environ, **environment}, capture_output=True, timeout=200
+        )
+        return done.returncode
+
+    # The driver is the only rank: it dies when the second marker is there.
+    assert train(**{VARIABLE: "checkpoint_done:2"}) == -signal.SIGKILL
+    logged, events = lines("steps"), lines("events")
+    assert train() == 0
+    [resumed] = [event for event in lines("events") if event["event"] == "train.resumed"]
+    assert len(logged) >= resumed["global_step"] > 4 and lines("events")[: len(events)] == events != []
+    places = [(line["epoch"], line["step"]) for line in lines("steps")]
+    assert lines("steps")[: resumed["global_step"]] == logged[: resumed["global_step"]]
+    assert places == [(epoch, step) for epoch in range(3) for step in range(len(places) // 3)]
+    assert not [file.path for file in root.list("work") if ".parts/" in file.path]

@@ -25,7 +25,7 @@ from shardmill.storage import Store
 from train.checkpoint import MARKER, CheckpointFolder, CheckpointMarker, TrainingIdentity, delete_older
 from train.progress import Progress
 from train.state import dump_arrays
-from train.values import Reporter, from_json, to_json
+from train.values import BEFORE_CHECKPOINT, Reporter, from_json, to_json
 
 # How long a training that fails waits for a checkpoint that was begun: ranks that fail for one reason can complete it.
 GRACE_SECONDS = 10.0
@@ -92,6 +92,9 @@ class CheckpointWriter:
     def begin(self, moment: Moment) -> None:
         """Hand over what is to be written; the one before must have been taken."""
         assert self._running is None
+        if self._ranks.world_size == 1:
+            # Of several ranks the driver sees it, when they exchange what they have stored.
+            self._reporter.event(BEFORE_CHECKPOINT, {})
         self._running = Future()
         # A daemon: a store that hangs keeps no process alive.
         threading.Thread(target=self._run, args=(moment, self._running), name="checkpoint", daemon=True).start()

@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from shardmill.jobs.line_log import LineLog, Outage, Warn, read_lines, warn_on_stderr
+from shardmill.jobs.line_log import LineLog, Outage, Warn, read_lines, replace_lines, warn_on_stderr
 from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.storage import Store
 from train.observer import GlobalStep, TrainObserver
+from train.values import BEFORE_CHECKPOINT
 
 PROGRESS_SECONDS = 1.0
 
@@ -52,7 +53,9 @@ class StepsLog:
             self._write(f"{self._path} is behind, and is tried again")
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        return
+        # Who goes on from that checkpoint does not do these steps again.
+        if name == BEFORE_CHECKPOINT and self._log is not None:
+            self._log.flush()
 
     def close(self) -> None:
         if self._waiting:
@@ -73,7 +76,7 @@ class StepsLog:
     def _begin(self, place: tuple[int, int]) -> LineLog:
         """The log with the steps before `place` alone. Raises StorageError."""
         kept = [line for line in read_lines(self._store, self._path) if _position(line) < place]
-        self._store.put(self._path, b"".join(kept))
+        replace_lines(self._store, self._path, kept)
         return LineLog(self._store, self._path, warn=self._warn)
 
 

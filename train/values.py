@@ -226,6 +226,10 @@ class StepReport:
     before it, and their `total`; beside them what the reader's threads worked meanwhile, in `fetch` and in `decode`."""
 
 
+BEFORE_CHECKPOINT = "storing.progress"
+"""The event that comes before a checkpoint counts, when all steps that it stands for have been told."""
+
+
 class Reporter(Observer, Protocol):
     """How a rank reports to its driver: events (`resumed`, `epoch`, `early_stop`, ...), steps, and what it does now.
 

@@ -6,17 +6,18 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from shardmill.errors import StorageError
+from shardmill.errors import NoSuchRoot, StorageError
 from shardmill.jobs.redact import redacted_text
 from shardmill.sealed import check_relative_path
 from shardmill.storage import Store
 from shardmill.storage_errors import as_storage_error
 
 REWRITE_SHARE = 0.05
+_PARTS = ".parts"
 
 Warn = Callable[[str], None]
 
@@ -65,8 +66,10 @@ class Outage:
 
 class GrowingFile:
     """A file that grows. Local: what was appended is there at once. Elsewhere: the object is rewritten now and then.
+    `flush` puts what it lacks then beside it, as `<path>.parts/<its place in the file>`.
 
-    A store has no append; rewriting costs time that grows with the file, so its rate is held to a share of it.
+    A store has no append; rewriting costs time that grows with the file, so its rate is held to a share of it. It
+    covers the parts so far, which are deleted then.
 
     A store that refuses it (a full disk, an outage) does not end what is logged: `warn` is told once, and what is
     missing is tried again with later appends and at the end.
@@ -92,6 +95,9 @@ class GrowingFile:
         self._file: IO[bytes] | None = None
         self._parts = [kept]
         """The whole object; of a local file what is not written yet."""
+        self._unsaved: list[bytes] = []
+        """The end of it that is neither in the object nor in a part."""
+        self._saved_bytes = len(kept)
         if store.local_root is not None:
             self._file = open_to_append(store.local_root / path)
             self._parts = []
@@ -99,8 +105,18 @@ class GrowingFile:
     def append(self, data: bytes) -> None:
         """Add bytes at the end; a local reader sees all of them or none."""
         self._parts.append(data)
+        self._unsaved.append(data)
         if self._file is not None or self._clock() >= self._next_rewrite:
             self._write(f"{self._path} is behind, and is tried again")
+
+    def flush(self) -> None:
+        """What was appended outlives this process from here on, unless the store refuses it."""
+        if self._file is None and self._unsaved and self._outage.may_call():
+            data = b"".join(self._unsaved)
+            with self._outage.told(f"{self._path} is behind, and is tried again"):
+                self._store.put(f"{self._path}{_PARTS}/{self._saved_bytes:015d}", data)
+                self._saved_bytes += len(data)
+                self._unsaved = []
 
     def close(self) -> None:
         """Nothing is left to write after this."""
@@ -116,7 +132,9 @@ class GrowingFile:
             if self._file is not None:
                 self._add_to(self._file)
             else:
-                self._store.put(self._path, b"".join(self._parts))
+                self._parts = [b"".join(self._parts)]
+                _rewrite(self._store, self._path, self._parts[0])
+                self._saved_bytes, self._unsaved = len(self._parts[0]), []
         ended = self._clock()
         self._next_rewrite = ended + pause_seconds(ended - started)
 
@@ -144,6 +162,10 @@ class LineLog:
         """Add one line."""
         self._file.append(json.dumps(value).encode() + b"\n")
 
+    def flush(self) -> None:
+        """All lines so far outlive this process, unless the store refuses them."""
+        self._file.flush()
+
     def close(self) -> None:
         """Nothing is left to write after this."""
         self._file.close()
@@ -159,8 +181,38 @@ def open_to_append(target: Path) -> IO[bytes]:
 
 def read_lines(store: Store, path: str) -> list[bytes]:
     """The whole lines of a line log, each with its end; a last line that a kill cut short is left out."""
+    # Listed before the object is read: of parts that go meanwhile, the object holds the bytes.
+    parts = _parts_of(store, path)
     try:
         data = store.read(path)
     except FileNotFoundError:
-        return []
-    return [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
+        data = b""
+    end, pieces = len(data), [data]
+    for start, part in sorted(parts.items()):
+        if start >= end:
+            with suppress(FileNotFoundError):
+                pieces.append(store.read(part))
+                end = start + len(pieces[-1])
+    return [line for line in b"".join(pieces).splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def replace_lines(store: Store, path: str, lines: list[bytes]) -> None:
+    """The log holds these lines and no others."""
+    _rewrite(store, path, b"".join(lines))
+
+
+def _rewrite(store: Store, path: str, data: bytes) -> None:
+    parts = _parts_of(store, path)
+    store.put(path, data)
+    for part in parts.values():
+        store.delete(part)
+
+
+def _parts_of(store: Store, path: str) -> dict[int, str]:
+    """Place in the file -> path; none on a local disk, where a file is appended to."""
+    if store.local_root is not None:
+        return {}
+    try:
+        return {int(file.path.rpartition("/")[2]): file.path for file in store.list(f"{path}{_PARTS}")}
+    except NoSuchRoot:
+        return {}

@@ -152,9 +152,11 @@ def write_summary(workdir: str | Path, run_id: str, state: RunState, sections: S
 def latest_run(workdir: str | Path) -> str:
     """The run with a stage record below `workdir` that logged an event last. Raises UsageError if there is none."""
     files = list(open_store(workdir).list("runs"))
-    folder_of = {file.path: file.path.rpartition("/")[0] for file in files}
-    with_stages = {folder_of[path] for path in folder_of if path.endswith(".json") and not path.endswith(f"/{SUMMARY}")}
-    found = [file for file in files if file.path.endswith("/events.jsonl") and folder_of[file.path] in with_stages]
+    folder_of = {file.path: "/".join(file.path.split("/")[:2]) for file in files}
+    records = (path for path in folder_of if path.endswith(".json") and path.count("/") == 2)
+    with_stages = {folder_of[path] for path in records if not path.endswith(f"/{SUMMARY}")}
+    # Or a part of it, of a run that goes on or was killed.
+    found = [file for file in files if "/events.jsonl" in file.path and folder_of[file.path] in with_stages]
     if not found:
         raise UsageError(f"no run below {workdir}", "expected one that left its record there", "check --workdir")
     return max(found, key=lambda file: (file.mtime_ns, file.path)).path.split("/")[1]

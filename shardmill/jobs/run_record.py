@@ -63,6 +63,7 @@ class RunRecord:
         if is_progress(name):
             return
         self._events.append({"time": round(time.time(), 3), "event": name, **redacted(dict(fields))})
+        self._events.flush()
         if WARNING in fields:
             self._warnings.append(str(fields[WARNING]))
 

@@ -6,27 +6,46 @@ import json
 import resource
 from pathlib import Path
 
-from shardmill.jobs.line_log import LineLog, read_lines
+from shardmill.jobs.line_log import LineLog, read_lines, replace_lines
 from shardmill.stores import open_store
 
 
 def test_line_logs_on_a_store_without_append(s3_bucket: str):
-    store = open_store(f"{s3_bucket}/logs")
+    store, path = open_store(f"{s3_bucket}/logs"), "runs/r/events.jsonl"
+
+    def numbers() -> list[int]:
+        return [json.loads(line)["n"] for line in read_lines(store, path)]
+
     now = [0.0]
-    log = LineLog(store, "runs/r/events.jsonl", clock=lambda: now[0])
+    log = LineLog(store, path, clock=lambda: now[0])
     log.append({"n": 1})
-    assert read_lines(store, "runs/r/events.jsonl") == [b'{"n": 1}\n']
+    assert numbers() == [1]
     log.append({"n": 2})
-    assert len(read_lines(store, "runs/r/events.jsonl")) == 1
-    now[0] = 10.0
-    log.append({"n": 3})
-    assert len(read_lines(store, "runs/r/events.jsonl")) == 3
-    log.append({"n": 4})
-    log.close()
-    again = LineLog(store, "runs/r/events.jsonl")
+    assert numbers() == [1]
+    # What is flushed outlives this process, line by line, though the object is not written again.
+    for number in (3, 4):
+        log.flush()
+        assert numbers() == list(range(1, number))
+        log.append({"n": number})
+    assert len(list(store.list(f"{path}.parts"))) == 2 and len(store.read(path).splitlines()) == 1
+    # Killed here: 4 was never flushed. The next log goes on behind what is there, and its object holds the parts.
+    again = LineLog(store, path, clock=lambda: now[0])
+    assert numbers() == [1, 2, 3]
     again.append({"n": 5})
+    assert numbers() == [1, 2, 3, 5] and not list(store.list(f"{path}.parts"))
+    again.append({"n": 6})
+    again.flush()
+    now[0] = 10.0
+    again.append({"n": 7})
+    again.append({"n": 8})
+    assert numbers() == [1, 2, 3, 5, 6, 7]
+    # A rewrite that was cut off before it deleted the parts.
+    store.put(f"{path}.parts/{8:015d}", b'{"n": 2}\n')
+    assert numbers() == [1, 2, 3, 5, 6, 7]
     again.close()
-    assert [json.loads(line)["n"] for line in read_lines(store, "runs/r/events.jsonl")] == [1, 2, 3, 4, 5]
+    assert numbers() == [1, 2, 3, 5, 6, 7, 8] and [file.path for file in store.list("")] == [path]
+    replace_lines(store, path, read_lines(store, path)[:2])
+    assert numbers() == [1, 2]
 
 
 def test_a_log_on_a_disk_that_is_full_for_a_while_is_whole_afterwards(tmp_path: Path):

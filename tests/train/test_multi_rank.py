@@ -23,7 +23,7 @@ from train.observer import GlobalStep
 from train.state import OPTIMIZER, WEIGHTS, rank_file
 from train.strategies import STRATEGIES
 from train.strategies.strategy import all_members
-from train.values import TrainResult
+from train.values import BEFORE_CHECKPOINT, TrainResult
 
 WORKERS = "tests.train.multi_rank_workers"
 STATEFUL = {"checkpoint_every_steps": 2, "num_streams": 6, "global_batch_size": 24, "record_samples": True,
@@ -85,6 +85,8 @@ class Watcher:
     losses: dict[tuple[int, int], str] = field(default_factory=dict)
     sample_ids: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
+    before_checkpoint: set[tuple[int, int]] = field(default_factory=set)
+    """The steps that were told before the last checkpoint counted."""
 
     def step(self, step: GlobalStep) -> None:
         assert {report.loss_hex for report in step.reports} == {step.loss_hex}, "every rank has the same global loss"
@@ -93,6 +95,8 @@ class Watcher:
 
     def event(self, name: str, fields: dict) -> None:
         self.events.append(name)
+        if name == BEFORE_CHECKPOINT:
+            self.before_checkpoint = set(self.losses)
 
 
 def train_on_ranks(
@@ -138,6 +142,7 @@ def test_ranks_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkey
     resumed_result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", world_size, config)
 
     assert "resumed" in resumed.events
+    assert {place for place in undisturbed.losses if place < (1, 2)} <= killed.before_checkpoint
     assert (resumed_result.resumed_from.epoch, resumed_result.resumed_from.step) == (1, 2)
     assert killed.losses | resumed.losses == undisturbed.losses, "two processes' worth of fresh runs agree bit for bit"
     assert killed.sample_ids | resumed.sample_ids == undisturbed.sample_ids

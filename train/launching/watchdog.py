@@ -42,7 +42,7 @@ from train.launching.wire import (
 from train.observer import StepAssembler, TrainObserver
 from train.strategies import STRATEGIES
 from train.task import WorkerTask
-from train.values import TrainResult, to_json
+from train.values import BEFORE_CHECKPOINT, TrainResult, to_json
 
 # The first fault need not be the cause. Other faults of the same cause arrive within this time; if only echoes
 # ("connection closed") have arrived so far, the cause itself does within the longer one.
@@ -222,6 +222,9 @@ class Watchdog:
                 if lane == "main":
                     self._deadlines.progress(rank, received.seen_seconds)
                 if (answer := self._exchanges.add(received.rank, given)) is not None:
+                    if lane == "aside":
+                        # All have stored their files; rank 0 waits for this answer with the checkpoint's marker.
+                        self._observer.event(BEFORE_CHECKPOINT, {"rank": received.rank})
                     self._listener.send_to_all(answer)
             case Begun(global_step):
                 self._stop.answer(received.rank, global_step)
