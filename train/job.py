@@ -20,8 +20,10 @@ from shardmill.jobs.config import load_tree
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.run_job import job_parser, run_job
 from shardmill.jobs.run_record import RunRecord
+from shardmill.jobs.spark import as_submitted
 from shardmill.values import DatasetPin
 from train.changes import Again
+from train.launching.spark_slots import SLOT_SETTINGS
 from train.published.candidate import promote_export, promotion_record
 from train.published.export import export_record, export_training
 from train.training import train_in_run, train_record
@@ -39,6 +41,8 @@ def main() -> int:
     def job(run: RunRecord, observer: Observer) -> None:
         below = {"models": {"uri": f"{arguments.workdir}/models"}}
         tree = load_tree(TrainTree, arguments.config, tuple(arguments.set), below)
+        # From here on the section says what holds.
+        tree = tree.model_copy(update={"spark": as_submitted(tree.spark, SLOT_SETTINGS)})
 
         again = Again(arguments.fresh, tuple(arguments.allow_change))
         trained = run.stage(

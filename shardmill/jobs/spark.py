@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +145,22 @@ def _started(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iter
             context.stop()
         raise
     context.stop()
+
+
+def as_submitted(spark: SparkConfig, settings: Collection[str]) -> SparkConfig:
+    """Under `spark-submit`, the section with its master, and with what it was given of these `settings` for training.
+
+    Without it, `spark` itself. The config's own settings win, as they do once the context starts.
+    """
+    if not is_under_spark_submit():
+        return spark
+    from pyspark import SparkConf, SparkContext
+
+    SparkContext._ensure_initialized()  # pyright: ignore[reportPrivateUsage]
+    given = dict(SparkConf().getAll())
+    conf = {name: given[name] for name in settings if name in given} | spark.train.conf
+    train = spark.train.model_copy(update={"conf": conf})
+    return spark.model_copy(update={"master": given.get("spark.master", spark.master), "train": train})
 
 
 def _start_error(error: Py4JError) -> ShardmillError:

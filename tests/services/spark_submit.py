@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmill.stores import open_store
-from tests.pipeline.command import BIN, ROOT
+from tests.pipeline.command import BIN, ENVIRONMENT, ROOT
 
 SECURE = ROOT / "examples" / "spark" / "secure.properties"
 
@@ -48,7 +48,7 @@ class Submitter:
         ]  # fmt: skip
         plain = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYSPARK", "SPARK"))}
         process = subprocess.Popen(
-            command, cwd=self.folder, env={**plain, **self.environment}, text=True,
+            command, cwd=self.folder, env={**plain, "PATH": ENVIRONMENT["PATH"], **self.environment}, text=True,
             stdout=open(self.folder / "stdout", "w"), stderr=open(self.folder / "stderr", "w"),  # noqa: SIM115
             start_new_session=True,
         )  # fmt: skip

@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
+from shardmill.jobs.spark_settings import is_local_master
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
 GPUS_OF_TASK, GPUS_OF_EXECUTOR = "spark.task.resource.gpu.amount", "spark.executor.resource.gpu.amount"
+# All settings of Spark that this module looks at.
+SLOT_SETTINGS = (
+    GPUS_OF_TASK, GPUS_OF_EXECUTOR, "spark.task.cpus", "spark.cores.max", "spark.executor.instances",
+    "spark.executor.cores", "spark.dynamicAllocation.enabled",
+)  # fmt: skip
 # A standalone master hands out at once all that it has; how far apart two executors start, on a busy machine.
 SETTLED_SECONDS = 15.0
 _POLL_SECONDS = 0.2
 
 
 def check_configured_slots(world_size: int, spark: SparkConfig) -> None:
-    """`check_slots` for the config, which `spark-submit` overrules."""
-    if not is_under_spark_submit():
-        check_slots(world_size, spark.master, spark.train.conf)
+    """`check_slots` for the section `spark`, before Spark is asked."""
+    check_slots(world_size, spark.master, spark.train.conf)
 
 
 def ranks_on_this_machine(world_size: int, spark: SparkConfig) -> int:
