@@ -31,7 +31,9 @@ from train.world import World
 
 # The first compiles; of the others the median counts.
 NUM_STEPS = 6
-NUM_STEPS_OF_ONE_IMAGE = 2
+NUM_STEPS_OF_FEW_IMAGES = 2
+# Of a single image there are no statistics: PyTorch's batch norms refuse it.
+FEW_IMAGES = 2
 ANSWER = b"shardmill-probe:"
 
 
@@ -125,13 +127,14 @@ def measure(task: ProbeTask) -> StepCost:
     model = learner.named_weights().arrays.values()
     _forget_peak()
     before_bytes = _peak_bytes()
-    _steps(learner, _made_up(task, 1), NUM_STEPS_OF_ONE_IMAGE)
-    of_one_bytes = _peak_bytes() - before_bytes
+    num_few = min(FEW_IMAGES * config.num_parts, task.local_batch_size)
+    _steps(learner, _made_up(task, num_few), NUM_STEPS_OF_FEW_IMAGES)
+    of_few_bytes = _peak_bytes() - before_bytes
     seconds = _steps(learner, _made_up(task, task.local_batch_size), task.num_steps)
     work_bytes = max(0, _peak_bytes() - before_bytes - sizes[StatePart.WEIGHTS])
-    num_images = -(-task.local_batch_size // config.num_parts)
-    grown_bytes = _peak_bytes() - before_bytes - of_one_bytes
-    image_bytes = max(math.prod(task.spec.image_shape_HWC) * 4, grown_bytes // max(1, num_images - 1))
+    num_images, num_few = (-(-num // config.num_parts) for num in (task.local_batch_size, num_few))
+    grown_bytes = _peak_bytes() - before_bytes - of_few_bytes
+    image_bytes = max(math.prod(task.spec.image_shape_HWC) * 4, grown_bytes // max(1, num_images - num_few))
     return StepCost(
         num_weights=sum(array.size for array in model),
         model_bytes=sum(array.nbytes for array in model),

@@ -132,6 +132,12 @@ def test_a_model_that_cannot_have_it_says_why_it_does_not_fit(tiny_uri, tmp_path
     assert found.choice == "too_large" and "are not computed twice: train.activation_checkpointing" in found.reason
 
 
+def test_a_model_that_takes_no_single_image_is_measured():
+    config = TrainConfig(model="tests.train.torch_models:normed_vector", backend="torch", accumulation_steps=2)
+    cost = probe(ProbeTask(decided(config, 1, to_bfloat16=False), SPEC, 8, 1, num_steps=2, on_cpu=True))
+    assert cost.step_seconds > 0 and cost.image_bytes > 0
+
+
 def test_it_makes_no_other_training():
     for setting in ("on", "off", "auto"):
         assert "activation_checkpointing" not in settings_that_matter(TrainConfig(activation_checkpointing=setting))

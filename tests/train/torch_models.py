@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import ClassVar
@@ -110,6 +111,12 @@ def normed(image_shape, num_classes):
         layers.append(SampleDropout(0.2))
         channels = 8
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * side**2, num_classes))
+
+
+def normed_vector(image_shape, num_classes):
+    """In training PyTorch takes no single image: of one there are no statistics."""
+    size = math.prod(image_shape)
+    return nn.Sequential(nn.Flatten(), nn.Linear(size, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes))
 
 
 def routed_normed(image_shape, num_classes):
