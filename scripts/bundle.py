@@ -17,15 +17,17 @@ def write_bundle(path: Path) -> int:
     """Write it; returns the number of files in it, modules and what lies beside them alike."""
     files = sorted(
         file for package in PACKAGES for file in (ROOT / package).rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts
+        if file.is_file() and "__pycache__" not in file.parts and not file.name.startswith(".")
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not compressed: what compression gives depends on the release of zlib.
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as bundle:
+    unfinished = path.with_suffix(".tmp")
+    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED) as bundle:
         for file in files:
             entry = zipfile.ZipInfo(str(file.relative_to(ROOT)), TIME)
             entry.external_attr = 0o644 << 16
             bundle.writestr(entry, file.read_bytes())
+    unfinished.replace(path)
     return len(files)
 
 

@@ -73,8 +73,8 @@ class TrainingPlan:
     def rows(self) -> list[tuple[str, ...]]:
         """What a person reads."""
         cost, speed = self.cost, self.images_per_second
-        exchange, sent = f", exchange {1000 * self.exchange_seconds:.1f} ms", size_of(cost.sent_bytes)
-        exchange = f"{exchange} (of {sent})" if self.exchange_seconds else ""
+        exchange = f", exchange {1000 * self.exchange_seconds:.1f} ms (of {size_of(cost.sent_bytes)})"
+        exchange = exchange if self.exchange_seconds else ""
         return [
             ("dataset", self.dataset),
             ("choice", f"{self.num_workers} worker(s), backend {self.backend}; {self.reason}"),

@@ -12,13 +12,14 @@ from contextlib import contextmanager, suppress
 
 from shardmill.dataset.leases import reading
 from shardmill.dataset.open import open_dataset
-from shardmill.errors import ShardmillError, UsageError
+from shardmill.errors import ShardmillError, TrainingError, UsageError
 from shardmill.jobs.config import require_uri
 from shardmill.jobs.observer import FieldValue
-from shardmill.jobs.process import Terminated, stop_in_order
+from shardmill.jobs.process import Terminated, stop_in_order, was_signalled
 from shardmill.jobs.reach import REACH, planted
 from shardmill.storage import Store
 from shardmill.stores import open_store
+from train.checkpoint import complete_checkpoints
 from train.initial import pinned
 from train.launching import LAUNCHERS
 from train.memory import decided
@@ -54,10 +55,25 @@ def rehearse(tree: TrainTree) -> str:
     ):
         source = source_sha256(config.model)
         task = WorkerTask(config, dataset.pin, models.uri, folder, source, reach=nonce)
-        with suppress(Terminated):
-            LAUNCHERS[config.launcher].launch(task, tree.spark, watch)
+        how_it_ended = _trained_until_stopped(task, tree, watch)
+        if next(complete_checkpoints(models, folder), None) is None:
+            raise TrainingError(
+                "the ranks left no checkpoint", how_it_ended, "see whether models.uri can be written to"
+            )
     ranks = f"{config.num_workers} rank(s) by {config.launcher}, strategy {config.strategy}"
     return f"{ranks}: the first step {watch.seconds:.1f} s after the start, and a checkpoint of it"
+
+
+def _trained_until_stopped(task: WorkerTask, tree: TrainTree, watch: _FirstStep) -> str:
+    """-> what the ranks said as they stopped. A SIGTERM of somebody else's is raised as ever."""
+    try:
+        LAUNCHERS[task.config.launcher].launch(task, tree.spark, watch)
+    except Terminated as stopped:
+        if was_signalled() or not watch.seconds:
+            raise
+        return str(stopped)
+    # There was no second step.
+    return "the training ended"
 
 
 class _FirstStep:
@@ -85,5 +101,7 @@ def _removed_folder(models: Store) -> Iterator[str]:
     finally:
         # It must not stand in for what went wrong inside.
         with suppress(ShardmillError):
-            for file in [*models.list(folder), *models.list_unpublished(folder)]:
+            for file in list(models.list(folder)):
                 models.delete(file.path)
+            for file in list(models.list_unpublished(folder)):
+                models.delete_unpublished(file)

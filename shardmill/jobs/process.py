@@ -124,6 +124,11 @@ def stop_in_order() -> None:
     _stop_requests[-1].make()
 
 
+def was_signalled() -> bool:
+    """Whether this process was asked to end, whatever has become of that."""
+    return bool(_received)
+
+
 def raise_on_signals() -> None:
     """Let SIGTERM unwind the stack as Ctrl-C does, so that nothing is left half-done; `why_ended` knows of both."""
 

@@ -7,7 +7,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+
+from shardmill.parent_death import die_with_parent
 
 # Of the release that pyspark 4.0 brings; fetched once, into the user's cache, by the Ivy inside pyspark.
 MINICLUSTER = "org.apache.hadoop:hadoop-client-minicluster:3.4.1"
@@ -62,10 +65,11 @@ def write_settings(file: Path, settings: Mapping[str, str]) -> None:
 def start_java(
     log: Path, class_path: str, name: str, *arguments: str, options: tuple[str, ...] = (), **environment: str
 ) -> subprocess.Popen[bytes]:
-    """The main class `name`, in a process group of its own."""
+    """The main class `name`, in a process group of its own; it ends with this process, however that ends."""
     java = f"{os.environ['JAVA_HOME']}/bin/java" if "JAVA_HOME" in os.environ else "java"
     with open(log, "ab") as output:
         return subprocess.Popen(
             [java, "-Xmx512m", *options, "-cp", class_path, name, *arguments],
             env={**os.environ, **environment}, stdout=output, stderr=output, start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid(), 1),
         )  # fmt: skip

@@ -46,9 +46,10 @@ def hdfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsServer
     uri = f"hdfs://127.0.0.1:{ports[0]}"
     _configure(folder / "conf", uri, ports[1:], folder)
     path = class_path(folder / "conf")
-    _start(folder, path, "server.namenode.NameNode", "-format", "-nonInteractive").wait(_START_SECONDS)
-    servers = [_start(folder, path, f"server.{name}") for name in ("namenode.NameNode", "datanode.DataNode")]
+    servers = [_start(folder, path, "server.namenode.NameNode", "-format", "-nonInteractive")]
     try:
+        assert servers.pop().wait(_START_SECONDS) == 0, (folder / "server.namenode.NameNode.log").read_text()[-3000:]
+        servers += [_start(folder, path, f"server.{name}") for name in ("namenode.NameNode", "datanode.DataNode")]
         _wait_until_it_writes(uri, servers, folder)
         yield HdfsServer(uri, folder, path)
     finally:

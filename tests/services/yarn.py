@@ -51,15 +51,12 @@ def yarn_cluster(hdfs_server: HdfsServer, tmp_path_factory: pytest.TempPathFacto
     addresses = [f"127.0.0.1:{port}" for port in free_ports(8)]
     _configure(cluster, addresses)
     path = class_path(cluster.conf, *_COORDINATES)
-    servers = [
-        start_java(
-            folder / "servers.log", path, f"org.apache.hadoop.yarn.server.{name}",
-            options=("--add-opens", "java.base/java.lang=ALL-UNNAMED", f"-Dhadoop.tmp.dir={folder}/tmp"),
-            **{MARK: cluster.mark},
-        )
-        for name in ("resourcemanager.ResourceManager", "nodemanager.NodeManager")
-    ]  # fmt: skip
+    servers: list[subprocess.Popen[bytes]] = []
     try:
+        for name in ("resourcemanager.ResourceManager", "nodemanager.NodeManager"):
+            opened = ("--add-opens", "java.base/java.lang=ALL-UNNAMED", f"-Dhadoop.tmp.dir={folder}/tmp")
+            main = f"org.apache.hadoop.yarn.server.{name}"
+            servers.append(start_java(folder / "servers.log", path, main, options=opened, **{MARK: cluster.mark}))
         _wait_for_node(f"http://{addresses[0]}/ws/v1/cluster/nodes", servers, folder)
         yield cluster
     finally:
