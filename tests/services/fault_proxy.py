@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault = self.proxy.decide(self.command, urllib.parse.unquote(self.path))
-        if fault in _ANSWERS:
+        if fault is not None and fault in _ANSWERS:
             status, code = _ANSWERS[fault]
             answer = f"<Error><Code>{code}</Code><Message>by the fault proxy</Message></Error>".encode()
             return self._answer(status, [("Content-Type", "application/xml")], answer, len(answer))
