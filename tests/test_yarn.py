@@ -11,7 +11,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.stores import open_store
 from tests.services.hadoop import pyspark_jars
-from tests.services.marked import MARK
+from tests.services.marked import MARK, QUICK_JVM
 from tests.services.spark_submit import Submitter, make_bundle, summary_of
 from tests.services.yarn import YarnCluster
 from tests.support import build_here, write_images
@@ -65,6 +65,9 @@ def submitter(root: str, yarn_cluster: YarnCluster, tmp_path_factory: pytest.Tem
         "spark.executor.instances": "2",
         "spark.driver.memory": "512m",
         "spark.yarn.am.memory": "512m",
+        "spark.yarn.am.extraJavaOptions": " ".join(QUICK_JVM),
+        "spark.yarn.report.interval": "200ms",
+        "spark.yarn.scheduler.heartbeat.interval-ms": "500",
     }
     environment = {"HADOOP_CONF_DIR": str(yarn_cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1", MARK: yarn_cluster.mark}
     return Submitter("yarn", environment, conf, (make_bundle(folder),), folder)

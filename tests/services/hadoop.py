@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from shardmill.parent_death import die_with_parent
+from tests.services.marked import QUICK_JVM
 
 # Of the release that pyspark 4.0 brings; fetched once, into the user's cache, by the Ivy inside pyspark.
 MINICLUSTER = "org.apache.hadoop:hadoop-client-minicluster:3.4.1"
@@ -69,7 +70,7 @@ def start_java(
     java = f"{os.environ['JAVA_HOME']}/bin/java" if "JAVA_HOME" in os.environ else "java"
     with open(log, "ab") as output:
         return subprocess.Popen(
-            [java, "-Xmx512m", *options, "-cp", class_path, name, *arguments],
+            [java, "-Xmx512m", *QUICK_JVM, *options, "-cp", class_path, name, *arguments],
             env={**os.environ, **environment}, stdout=output, stderr=output, start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid(), 1),
         )  # fmt: skip

@@ -10,6 +10,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 MARK = "SHARDMILL_TEST_MARK"
+# For JVMs that live for seconds, which gain nothing from a second compiler.
+QUICK_JVM = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
 _END_SECONDS = 20.0
 
 

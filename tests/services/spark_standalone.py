@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.marked import MARK, end_marked, free_ports, marked
+from tests.services.marked import MARK, QUICK_JVM, end_marked, free_ports, marked
 
 NUM_SLOTS = 2
 _START_SECONDS = 90.0
@@ -88,7 +88,7 @@ def _start(cluster: SparkCluster, name: str, *arguments: str) -> subprocess.Pope
     # Nodes know nothing of this checkout.
     nodes = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYSPARK", "SPARK"))}
     nodes |= {"SPARK_HOME": str(home), "SPARK_CONF_DIR": str(cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1",
-              "SPARK_DAEMON_MEMORY": "256m", MARK: cluster.mark,
+              "SPARK_DAEMON_MEMORY": "256m", "SPARK_DAEMON_JAVA_OPTS": " ".join(QUICK_JVM), MARK: cluster.mark,
               "SPARK_LOCAL_DIRS": str(cluster.folder / "scratch")}  # fmt: skip
     with open(cluster.folder / "servers.log", "ab") as log:
         return subprocess.Popen(

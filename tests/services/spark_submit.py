@@ -13,6 +13,7 @@ from typing import Any
 
 from shardmill.stores import open_store
 from tests.pipeline.command import BIN, ENVIRONMENT, ROOT
+from tests.services.marked import QUICK_JVM
 
 SECURE = ROOT / "examples" / "spark" / "secure.properties"
 
@@ -38,7 +39,9 @@ class Submitter:
     def start(self, script: str, *arguments: str, options: tuple[str, ...] = (), **conf: str) -> Submitted:
         """`conf`: settings of Spark, with `__` for a dot."""
         settings = {
-            "spark.pyspark.python": sys.executable, "spark.executor.memory": "512m", **self.conf,
+            "spark.pyspark.python": sys.executable, "spark.executor.memory": "512m",
+            "spark.driver.extraJavaOptions": " ".join(QUICK_JVM),
+            "spark.executor.extraJavaOptions": " ".join(QUICK_JVM), **self.conf,
             **{name.replace("__", "."): value for name, value in conf.items()},
         }  # fmt: skip
         command = [

@@ -86,6 +86,8 @@ def _configure(cluster: YarnCluster, addresses: list[str]) -> None:
         # The logs of containers stay for who looks for a reason.
         f"{node}.delete.debug-delay-sec": "3600",
         f"{node}.env-whitelist": f"JAVA_HOME,{MARK}",
+        # Containers are handed out with heartbeats.
+        f"{manager}.nodemanagers.heartbeat-interval-ms": "100",
         "yarn.scheduler.minimum-allocation-mb": "256",
         "yarn.application.classpath": f"{pyspark_jars()}/*",
     }
