@@ -1,4 +1,4 @@
-"""Requests to S3: what may pass is tried again until a deadline, what will not is told at once.
+"""Requests to S3: transient failures are retried until a deadline, permanent ones are raised at once.
 
 One loop, around each request and the reading of its answer, in place of those of botocore and s3fs: a conditional PUT
 that a client repeats unseen is refused because of itself.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
+import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ import botocore.exceptions as botocore_errors
 from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
 from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
+
+from shardmill.errors import UsageError
 
 DEADLINE = "SHARDMILL_S3_DEADLINE_SECONDS"
 """Of the environment: how long a request may take with all its repetitions; 120 if it is not set."""
@@ -44,7 +48,6 @@ _BROKEN = (
     botocore_errors.IncompleteReadError, ConnectionError, Damaged, ResponseParserError, TimeoutError,
 )  # fmt: skip
 _FOR_GOOD = (botocore_errors.SSLError, botocore_errors.ProxyConnectionError)
-_NOT_REACHED = (botocore_errors.EndpointConnectionError, botocore_errors.ConnectTimeoutError)
 
 Value = TypeVar("Value")
 
@@ -72,8 +75,8 @@ class S3Requests:
     def __init__(self) -> None:
         from s3fs import S3FileSystem
 
-        self._deadline_seconds = float(os.environ.get(DEADLINE) or 120.0)
-        self._has_answered = False
+        self._deadline_seconds = _deadline_seconds()
+        self._has_answered = self._is_given_up = False
         # A stall is noticed early enough for further requests.
         config = {
             "retries": {"mode": "standard", "total_max_attempts": 1},
@@ -132,8 +135,11 @@ class S3Requests:
             if sum(isinstance(each, Damaged) for each in failed) == _MAX_DAMAGED:
                 # Not on its way: there.
                 return False
-            is_there = self._has_answered or not isinstance(error, _NOT_REACHED)
-            return is_there or (state.seconds_since_start or 0.0) < CONNECT_SECONDS
+            if self._has_answered or not _was_not_sent(error):
+                return True
+            # Once: what comes after it, to clean up, is not to wait as long again.
+            self._is_given_up |= (state.seconds_since_start or 0.0) >= CONNECT_SECONDS
+            return not self._is_given_up
 
         tries = AsyncRetrying(retry=is_worth_another, wait=wait_random_exponential(0.1, 8.0), reraise=True)
         try:
@@ -227,7 +233,8 @@ class S3Requests:
             except Exception as error:
                 # A 412 may be the answer to a repetition of what was done: aiohttp sends a PUT again, unasked, when a
                 # connection closes before its answer. The object alone tells, now or after the next attempt.
-                if _status_of(error) != HTTPStatus.PRECONDITION_FAILED and not _may_pass(error):
+                is_lost = _may_pass(error) and not _was_not_sent(error)
+                if _status_of(error) != HTTPStatus.PRECONDITION_FAILED and not is_lost:
                     raise
                 is_unknown = True
                 try:
@@ -259,6 +266,25 @@ async def _a_few_at_once(requests: list[Callable[[], Awaitable[Value]]]) -> list
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def _deadline_seconds() -> float:
+    """Raises UsageError for what the environment has, if that is no time."""
+    given = os.environ.get(DEADLINE) or "120"
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{DEADLINE} = {given!r}", "expected a number of seconds above 0", f"set {DEADLINE}=120")
+    return seconds
+
+
+def _was_not_sent(error: BaseException) -> bool:
+    """Whether nobody took the connection. A line that is reset later, aiobotocore reports by the same class."""
+    if isinstance(error, botocore_errors.EndpointConnectionError):
+        return isinstance(error.__context__, aiohttp.ClientConnectorError | socket.gaierror)
+    return isinstance(error, botocore_errors.ConnectTimeoutError)
 
 
 def _status_of(error: BaseException) -> int:

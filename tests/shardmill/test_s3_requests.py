@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardmill.errors import StorageError
+from shardmill.errors import StorageError, UsageError
 from shardmill.stores import open_store, s3, s3_requests
 from tests.services.fault_proxy import Fault, FaultProxy, in_turn, proxying
 from tests.services.s3 import s3_client
@@ -67,7 +67,15 @@ def test_what_cannot_be_told_is_said_and_nothing_is_deleted(
     with pytest.raises(StorageError, match=r"whether .*/manifest was published cannot be told: no success within 1 s"):
         store.put_if_absent("manifest", b"ours")
     faults.choose = lambda method, path: None
+    limit("8", monkeypatch)
     assert store.read("manifest") == b"ours"
+
+
+@pytest.mark.parametrize("seconds", ["2m", "nan", "-1", "0"])
+def test_a_deadline_is_a_number_of_seconds(seconds: str, monkeypatch: pytest.MonkeyPatch):
+    limit(seconds, monkeypatch)
+    with pytest.raises(UsageError, match=f"SHARDMILL_S3_DEADLINE_SECONDS = '{seconds}'; expected a number of seconds"):
+        open_store("s3://b").read("x")
 
 
 @pytest.mark.parametrize(
@@ -163,5 +171,11 @@ def test_a_server_that_is_started_again_is_waited_for(
 def test_a_server_that_was_never_there_is_told_soon(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(s3_requests, "CONNECT_SECONDS", 0.5)
     connect_to("http://127.0.0.1:1", monkeypatch)
+    started_seconds = time.monotonic()
+    # Not: whether it was published cannot be told.
+    with pytest.raises(StorageError, match="cannot access s3://b/x.*: Could not connect to the endpoint"):
+        open_store("s3://b").put_if_absent("x", b"")
     with pytest.raises(StorageError, match="cannot access s3://b/x: Could not connect to the endpoint"):
         open_store("s3://b").read("x")
+    # Patience once, though a probe is to be removed after the first.
+    assert time.monotonic() - started_seconds < 60
