@@ -10,7 +10,6 @@ import asyncio
 import errno
 import math
 import os
-import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from typing import Any, TypeVar
 
 import aiohttp
 import botocore.exceptions as botocore_errors
-from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
 from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
 
 from shardmill.errors import UsageError
+from shardmill.stores.s3_errors import Damaged, is_transient, status_of, was_not_sent
 
 DEADLINE = "SHARDMILL_S3_DEADLINE_SECONDS"
 """Of the environment: how long a request may take with all its repetitions; 120 if it is not set."""
@@ -35,20 +34,7 @@ PIECE_BYTES = 1 << 24
 _PARALLEL = 4
 _MAX_CONNECTIONS = 32
 _MAX_UPLOADS = 3
-# What a server says of a request that came late, damaged or too soon, under statuses that mean other things, too.
-_PASSING_CODES = {
-    "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError", "OperationAborted", "RequestTimeout",
-    "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException", "XAmzContentSHA256Mismatch",
-}  # fmt: skip
-Damaged = botocore_errors.FlexibleChecksumError
-"""A body that does not match the checksum which the server keeps of it."""
 _MAX_DAMAGED = 3
-_BROKEN = (
-    aiohttp.ClientError, botocore_errors.ConnectionError, botocore_errors.HTTPClientError,
-    botocore_errors.IncompleteReadError, ConnectionError, Damaged, ResponseParserError, TimeoutError,
-)  # fmt: skip
-_FOR_GOOD = (botocore_errors.SSLError, botocore_errors.ProxyConnectionError)
-
 Value = TypeVar("Value")
 
 
@@ -129,13 +115,13 @@ class S3Requests:
             error = state.outcome.exception() if state.outcome else None
             if error is None or isinstance(error, botocore_errors.ClientError):
                 self._has_answered = True
-            if error is None or not _may_pass(error):
+            if error is None or not is_transient(error):
                 return False
             failed.append(error)
             if sum(isinstance(each, Damaged) for each in failed) == _MAX_DAMAGED:
                 # Not on its way: there.
                 return False
-            if self._has_answered or not _was_not_sent(error):
+            if self._has_answered or not was_not_sent(error):
                 return True
             # Once: what comes after it, to clean up, is not to wait as long again.
             self._is_given_up |= (state.seconds_since_start or 0.0) >= CONNECT_SECONDS
@@ -177,7 +163,7 @@ class S3Requests:
         try:
             answer = await self._once("get_object", Bucket=bucket, Key=key, Range=place)
         except botocore_errors.ClientError as error:
-            if _status_of(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            if status_of(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 return _Piece(b"", 0, "")
             raise
         async with answer["Body"] as body:
@@ -233,14 +219,14 @@ class S3Requests:
             except Exception as error:
                 # A 412 may be the answer to a repetition of what was done: aiohttp sends a PUT again, unasked, when a
                 # connection closes before its answer. The object alone tells, now or after the next attempt.
-                is_lost = _may_pass(error) and not _was_not_sent(error)
-                if _status_of(error) != HTTPStatus.PRECONDITION_FAILED and not is_lost:
+                is_lost = is_transient(error) and not was_not_sent(error)
+                if status_of(error) != HTTPStatus.PRECONDITION_FAILED and not is_lost:
                     raise
                 is_unknown = True
                 try:
                     return await self._get(bucket, key) == data
                 except botocore_errors.ClientError as absent:
-                    if _status_of(absent) != HTTPStatus.NOT_FOUND:
+                    if status_of(absent) != HTTPStatus.NOT_FOUND:
                         raise
                 raise
 
@@ -278,25 +264,3 @@ def _deadline_seconds() -> float:
     if not 0 < seconds < math.inf:
         raise UsageError(f"{DEADLINE} = {given!r}", "expected a number of seconds above 0", f"set {DEADLINE}=120")
     return seconds
-
-
-def _was_not_sent(error: BaseException) -> bool:
-    """Whether nobody took the connection. A line that is reset later, aiobotocore reports by the same class."""
-    if isinstance(error, botocore_errors.EndpointConnectionError):
-        return isinstance(error.__context__, aiohttp.ClientConnectorError | socket.gaierror)
-    return isinstance(error, botocore_errors.ConnectTimeoutError)
-
-
-def _status_of(error: BaseException) -> int:
-    """The HTTP status of a server's answer; 0 if there was none."""
-    answer = error.response if isinstance(error, botocore_errors.ClientError) else {}
-    return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether the same request may succeed later: the server is busy or broken, or the line is."""
-    if isinstance(error, botocore_errors.ClientError):
-        status = _status_of(error)
-        is_busy = (status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED) or status == HTTPStatus.TOO_MANY_REQUESTS
-        return is_busy or error.response.get("Error", {}).get("Code") in _PASSING_CODES
-    return isinstance(error, _BROKEN) and not isinstance(error, _FOR_GOOD)
