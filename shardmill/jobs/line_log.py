@@ -105,7 +105,8 @@ class GrowingFile:
     def append(self, data: bytes) -> None:
         """Add bytes at the end; a local reader sees all of them or none."""
         self._parts.append(data)
-        self._unsaved.append(data)
+        if self._file is None:
+            self._unsaved.append(data)
         if self._file is not None or self._clock() >= self._next_rewrite:
             self._write(f"{self._path} is behind, and is tried again")
 

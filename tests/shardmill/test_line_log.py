@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import resource
+import tracemalloc
 from pathlib import Path
 
-from shardmill.jobs.line_log import LineLog, read_lines, replace_lines
+from shardmill.jobs.line_log import GrowingFile, LineLog, read_lines, replace_lines
 from shardmill.stores import open_store
 
 
@@ -77,3 +78,16 @@ def test_a_log_that_a_store_refuses_at_the_end_says_so(s3_server: str):
 def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path):
     (tmp_path / "events.jsonl").write_bytes(b'{"n": 1}\n{"n":')
     assert read_lines(open_store(tmp_path), "events.jsonl") == [b'{"n": 1}\n']
+
+
+def test_what_is_in_a_local_file_is_not_held_in_memory(tmp_path: Path):
+    log = GrowingFile(open_store(tmp_path), "log")
+    tracemalloc.start()
+    try:
+        for _ in range(50):
+            log.append(bytes(1_000_000))
+        log.close()
+        assert tracemalloc.get_traced_memory()[0] < 10_000_000
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "log").stat().st_size == 50_000_000
