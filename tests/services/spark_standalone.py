@@ -13,10 +13,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from shardmill.parent_death import die_with_parent
 from tests.services.marked import MARK, QUICK_JVM, end_marked, free_ports, marked
 
 NUM_SLOTS = 2
@@ -81,7 +83,7 @@ def spark_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkClu
 
 
 def _start(cluster: SparkCluster, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """A server in a process group of its own."""
+    """A server in a process group of its own; it ends with this process, however that ends."""
     import pyspark
 
     home = Path(pyspark.__file__).parent
@@ -94,6 +96,7 @@ def _start(cluster: SparkCluster, name: str, *arguments: str) -> subprocess.Pope
         return subprocess.Popen(
             [home / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", *arguments],
             env=nodes, stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid(), 1),
         )  # fmt: skip
 
 

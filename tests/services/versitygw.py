@@ -14,10 +14,12 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from shardmill.parent_death import die_with_parent
 from shardmill.stores import s3
 from tests.services.s3 import s3_client
 
@@ -51,6 +53,7 @@ def versitygw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
             stdout=log,
             stderr=log,
             start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid(), 1),
         )
     try:
         _wait_until_it_answers(f"http://127.0.0.1:{port}", server, folder / "log")
