@@ -43,7 +43,7 @@ class Ranks:
 
         for place, gradient in zip(self.gradients, gradients, strict=True):
             place.copy_(gradient)
-        for size, act in ((ROWS, "see"), (COLUMNS, "answer")):
+        for size, act in ((ROWS, "project"), (COLUMNS, "project_back")):
             sent = [torch.zeros(size * RANK) for _ in self.low]
             for low, part in zip(self.low, sent, strict=True):
                 getattr(low, act)(part)
@@ -56,12 +56,12 @@ class Ranks:
 
     def settle(self) -> None:
         for low in self.low:
-            low.settle()
+            low.keep_residual()
 
     def lost(self) -> Any:
         import torch
 
-        return torch.stack([low.lost_nm for low in self.low]).sum(dim=0)
+        return torch.stack([low.residual_nm for low in self.low]).sum(dim=0)
 
 
 def seeded() -> Any:
@@ -155,7 +155,7 @@ def test_a_world_of_another_size_goes_on_with_what_all_ranks_had_lost(num_after)
     for rank, sums in enumerate(before):
         assert len(sums._low) == 3
         for low in sums._low:
-            low.lost_nm.uniform_()
+            low.residual_nm.uniform_()
             low.directions_mr.copy_(torch.full_like(low.directions_mr, 0.5))
         files |= {name: dump_arrays(arrays) for name, arrays in sums.state_files(rank).items()}
     after = [sums_of(bucket_bytes=10_000) for _ in range(num_after)]
@@ -166,9 +166,9 @@ def test_a_world_of_another_size_goes_on_with_what_all_ranks_had_lost(num_after)
     read = [name for names in wanted for name in names if name != DIRECTIONS]
     assert sorted(read) == sorted(files.keys() - {DIRECTIONS})
     for each in range(3):
-        lost = [torch.stack([sums._low[each].lost_nm for sums in world]).sum(dim=0) for world in (before, after)]
+        lost = [torch.stack([sums._low[each].residual_nm for sums in world]).sum(dim=0) for world in (before, after)]
         assert torch.allclose(lost[0], lost[1])
-        assert num_after != 3 or torch.equal(before[1]._low[each].lost_nm, after[1]._low[each].lost_nm)
+        assert num_after != 3 or torch.equal(before[1]._low[each].residual_nm, after[1]._low[each].residual_nm)
 
 
 def applied_and_lost() -> list[bool]:
@@ -208,7 +208,9 @@ def applied_and_lost() -> list[bool]:
                 applied[number] += sum_of
             sums.settle()
             lost = iter(sums._low)
-            missing = [g - a - (next(lost).lost_nm if g.dim() == 2 else 0) for g, a in zip(given, applied, strict=True)]
+            missing = [
+                g - a - (next(lost).residual_nm if g.dim() == 2 else 0) for g, a in zip(given, applied, strict=True)
+            ]
             found.append(all(bool(each.abs().max() < 1e-4) for each in missing))
     collective.close()
     return found

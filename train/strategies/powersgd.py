@@ -1,9 +1,10 @@
 """`train.compression = "powersgd"` of `torch_ddp`: of a gradient travel its strongest directions, the rest later.
 
 Vogels, Karimireddy, Jaggi, arXiv:1905.13727. A gradient M, as a matrix, is seen along the directions Q of the step
-before: P = M Q is summed over the ranks and made orthonormal, then Q = M' P is summed, and P Q' is applied. What a rank
-has lost of its own M it adds to its next one. All of that is linear in the ranks' gradients: what is applied follows
-from the sum of what they have and keep, so that ranks may come and go if what they kept is given to others.
+before: P = M Q is summed over the ranks and made orthonormal, then Q = M' P is summed, and P Q' is applied. What of its
+own M is not in that, the residual, a rank adds to its next one (error feedback). All of that is linear in the ranks'
+gradients: what is applied follows from the sum of what they have and keep, so that ranks may come and go if what they
+kept is given to others.
 
 Why this is not PyTorch's hook: docs/LOG.md.
 """
@@ -22,15 +23,13 @@ from train.state import load_arrays
 from train.strategies.torch_buckets import Bucket, BucketSums
 
 DIRECTIONS = "powersgd.npz"
-NOTHING = 1e-5
+NEGLIGIBLE_SHARE = 1e-5
 """A direction in which there is so much less than in the strongest one is float32's rounding."""
+RESIDUAL_FILES = r"powersgd-\d{5,}\.npz"
 
 
-LOSSES = r"powersgd-\d{5,}\.npz"
-
-
-def losses_file(rank: int) -> str:
-    """What a rank has lost by compression, and still has to give."""
+def residual_file(rank: int) -> str:
+    """The residuals of a rank: what it still has to give."""
     return f"powersgd-{rank:05d}.npz"
 
 
@@ -46,7 +45,7 @@ class LowRank:
         num_rows, num_columns = gradient_nm.shape
         self.num_sent_first, self.num_sent_second = num_rows * rank, num_columns * rank
         self._gradient_nm = gradient_nm
-        self.lost_nm = zeros(num_rows, num_columns)
+        self.residual_nm = zeros(num_rows, num_columns)
         self.directions_mr = zeros(num_columns, rank)
         """Alike on all ranks."""
         self._fresh_mr = zeros(num_columns, rank)
@@ -59,15 +58,15 @@ class LowRank:
         self._fresh_mr.copy_(torch.randn(self._fresh_mr.shape, generator=generator))
         self.directions_mr.copy_(self._fresh_mr)
 
-    def see(self, sent: Any) -> None:
-        """Write P into `sent`, what this rank lost before included."""
+    def project(self, sent: Any) -> None:
+        """Write P into `sent`, the residual of this rank included."""
         import torch
 
-        self._gradient_nm.add_(self.lost_nm)
+        self._gradient_nm.add_(self.residual_nm)
         self._p_nr = sent.view(-1, self._rank)
         torch.mm(self._gradient_nm, self.directions_mr, out=self._p_nr)
 
-    def answer(self, sent: Any) -> None:
+    def project_back(self, sent: Any) -> None:
         """P has been summed: write Q into `sent`."""
         import torch
 
@@ -81,13 +80,13 @@ class LowRank:
         """Q has been summed: the gradient of all ranks, as far as its rank reaches. (n, m)"""
         return self._p_nr @ self._q_mr.T
 
-    def settle(self) -> None:
+    def keep_residual(self) -> None:
         """That was applied: keep what of this rank's was not in it, and begin the next step where this one ended."""
         import torch
 
-        torch.addmm(self._gradient_nm, self._p_nr, self._q_here_mr.T, alpha=-1, out=self.lost_nm)
+        torch.addmm(self._gradient_nm, self._p_nr, self._q_here_mr.T, alpha=-1, out=self.residual_nm)
         lengths_r = self._q_mr.double().norm(dim=0)
-        is_something_r = lengths_r > NOTHING * lengths_r.max()
+        is_something_r = lengths_r > NEGLIGIBLE_SHARE * lengths_r.max()
         self.directions_mr = torch.where(is_something_r, (self._q_mr / lengths_r).float(), self._fresh_mr)
 
 
@@ -124,7 +123,7 @@ class LowRankBucket(Bucket):
         for number, part in zip(self._whole, self._first_parts[:num_whole], strict=True):
             part.copy_(self._places[number].view(-1))
         for low, part in zip(self.low.values(), self._first_parts[num_whole:], strict=True):
-            low.see(part)
+            low.project(part)
         self._work = dist.all_reduce(self._first, async_op=True)
 
     def send_rest(self) -> None:
@@ -134,7 +133,7 @@ class LowRankBucket(Bucket):
             return
         self._work.wait()
         for low, part in zip(self.low.values(), self._second_parts, strict=True):
-            low.answer(part)
+            low.project_back(part)
         self._work = dist.all_reduce(self._second, async_op=True)
 
     def sums(self) -> list[Any]:
@@ -148,7 +147,7 @@ class LowRankBucket(Bucket):
     def settle(self) -> None:
         if self._work is not None:
             for low in self.low.values():
-                low.settle()
+                low.keep_residual()
 
 
 class LowRankSums(BucketSums):
@@ -172,14 +171,14 @@ class LowRankSums(BucketSums):
         return LowRankBucket(weights, config.powersgd_rank)
 
     def state_files(self, rank: int) -> dict[str, list[np.ndarray]]:
-        files = {losses_file(rank): [each.lost_nm.cpu().numpy().copy() for each in self._low]}
+        files = {residual_file(rank): [each.residual_nm.cpu().numpy().copy() for each in self._low]}
         if rank == 0:
             files[DIRECTIONS] = [each.directions_mr.cpu().numpy().copy() for each in self._low]
         return files
 
     def files_to_resume(self, rank: int, world_size: int, saved_world_size: int) -> list[str]:
         """Of as many ranks as before its own. Of others all together have, and so give, what those had to."""
-        return [DIRECTIONS, *(losses_file(saved) for saved in range(rank, saved_world_size, world_size))]
+        return [DIRECTIONS, *(residual_file(saved) for saved in range(rank, saved_world_size, world_size))]
 
     def start(self, files: Mapping[str, bytes]) -> None:
         import torch
@@ -187,6 +186,6 @@ class LowRankSums(BucketSums):
         for name in files.keys() & {DIRECTIONS}:
             for low, array in zip(self._low, load_arrays(files[name]), strict=True):
                 low.directions_mr.copy_(torch.from_numpy(array))
-        for name in sorted(name for name in files if re.fullmatch(LOSSES, name)):
+        for name in sorted(name for name in files if re.fullmatch(RESIDUAL_FILES, name)):
             for low, array in zip(self._low, load_arrays(files[name]), strict=True):
-                low.lost_nm.add_(torch.from_numpy(array).to(low.lost_nm.device))
+                low.residual_nm.add_(torch.from_numpy(array).to(low.residual_nm.device))
