@@ -24,9 +24,8 @@ _STALE_SECONDS = 86400
 
 def plant_nonce(store: Store) -> Nonce:
     """Write a nonce below the root of `store`, under a name of its own; those of killed drivers go."""
-    nonce = Nonce(store.uri, f"{REACH}/{secrets.token_hex(8)}", secrets.token_hex(16))
-    store.put(nonce.path, nonce.value.encode())
-    clear_stale(store)
+    nonce = _new_nonce(store)
+    _plant(store, nonce)
     return nonce
 
 
@@ -65,10 +64,21 @@ def remove_nonce(nonce: Nonce) -> None:
 @contextmanager
 def planted(store: Store) -> Iterator[Nonce]:
     """A nonce for as long as the work inside lasts."""
-    nonce = plant_nonce(store)
+    nonce = _new_nonce(store)
     try:
+        # Inside: a SIGTERM may come when it is there already.
+        _plant(store, nonce)
         yield nonce
     finally:
         # It must not stand in for what went wrong inside; a later driver clears what is left.
         with suppress(ShardmillError):
             remove_nonce(nonce)
+
+
+def _new_nonce(store: Store) -> Nonce:
+    return Nonce(store.uri, f"{REACH}/{secrets.token_hex(8)}", secrets.token_hex(16))
+
+
+def _plant(store: Store, nonce: Nonce) -> None:
+    store.put(nonce.path, nonce.value.encode())
+    clear_stale(store)

@@ -15,6 +15,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.reach import check_nonce, plant_nonce, planted, remove_nonce
 from shardmill.stores import open_store
 from shardmill.values import Nonce
+from tests.services.faulty_store import FaultyStore
 
 
 def test_a_nonce_is_read_back_and_leaves_nothing(tmp_path: Path):
@@ -49,3 +50,14 @@ def test_a_host_with_another_folder_of_that_name_is_told_which_place_and_host(tm
     (root / nonce.path).write_text("of another run")
     with pytest.raises(UsageError, match="does not share"):
         check_nonce(nonce)
+
+
+def test_who_is_interrupted_as_the_nonce_is_written_leaves_none(tmp_path: Path, faulty):
+    def interrupted(store: FaultyStore, path: str, data: bytes) -> None:
+        store.sound.put(path, data)
+        raise KeyboardInterrupt
+
+    faulty["put"] = interrupted
+    with pytest.raises(KeyboardInterrupt), planted(open_store(f"faulty://{tmp_path}")):
+        raise AssertionError("nothing may run")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
