@@ -36,6 +36,8 @@ def main() -> None:
     sizes = tuple(arguments.num_images or workload.default_sizes)
     names = arguments.only or [name for name in CONTESTANTS if name not in arguments.without]
     results = Results.load(arguments.json)
+    if arguments.scratch:
+        arguments.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="etl-peers-", dir=arguments.scratch) as folder:
         scratch = arguments.scratch or Path(folder)
         photos = find_photos(arguments.images)
