@@ -31,11 +31,8 @@ COMMANDS = {
             for command, number, kill in (
                 # Spark's JVM, a member of the group, dies first; what then fails in our clean-up is not why we end.
                 ("shardmill", signal.SIGTERM, os.killpg),
-                ("job.py", signal.SIGTERM, os.killpg),
                 ("job.py", signal.SIGTERM, os.kill),
                 ("job.py", signal.SIGINT, os.killpg),
-                ("shardmill", signal.SIGTERM, os.kill),
-                ("shardmill", signal.SIGINT, os.killpg),
             )
         ),
     ],
