@@ -37,6 +37,16 @@ class ScopeScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
 
+    def _reschedule(self, node: Any) -> None:
+        """Who is given the last scope is told that no other comes: a process does its last test only then.
+
+        xdist tells it after the next test that it finishes. Of a process that died in the last test of all, the one
+        in its place is given that test alone, finishes none before it, and the whole run waited for ever.
+        """
+        super()._reschedule(node)
+        if not self.workqueue and not node.shutting_down:
+            node.shutdown()
+
     def remove_node(self, node: Any) -> str | None:
         """What a process that died has finished is not handed out again.
 

@@ -7,17 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_a_process_that_dies_costs_one_test_and_the_run_goes_on_to_its_end(tmp_path):
+@pytest.mark.parametrize("seconds", [0.2, 3.0], ids=["others-are-at-work", "others-have-ended"])
+def test_a_process_that_dies_costs_one_test_and_the_run_goes_on_to_its_end(tmp_path, seconds):
     for number in range(12):
         (tmp_path / f"test_{number:02}.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
     died = tmp_path / "died"
     # Late, so that the process has many finished files behind it.
     (tmp_path / "test_10.py").write_text(
         "import os, pathlib, time\n"
-        "def test_one(): time.sleep(0.2)\n"
+        f"def test_one(): time.sleep({seconds})\n"
         "def test_two():\n"
         f"    died = pathlib.Path({str(died)!r})\n"
         "    if not died.exists():\n"
