@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
-from shardmill.parent_death import die_with_parent
 from tests.services.marked import QUICK_JVM
+from tests.services.servers import CACHE, fetching, start_server
 
 # Of the release that pyspark 4.0 brings; fetched once, into the user's cache, by the Ivy inside pyspark.
 MINICLUSTER = "org.apache.hadoop:hadoop-client-minicluster:3.4.1"
-_SERVERS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardmill" / "servers"
 _FETCH_SECONDS = 300.0
 _FETCH = """
 import sys
@@ -29,19 +26,17 @@ SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").conf
 
 def jars(*coordinates: str) -> list[Path]:
     """These of Maven Central's, from the cache or fetched with what they need; pyspark's own come beside them."""
-    folder = _SERVERS / "jars"
+    folder = CACHE / "jars"
 
     def missing() -> list[str]:
         # Ivy names them group_name-version.jar.
         files = {each: f"{each.replace(':', '_', 1).replace(':', '-')}.jar" for each in coordinates}
         return [each for each, file in files.items() if not (folder / file).exists()]
 
-    # Test processes ask at once, and a jar that is still copied is none.
-    _SERVERS.mkdir(parents=True, exist_ok=True)
-    with open(_SERVERS / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    # A jar that is still copied is none.
+    with fetching("jars"):
         if missing():
-            command = [sys.executable, "-c", _FETCH, str(_SERVERS), ",".join(coordinates)]
+            command = [sys.executable, "-c", _FETCH, str(CACHE), ",".join(coordinates)]
             subprocess.run(command, check=True, timeout=_FETCH_SECONDS)
     assert not missing(), f"{missing()} are not in {folder}; they come from Maven Central"
     return sorted(folder.glob("*.jar"))
@@ -66,11 +61,7 @@ def write_settings(file: Path, settings: Mapping[str, str]) -> None:
 def start_java(
     log: Path, class_path: str, name: str, *arguments: str, options: tuple[str, ...] = (), **environment: str
 ) -> subprocess.Popen[bytes]:
-    """The main class `name`, in a process group of its own; it ends with this process, however that ends."""
+    """The main class `name`, as `start_server` does."""
     java = f"{os.environ['JAVA_HOME']}/bin/java" if "JAVA_HOME" in os.environ else "java"
-    with open(log, "ab") as output:
-        return subprocess.Popen(
-            [java, "-Xmx512m", *QUICK_JVM, *options, "-cp", class_path, name, *arguments],
-            env={**os.environ, **environment}, stdout=output, stderr=output, start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid(), 1),
-        )  # fmt: skip
+    command = [java, "-Xmx512m", *QUICK_JVM, *options, "-cp", class_path, name, *arguments]
+    return start_server(command, log, {**os.environ, **environment})

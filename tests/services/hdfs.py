@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import pytest
 
 from tests.services.hadoop import class_path, start_java, write_settings
 from tests.services.marked import free_ports
+from tests.services.servers import wait_until_up
 
 _START_SECONDS = 120.0
 
@@ -50,7 +50,7 @@ def hdfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsServer
     try:
         assert servers.pop().wait(_START_SECONDS) == 0, (folder / "server.namenode.NameNode.log").read_text()[-3000:]
         servers += [_start(folder, path, f"server.{name}") for name in ("namenode.NameNode", "datanode.DataNode")]
-        _wait_until_it_writes(uri, servers, folder)
+        wait_until_up("HDFS", lambda: _writes(uri), servers, folder, _START_SECONDS)
         yield HdfsServer(uri, folder, path)
     finally:
         for server in servers:
@@ -88,18 +88,13 @@ def _start(folder: Path, class_path: str, name: str, *arguments: str) -> subproc
     return start_java(folder / f"{name}.log", class_path, f"org.apache.hadoop.hdfs.{name}", *arguments)
 
 
-def _wait_until_it_writes(uri: str, servers: list[subprocess.Popen[bytes]], folder: Path) -> None:
+def _writes(uri: str) -> bool:
     from shardmill.errors import StorageError
     from shardmill.stores import open_store
 
-    deadline = time.monotonic() + _START_SECONDS
-    while True:
-        try:
-            open_store(uri).put("ready", b"")
-            open_store(uri).put("ready", b"written by a DataNode")
-            return
-        except StorageError as error:
-            logs = "".join(log.read_text()[-1000:] for log in folder.glob("*.log"))
-            assert all(server.poll() is None for server in servers), f"HDFS does not start: {logs}"
-            assert time.monotonic() < deadline, f"HDFS does not start: {error} {logs}"
-            time.sleep(0.5)
+    try:
+        open_store(uri).put("ready", b"")
+        open_store(uri).put("ready", b"written by a DataNode")
+    except StorageError as error:
+        raise OSError(str(error)) from error
+    return True

@@ -9,17 +9,15 @@ import json
 import os
 import secrets
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from shardmill.parent_death import die_with_parent
 from tests.services.marked import MARK, QUICK_JVM, end_marked, free_ports, marked
+from tests.services.servers import start_server, wait_until_up
 
 NUM_SLOTS = 2
 _START_SECONDS = 90.0
@@ -74,7 +72,8 @@ def spark_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkClu
             size = ("--host", "127.0.0.1", "--cores", "1", "--memory", "1g", "--webui-port", str(ui_port))
             work = ("--work-dir", f"{folder}/work-{number}")
             servers.append(_start(cluster, "worker.Worker", *size, *work, cluster.master))
-        _wait_for_workers(f"http://127.0.0.1:{ui_ports[0]}/json/", servers, folder)
+        state = f"http://127.0.0.1:{ui_ports[0]}/json/"
+        wait_until_up("Spark standalone", lambda: _has_workers(state), servers, folder, _START_SECONDS)
         yield cluster
     finally:
         end_marked(cluster.mark)
@@ -83,7 +82,7 @@ def spark_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkClu
 
 
 def _start(cluster: SparkCluster, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """A server in a process group of its own; it ends with this process, however that ends."""
+    """As `start_server` does."""
     import pyspark
 
     home = Path(pyspark.__file__).parent
@@ -92,25 +91,10 @@ def _start(cluster: SparkCluster, name: str, *arguments: str) -> subprocess.Pope
     nodes |= {"SPARK_HOME": str(home), "SPARK_CONF_DIR": str(cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1",
               "SPARK_DAEMON_MEMORY": "256m", "SPARK_DAEMON_JAVA_OPTS": " ".join(QUICK_JVM), MARK: cluster.mark,
               "SPARK_LOCAL_DIRS": str(cluster.folder / "scratch")}  # fmt: skip
-    with open(cluster.folder / "servers.log", "ab") as log:
-        return subprocess.Popen(
-            [home / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", *arguments],
-            env=nodes, stdout=log, stderr=log, start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid(), 1),
-        )  # fmt: skip
+    command = [home / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", *arguments]
+    return start_server(command, cluster.folder / "servers.log", nodes)
 
 
-def _wait_for_workers(master_json: str, servers: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while True:
-        try:
-            with urllib.request.urlopen(master_json, timeout=5) as answer:
-                workers = json.load(answer)["workers"]
-            if sum(each["state"] == "ALIVE" for each in workers) == NUM_SLOTS:
-                return
-        except OSError:
-            pass
-        log = (folder / "servers.log").read_text()[-2000:]
-        assert all(server.poll() is None for server in servers), f"Spark standalone does not start: {log}"
-        assert time.monotonic() < deadline, f"Spark standalone does not start: {log}"
-        time.sleep(0.3)
+def _has_workers(master_json: str) -> bool:
+    with urllib.request.urlopen(master_json, timeout=5) as answer:
+        return sum(each["state"] == "ALIVE" for each in json.load(answer)["workers"]) == NUM_SLOTS

