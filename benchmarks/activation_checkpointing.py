@@ -3,14 +3,17 @@
     .venv/bin/python benchmarks/activation_checkpointing.py --backend torch --model torchvision.models:resnet50
     .venv/bin/python benchmarks/activation_checkpointing.py --backend keras --model resnet50
 
-Each measurement is a process of its own, which computes steps of made-up images on the CPU; off and on in turns.
+Each measurement is a process of its own, which computes steps of made-up images on the CPU, once for its bytes and once
+for its seconds; off and on in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
+from dataclasses import replace
 
 from train.backends.backend import InputScale, ModelSpec
 from train.config import TrainConfig
@@ -31,24 +34,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="of one process, of which the first is not timed")
     args = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     labels = LabelSpec("class", tuple(map(str, range(NUM_CLASSES))))
     spec = ModelSpec((args.side, args.side, 3), labels, InputScale((120.0,) * 3, (60.0,) * 3))
 
-    def measured(setting: str) -> StepCost:
+    def measured(setting: str) -> tuple[StepCost, float]:
+        """-> what it takes, the seconds of a step."""
         config = TrainConfig.model_validate(
             {"model": args.model, "backend": args.backend, "strategy": "single", "accumulation_steps": 1,
              "activation_checkpointing": setting}
         )  # fmt: skip
-        return probe(ProbeTask(config, spec, args.batch, 1, args.steps, on_cpu=True))
+        timed = ProbeTask(config, spec, args.batch, 1, args.steps)
+        return probe(replace(timed, num_steps=2, for_memory=True)), probe(timed).step_seconds
 
-    pairs = [(measured("off"), measured("on")) for _ in range(args.rounds)]
-    off, on = ([pair[place] for pair in pairs] for place in (0, 1))
+    rounds = [(measured("off"), measured("on")) for _ in range(args.rounds)]
+    off, on = ([one[place] for one in rounds] for place in (0, 1))
     cells = [args.model, args.backend, f"{args.batch} of {args.side}x{args.side}"]
     for name in ("work_bytes", "image_bytes"):
-        before, after = (statistics.median(getattr(cost, name) for cost in costs) for costs in (off, on))
+        before, after = (statistics.median(getattr(cost, name) for cost, _ in pairs) for pairs in (off, on))
         cells.append(f"{size_of(before)} -> {size_of(after)} ({after / before:.2f})")
-    seconds = [statistics.median(cost.step_seconds for cost in costs) for costs in (off, on)]
-    ratio = statistics.median(after.step_seconds / before.step_seconds for before, after in pairs)
+    seconds = [statistics.median(each for _, each in pairs) for pairs in (off, on)]
+    ratio = statistics.median(after / before for (_, before), (_, after) in rounds)
     cells.append(f"{seconds[0]:.2f} s -> {seconds[1]:.2f} s ({ratio:.2f})")
     sys.stdout.write("| " + " | ".join(cells) + " |\n")
 

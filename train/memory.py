@@ -112,7 +112,7 @@ def look_at_memory(
     record = _read(store, choice)
     limit = _limit_to_look_at(config, dataset, choice, store, spark) if record is None else None
     if limit is not None:
-        record = _measured(limit, config, dataset, spark, window_bytes(config))
+        record = measured(limit, config, dataset, spark, window_bytes(config))
         if not store.put_if_absent(f"{choice.training_dir}/{MEMORY}", seal(record.model_dump_json().encode())):
             record = _read(store, choice)
     return Memory(record, spark, window_bytes)
@@ -148,9 +148,10 @@ def most_parts(config: TrainConfig, num_gpus: int = 0) -> int:
     return max(1, num_images // max(1, num_gpus, config.local_devices if config.strategy == "mirrored" else 1))
 
 
-def _measured(
+def measured(
     limit: Limit, config: TrainConfig, dataset: Dataset, spark: SparkConfig, window_bytes: int
 ) -> MemoryRecord:
+    """What a few steps of a rank take, and what follows for the precision. Raises what building the model raises."""
     task = ProbeTask(
         # At once, whatever was set: the images are few. And alone.
         decided(config, 1, to_bfloat16=False).model_copy(update={"accumulation_steps": 1, "sync_batch_norm": False}),
@@ -158,7 +159,7 @@ def _measured(
         min(NUM_PROBED_IMAGES, images_at_once(config)),
         max(1, ranks_here(config, spark)),
         NUM_PROBED_STEPS,
-        on_cpu=True,
+        for_memory=True,
     )
     record = considered(limit, task, probe(task), config, window_bytes, spark)
     found = fit(facts_of(record, config, window_bytes, spark))

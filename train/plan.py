@@ -7,15 +7,16 @@ import socket
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.errors import UsageError
-from shardmill.jobs.config import require_uri
+from shardmill.jobs.config import SparkConfig, require_uri
 from train.backends.backend import model_spec
 from train.config import TrainConfig
 from train.exchange import ExchangeFacts, Weighed, weigh
-from train.fit import Fit, fit, size_of
+from train.fit import Fit, size_of
 from train.host_memory import Limit, limit_of, ranks_here
-from train.memory import considered, decided, facts_of
+from train.memory import Memory, decided, measured
 from train.preflight import check_terms, check_trainable, window_memory
 from train.probe import ProbeTask, StepCost, probe
 from train.strategies import shares_streams
@@ -115,10 +116,6 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
     task = ProbeTask(decided(config, 1, to_bfloat16=False), spec, local_batch_size, num_here)
     cost = probe(task)
     limit = Limit(f"one {kind}", DEVICE_BYTES[kind], on_gpu=True) if kind else limit_of(config, tree.spark)
-    fitted = None
-    if limit is not None and not config.silos:
-        record = considered(limit, task, cost, config, windows.bytes_per_rank, tree.spark)
-        fitted = fit(facts_of(record, config, windows.bytes_per_rank, tree.spark))
     exchange_seconds = _exchange_seconds(config, cost.sent_bytes, network_gbit)
     images_at_once = config.global_batch_size * (1 if shares_streams(config) else config.num_workers)
     return TrainingPlan(
@@ -138,9 +135,19 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
         host=socket.gethostname(),
         device=kind,
         device_bytes=DEVICE_BYTES.get(kind, 0),
-        fit=fitted,
+        fit=_fit(limit, tree.spark, config, dataset, windows.bytes_per_rank),
         exchange=None if kind else _weighed(config, cost, exchange_seconds, network_gbit),
     )
+
+
+def _fit(
+    limit: Limit | None, spark: SparkConfig, config: TrainConfig, dataset: Dataset, window_bytes: int
+) -> Fit | None:
+    """By a measurement of its own, as the training will make it: where seconds count, bytes are not exact."""
+    if limit is None or config.silos:
+        return None
+    record = measured(limit, config, dataset, spark, window_bytes)
+    return Memory(record, spark, lambda _: window_bytes).fitted(config).fit
 
 
 def _exchange_seconds(config: TrainConfig, num_bytes: int, network_gbit: float) -> float:

@@ -35,6 +35,9 @@ NUM_STEPS_OF_FEW_IMAGES = 2
 # Of a single image there are no statistics: PyTorch's batch norms refuse it.
 FEW_IMAGES = 2
 ANSWER = b"shardmill-probe:"
+# Of freed blocks below 32 MiB glibc keeps many or few, by the order in which sizes came: a peak was up to twice of what
+# a step holds. So they go back at once, which takes time (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD).
+EXACT_PEAK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,8 @@ class ProbeTask:
     ranks_per_node: int
     """Ranks that will share this machine's cores."""
     num_steps: int = NUM_STEPS
-    on_cpu: bool = False
-    """Also where there is a GPU: of bytes those of the host's memory are known."""
+    for_memory: bool = False
+    """Bytes are wanted, not seconds: on the CPU, whose memory is seen, also where there is a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def probe(task: ProbeTask) -> StepCost:
                 "PYTHONPATH": python_path(),
                 **SAFE_PATH,
                 "TMPDIR": str(scratch.path),
-                **({CUDA_VARIABLE: "-1"} if task.on_cpu else {}),
+                **({CUDA_VARIABLE: "-1", **EXACT_PEAK} if task.for_memory else {}),
             },
             input=to_json(task),
             capture_output=True,
