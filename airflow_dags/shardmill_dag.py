@@ -1,16 +1,11 @@
-"""One Airflow DAG for each TOML file of a folder: doctor, etl, verify, train, evaluate, gate, promote, report.
+"""Airflow DAGs for each TOML file of a folder: doctor, etl, verify, train, evaluate, gate, promote, report.
 
 This file may be copied into any DAG folder. A config file that is wrong has a DAG with one task, which fails and says
 why, and the tag `config-error`; it takes no other DAG away. (Airflow drops all DAGs of a module with an import error.)
 
 Spark stages go through `spark-submit` with the connection `spark_default`, the others through the command `shardmill`;
-Airflow's own environment needs no TensorFlow. All that tasks hand on are ids and digests. Settings, from the
-environment of the DAG processor and the workers:
-
-SHARDMILL_CONFIG_DIR   the folder of config files; without it this file defines nothing
-SHARDMILL_WORKDIR      where run records go: below it one folder for each config (default: `work` in the config folder)
-SHARDMILL_COMMAND      how to call the command line (default: `shardmill`, found on PATH)
-SHARDMILL_SCHEDULE     cron expression or preset for the DAGs (default: only when triggered)
+Airflow's own environment needs no TensorFlow. All that tasks hand on are ids and digests. Settings come from the
+environment (airflow_dags/settings.py); docs/airflow.md is the guide.
 """
 
 from __future__ import annotations
@@ -21,19 +16,34 @@ import logging
 import os
 import re
 import tomllib
-from datetime import datetime, timedelta
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from airflow.sdk import DAG, AssetAlias
+from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, Param
 
 from airflow_dags.operators import RUN_ID, ConfigErrorOperator, ShardmillOperator, ShardmillSparkOperator
+from airflow_dags.settings import DagSettings, dag_settings
 
 VERSION = "{{ ti.xcom_pull(task_ids='etl')['version'] }}"
+# The newest of those whose events started the run; 0, which is the latest, if a person did.
+ASSET_VERSION = (
+    "{{ (triggering_asset_events.values() | map('list') | sum(start=[])"
+    " | map(attribute='extra.version') | list + [0]) | max }}"
+)
+# What a person may ask of a run, and the option of the task that does it.
+REPLACE_SOURCE = Param(False, type="boolean", description="etl: the images may come from another source now")
+FRESH = Param(False, type="boolean", description="train: from the first step, although a result exists")
+REQUIRE = Param(False, type="boolean", description="promote: fail the run if the gate is not passed")
 
 
 def asset_uri(uri: str) -> str:
-    """`uri` as assets are named: local paths become file:// URIs."""
+    """`uri` as assets are named, for all to see: local paths become file:// URIs, passwords are hidden."""
+    from shardmill.jobs.redact import redacted_text
+
+    uri = redacted_text(uri)
     return uri if "://" in uri else Path(os.path.abspath(uri)).as_uri()
 
 
@@ -68,71 +78,133 @@ def plain_settings(config: dict[str, Any], stage: str) -> dict[str, str]:
     return {name: value for name, value in settings.items() if redacted(value, name) == value}
 
 
-def empty_dag(config_file: Path, dag_id: str) -> DAG:
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Makes the tasks of one config file's DAGs."""
+
+    config_file: Path
+    name: str
+    """In the names of its assets and Spark applications."""
+    config: dict[str, Any]
+    workdir: str
+
+    @property
+    def dataset(self) -> Asset:
+        return Asset(name=f"{self.name}_dataset", uri=asset_uri(self.config.get("dataset", {}).get("uri", "")))
+
+    @property
+    def models(self) -> Asset:
+        return Asset(name=f"{self.name}_model", uri=asset_uri(self._given_models() or f"{self.workdir}/models"))
+
+    def command(self, stage: str, publishes: Asset | None = None, **kwargs: Any) -> ShardmillOperator:
+        """A stage as a command."""
+        arguments = [stage, str(self.config_file), *self._common()]
+        return ShardmillOperator(
+            task_id=stage, stage=stage, arguments=arguments, workdir=self.workdir, **_outlet(publishes), **kwargs
+        )
+
+    def spark(
+        self, stage: str, *more_arguments: str, publishes: Asset | None = None, **kwargs: Any
+    ) -> ShardmillSparkOperator:
+        """A stage as a `spark-submit`."""
+        return ShardmillSparkOperator(
+            task_id=stage,
+            stage=stage,
+            workdir=self.workdir,
+            master=str(self.config.get("spark", {}).get("master", "")),
+            application=job_file(stage),
+            application_args=["--config", str(self.config_file), *self._common(), *more_arguments],
+            conf=plain_settings(self.config, stage),
+            conn_id="spark_default",
+            name=f"{self.name}_{stage}",
+            **_outlet(publishes),
+            **kwargs,
+        )
+
+    def _common(self) -> list[str]:
+        common = ["--workdir", self.workdir, "--run-id", RUN_ID]
+        # The config's own is read from the file: it may name a user, and arguments are for all to see.
+        return common if self._given_models() else [*common, "--set", f"models.uri={self.workdir}/models"]
+
+    def _given_models(self) -> str:
+        return self.config.get("models", {}).get("uri", "")
+
+
+def _outlet(asset: Asset | None) -> dict[str, Any]:
+    # An alias, because an outlet that is an asset would have an event even if nothing new was published.
+    return {"outlets": [AssetAlias(f"{asset.name}:new")], "publishes": asset.uri} if asset else {}
+
+
+def empty_dag(config_file: Path, dag_id: str, settings: DagSettings, **kwargs: Any) -> DAG:
     """A DAG for one config file, without tasks yet."""
     return DAG(
         dag_id=dag_id,
         description=f"shardmill: {config_file.name}",
-        schedule=os.environ.get("SHARDMILL_SCHEDULE") or None,
         start_date=datetime(2026, 1, 1),
         catchup=False,
         # Two runs at once would only race to the same dataset version.
         max_active_runs=1,
-        default_args={"retries": 2, "retry_delay": timedelta(minutes=1), "retry_exponential_backoff": True},
         tags=["shardmill"],
+        **{"schedule": settings.schedule or None, **kwargs},
     )
 
 
-def build_dag(config_file: Path, dag_id: str) -> DAG:
-    """The DAG of one config file. Raises ValueError or OSError for a file that is none."""
+def build_dags(config_file: Path, dag_id: str, settings: DagSettings) -> list[DAG]:
+    """The DAGs of one config file. Raises ValueError or OSError for a file that is none."""
     config = read_config(config_file)
-    workdir = os.path.join(os.environ.get("SHARDMILL_WORKDIR") or str(config_file.parent / "work"), config_file.stem)
-    dataset_uri = config.get("dataset", {}).get("uri", "")
-    models_uri = config.get("models", {}).get("uri") or f"{workdir}/models"
-    common = ["--workdir", workdir, "--run-id", RUN_ID, "--set", f"models.uri={models_uri}"]
+    stages = Stages(config_file, dag_id, config, settings.workdir_of(config_file))
+    common = {"default_args": settings.of_each_task()}
+    both = {"fresh": FRESH, "require_promotion": REQUIRE}
 
-    def command(stage: str, **kwargs: Any) -> ShardmillOperator:
-        arguments = [stage, str(config_file), *common]
-        return ShardmillOperator(task_id=stage, stage=stage, arguments=arguments, workdir=workdir, **kwargs)
+    # One DAG for everything: images to a promoted model.
+    if not settings.has_own_training_dag():
+        with empty_dag(
+            config_file, dag_id, settings, params={"replace_source": REPLACE_SOURCE, **both}, **common
+        ) as dag:
+            in_order([*etl_stages(stages), *training_stages(stages, VERSION)])
+        return [dag]
 
-    def spark(stage: str, *more_arguments: str, **kwargs: Any) -> ShardmillSparkOperator:
-        return ShardmillSparkOperator(
-            task_id=stage,
-            stage=stage,
-            workdir=workdir,
-            application=job_file(stage),
-            application_args=["--config", str(config_file), *common, *more_arguments],
-            conf=plain_settings(config, stage),
-            conn_id="spark_default",
-            name=f"{dag_id}_{stage}",
-            **kwargs,
-        )
-
-    def published(kind: str, uri: str) -> dict[str, Any]:
-        # An alias, because an outlet that is an asset would have an event even if nothing new was published.
-        alias = AssetAlias(f"{dag_id}_{kind}:new")
-        return {"outlets": [alias], "publishes": asset_uri(uri)}
-
-    with empty_dag(config_file, dag_id) as dag:
-        stages = [
-            # What can be known before the ETL starts is found before it.
-            command("doctor"),
-            spark("etl", **published("dataset", dataset_uri)),
-            command("verify"),
-            spark("train", "--until", "export", "--dataset-version", VERSION),
-            command("evaluate"),
-            command("gate"),
-            command("promote", **published("model", models_uri)),
-            command("report"),
-        ]
-        for before, after in itertools.pairwise(stages):
-            before >> after
-    return dag
+    # Or one that publishes versions of the dataset, and one that each of them starts.
+    if not config.get("dataset", {}).get("uri"):
+        raise ValueError("dataset.uri is not set; expected a place, whose versions start the training")
+    with empty_dag(config_file, dag_id, settings, params={"replace_source": REPLACE_SOURCE}, **common) as dag:
+        in_order(etl_stages(stages))
+    training_id = f"{dag_id}_train"
+    with empty_dag(config_file, training_id, settings, schedule=[stages.dataset], params=both, **common) as training:
+        in_order(training_stages(stages, ASSET_VERSION))
+    return [dag, training]
 
 
-def config_error_dag(config_file: Path, dag_id: str, problem: str) -> DAG:
+def etl_stages(stages: Stages) -> list[BaseOperator]:
+    """Images -> a dataset version."""
+    return [
+        # What can be known before the ETL starts is found before it.
+        stages.command("doctor"),
+        stages.spark("etl", publishes=stages.dataset, flags={"replace_source": "--replace-source"}),
+    ]
+
+
+def training_stages(stages: Stages, version: str) -> list[BaseOperator]:
+    """A dataset version, given by a template -> a promoted model."""
+    return [
+        stages.command("verify"),
+        stages.spark("train", "--until", "export", "--dataset-version", version, flags={"fresh": "--fresh"}),
+        stages.command("evaluate"),
+        stages.command("gate"),
+        stages.command("promote", stages.models, flags={"require_promotion": "--require"}),
+        stages.command("report"),
+    ]
+
+
+def in_order(tasks: Sequence[BaseOperator]) -> None:
+    """One after the other."""
+    for before, after in itertools.pairwise(tasks):
+        before.set_downstream(after)
+
+
+def config_error_dag(config_file: Path, dag_id: str, settings: DagSettings, problem: str) -> DAG:
     """What stands for a config file that is wrong: people see it, and its schedule fails instead of going silent."""
-    with empty_dag(config_file, dag_id) as dag:
+    with empty_dag(config_file, dag_id, settings) as dag:
         dag.description = f"CONFIG ERROR: {problem}"
         dag.doc_md = f"**This config file is wrong.**\n\n```text\n{problem}\n```"
         dag.tags.add("config-error")
@@ -140,12 +212,12 @@ def config_error_dag(config_file: Path, dag_id: str, problem: str) -> DAG:
     return dag
 
 
-def dags_of_folder(folder: Path) -> dict[str, DAG]:
-    """A DAG for each config file of the folder, by id. Raises OSError if there is no such folder."""
+def dags_of_folder(settings: DagSettings) -> dict[str, DAG]:
+    """The DAGs of each config file of the folder, by id. Raises OSError if there is no such folder."""
     from shardmill.jobs.redact import redacted_text
 
     files: dict[str, list[Path]] = {}
-    for file in sorted(folder.iterdir()):
+    for file in sorted(Path(settings.config_dir).iterdir()):
         if file.suffix == ".toml":
             # What Airflow allows in an id.
             files.setdefault("shardmill_" + re.sub(r"[^\w.-]+", "_", file.stem), []).append(file)
@@ -155,14 +227,17 @@ def dags_of_folder(folder: Path) -> dict[str, DAG]:
             if others:
                 names = ", ".join(repr(each.name) for each in (file, *others))
                 raise ValueError(f"{names} would all be {dag_id}; expected names that differ in letters or digits")
-            dags[dag_id] = build_dag(file, dag_id)
+            built = build_dags(file, dag_id, settings)
+            if taken := [dag.dag_id for dag in built[1:] if dag.dag_id in files]:
+                raise ValueError(f"its training would be {taken[0]}, which is another config file; rename one of them")
+            dags |= {dag.dag_id: dag for dag in built}
         except Exception as error:  # whatever is wrong with one file must not take the DAGs of the others away
             problem = redacted_text(f"{file}: {error}")
             logging.getLogger(__name__).error("no DAG for %s", problem)
-            dags[dag_id] = config_error_dag(file, dag_id, problem)
+            dags[dag_id] = config_error_dag(file, dag_id, settings, problem)
     return dags
 
 
 # The one thing that happens at import: Airflow finds DAGs among a module's globals.
-if os.environ.get("SHARDMILL_CONFIG_DIR"):
-    globals().update(dags_of_folder(Path(os.environ["SHARDMILL_CONFIG_DIR"])))
+if (_settings := dag_settings()).config_dir:
+    globals().update(dags_of_folder(_settings))

@@ -9,11 +9,11 @@ import signal
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent: int, exit_code: int) -> None:
-    """Let the kernel kill this process when the process `parent`, which started it, ends (prctl(2)).
+def die_with_parent(parent: int, exit_code: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when the process `parent`, which started it, ends (prctl(2)).
 
     If it has ended already, this process ends at once, with `exit_code`.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:  # it died before we asked
         os._exit(exit_code)

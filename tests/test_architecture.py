@@ -29,6 +29,8 @@ HEAVY = {"tensorflow", "keras", "horovod", "pyspark", "torch", "sklearn", "s3fs"
 MAY_BE_HEAVY = {
     "airflow_dags/shardmill_dag.py": {"airflow"},
     "airflow_dags/operators.py": {"airflow"},
+    "airflow_dags/run_folder.py": {"airflow"},
+    "airflow_dags/spark_hook.py": {"airflow"},
     # What a user's model imports beside its framework.
     "train/layers/keras.py": {"keras"},
     "train/layers/torch.py": {"torch"},

@@ -1,0 +1,47 @@
+"""The process that a task starts: it ends with the task's own, in order if there is time and else at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# A training writes a checkpoint, the ETL leaves its finished units. Airflow itself gives a task that it ends 5 s.
+END_SECONDS = 20.0
+
+
+def tied_to_this_process() -> dict[str, Any]:
+    """Arguments of Popen: the kernel kills that process with this one; a signal to this one's group is not its own."""
+    from shardmill.parent_death import die_with_parent
+
+    return {"start_new_session": True, "preexec_fn": partial(die_with_parent, os.getpid(), 1)}
+
+
+def end_in_order(process: subprocess.Popen[str], workers: Callable[[int], Iterable[int]] = lambda pid: (pid,)) -> None:
+    """SIGTERM to the `workers` of a process, given by its id; it is killed if it has not ended after END_SECONDS."""
+    if process.poll() is not None:
+        return
+    for pid in list(workers(process.pid)) or [process.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def children_that_run(script: str, parent: int) -> list[int]:
+    """Ids of the processes that `parent` has started with `script` among their arguments."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            # The name, in parentheses, may hold anything; the parent's id is the second field behind it.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent and script.encode() in (entry / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found

@@ -1,0 +1,69 @@
+"""What a task reads of the record that its stage has left: why it failed, and the ids and digests of what it made."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
+
+# Usage, data integrity, rejection limit, security, gate: a second try meets the same config, bytes and figures.
+EXIT_CODES_WITHOUT_RETRY = frozenset({2, 3, 7, 8, 9})
+
+
+class RunFolder:
+    """`<workdir>/runs/<run_id>/` of one DAG run, as far as tasks read it."""
+
+    def __init__(self, workdir: str, run_id: str) -> None:
+        # At parse time this file must stay light.
+        from shardmill.jobs.run_files import run_folder
+        from shardmill.stores import open_store
+
+        self._store = open_store(workdir)
+        self._folder = run_folder(run_id)
+
+    def remove_summary(self) -> None:
+        """So that what is read after a failure was written by this attempt, and not by an earlier one."""
+        self._store.delete(f"{self._folder}/summary.json")
+
+    def summary(self) -> dict[str, Any]:
+        """The run's summary; empty if there is none yet."""
+        try:
+            return json.loads(self._store.read(f"{self._folder}/summary.json"))
+        except FileNotFoundError:
+            return {}
+
+    def record_of(self, stage: str) -> dict[str, Any]:
+        """What a stage has left; empty if nothing. Raises IntegrityError if that was altered."""
+        from shardmill.sealed import unseal
+
+        path = f"{self._folder}/{stage}.json"
+        try:
+            return json.loads(unseal(self._store.read(path), path))
+        except FileNotFoundError:
+            return {}
+
+    def failure(self, stage: str, ended: str) -> AirflowException:
+        """The exception that says why the stage failed, and by its type whether another try makes sense."""
+        summary = self.summary()
+        code = summary.get("exit_code")
+        if not code:
+            # Killed, never started, or `doctor`, whose next try may meet a sound machine: nothing is known against it.
+            return AirflowException(f"{stage} {ended} and left no reason in summary.json; see the log above")
+        line = f"{stage} failed with exit code {code}: {summary.get('error')}"
+        return AirflowFailException(line) if code in EXIT_CODES_WITHOUT_RETRY else AirflowException(line)
+
+    def result_of(self, stage: str) -> tuple[dict[str, Any], bool]:
+        """Ids and digests, for XCom; and whether this run has published something that was not there before."""
+        sections = self.record_of(stage).get("sections", {})
+        dataset, promotion = sections.get("dataset") or {}, sections.get("promotion") or {}
+        found = {
+            "version": dataset.get("version"),
+            "content_digest": dataset.get("content_digest"),
+            "weights_sha256": (sections.get("train") or {}).get("weights_sha256"),
+            "decision": promotion.get("decision"),
+            "current": promotion.get("current"),
+        }
+        # About the run, not the try: one that died after its commit is followed by one that only finds it.
+        is_published = (sections.get("etl") or {}).get("published") or promotion.get("published")
+        return {name: value for name, value in found.items() if value is not None}, bool(is_published)

@@ -1,0 +1,55 @@
+"""`spark-submit` for one task: which master it goes to is said, and it leaves no process behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
+
+from airflow_dags.processes import children_that_run, end_in_order, tied_to_this_process
+
+
+class ShardmillSparkHook(SparkSubmitHook):
+    """The config's `spark.master` goes before the connection's, which is `yarn` if nobody has chosen one."""
+
+    def __init__(self, *, config_master: str, **kwargs: Any) -> None:
+        self._config_master = config_master
+        super().__init__(**kwargs)
+        # The id of an application that outlives this process is kept for the next try, which asks YARN about it.
+        self._yarn_track_via_rm_api = self._is_yarn_cluster_mode
+
+    def _resolve_connection(self) -> dict[str, Any]:
+        # The provider asks for it in its constructor, and makes everything else follow from it.
+        if not self._config_master:
+            self._check_that_there_is_one()
+        connection = super()._resolve_connection()
+        given = connection["master"]
+        if not self._config_master:
+            self.log.info("Spark master: %s, of the connection %s; the config names none", given, self._conn_id)
+            return connection
+        self.log.info("Spark master: %s, of the config, not the connection %s", self._config_master, self._conn_id)
+        if self._config_master == given:
+            return connection
+        # Its deploy mode, queue and the like are about another cluster; who we are is the same on both.
+        elsewhere = dict.fromkeys(("deploy_mode", "queue", "namespace", "rest_endpoint"))
+        return {**connection, **elsewhere, "master": self._config_master}
+
+    def _check_that_there_is_one(self) -> None:
+        try:
+            self.get_connection(self._conn_id)
+        except AirflowException as error:
+            # The provider would go to YARN.
+            raise AirflowFailException(
+                f"no spark.master in the config, and no connection {self._conn_id} ({error}); set one of them"
+            ) from error
+
+    def submit(self, application: str = "", **kwargs: Any) -> str | None:
+        """Run it to its end (client mode), or until the cluster has it. Raises AirflowException if that fails."""
+        return super().submit(application, **tied_to_this_process(), **kwargs)
+
+    def end(self, application: str) -> None:
+        """End a driver of this machine in order, and spark-submit with it."""
+        if self._submit_sp is not None:
+            # Spark's JVM would take its Python driver down without asking it.
+            end_in_order(self._submit_sp, lambda pid: children_that_run(application, pid))

@@ -1,0 +1,83 @@
+"""What a task starts ends with it: asked, killed if it does not listen, and if the task's own process is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from airflow_dags import processes
+from airflow_dags.processes import children_that_run, end_in_order
+from tests.pipeline.command import ENVIRONMENT
+
+_WAIT_SECONDS = 120.0
+LISTENS = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))"
+IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+SLEEPS = "print('ready', flush=True); time.sleep(600)"
+# A task's process that has started a command, whose Spark driver is the last of them.
+TASK = """
+import subprocess, sys
+from airflow_dags.processes import tied_to_this_process
+process = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], **tied_to_this_process())
+process.wait()
+"""
+JVM = """
+import subprocess, sys
+driver = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+driver.wait()
+"""
+DRIVER = """
+import time
+from shardmill.jobs.process import Terminated, raise_on_signals, stopping_in_order
+from shardmill.jobs.run_job import end_with_spark_submit
+raise_on_signals()
+end_with_spark_submit()
+try:
+    with stopping_in_order(60.0) as request:
+        print("ready", flush=True)
+        while not request.is_made:
+            time.sleep(0.02)
+except Terminated as ended:
+    print(ended, flush=True)
+"""
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    """A Python process that has said it is ready."""
+    command = [sys.executable, "-c", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_a_process_is_asked_to_end_and_killed_if_it_does_not_listen(monkeypatch: pytest.MonkeyPatch):
+    listening = started(f"{LISTENS}; {SLEEPS}")
+    end_in_order(listening)
+    assert listening.returncode == 7
+    end_in_order(listening)
+
+    monkeypatch.setattr(processes, "END_SECONDS", 0.2)
+    deaf = started(f"{IGNORES}; {SLEEPS}")
+    end_in_order(deaf)
+    assert deaf.wait(_WAIT_SECONDS) == -signal.SIGKILL
+
+
+def test_only_the_driver_below_spark_submit_is_asked():
+    jvm = started(f"{JVM}\nsys.exit(driver.returncode)", f"{LISTENS}; {SLEEPS}")
+    [driver] = children_that_run(f"{LISTENS}; {SLEEPS}", jvm.pid)
+    assert Path(f"/proc/{driver}").exists() and not children_that_run("another.py", jvm.pid)
+    end_in_order(jvm, lambda pid: children_that_run(f"{LISTENS}; {SLEEPS}", pid))
+    assert jvm.returncode == 7
+
+
+def test_a_driver_ends_in_order_although_its_task_and_spark_submit_are_killed():
+    task = started(TASK, JVM, DRIVER)
+    assert task.stdout is not None
+    os.kill(task.pid, signal.SIGKILL)
+    # The end of the pipe, which all three held: none of them is left.
+    assert task.stdout.read() == "terminated by SIGTERM; what was under way has been finished\n"
+    assert task.wait(_WAIT_SECONDS) == -signal.SIGKILL
