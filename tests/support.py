@@ -17,6 +17,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import DatasetConfig
 from shardmill.reader import ReaderOptions, read_batches
+from shardmill.stores import open_store
 
 
 def write_images(
@@ -32,6 +33,14 @@ def write_images(
         target = folder / f"class_{label}" / f"{number:05d}.png"
         target.parent.mkdir(parents=True, exist_ok=True)
         assert cv2.imwrite(str(target), image)
+
+
+def upload(folder: Path, uri: str) -> str:
+    """Every file below a local folder goes to the store at `uri`, under the name that it has there; returns `uri`."""
+    store = open_store(uri)
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        store.put_file(str(file.relative_to(folder)), file)
+    return uri
 
 
 def make_dataset(

@@ -15,7 +15,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.reader import read_samples
 from shardmill.stores import open_store
-from tests.support import write_images
+from tests.support import upload, write_images
 
 
 def shardmill(*arguments: str) -> dict[str, Any]:
@@ -34,9 +34,7 @@ def test_the_chain_runs_on_remote_storage(root_fixture: str, request: pytest.Fix
     write_images(tmp_path / "images", num_images=60)
     first = next((tmp_path / "images" / "class_0").iterdir())
     first.rename(first.with_name("a b%20c#1.png"))
-    source = open_store(f"{root}/images")
-    for file in (tmp_path / "images").rglob("*.png"):
-        source.put_file(str(file.relative_to(tmp_path / "images")), file)
+    upload(tmp_path / "images", f"{root}/images")
     config = tmp_path / "remote.toml"
     config.write_text(f"""
 [source]

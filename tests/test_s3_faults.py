@@ -22,7 +22,7 @@ from shardmill.jobs.line_log import read_lines
 from shardmill.stores import open_store, s3_requests
 from tests.services.fault_proxy import Fault, at_random, in_turn, proxying
 from tests.services.versitygw import Gateway, connect_to
-from tests.support import build_here, write_images
+from tests.support import build_here, upload, write_images
 from tests.train.training import Recorder, train_here
 
 pytestmark = pytest.mark.drill
@@ -51,13 +51,11 @@ def test_faults_change_neither_the_dataset_nor_the_training(
 ):
     print(f"seed {_SEED}")
     write_images(tmp_path / "images", num_images=80)
-    source = open_store(f"{gateway_bucket}/images")
-    for file in (tmp_path / "images").rglob("*.png"):
-        source.put_file(str(file.relative_to(tmp_path / "images")), file)
-    expected = build_and_train(source.uri, f"{gateway_bucket}/expected")
+    source = upload(tmp_path / "images", f"{gateway_bucket}/images")
+    expected = build_and_train(source, f"{gateway_bucket}/expected")
     # Once with frameworks imported and graphs made: what is left is the time of the requests.
     seconds = -time.monotonic()
-    assert build_and_train(source.uri, f"{gateway_bucket}/again") == expected
+    assert build_and_train(source, f"{gateway_bucket}/again") == expected
     seconds += time.monotonic()
     with proxying(gateway.endpoint) as proxy:
         # A second without a byte is a stall; each of the two would last a minute.
@@ -67,7 +65,7 @@ def test_faults_change_neither_the_dataset_nor_the_training(
         others = at_random(0.1, *_FAULTS, seed=_SEED)
         proxy.choose = lambda method, path: stalls[0](method, path) or stalls[1](method, path) or others(method, path)
         spoiled_seconds = -time.monotonic()
-        assert build_and_train(source.uri, f"{gateway_bucket}/spoiled") == expected
+        assert build_and_train(source, f"{gateway_bucket}/spoiled") == expected
         spoiled_seconds += time.monotonic()
         verify_dataset(open_dataset(f"{gateway_bucket}/spoiled/dataset"), deep=True).raise_if_failed()
         # Nothing was committed twice.
@@ -80,9 +78,7 @@ def test_faults_change_neither_the_dataset_nor_the_training(
 def test_a_killed_driver_has_logged_every_step_that_is_not_done_again(gateway_bucket: str, tmp_path: Path):
     write_images(tmp_path / "images", num_images=60)
     root = open_store(gateway_bucket)
-    for file in (tmp_path / "images").rglob("*.png"):
-        root.put_file(f"images/{file.relative_to(tmp_path / 'images')}", file)
-    build_here(f"{gateway_bucket}/images", f"{gateway_bucket}/dataset", _CONFIG)
+    build_here(upload(tmp_path / "images", f"{gateway_bucket}/images"), f"{gateway_bucket}/dataset", _CONFIG)
     config = tmp_path / "config.toml"
     config.write_text(
         f"""

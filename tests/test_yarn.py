@@ -9,12 +9,11 @@ import pytest
 from etl.config import EtlConfig
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
-from shardmill.stores import open_store
 from tests.services.hadoop import pyspark_jars
 from tests.services.marked import MARK, QUICK_JVM
 from tests.services.spark_submit import Submitter, make_bundle, summary_of
 from tests.services.yarn import YarnCluster
-from tests.support import build_here, write_images
+from tests.support import build_here, upload, write_images
 
 pytestmark = pytest.mark.drill
 
@@ -48,9 +47,7 @@ def root(yarn_cluster: YarnCluster, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("images")
     write_images(folder, num_images=120)
     root = f"{yarn_cluster.hdfs.uri}/yarn"
-    store = open_store(f"{root}/images")
-    for file in folder.rglob("*.png"):
-        store.put_file(str(file.relative_to(folder)), file)
+    upload(folder, f"{root}/images")
     return root
 
 

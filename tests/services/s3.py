@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
+from tests.services.marked import free_ports
+
 _START_SECONDS = 60.0
 
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """The endpoint of a running server; the AWS_* environment points at it for the whole session."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1)
     server = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,

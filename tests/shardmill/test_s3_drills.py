@@ -21,7 +21,7 @@ from shardmill.stores import open_store
 from tests.programs.use_store import use_store
 from tests.services.fault_proxy import proxying
 from tests.services.versitygw import KEY, SECRET, Gateway, connect_to
-from tests.support import build_here, read_all, write_images
+from tests.support import build_here, read_all, upload, write_images
 
 pytestmark = pytest.mark.drill
 
@@ -35,10 +35,7 @@ _CONFIG = EtlConfig(
 @pytest.fixture
 def root(gateway_bucket: str, tmp_path: Path) -> str:
     write_images(tmp_path / "images", num_images=60)
-    source = open_store(f"{gateway_bucket}/images")
-    for file in (tmp_path / "images").rglob("*.png"):
-        source.put_file(str(file.relative_to(tmp_path / "images")), file)
-    return build_here(f"{gateway_bucket}/images", f"{gateway_bucket}/dataset", _CONFIG)
+    return build_here(upload(tmp_path / "images", f"{gateway_bucket}/images"), f"{gateway_bucket}/dataset", _CONFIG)
 
 
 def folder_of(gateway: Gateway, uri: str) -> Path:

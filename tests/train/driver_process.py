@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,21 +15,15 @@ from pathlib import Path
 
 from shardmill.jobs.process import PREFIX
 from shardmill.values import DatasetPin
+from tests.services.marked import MARK, free_ports
 from train.launching.attach import JOB_TOKEN_VARIABLE
 from train.launching.place import Place
 
 ROOT = Path(__file__).parents[2]
 WORKERS = "tests.train.launch_workers"
 PIN = DatasetPin("/nowhere", 1, "0" * 64)
-MARK = "SHARDMILL_TEST_MARK"
 # Far more than a busy machine takes to end a process, and less than what a sleeping worker would live.
 _HANG_SECONDS = 60.0
-
-
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def start_driver(
@@ -47,7 +40,7 @@ def start_driver(
     places: list[dict[str, str]] = [{}]
     if launcher == "attach":
         # The same program in as many processes, all of them marked.
-        train = {**train, "attach_port": free_port()}
+        train = {**train, "attach_port": free_ports(1)[0]}
         local = [Place(rank, num_workers, rank, num_workers) for rank in range(num_workers)]
         places = [{JOB_TOKEN_VARIABLE: "t" * 32, **place.environment()} for place in local]
     given = {

@@ -18,7 +18,8 @@ from pipeline.preflight import check_one_process
 from pipeline.tree import PipelineTree
 from shardmill.errors import UsageError
 from tests.processes import children_of_all_threads
-from tests.train.driver_process import MARK, PIN, ROOT, WORKERS, Driver, free_port
+from tests.services.marked import MARK, free_ports
+from tests.train.driver_process import PIN, ROOT, WORKERS, Driver
 from train.config import TrainConfig
 from train.launching.attach import JOB_TOKEN_VARIABLE, attached
 from train.launching.attach_gate import Gate, call_gate
@@ -127,7 +128,7 @@ def test_a_taken_port_is_named(monkeypatch):
 
 def test_only_processes_that_know_the_token_wait_at_the_gate(monkeypatch):
     monkeypatch.setattr("train.launching.attach_gate.LATE_SECONDS", 0.1)
-    port = free_port()
+    [port] = free_ports(1)
     address = f"127.0.0.1:{port}"
     gate = Gate("127.0.0.1", port, TOKEN, 3)
     try:
@@ -155,7 +156,7 @@ class Job:
             "launcher": "attach",
             "num_workers": num_processes,
             "strategy": "torch_ddp",
-            "attach_port": free_port(),
+            "attach_port": free_ports(1)[0],
             "start_timeout_seconds": 30,
             "stop_timeout_seconds": stop_timeout_seconds,
         }
@@ -279,7 +280,7 @@ def test_torchrun_trains_as_processes_of_our_own_do(tiny_uri, tmp_path):
     here = subprocess.run(command("local", *local), cwd=ROOT, capture_output=True, text=True, check=False)
     assert here.returncode == 0, here.stderr
 
-    attach = ("--set", "train.launcher=attach", "--set", f"train.attach_port={free_port()}", "--run-id", "one")
+    attach = ("--set", "train.launcher=attach", "--set", f"train.attach_port={free_ports(1)[0]}", "--run-id", "one")
     for _ in range(2):
         started = subprocess.run(
             [TORCHRUN, "--standalone", "--nproc-per-node", "2", "--no-python", *command("attach", *attach)],

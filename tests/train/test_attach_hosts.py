@@ -15,7 +15,8 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from tests.services.hosts import Host
-from tests.train.driver_process import ROOT, free_port
+from tests.services.marked import free_ports
+from tests.train.driver_process import ROOT
 from train.launching.attach import JOB_TOKEN_VARIABLE
 from train.launching.attach_gate import call_gate
 from train.tree import TrainTree
@@ -40,8 +41,8 @@ def test_two_hosts_train_as_one_does(tiny_uri, tmp_path, two_hosts: tuple[Host, 
     assert here.returncode == 0, here.stderr
 
     torchrun = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", two_hosts[0].address,
-                "--master-port", str(free_port()), "--no-python"]  # fmt: skip
-    attach = command("there", "launcher=attach", f"attach_port={free_port()}")
+                "--master-port", str(free_ports(1)[0]), "--no-python"]  # fmt: skip
+    attach = command("there", "launcher=attach", f"attach_port={free_ports(1)[0]}")
     processes = [
         subprocess.Popen(
             host.command(*torchrun, "--node-rank", str(number), *attach),
@@ -70,7 +71,7 @@ def test_two_hosts_train_as_one_does(tiny_uri, tmp_path, two_hosts: tuple[Host, 
 
 def test_a_rank_that_waits_for_rank_0_says_so(monkeypatch, capsys):
     monkeypatch.setattr("train.launching.attach_gate.PATIENCE_SECONDS", 0.3)
-    port = free_port()
+    [port] = free_ports(1)
     with pytest.raises(OSError):
         call_gate(f"127.0.0.1:{port}", "t" * 32, 1, time.monotonic() + 1.5)
     # Once, and again only six times as long after it.

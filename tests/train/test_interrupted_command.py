@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.driver_process import MARK, ROOT, Driver
+from tests.services.marked import MARK
+from tests.train.driver_process import ROOT, Driver
 
 COMMANDS = {
     "job.py": (sys.executable, str(ROOT / "train/job.py"), "--config"),
