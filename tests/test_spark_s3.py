@@ -1,0 +1,190 @@
+"""S3 from the executors of a Spark cluster: keys by a profile of the nodes' own, and planted secrets found nowhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from etl.config import EtlConfig
+from shardmill.dataset.open import open_dataset
+from shardmill.stores import open_store
+from tests.canaries import SECRET_SETTINGS, files_with_canaries, toml_table
+from tests.pipeline.command import ENVIRONMENT, shardmill
+from tests.services.marked import MARK, free_ports, marked
+from tests.services.spark_standalone import SparkCluster
+from tests.services.spark_submit import Submitter, make_bundle, summary_of
+from tests.services.versitygw import KEY, SECRET, Gateway
+from tests.support import build_here, upload, write_images
+
+pytestmark = pytest.mark.drill
+
+CONFIG = """
+[source]
+uri = "{bucket}/images"
+[dataset]
+uri = "{bucket}/dataset"
+[models]
+uri = "{bucket}/models"
+[etl]
+image_size = 16
+encoding = "png"
+unit_min_images = 20
+chunk_bytes = 8000
+[train]
+epochs = 1
+global_batch_size = 24
+num_workers = 2
+strategy = "horovod"
+launcher = "horovod_spark"
+checkpoint_every_steps = 2
+nics = ["lo"]
+[spark.etl]
+conf = {conf}
+[spark.train]
+conf = {conf}
+"""
+# Of the driver alone, beside its keys of S3.
+DRIVERS_OWN = {
+    "DATABASE_URL": "postgresql://etl:canary-database@db/images",
+    "HF_TOKEN": "canary-hugging-face",
+    "GOOGLE_APPLICATION_CREDENTIALS_JSON": '{"private_key": "canary-google"}',
+}
+ON_EXECUTORS = ("CoarseGrainedExecutorBackend", "pyspark.daemon", "etl.engines", "train.launching")
+
+
+@dataclass(slots=True)
+class Watch:
+    """What everybody on the machine can see of a cluster's processes, sampled while a job runs."""
+
+    mark: str
+    ui_port: int
+    arguments: set[str] = field(default_factory=set)
+    """Each process that was seen, as its command line."""
+    pages: set[str] = field(default_factory=set)
+    """Of the driver's UI, those that came."""
+    pages_with_canaries: set[str] = field(default_factory=set)
+    hides_a_key: bool = False
+    """Whether a page names the setting of a planted key, whatever it shows as its value."""
+    has_drivers_key: set[str] = field(default_factory=set)
+    """Processes of executors with the driver's secret key in their environment."""
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def look(self) -> None:
+        while not self.ended.wait(0.1):
+            for pid, words in marked(self.mark).items():
+                line = " ".join(words)
+                self.arguments.add(line)
+                with contextlib.suppress(OSError):
+                    environ = Path(f"/proc/{pid}/environ").read_bytes()
+                    if SECRET.encode() in environ and any(part in line for part in ON_EXECUTORS):
+                        self.has_drivers_key.add(line)
+            for path in ("environment/", "executors/", "jobs/", "stages/"):
+                with contextlib.suppress(OSError):
+                    self._open(path)
+
+    def _open(self, path: str) -> None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ui_port}/{path}", timeout=20) as answer:
+            page = answer.read()
+        self.pages.add(path)
+        self.hides_a_key |= b"spark.hadoop.fs.s3a.secret.key" in page
+        if b"canary" in page.lower():
+            self.pages_with_canaries.add(path)
+
+
+@contextlib.contextmanager
+def watching(mark: str, ui_port: int) -> Iterator[Watch]:
+    watch = Watch(mark, ui_port)
+    thread = threading.Thread(target=watch.look, daemon=True)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        watch.ended.set()
+        thread.join(60)
+
+
+def test_executors_read_and_commit_with_their_own_profile_and_no_secret_is_shown(
+    gateway_bucket: str, gateway: Gateway, spark_cluster: SparkCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_images(tmp_path / "images", num_images=120)
+    upload(tmp_path / "images", f"{gateway_bucket}/images")
+    # What a node has of its own: files in the home of the user that executors run as.
+    node, job = tmp_path / "node", tmp_path / "job"
+    node.mkdir()
+    (job / "events").mkdir(parents=True)
+    (node / "config").write_text(f"[profile lab]\nregion = us-east-1\nendpoint_url = {gateway.endpoint}\n")
+    (node / "credentials").write_text(
+        f"[lab]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
+        "[other]\naws_session_token = canary-of-a-session\n"
+    )
+    [ui_port] = free_ports(1)
+    names = {
+        "AWS_PROFILE": "lab",
+        "AWS_CONFIG_FILE": str(node / "config"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(node / "credentials"),
+    }
+    conf = {
+        **SECRET_SETTINGS,
+        **{f"spark.executorEnv.{name}": value for name, value in names.items()},
+        "spark.ui.enabled": "true",
+        "spark.ui.port": str(ui_port),
+        "spark.eventLog.enabled": "true",
+        "spark.eventLog.dir": (job / "events").as_uri(),
+        "spark.eventLog.compress": "false",
+        "spark.logConf": "true",
+        "spark.executor.memory": "512m",
+        "spark.driver.host": "127.0.0.1",
+    }
+    (node / "c.toml").write_text(CONFIG.format(bucket=gateway_bucket, conf=toml_table(conf)))
+    bundle, workdir = make_bundle(tmp_path), f"{gateway_bucket}/work"
+    cluster = {"SPARK_CONF_DIR": str(spark_cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1", MARK: spark_cluster.mark}
+    submitter = Submitter(spark_cluster.master, {**cluster, **DRIVERS_OWN}, {}, (bundle,), job)
+    with watching(spark_cluster.mark, ui_port) as watch:
+        etl = submitter.run(
+            "etl/job.py", "--config", str(node / "c.toml"), "--workdir", workdir, "--run-id", "etl",
+            options=("--verbose",), spark__driver__host="127.0.0.1",
+        )  # fmt: skip
+        assert etl.process.returncode == 0, etl.output
+        # The same config from the command line, to the end.
+        for name, value in {**cluster, **DRIVERS_OWN, "PYSPARK_PYTHON": sys.executable}.items():
+            monkeypatch.setitem(ENVIRONMENT, name, value)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
+            monkeypatch.setitem(ENVIRONMENT, name, os.environ[name])
+        run = shardmill(
+            "run", node / "c.toml", "--workdir", workdir, "--run-id", "run", "--debug",
+            "--set", f"spark.master={spark_cluster.master}", "--set", f"spark.etl.conf.spark.submit.pyFiles={bundle}",
+            "--set", f"spark.train.conf.spark.submit.pyFiles={bundle}", cwd=job, timeout=240,
+        )  # fmt: skip
+        (job / "run.out").write_text(run.stdout + run.stderr)
+        assert run.returncode == 0, run.stderr[-3000:]
+
+    # It worked: what the executors made is what is made here, and two ranks trained on it.
+    here = build_here(f"{gateway_bucket}/images", str(tmp_path / "here"),
+                      EtlConfig(image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000))  # fmt: skip
+    made = open_dataset(f"{gateway_bucket}/dataset").manifest
+    assert (made.version, made.content_digest) == (1, open_dataset(here).manifest.content_digest)
+    summary = summary_of(workdir, "run")
+    assert (summary["train"]["launcher"], summary["train"]["world_size"]) == ("horovod_spark", 2)
+    assert summary["promotion"]["decision"] == "promoted"
+
+    # Nothing of it came from the driver's keys: executors have only what their nodes say.
+    assert watch.has_drivers_key == set()
+    seen = "\n".join(sorted(watch.arguments))
+    assert all(part in seen for part in ON_EXECUTORS), seen
+    assert "canary" not in seen.lower()
+    assert watch.hides_a_key and len(watch.pages) == 4 and watch.pages_with_canaries == set()
+    # Event logs of three applications; what drivers, executors, master and workers said; the run's record, its report
+    # and checkpoints, the dataset and the models.
+    assert len(list((job / "events").rglob("events_*"))) >= 2 and spark_cluster.work_folders()
+    left = [gateway.folder, job, *(path for path in spark_cluster.folder.iterdir() if path != spark_cluster.conf)]
+    assert files_with_canaries(*left) == []
+    record = {file.path for file in open_store(f"{workdir}/runs/run").list("")}
+    assert {"config.toml", "events.jsonl", "report.html", "spark.log", "summary.json"} <= record
