@@ -52,6 +52,10 @@ class NoSuchRoot(StorageError):
     """The bucket itself is not there."""
 
 
+class CannotList(StorageError):
+    """This kind of storage gives files by their names and lists none."""
+
+
 class TrainingError(ShardmillError):
     """A rank failed, died or went silent."""
 

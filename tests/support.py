@@ -63,9 +63,10 @@ def make_dataset(
     return build_here(str(images), str(dataset), config)
 
 
-def build_here(source_uri: str, dataset_uri: str, config: EtlConfig) -> str:
-    """List, write every unit in this process, commit: the ETL without an engine."""
-    tree = EtlTree(source=SourceConfig(uri=source_uri), dataset=DatasetConfig(uri=dataset_uri), etl=config)
+def build_here(source: str | SourceConfig, dataset_uri: str, config: EtlConfig) -> str:
+    """List, write every unit in this process, commit: the ETL without an engine. `source`: class folders, or any."""
+    source = SourceConfig(uri=source) if isinstance(source, str) else source
+    tree = EtlTree(source=source, dataset=DatasetConfig(uri=dataset_uri), etl=config)
     plan = plan_build(tree, run_id=f"test-{uuid.uuid4().hex[:8]}")
     commit_results(plan, Finished(plan.listing, [write_unit(unit, plan.task) for unit in plan.units]))
     return dataset_uri

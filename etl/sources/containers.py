@@ -15,7 +15,7 @@ from typing import BinaryIO, Generic, TypeVar
 from etl.sources.names import SPLIT_OF_NAME
 from etl.sources.patterns import expanded, is_pattern, matches, names_any
 from etl.stored_file import open_file
-from shardmill.errors import IntegrityError, NoSuchRoot, UsageError
+from shardmill.errors import CannotList, IntegrityError, NoSuchRoot, UsageError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
 from shardmill.storage_errors import as_storage_error
@@ -97,7 +97,12 @@ class Containers:
         if not self._is_pattern:
             file = self.store.stat(self._name) if self._name else None
             return [file] if file is not None else self.store.list(self._name)
-        return (file for file in self.store.list("") if matches(file.path, self._name))
+        try:
+            return (file for file in self.store.list("") if matches(file.path, self._name))
+        except CannotList:
+            if names_any(self._name):
+                raise
+            return filter(None, map(self.store.stat, expanded(self._name)))
 
     def _is_container(self, file: StoredFile) -> bool:
         # A pattern or a file's own name says what is meant, whatever its suffix.

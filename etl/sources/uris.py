@@ -16,13 +16,14 @@ from etl.sources.download import HTTP_SCHEMES, Downloader, NotDownloaded
 from shardmill.errors import AccessDenied
 from shardmill.storage import Store
 from shardmill.storage_errors import as_storage_error
-from shardmill.stores import STORES, open_store, scheme_of
+from shardmill.stores import ANY_OTHER, STORES, open_store, scheme_of
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 if TYPE_CHECKING:
     from etl.config import DownloadConfig
 
 _MAX_URI_BYTES = 8_192
+_NOT_OF_ROWS = (*HTTP_SCHEMES, ANY_OTHER)
 
 
 class UriReader:
@@ -88,8 +89,10 @@ def uri_problems(uris: pa.Array, store: Store) -> pa.Array:
     unknown = [
         name
         for name in pc.unique(schemes).to_pylist()
-        if name not in (None, *HTTP_SCHEMES) and STORES.problem_with(scheme_of(f"{name}://"))
+        # Of fsspec's schemes some name files of this machine, or hosts behind its firewall: not for a table to choose.
+        if name not in (None, *HTTP_SCHEMES) and not _may_be_named(name)
     ]
+    named = (*filter(_may_be_named, STORES), *HTTP_SCHEMES)
     names_local_file = pc.or_kleene(pc.starts_with(uris, "/"), pc.equal(schemes, "file"))
     # A table that was fetched from elsewhere does not choose among the files of this machine.
     is_forbidden = pc.and_(pc.fill_null(names_local_file, False), store.local_root is None)
@@ -102,7 +105,7 @@ def uri_problems(uris: pa.Array, store: Store) -> pa.Array:
         ),
         "no URI",
         f"a URI of more than {_MAX_URI_BYTES} bytes",
-        f"no storage for this kind of URI; expected one of {', '.join((*STORES, *HTTP_SCHEMES))}",
+        f"no storage for this kind of URI; expected one of {', '.join(named)}",
         f"a table in {store.uri} cannot name a local file",
     )
 
@@ -112,6 +115,12 @@ def without_dots(uris: pa.Array) -> pa.Array:
     if not pc.any(pc.starts_with(uris, "./")).as_py():
         return uris
     return pc.replace_substring_regex(uris, r"^(\./)+", "")
+
+
+def _may_be_named(scheme: str) -> bool:
+    """Whether rows may name files of this scheme in a store."""
+    entry = scheme_of(f"{scheme}://")
+    return entry in STORES and entry not in _NOT_OF_ROWS
 
 
 def _is_on_the_web(uri: str) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from shardmill.dataset.segment import RESTORE, put_segment, read_segment, rows_file
-from shardmill.errors import IntegrityError
+from shardmill.errors import CannotList, IntegrityError
 from shardmill.sealed import SealedFile, check_relative_path
 from shardmill.storage import Store, join_uri
 from shardmill.values import ChunkInfo, ShardInfo
@@ -223,18 +223,22 @@ def read_shards(store: Store, manifest: Manifest) -> tuple[ShardInfo, ...]:
     return shards
 
 
-def stored_sizes(store: Store) -> dict[str, int]:
-    """The size of every file that may be a shard or its row segment, by path.
+def stored_sizes(store: Store, expected: Sequence[SealedFile] = ()) -> dict[str, int]:
+    """The size of each file that is there, by path; of others than the expected ones, too.
 
     Two listings, however many shards there are: a request for each file would take minutes on an object store.
     """
-    return {file.path: file.size_bytes for folder in (SHARDS, ROWS) for file in store.list(folder)}
+    try:
+        return {file.path: file.size_bytes for folder in (SHARDS, ROWS) for file in store.list(folder)}
+    except CannotList:
+        found = (store.stat(file.path) for file in expected)
+        return {file.path: file.size_bytes for file in found if file is not None}
 
 
 def check_files(store: Store, shards: Sequence[ShardInfo]) -> int:
     """The bytes of all shards and their row segments. Raises IntegrityError for one that is missing or cut."""
-    found = stored_sizes(store)
     expected = [file for shard in shards for file in (shard_file(shard), rows_file(shard))]
+    found = stored_sizes(store, expected)
     for file in expected:
         where = join_uri(store.uri, file.path)
         if file.path not in found:

@@ -14,10 +14,11 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from shardmill.dataset.manifest import MANIFESTS, Manifest, manifest_path, parse_manifest
-from shardmill.errors import IntegrityError, NoSuchRoot, ShardmillError, UsageError
+from shardmill.errors import CannotList, IntegrityError, NoSuchRoot, ShardmillError, UsageError
 from shardmill.sealed import seal, unseal
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
@@ -127,7 +128,7 @@ def pin_of(store: Store, version: int, data: bytes) -> DatasetPin:
 def _absent(store: Store, version: int) -> ShardmillError:
     try:
         known = sorted({*_numbers(store, MANIFESTS), *_numbers(store, COMMITTED)})
-        has_files = known or any(next(iter(store.list(folder)), None) is not None for folder in _FOLDERS)
+        has_files = bool(known) or _has_files(store)
     except NoSuchRoot as error:
         return UsageError(f"no dataset {store.uri}: {error.what}", error.expected, "check the name")
     if known and 1 <= version <= known[-1]:
@@ -146,6 +147,13 @@ def _absent(store: Store, version: int) -> ShardmillError:
         "expected a folder that `shardmill etl` made",
         f"did you mean {near}?" if near else "check the path",
     )
+
+
+def _has_files(store: Store) -> bool:
+    """Whether there is anything of what a build writes; no, where nothing can be listed."""
+    with suppress(CannotList):
+        return any(next(iter(store.list(folder)), None) is not None for folder in _FOLDERS)
+    return False
 
 
 def _lost(store: Store, version: int) -> IntegrityError:
@@ -170,10 +178,31 @@ def _nearest(uri: str) -> str:
 
 
 def _numbers(store: Store, folder: str) -> Iterator[int]:
-    for file in store.list(folder):
+    try:
+        files = list(store.list(folder))
+    except CannotList:
+        yield from range(1, _newest_by_name(store, folder) + 1)
+        return
+    for file in files:
         name = re.fullmatch(rf"{folder}/([0-9]{{8}})\.json", file.path)
         if name:
             yield int(name.group(1))
+
+
+def _newest_by_name(store: Store, folder: str) -> int:
+    """The highest number of a store that does not list: numbers have no gaps, so a few of them are asked for."""
+
+    def is_there(number: int) -> bool:
+        return store.stat(f"{folder}/{number:08d}.json") is not None
+
+    absent = 1
+    while is_there(absent):
+        absent *= 2
+    present = absent // 2
+    while absent - present > 1:
+        middle = (present + absent) // 2
+        present, absent = (middle, absent) if is_there(middle) else (present, middle)
+    return present
 
 
 def _record_path(version: int) -> str:

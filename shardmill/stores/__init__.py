@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,15 +20,33 @@ STORES: Registry[Callable[[str], Store]] = Registry(
         "hdfs": Entry(
             "shardmill.stores.hdfs:HdfsStore", "a folder of an HDFS", extra="hdfs", packages=("hdfs_native",)
         ),
+        "http": Entry(
+            "shardmill.stores.http:HttpStore",
+            "a folder of a web server, also https://, to be read",
+            extra="http",
+            packages=("urllib3", "tenacity"),
+        ),
+        "fsspec": Entry(
+            "shardmill.stores.any_fsspec:FsspecStore",
+            "any other scheme that fsspec knows, to be read",
+            extra="fsspec",
+            packages=("fsspec",),
+        ),
     },
 )
 
+ANY_OTHER = "fsspec"
+"""The entry for schemes that have none of their own."""
 _ALIASES = {"s3a": "s3"}
 """What Hadoop's tools call a scheme -> its name here. One place has one spelling in every record."""
+_SHARED = {"https": "http"}
+"""Schemes that are places of their own and have the entry of another."""
 
 
 def open_store(uri: str | Path) -> Store:
     """The store rooted at a local path or a URI. Raises UsageError for an unknown scheme or one that is not installed.
+
+    A scheme without an entry is fsspec's to know: such a store can be read.
 
     Nothing is read or created yet.
     """
@@ -50,4 +69,16 @@ def open_store(uri: str | Path) -> Store:
 def scheme_of(uri: str) -> str:
     """The name in `STORES` that a URI asks for; a plain path is `file`."""
     scheme = uri.split("://", 1)[0] if "://" in uri else "file"
-    return _ALIASES.get(scheme, scheme)
+    scheme = (_ALIASES | _SHARED).get(scheme, scheme)
+    if scheme in STORES:
+        return scheme
+    return ANY_OTHER if _is_fsspecs(scheme) else scheme
+
+
+def _is_fsspecs(scheme: str) -> bool:
+    """Whether fsspec is installed and has heard of the scheme; the package for it may be missing all the same."""
+    if importlib.util.find_spec("fsspec") is None:
+        return False
+    from fsspec.registry import known_implementations, registry
+
+    return scheme in known_implementations or scheme in registry

@@ -20,7 +20,7 @@ from tests.services.marked import MARK, QUICK_JVM, end_marked, free_ports, marke
 from tests.services.servers import start_server, wait_until_up
 
 NUM_SLOTS = 2
-_START_SECONDS = 90.0
+_START_SECONDS = 240.0
 
 
 @dataclass(frozen=True, slots=True)

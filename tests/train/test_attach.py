@@ -129,8 +129,7 @@ def test_a_taken_port_is_named(monkeypatch):
 def test_only_processes_that_know_the_token_wait_at_the_gate(monkeypatch):
     monkeypatch.setattr("train.launching.attach_gate.LATE_SECONDS", 0.1)
     [port] = free_ports(1)
-    address = f"127.0.0.1:{port}"
-    gate = Gate("127.0.0.1", port, TOKEN, 3)
+    address, gate = f"127.0.0.1:{port}", Gate("127.0.0.1", port, TOKEN, 3)
     try:
         for token, rank in (("another secret of 30 characters", 1), (TOKEN, 0), (TOKEN, 3)):
             with pytest.raises(ProtocolError):
