@@ -10,24 +10,31 @@ import pytest
 
 from tests.processes import in_own_process
 from train.config import TrainConfig
-from train.strategies.torch_buckets import BucketSums, layout
+from train.strategies.torch_buckets import LAST_SENT_BYTES, BucketSums, layout
 
 
-def test_the_layout_is_that_of_pytorchs_first_step():
-    """Trainings that began under DistributedDataParallel go on with the same bits."""
-    import torch
-    import torch.distributed as dist
-
+def test_a_bucket_is_full_or_of_one_weight_and_the_last_that_leaves_is_small():
+    """What has no backward pass left to hide behind is at most 1 MiB, unless the first weight alone is more."""
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
+    limit_bytes = 2**21
     for _ in range(50):
-        kinds = [torch.float32, torch.float64][: rng.randint(1, 2)]
-        weights = [torch.empty(rng.choice((1, 90, 40_000, 300_000)), dtype=rng.choice(kinds)) for _ in range(40)]
-        of_pytorch, _ = dist._compute_bucket_assignment_by_size(weights, [2**20, 2**21])  # pyright: ignore
-        found = layout([(each.dtype, each.numel() * each.element_size()) for each in weights], 2**21)
-        assert found == of_pytorch[::-1]
-        assert sorted(index for indices in found for index in indices) == list(range(40))
+        kinds_and_bytes = [
+            (rng.choice("fd"), rng.choice((4, 90_000, 400_000, 1_200_000, 3_000_000))) for _ in range(40)
+        ]
+        buckets = layout(kinds_and_bytes, limit_bytes)
+        assert sorted(index for indices in buckets for index in indices) == list(range(40))
+        assert buckets == sorted(buckets, reverse=True), "the last weights, whose gradients come first, leave first"
+        for kind in "fd":
+            of_kind = [indices for indices in buckets if kinds_and_bytes[indices[0]][0] == kind]
+            limits = [*[limit_bytes] * (len(of_kind) - 1), LAST_SENT_BYTES]
+            sizes = [[kinds_and_bytes[index][1] for index in indices] for indices in of_kind]
+            assert all({kinds_and_bytes[index][0] for index in indices} == {kind} for indices in of_kind)
+            assert all(sum(each) <= limit or len(each) == 1 for each, limit in zip(sizes, limits, strict=True))
+            # One more would not have gone in.
+            for later, each, limit in zip(sizes, sizes[1:], limits[1:], strict=False):
+                assert sum(each) + later[0] > limit
 
 
 def compared(compression: Literal["none", "bf16"]) -> list[tuple[bool, bool]]:

@@ -169,20 +169,18 @@ class BucketSums:
 def layout(kinds_and_bytes: Sequence[tuple[object, int]], limit_bytes: int) -> list[list[int]]:
     """Which weights, by number, share a bucket; in the order in which buckets leave: the last weights first.
 
-    A bucket holds weights of one kind (type and device) and is full when it reaches the limit.
+    A bucket holds weights of one kind (type and device), up to the limit or a single one that is larger.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[object, tuple[list[int], int]] = {}
     limits: dict[object, int] = {}
     for index, (kind, num_bytes) in enumerate(kinds_and_bytes):
-        indices, filled = open_buckets.pop(kind, ([], 0))
-        indices.append(index)
-        filled += num_bytes
-        if filled < limits.get(kind, min(LAST_SENT_BYTES, limit_bytes)):
-            open_buckets[kind] = indices, filled
-        else:
+        indices, filled = open_buckets.get(kind, ([], 0))
+        if indices and filled + num_bytes > limits.get(kind, min(LAST_SENT_BYTES, limit_bytes)):
             buckets.append(indices)
             limits[kind] = limit_bytes
+            indices, filled = [], 0
+        open_buckets[kind] = [*indices, index], filled + num_bytes
     buckets += [indices for indices, _ in open_buckets.values()]
     return sorted(buckets, reverse=True)
 
