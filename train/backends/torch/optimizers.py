@@ -14,19 +14,30 @@ ADAM_EPSILON = 1e-7
 
 def sgd(config: TrainConfig, weights: list[Any]) -> Any:
     """Stochastic gradient descent with `train.momentum`."""
-    return import_torch().optim.SGD(weights, config.base_learning_rate, momentum=config.momentum)
+    return import_torch().optim.SGD(
+        weights, config.base_learning_rate, momentum=config.momentum, fused=_is_fused(weights)
+    )
 
 
 def adam(config: TrainConfig, weights: list[Any]) -> Any:
     """Adam (Kingma, Ba, arXiv:1412.6980)."""
-    return import_torch().optim.Adam(weights, config.base_learning_rate, eps=ADAM_EPSILON)
+    return import_torch().optim.Adam(weights, config.base_learning_rate, eps=ADAM_EPSILON, fused=_is_fused(weights))
 
 
 def adamw(config: TrainConfig, weights: list[Any]) -> Any:
     """AdamW (Loshchilov, Hutter, arXiv:1711.05101) with `train.weight_decay`."""
     return import_torch().optim.AdamW(
-        weights, config.base_learning_rate, eps=ADAM_EPSILON, weight_decay=config.weight_decay
+        weights,
+        config.base_learning_rate,
+        eps=ADAM_EPSILON,
+        weight_decay=config.weight_decay,
+        fused=_is_fused(weights),
     )
+
+
+def _is_fused(weights: list[Any]) -> bool | None:
+    """One pass over each weight, in place of one for each operation; on a GPU the choice stays with PyTorch."""
+    return True if all(weight.device.type == "cpu" for weight in weights) else None
 
 
 def create_state(optimizer: Any, weights: list[Any]) -> None:
