@@ -44,7 +44,7 @@ from shardmill.dataset.versions import pin_of, read_manifest_bytes, record_if_mi
 from shardmill.errors import CommitConflict
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import load_tree
-from shardmill.jobs.observer import WARNING, Observer, SilentObserver
+from shardmill.jobs.observer import RETRIED, WARNING, Observer, SilentObserver
 from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.jobs.run_job import job_parser, run_job
 from shardmill.jobs.run_record import RunRecord
@@ -193,11 +193,14 @@ def run_units(plan: BuildPlan, tree: EtlTree, observer: Observer) -> tuple[Finis
     num_images = {unit.index: unit.num_images for unit in plan.units}
     num_done = sum(num_images[place] for place in kept)
     observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
-    engine, settings = ENGINES[tree.etl.engine], _settings(tree)
+    engine, settings, num_retried = ENGINES[tree.etl.engine], _settings(tree), 0
     for result in engine.run_units(missing, plan.task, settings) if missing else ():
         finished.add(result)
+        num_retried += result.retried_requests
         num_done += num_images[result.unit_index]
         observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
+    if num_retried:
+        observer.event("etl.requests_retried", {RETRIED: num_retried})
     return finished, kept
 
 

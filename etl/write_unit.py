@@ -34,6 +34,7 @@ from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.storage import Store
 from shardmill.stores import open_store
+from shardmill.stores.retries import num_retried
 from shardmill.values import ImageSample, Rejection, ShardInfo, SourceImage
 
 
@@ -61,7 +62,7 @@ def write_unit(
     StorageError if storage fails.
     """
     reader = SOURCES[task.source.kind](task.source).open(task.config.max_source_bytes)
-    dataset = open_store(task.dataset_uri)
+    dataset, retried_before = open_store(task.dataset_uri), num_retried()
     _check_host(task, reader)
     sources = read_unit(task.listing, unit, task.config.seed)
 
@@ -84,6 +85,7 @@ def write_unit(
         accepted_key_sum=_key_sum(row.source.key for rows in rows_by_split.values() for row in rows),
         note_counts=tuple(sorted(_count_notes(rows_by_split).items())),
         unchanged_ids=encode_sample_ids(image.sample_id for image in unchanged),
+        retried_requests=num_retried() - retried_before,
     )
     if not task.is_check:
         keep_result(dataset, unit, result)

@@ -33,6 +33,7 @@ _CONFIG = EtlConfig(
 )
 _FAULTS = (
     Fault.INTERNAL_ERROR, Fault.SLOW_DOWN, Fault.RESET, Fault.CUT, Fault.SHORT, Fault.DROPPED, Fault.DELAYED,
+    Fault.SLOW,
 )  # fmt: skip
 
 
@@ -114,3 +115,51 @@ def test_a_killed_driver_has_logged_every_step_that_is_not_done_again(gateway_bu
     assert lines("steps")[: resumed["global_step"]] == logged[: resumed["global_step"]]
     assert places == [(epoch, step) for epoch in range(3) for step in range(len(places) // 3)]
     assert not [file.path for file in root.list("work") if ".parts/" in file.path]
+
+
+def test_a_run_says_how_many_requests_were_sent_again(
+    gateway_bucket: str, gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_images(tmp_path / "images", num_images=60)
+    upload(tmp_path / "images", f"{gateway_bucket}/images")
+    config = tmp_path / "config.toml"
+    config.write_text(
+        f"""
+        source.uri = "{gateway_bucket}/images"
+        dataset.uri = "{gateway_bucket}/dataset"
+        models.uri = "{gateway_bucket}/models"
+        [etl]
+        engine = "local"
+        image_size = 16
+        [train]
+        strategy = "horovod"
+        launcher = "local"
+        num_workers = 2
+        epochs = 1
+        global_batch_size = 16
+        """
+    )
+    with proxying(gateway.endpoint) as proxy:
+        connect_to(proxy.endpoint, monkeypatch)
+        # By processes that read and write units, by ranks, and by one of them for the checkpoint.
+        spoiled = [
+            in_turn(Fault.SLOW_DOWN, Fault.INTERNAL_ERROR, method="GET", path="/images/class_"),
+            in_turn(Fault.SLOW_DOWN, method="PUT", path="/dataset/shards/"),
+            in_turn(Fault.SLOW_DOWN, Fault.SLOW_DOWN, method="GET", path="/dataset/shards/"),
+            in_turn(Fault.INTERNAL_ERROR, method="PUT", path="/checkpoints/"),
+        ]
+        proxy.choose = lambda method, path: next(filter(None, (choose(method, path) for choose in spoiled)), None)
+        for command in ("etl", "train", "report"):
+            words = [sys.executable, "-m", "pipeline.cli", command, *([] if command == "report" else [str(config)])]
+            done = subprocess.run(
+                [*words, "--workdir", str(tmp_path / "work"), "--run-id", "run"], capture_output=True, text=True,
+                timeout=280,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr[-2000:]
+        assert proxy.told[Fault.SLOW_DOWN] + proxy.told[Fault.INTERNAL_ERROR] == 6
+    stages = json.loads((tmp_path / "work/runs/run/summary.json").read_text())["stages"]
+    assert {name: stage["retried_requests"] for name, stage in stages.items() if name != "report"} == {
+        "etl": 3,
+        "train": 3,
+    }
+    assert "requests sent again" in (tmp_path / "work/runs/run/report.html").read_text()

@@ -62,6 +62,8 @@ class UnitResult:
     note_counts: tuple[tuple[str, int], ...]
     unchanged_ids: str = ""
     """Sample ids of inputs whose bytes are those of their rows in the latest version (see `encode_sample_ids`)."""
+    retried_requests: int = 0
+    """Requests to storage that its process sent again meanwhile."""
 
 
 def encode_unit_result(result: UnitResult) -> bytes:

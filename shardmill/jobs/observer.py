@@ -10,6 +10,9 @@ FieldValue = str | int | float | bool | None
 WARNING = "warning"
 """The field that makes an event a warning: one sentence for people, which the run's summary keeps."""
 
+RETRIED = "retried_requests"
+"""The field with a number of requests to storage that other processes than the driver have sent again."""
+
 
 def is_progress(name: str) -> bool:
     """Whether an event comes with each step, shard or unit: observers show some of them, and record none."""

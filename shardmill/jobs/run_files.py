@@ -48,6 +48,8 @@ class StageRecord(Section):
     """When the stage began, in seconds since 1970; records are read in this order."""
     seconds: float = 0.0
     """Wall time of the stage."""
+    retried_requests: int = 0
+    """Requests to storage that were sent again; of ranks and tasks that were killed, nothing is known."""
     sections: dict[str, Any] = Field(default_factory=dict)
     """Sections of `summary.json` that this stage decides, by name: `dataset`, `etl`, `train`, ..."""
     detail: dict[str, Any] = Field(default_factory=dict)
@@ -137,7 +139,9 @@ def write_summary(workdir: str | Path, run_id: str, state: RunState, sections: S
         "status": state.status,
         "exit_code": state.exit_code,
         "error": redacted_text(state.error) or None,
-        "stages": {record.stage: {"status": record.status, "seconds": record.seconds} for record in records},
+        "stages": {
+            record.stage: record.model_dump(include={"status", "seconds", "retried_requests"}) for record in records
+        },
         **dict.fromkeys(sections),
     }
     for record in records:

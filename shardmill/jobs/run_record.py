@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.line_log import LineLog, warn_on_stderr
-from shardmill.jobs.observer import WARNING, FieldValue, is_progress
+from shardmill.jobs.observer import RETRIED, WARNING, FieldValue, is_progress
 from shardmill.jobs.redact import redacted
 from shardmill.jobs.run_files import (
     RUNNING,
@@ -30,6 +30,7 @@ from shardmill.jobs.run_files import (
 from shardmill.jobs.spark_log import spark_log
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
+from shardmill.stores.retries import num_retried
 
 Value = TypeVar("Value")
 
@@ -56,6 +57,7 @@ class RunRecord:
         self._sections = tuple(sections)
         self._whole = whole
         self._warnings: list[str] = []
+        self._retried_before, self._retried_elsewhere = num_retried(), 0
         self._events = LineLog(self.store, f"{self.folder}/events.jsonl", warn=self._warn)
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
@@ -66,6 +68,7 @@ class RunRecord:
         self._events.flush()
         if WARNING in fields:
             self._warnings.append(str(fields[WARNING]))
+        self._retried_elsewhere += int(fields.get(RETRIED) or 0)
 
     def stage(self, name: str, work: Callable[[], Value], record_of: Callable[[Value], StageRecord]) -> Value:
         """Do one stage, write its record, and return the value of `work`; an error is recorded and raised on.
@@ -74,6 +77,7 @@ class RunRecord:
         """
         self.event("stage.started", {"stage": name})
         started, clock = time.time(), time.monotonic()
+        self._retried_before, self._retried_elsewhere = num_retried(), 0
         try:
             value = work()
             record = record_of(value)
@@ -116,7 +120,8 @@ class RunRecord:
         if self._warnings:
             sections = {**sections, "warnings": {record.stage: self._warnings}}
             self._warnings = []
-        update = {"started": started, "seconds": seconds, "sections": sections}
+        retried = num_retried() - self._retried_before + self._retried_elsewhere
+        update = {"started": started, "seconds": seconds, "retried_requests": retried, "sections": sections}
         record = redacted_record(record.model_copy(update=update))
         self.ended.append(record)
         write_stage_record(self.workdir, self.run_id, record)

@@ -19,6 +19,7 @@ from shardmill.errors import CannotList, UsageError
 from shardmill.storage import StoredFile
 from shardmill.storage_errors import as_storage_error
 from shardmill.stores.read_only import ReadOnlyStore
+from shardmill.stores.retries import count_retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -137,7 +138,7 @@ def _patiently(request: Callable[[float], Value]) -> Value:
 
     tries = Retrying(
         retry=retry_if_exception_type(_Transient), stop=stop_before_delay(DEADLINE_SECONDS),
-        wait=wait_random_exponential(0.1, 8.0), reraise=True,
+        wait=wait_random_exponential(0.1, 8.0), reraise=True, before_sleep=lambda state: count_retry(),
     )  # fmt: skip
     return tries(request, time.monotonic() + DEADLINE_SECONDS)
 

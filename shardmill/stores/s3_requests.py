@@ -23,6 +23,7 @@ from fsspec.asyn import sync
 from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
 
 from shardmill.errors import UsageError
+from shardmill.stores.retries import count_retry
 from shardmill.stores.s3_errors import Damaged, is_transient, status_of, was_not_sent
 
 DEADLINE = "SHARDMILL_S3_DEADLINE_SECONDS"
@@ -127,7 +128,10 @@ class S3Requests:
             self._is_given_up |= (state.seconds_since_start or 0.0) >= CONNECT_SECONDS
             return not self._is_given_up
 
-        tries = AsyncRetrying(retry=is_worth_another, wait=wait_random_exponential(0.1, 8.0), reraise=True)
+        tries = AsyncRetrying(
+            retry=is_worth_another, wait=wait_random_exponential(0.1, 8.0), reraise=True,
+            before_sleep=lambda state: count_retry(),
+        )  # fmt: skip
         try:
             async with asyncio.timeout(self._deadline_seconds):
                 return await tries(request, *args, **named)

@@ -44,10 +44,14 @@ class Fault(StrEnum):
     """It was not done, and nothing comes for `STALL_SECONDS`."""
     DELAYED = auto()
     """It is done 200 ms later."""
+    SLOW = auto()
+    """It was done; the body of its answer comes at `SLOW_BYTES_PER_SECOND`."""
 
 
 STALL_SECONDS = 60.0
 DELAY_SECONDS = 0.2
+SLOW_BYTES_PER_SECOND = 1e6
+_SLOW_BLOCK_BYTES = 20_000
 _ANSWERS = {
     Fault.INTERNAL_ERROR: (500, "InternalError"),
     Fault.SLOW_DOWN: (503, "SlowDown"),
@@ -139,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is Fault.SHORT and status < 300:
             status, told = 200, len(data)
             headers = [(name, value) for name, value in headers if name.lower() != "content-range"]
-        self._answer(status, headers, data, told)
+        self._answer(status, headers, data, told, is_slow=fault is Fault.SLOW)
         if len(data) < told or fault in (Fault.RESET, Fault.CUT):
             self._hang_up(reset=fault is Fault.RESET)
 
@@ -161,7 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
         upstream.close()
         return answer.status, headers, data
 
-    def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes, told_bytes: int) -> None:
+    def _answer(
+        self, status: int, headers: list[tuple[str, str]], data: bytes, told_bytes: int, *, is_slow: bool = False
+    ) -> None:
         self.send_response_only(status)
         for name, value in headers:
             self.send_header(name, value)
@@ -169,8 +175,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(told_bytes))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data)
-            self.wfile.flush()
+            block_bytes = _SLOW_BLOCK_BYTES if is_slow else max(1, len(data))
+            for start in range(0, len(data), block_bytes):
+                if is_slow:
+                    time.sleep(_SLOW_BLOCK_BYTES / SLOW_BYTES_PER_SECOND)
+                self.wfile.write(data[start : start + block_bytes])
+                self.wfile.flush()
 
     def _hang_up(self, *, reset: bool) -> None:
         self.close_connection = True

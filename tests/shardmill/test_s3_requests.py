@@ -79,7 +79,8 @@ def test_a_deadline_is_a_number_of_seconds(seconds: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "fault", [*NOT_DONE[:2], Fault.RESET, Fault.CUT, Fault.SHORT, Fault.DROPPED, Fault.STALLED, Fault.DELAYED]
+    "fault",
+    [*NOT_DONE[:2], Fault.RESET, Fault.CUT, Fault.SHORT, Fault.DROPPED, Fault.STALLED, Fault.DELAYED, Fault.SLOW],
 )
 def test_a_spoiled_answer_is_never_data(fault: Fault, faults: FaultProxy, gateway_bucket: str):
     store, data = open_store(gateway_bucket), bytes(range(256)) * 20
@@ -150,6 +151,15 @@ def test_a_large_file_goes_up_in_parts_each_tried_again(
     assert "Uploads" not in s3_client(gateway.endpoint).list_multipart_uploads(
         Bucket=gateway_bucket.removeprefix("s3://")
     )
+
+
+def test_a_slow_line_needs_no_other_deadline(faults: FaultProxy, gateway_bucket: str, monkeypatch: pytest.MonkeyPatch):
+    store, data = open_store(gateway_bucket), bytes(range(250)) * 160_000
+    store.put("large", data)
+    # Four pieces of a second each at a time: all of them take longer than any one of them may.
+    monkeypatch.setattr(s3_requests, "PIECE_BYTES", 1_000_000)
+    faults.choose = lambda method, path: Fault.SLOW
+    assert store.read("large") == data and faults.told[Fault.SLOW] >= 40
 
 
 def test_a_server_that_is_started_again_is_waited_for(

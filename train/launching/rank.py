@@ -15,10 +15,11 @@ from typing import Any, NoReturn, Protocol
 
 from shardmill.dataset.open import open_pinned
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.jobs.observer import FieldValue
+from shardmill.jobs.observer import RETRIED, FieldValue
 from shardmill.jobs.process import Terminated
 from shardmill.jobs.reach import check_nonce
 from shardmill.parent_death import die_with_parent
+from shardmill.stores.retries import num_retried
 from train.launching.devices import agree_on_devices
 from train.launching.exchanges import LANES, Exchanged, Lane, RankExchange
 from train.launching.faults import failure_of
@@ -107,6 +108,7 @@ def main() -> NoReturn:
             strategy.serve(task, world, reporter)
         worker = load_worker(welcome.worker)
         outcome: Finished | Stopped | Failure = Finished(worker(task, world, reporter))
+        _tell_retries(reporter, place.rank)
     except Terminated as stopped:
         outcome = Stopped(str(stopped))
     except BaseException as error:
@@ -120,6 +122,12 @@ def main() -> NoReturn:
     sys.stderr.flush()
     # Not sys.exit: exit handlers of native libraries wait for ranks that will not come.
     os._exit(EXIT_FAILED if isinstance(outcome, Failure) else 0)
+
+
+def _tell_retries(reporter: DriverReporter, rank: int) -> None:
+    """What only this process knows of its storage."""
+    if num_retried():
+        reporter.event("train.requests_retried", {"rank": rank, RETRIED: num_retried()})
 
 
 def _end_with_driver(parent: int) -> None:
