@@ -1,8 +1,9 @@
 # make demo    the whole chain on 1,797 real digits and a bag of broken files, in ./demo-work
 # make test    every test          make check   what CI runs: formatting, lint, types, tests
+# make test-fast   those that start no other process: no server, Spark, rank or command
 # make bundle  dist/shardmill.zip, our code for `spark-submit --py-files`
 # Each does all its set-up itself; a second call takes none.
-.PHONY: demo test check setup lint bundle clean
+.PHONY: demo test test-fast check setup lint bundle clean
 SHELL := /bin/bash
 RUN := source .venv/shardmill.env && PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -16,6 +17,9 @@ setup:
 
 test: setup
 	@$(RUN) pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not drill"
+
+test-fast: setup
+	@$(RUN) pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not drill" --in-process -r fE
 
 lint: setup
 	@$(RUN) ruff format --check .

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from tests.demo import demo
+from tests.in_process import pytest_addoption, pytest_configure, pytest_runtest_protocol
 from tests.scheduling import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 from tests.services.faulty_store import faulty
 from tests.services.hdfs import hdfs_root, hdfs_server
@@ -26,7 +27,10 @@ __all__ = [
     "gateway_bucket",
     "hdfs_root",
     "hdfs_server",
+    "pytest_addoption",
     "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_runtest_protocol",
     "pytest_xdist_make_scheduler",
     "s3_bucket",
     "s3_server",
