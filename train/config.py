@@ -185,7 +185,7 @@ class TrainConfig(Section):
     reader_threads: Annotated[int, HOW] = Field(default=2, ge=1)
     """Threads in each rank that read, verify, decode and augment."""
     silent_seconds: Annotated[float, HOW] = Field(default=60.0, gt=0)
-    """A rank that sends no heartbeat for this long is declared silent, and the job ends."""
+    """A rank without heartbeats for this long is lost, and the job ends; one without progress is named in a warning."""
     progress_timeout_seconds: Annotated[float, HOW] = Field(default=600.0, gt=0)
     """A rank that is alive but makes no progress for this long (and for 10 times the longest pause of any rank so far,
     so that a straggler is spared) counts as hung and the job ends; before its first step it also has

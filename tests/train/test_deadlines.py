@@ -13,7 +13,8 @@ from train.launching.wire import Heartbeat, Hello
 
 def started(world_size: int, **limits: float) -> Deadlines:
     """All ranks said hello at 0 s, and a first step at 1 s."""
-    config = TrainConfig(num_workers=world_size, strategy="horovod", launcher="local", silent_seconds=1e9, **limits)
+    limits = {"silent_seconds": 1e9, **limits}
+    config = TrainConfig(num_workers=world_size, strategy="horovod", launcher="local", **limits)
     deadlines = Deadlines(config, 0.0)
     for rank in deadlines.ranks:
         rank.hello, rank.is_connected = Hello("rank", rank.number, f"host{rank.number}", 1, "", ""), True
@@ -34,6 +35,26 @@ def test_the_rank_that_holds_up_the_others_is_named():
     told = str(error_of(fault))
     assert "rank 2 (host host2, pid 1) hangs after step 0 of epoch 0: no progress for 101 s" in told
     assert "in its own work; rank 0, 1, 3 waiting in an allreduce" in told
+
+
+def test_a_long_pause_is_told_once_before_it_is_a_fault():
+    deadlines = started(3, silent_seconds=60, progress_timeout_seconds=600)
+    for rank in deadlines.ranks:
+        rank.seen_seconds = 1e9
+        beat = Heartbeat(1, "reading a batch") if rank.number == 1 else Heartbeat(1, "an allreduce", waits=True)
+        deadlines.heartbeat(rank, beat, 2.0)
+    assert deadlines.paused(62.0) == []
+    ((rank, sentence),) = deadlines.paused(63.0)
+    assert rank.number == 1 and sentence == (
+        "rank 1 (host host1, pid 1) has made no progress for 61 s in reading a batch (train.silent_seconds = 60); "
+        "after 600 s it is ended (train.progress_timeout_seconds = 600)"
+    )
+    assert deadlines.paused(400.0) == deadlines.missed(602.0) == []
+    assert [fault.rank for fault in deadlines.missed(603.0)] == [1]
+    # It goes on. Where pauses are that long, only a much longer one is news.
+    deadlines.progress(rank, 603.0)
+    assert deadlines.paused(603.0 + 2 * 601) == []
+    assert [rank.number for rank, _ in deadlines.paused(603.0 + 2 * 601 + 1)] == [1]
 
 
 def test_a_rank_that_works_while_the_others_wait_may_take_as_long_as_it_moves():

@@ -17,6 +17,8 @@ from train.world import Role
 
 # A rank may pause this many times longer than the longest pause of any rank so far: a straggler is no fault.
 PATIENCE = 10.0
+# And this many times longer before people are told.
+NOTABLE = 2.0
 
 
 @dataclass(slots=True)
@@ -34,14 +36,19 @@ class RankState:
     seen_seconds: float = 0.0
     progress_seconds: float = 0.0
     """When its last progress was seen."""
+    told_seconds: float = 0.0
+    """The `progress_seconds` at which the pause began that people were told of last."""
     doing: Heartbeat = field(default_factory=Heartbeat)
     is_lost: bool = False
     """Gone, and the others go on without it."""
 
     def fault(self, kind: FaultKind, seen_seconds: float, what: str = "") -> RankFault:
         """A fault of this rank."""
-        where = f"host {self.hello.host}, pid {self.hello.pid}" if self.hello is not None else ""
-        return RankFault(kind, self.number, where, seen_seconds, what, self.last_step)
+        return RankFault(kind, self.number, self.where, seen_seconds, what, self.last_step)
+
+    @property
+    def where(self) -> str:
+        return f"host {self.hello.host}, pid {self.hello.pid}" if self.hello is not None else ""
 
     @property
     def is_done(self) -> bool:
@@ -82,6 +89,30 @@ class Deadlines:
     def missed(self, now: float) -> list[RankFault]:
         """The faults of all ranks that are past a deadline at `now`."""
         return [*self._absent(now), *self._silent(now), *self._stalled(now)]
+
+    def paused(self, now: float) -> list[tuple[RankState, str]]:
+        """Ranks that hold up the others for long, but are no fault yet, each with a sentence; a pause is told once."""
+        limit_seconds = max(self._config.silent_seconds, NOTABLE * self._longest_pause_seconds)
+        late = [
+            rank
+            for rank in self.ranks
+            # Until its first step a rank builds and compiles, which takes what it takes.
+            if rank.is_at_work and rank.last_step is not None and not rank.doing.waits
+            # Still heard: who is not, is silent soon.
+            if min(now, rank.seen_seconds) - rank.progress_seconds > limit_seconds
+            if rank.told_seconds != rank.progress_seconds
+        ]
+        for rank in late:
+            rank.told_seconds = rank.progress_seconds
+        return [(rank, self._paused(rank, now)) for rank in late]
+
+    def _paused(self, rank: RankState, now: float) -> str:
+        return (
+            f"rank {rank.number} ({rank.where}) has made no progress for {now - rank.progress_seconds:.0f} s"
+            f"{_while(rank)} (train.silent_seconds = {self._config.silent_seconds:g}); after "
+            f"{self._limit_seconds(rank):.0f} s it is ended (train.progress_timeout_seconds = "
+            f"{self._config.progress_timeout_seconds:g})"
+        )
 
     def _absent(self, now: float) -> list[RankFault]:
         limit_seconds = self._config.start_timeout_seconds

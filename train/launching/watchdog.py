@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from shardmill.errors import ShardmillError
+from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated, stopping_in_order
 from shardmill.values import Cursor
 from train.launching.deadlines import Deadlines
@@ -128,6 +129,8 @@ class Watchdog:
                 if now - ticked_seconds > self._task.config.silent_seconds / 2:
                     self._deadlines.restart_clocks(now)
                 ticked_seconds = now
+                for rank, pause in self._deadlines.paused(now):
+                    self._observer.event("rank_paused", {"rank": rank.number, "where": rank.where, WARNING: pause})
                 for fault in self._deadlines.missed(now):
                     self._record_fault(fault)
                 if self._faults and self._is_cause_known(now):
