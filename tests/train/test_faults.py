@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from shardmill.errors import IntegrityError
 from shardmill.values import Cursor
-from train.launching.faults import FaultKind, RankFault, error_of, failure_of, merged, root_cause
+from train.launching.faults import Failure, FaultKind, RankFault, error_of, failure_of, merged, root_cause
 from train.strategies import STRATEGIES
+from train.values import from_json
 
 HOROVODS_ECHO = STRATEGIES["horovod"].echo
 ECHO = RuntimeError("HorovodInternalError: [gloo/transport/tcp/pair.cc:598] Connection closed by peer")
@@ -93,6 +95,22 @@ def test_a_traceback_is_a_note_and_the_line_names_its_place():
     assert "\n" not in str(told)
     assert "ValueError: boom in two lines (" in str(told) and "test_faults.py:" in str(told)
     assert "Traceback (most recent call last)" in told.__notes__[0]
+
+
+def test_the_place_is_the_users_own_line_and_not_where_a_library_raised(tmp_path):
+    """Whatever lies in between: our loop calls the user's model, which calls a library, which calls others."""
+    (tmp_path / "my_model.py").write_text("import json\n\ndef build(text):\n    return json.loads(text)\n")
+    namespace = {}
+    exec(compile((tmp_path / "my_model.py").read_text(), tmp_path / "my_model.py", "exec"), namespace)
+    try:
+        namespace["build"]("no JSON")
+    except ValueError as error:
+        told = str(error_of(fault(FaultKind.FAILED, 0, 1.0, error)))
+    assert f"({tmp_path}/my_model.py:4)" in told
+    # Nothing of the user's in it: where it was raised.
+    with ThreadPoolExecutor(1) as executor:
+        ours = executor.submit(from_json, Failure, b"no JSON").exception()
+    assert ours is not None and "/pydantic/" in failure_of(ours).place
 
 
 def test_what_horovod_says_of_another_rank_is_an_echo_however_it_is_wrapped():

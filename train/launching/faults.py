@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
+import sysconfig
 import traceback
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal
 
 from shardmill.errors import ERROR_BY_EXIT_CODE, ShardmillError, TrainingError
@@ -15,6 +17,12 @@ from shardmill.values import Cursor
 
 FIX = "fix the cause, then run the same command again: it continues at the last complete checkpoint"
 NUM_TRACEBACK_LINES = 30
+_ROOT = Path(__file__).parents[2]
+_NOT_THE_USERS = (
+    *(f"{_ROOT / package}/" for package in ("shardmill", "train", "etl", "pipeline")),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<",
+)
 
 
 class FaultKind(StrEnum):
@@ -57,6 +65,8 @@ class Failure:
     """True if the error only says that another rank went away."""
     traceback: str
     """The tail of it, oldest call first."""
+    place: str = ""
+    """`file:line` of the user's own code that was being run, else of what raised."""
     kind: Literal["failure"] = "failure"
 
 
@@ -91,12 +101,15 @@ def failure_of(error: BaseException, echo: re.Pattern[str] | None = None) -> Fai
     """What a rank sends to its driver when its function raises. `echo`: that of the strategy, if it has peers."""
     text = "".join(traceback.format_exception(error))
     tail = "\n".join(text.rstrip().splitlines()[-NUM_TRACEBACK_LINES:])
+    place = _place(error)
     if isinstance(error, ShardmillError):
         # Other errors of ours are about data or config: a store's "connection reset" says nothing of another rank.
         collective = isinstance(error, TrainingError) and _is_echo(error, echo)
-        return Failure(type(error).__name__, error.what, error.expected, error.fix, error.exit_code, collective, tail)
+        return Failure(
+            type(error).__name__, error.what, error.expected, error.fix, error.exit_code, collective, tail, place
+        )
     what = " ".join(str(error).split())
-    return Failure(type(error).__name__, what, "", "", TrainingError.exit_code, _is_echo(error, echo), tail)
+    return Failure(type(error).__name__, what, "", "", TrainingError.exit_code, _is_echo(error, echo), tail, place)
 
 
 def merged(older: RankFault | None, newer: RankFault) -> RankFault:
@@ -184,7 +197,7 @@ def _sentence(fault: RankFault) -> str:
     last_line = _last_line(fault.output_tail)
     match fault.kind:
         case FaultKind.FAILED | FaultKind.COLLECTIVE if fault.failure is not None:
-            place = _place(fault.failure.traceback)
+            place = f" ({fault.failure.place})" if fault.failure.place else ""
             return f"{rank} failed {after}: {fault.failure.error_type}: {fault.failure.what}{place}"
         case FaultKind.SILENT:
             return f"{rank} went silent {after}: {fault.what}"
@@ -207,10 +220,11 @@ def _how_it_ended(returncode: int | None) -> str:
     return f"ended by itself with exit code {returncode}"
 
 
-def _place(traceback_text: str) -> str:
-    """` (file:line)` of the innermost frame, if there is one."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', traceback_text)
-    return f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""
+def _place(error: BaseException) -> str:
+    """Of the frames that belong neither to us nor to a library, the innermost; of all, if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    return "".join(f"{frame.filename}:{frame.lineno}" for frame in (own or frames)[-1:])
 
 
 def _last_line(text: str) -> str:
