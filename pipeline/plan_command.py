@@ -12,7 +12,7 @@ from pipeline.printing import print_result
 plan_app = typer.Typer()
 
 WorldSize = Annotated[int | None, typer.Option(metavar="N", help="For so many ranks, not train.num_workers.", min=1)]
-Devices = Annotated[str, typer.Option(metavar="NxKIND", help="Such as 8xH200: one for each rank.")]
+Devices = Annotated[str, typer.Option(metavar="NxKIND", help="Such as 8xH200 in all, or 1xH200 for each rank.")]
 Bandwidth = Annotated[float, typer.Option(metavar="GBIT", help="Between two ranks, in Gbit/s.", min=0.001)]
 
 

@@ -93,18 +93,18 @@ class TrainingPlan:
 
 
 def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0) -> TrainingPlan:
-    """Choose, check and measure. `devices`: `8xH200`, so many of that kind; empty for what is here.
+    """Choose, check and measure. `devices`: `8xH200` in all, or `1xH200` for each rank; empty for what is here.
 
     Raises UsageError for what cannot run.
     """
     num_devices, kind = parse_devices(devices) if devices else (0, "")
     chosen = check_terms(tree.train, tree.spark)
     config = chosen.config
-    if num_devices and num_devices != config.num_workers:
+    if num_devices not in (0, 1, config.num_workers):
         raise UsageError(
             f"--devices {devices} for train.num_workers = {config.num_workers}",
             "expected a device for each rank",
-            f"give --world-size {num_devices}",
+            f"give --world-size {num_devices}, or --devices 1x{kind}",
         )
     dataset = open_pinned(first_alike(open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin))
     check_trainable(config, dataset)

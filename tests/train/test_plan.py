@@ -53,16 +53,10 @@ def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
 def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_path):
     wrong = shardmill("plan", tiny_uri, "--set", "train.model=tests.train.torch_models:no_model", cwd=tmp_path)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "no_model" in wrong.stderr
-    done = shardmill(
-        "plan",
-        tiny_uri,
-        "--json",
-        "--devices",
-        "1xT4",
-        "--set",
-        "train.model=tests.train.torch_models:stateful",
-        cwd=tmp_path,
-    )
+    model = ("--set", "train.model=tests.train.torch_models:stateful")
+    many = shardmill("plan", tiny_uri, "--devices", "3xT4", "--world-size", "2", *model, cwd=tmp_path)
+    assert many.returncode == 2 and "give --world-size 3, or --devices 1xT4" in many.stderr
+    done = shardmill("plan", tiny_uri, "--json", "--devices", "1xT4", "--world-size", "2", *model, cwd=tmp_path)
     document = json.loads(done.stdout)
     # A batch norm's moving statistics, of which no gradient exists.
     assert document["cost"]["model_bytes"] > document["cost"]["weights_bytes"] > 0
