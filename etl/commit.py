@@ -46,14 +46,14 @@ def commit_results(
         finished.rejections.add(changes.refused_before.marked())
     check_limits(plan, finished.rejections)
     build, results, rejections = plan.build, finished.results, finished.rejections
-    with RowCopier(plan.store, plan.task.config, plan.row_schema) as copier:
-        if changes is not None and plan.parent is not None:
-            beside = _beside_parent(plan, plan.parent, changes, finished, copier, copy)
-            if beside is None:
-                _clear_pending(plan, plan.parent, changes)
-                return plan.parent
-            build, results = beside
-        resolved = resolve_duplicates(results, rejections, plan.task.config, copier, group)
+    copier = RowCopier(plan.store, plan.task.config, plan.row_schema)
+    if changes is not None and plan.parent is not None:
+        beside = _beside_parent(plan, plan.parent, changes, finished, copier, copy)
+        if beside is None:
+            _clear_pending(plan, plan.parent, changes)
+            return plan.parent
+        build, results = beside
+    resolved = resolve_duplicates(results, rejections, plan.task.config, copier, group)
     before_commit()
     manifest = commit_version(plan.store, build, resolved.results, rejections, resolved.counts, plan.parent_version)
     _clear_pending(plan, manifest, changes)

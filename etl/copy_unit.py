@@ -24,8 +24,8 @@ def copy_rows(unit: CopyUnit, task: UnitTask) -> UnitResult:
     bits = np.frombuffer(base64.b64decode(unit.kept), np.uint8)
     is_kept_N = np.unpackbits(bits, count=unit.copies[0].num_rows).astype(bool)
     restated = pa.ipc.open_stream(base64.b64decode(unit.restated)).read_all() if unit.restated else None
-    with RowCopier(store, task.config, task.row_schema) as copier:
-        result = copier.result_of(unit.index, unit.copies, is_kept_N, restated)
+    copier = RowCopier(store, task.config, task.row_schema)
+    result = copier.result_of(unit.index, unit.copies, is_kept_N, restated)
     assert result is not None, "a unit has rows that stay"
     result = replace(result, fingerprint=unit.fingerprint)
     keep_result(store, unit, result)

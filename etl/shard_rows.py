@@ -9,7 +9,6 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +25,6 @@ from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import format_digest
-from shardmill.jobs.process import Scratch
 from shardmill.storage import Store
 from shardmill.values import ShardInfo
 
@@ -38,21 +36,12 @@ Copies = tuple[ShardInfo, ...]
 
 
 class RowCopier:
-    """Copies and adds up rows of one dataset, without decoding an image. A context manager: it spools to scratch."""
+    """Copies and adds up rows of one dataset, without decoding an image."""
 
     def __init__(self, store: Store, config: EtlConfig, schema: RowSchema) -> None:
         self.store = store
         self._config = config
         self._schema = schema
-
-    def __enter__(self) -> RowCopier:
-        self._scratch = Scratch(self._config.scratch_dir)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._scratch.remove()
 
     def copy(self, copies: Copies, is_kept_N: np.ndarray, restated: pa.Table | None = None) -> tuple[Copies, ...]:
         """Shards with some rows of a shard that is there in several formats, their sources stated as in `result_of`.
@@ -69,10 +58,8 @@ class RowCopier:
         )
 
     def _publish(self, name: str, chunks: list[list[StoredRow]], copies: Copies) -> Copies:
-        scratch = self._scratch.path
         return tuple(
-            publish_shard(self.store, copy.split, name, copy.format, chunks, schema=self._schema, scratch=scratch)
-            for copy in copies
+            publish_shard(self.store, copy.split, name, copy.format, chunks, schema=self._schema) for copy in copies
         )
 
     def result_of(

@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 from typing import Protocol
 
 from etl.config import EtlConfig
@@ -29,7 +28,6 @@ from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decoder_id import decoder_id
 from shardmill.images.sandbox import DecodeSandbox, PendingImage
-from shardmill.jobs.process import scratch_folder
 from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.storage import Store
@@ -72,7 +70,7 @@ def write_unit(
     _sort_like(sources, rows_by_split)
     when_decoded()
 
-    # Store: the same chunks in every format, spooled to scratch and published whole.
+    # Store: the same chunks in every format, published whole.
     shards = [] if task.is_check else _store(dataset, unit, rows_by_split, task)
 
     # Record: after a crash, a run that plans the same unit finds this and does not repeat it.
@@ -169,27 +167,21 @@ def _store(store: Store, unit: WorkUnit, rows_by_split: dict[str, list[StoredRow
     time: their bytes are in memory.
     """
     splits = sorted(rows_by_split)
-    with (
-        scratch_folder(task.config.scratch_dir) as scratch,
-        ThreadPoolExecutor(max(1, len(splits)), "shardmill-publish") as pool,
-    ):
-        published = pool.map(lambda split: _publish(store, unit, split, rows_by_split[split], task, scratch), splits)
+    with ThreadPoolExecutor(max(1, len(splits)), "shardmill-publish") as pool:
+        published = pool.map(lambda split: _publish(store, unit, split, rows_by_split[split], task), splits)
         return list(itertools.chain.from_iterable(published))
 
 
-def _publish(
-    store: Store, unit: WorkUnit, split: str, rows: Sequence[StoredRow], task: UnitTask, scratch: Path
-) -> list[ShardInfo]:
+def _publish(store: Store, unit: WorkUnit, split: str, rows: Sequence[StoredRow], task: UnitTask) -> list[ShardInfo]:
     config = task.config
     attempt = uuid.uuid4().hex[:12]
     return [
         publish_shard(
-            store, split, f"{unit.index:06d}-{number:03d}-{attempt}", format_name, chunks,
-            schema=task.row_schema, scratch=scratch,
+            store, split, f"{unit.index:06d}-{number:03d}-{attempt}", format_name, chunks, schema=task.row_schema
         )
         for number, chunks in enumerate(cut_shards(cut_chunks(rows, config.chunk_bytes), config.shard_max_bytes))
         for format_name in config.formats
-    ]  # fmt: skip
+    ]
 
 
 def _sort_like(sources: Sequence[SourceImage], rows_by_split: dict[str, list[StoredRow]]) -> None:

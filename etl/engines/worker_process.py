@@ -23,6 +23,16 @@ FORK, END = b"fork", b"end "
 # The working directory is in none of the paths; ours come last, behind the interpreter's own.
 _BOOTSTRAP = "import sys; sys.path.append(sys.argv[1]); from etl.engines.unit_worker import {main}; {main}()"
 _MAX_ANSWER_BYTES = 32
+_LIBRARIES = {
+    "OMP_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": f"{16 << 20}",
+    "MALLOC_TRIM_THRESHOLD_": f"{64 << 20}",
+    "MALLOC_TOP_PAD_": f"{4 << 20}",
+}
+"""For OpenBLAS, Arrow, and glibc, whose allocator all then share."""
 
 
 class WorkerProcess:
@@ -115,13 +125,13 @@ def _killed(process: subprocess.Popen[bytes]) -> int:
 def _popen(main: str, requests: int, answers: int | None = None) -> subprocess.Popen[bytes]:
     """A Python that runs a function of `etl.engines.unit_worker`, without threads of its libraries.
 
-    They would compete with the other workers, and a process that forks must have none.
+    They would compete with the other workers, and a process that forks must have none. Nor does it give memory back
+    between two images, or two shards: the kernel would clear each page anew.
     """
     root = str(Path(etl.__file__).parent.parent.absolute())
-    threadless = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     return subprocess.Popen(
         [sys.executable, "-c", _BOOTSTRAP.format(main=main), root, str(os.getpid())],
         stdin=requests,
         stdout=answers,
-        env={**os.environ, **SAFE_PATH, "PYTHONPATH": python_path(), **threadless},
+        env={**os.environ, **SAFE_PATH, "PYTHONPATH": python_path(), **_LIBRARIES},
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import google_crc32c
 
@@ -16,27 +16,22 @@ from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import ByteRange, RowSchema, StoredRow
 from shardmill.sealed import seal_file
 from shardmill.storage import Store
-from shardmill.storage_errors import as_storage_error
 from shardmill.values import ChunkInfo, ShardInfo
 
 
 def publish_shard(
-    store: Store, split: str, name: str, format_name: str, chunks: Sequence[Sequence[StoredRow]], *, schema: RowSchema,
-    scratch: Path,
-) -> ShardInfo:  # fmt: skip
-    """Spool one shard below `scratch`, then publish it and its row segment whole. `name` is unique to the attempt."""
+    store: Store, split: str, name: str, format_name: str, chunks: Sequence[Sequence[StoredRow]], *, schema: RowSchema
+) -> ShardInfo:
+    """Publish one shard and its row segment whole. `name` is unique to the attempt; `shard_max_bytes` bounds what is in
+    memory.
+    """
     failpoint("shard_open")
     shard_format = SHARD_FORMATS[format_name]
-    file = scratch / f"{name}.{shard_format.suffix}"
-    try:
-        with as_storage_error(file, sum(row.image_bytes for chunk in chunks for row in chunk)):
-            written = shard_format.write_shard(file, chunks, schema)
-        # One read for the SHA-256 of the whole and the CRCs of its parts; `shard_max_bytes` bounds it.
-        data = file.read_bytes()
-        path = f"{SHARDS}/{split}/{name}.{shard_format.suffix}"
-        store.put_file(path, file)
-    finally:
-        file.unlink(missing_ok=True)
+    file = io.BytesIO()
+    written = shard_format.write_shard(file, chunks, schema)
+    data = file.getvalue()
+    path = f"{SHARDS}/{split}/{name}.{shard_format.suffix}"
+    store.put(path, data)
     failpoint("shard_mid")
     rows = [row for chunk in chunks for row in chunk]
     rows_data = table_bytes(rows_table(rows, schema))

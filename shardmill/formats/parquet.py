@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
@@ -57,7 +57,7 @@ def column_types(schema: RowSchema) -> dict[str, str]:
     return ours | {"label": schema.label_type} | {column.name: column.type for column in schema.extra}
 
 
-def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
+def write_shard(file: IO[bytes], chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
     """Write all chunks as row groups of one file."""
     arrow_schema = parquet_schema(schema)
     # One page for each column of a row group, so that its images lie in one run of bytes.
@@ -129,10 +129,10 @@ def _table(chunk: Sequence[StoredRow], schema: pa.Schema, rows: RowSchema) -> pa
     return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
 
 
-def _locate(file: Path, num_chunks: int) -> WrittenShard:
+def _locate(file: IO[bytes], num_chunks: int) -> WrittenShard:
     """Byte ranges of row groups and footer, from the file's own metadata."""
     metadata = pq.read_metadata(file)
-    file_bytes = file.stat().st_size
+    file_bytes = file.seek(0, io.SEEK_END)
     # The file ends with the footer, its length in 4 bytes, and the magic.
     footer_start = file_bytes - 2 * _MAGIC_BYTES - metadata.serialized_size
     images = [metadata.row_group(number).column(0) for number in range(num_chunks)]

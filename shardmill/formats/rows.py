@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from shardmill.ids import row_digest
 from shardmill.typed_columns import LABEL_TYPES, ExtraColumn, Value, stored_labels, vector_size
@@ -130,7 +129,8 @@ class ShardFormat:
     """A shard format: how it writes a whole shard, and how it reads one chunk from bytes that were verified before."""
 
     suffix: str
-    write_shard: Callable[[Path, Sequence[Sequence[StoredRow]], RowSchema], WrittenShard]
+    write_shard: Callable[[IO[bytes], Sequence[Sequence[StoredRow]], RowSchema], WrittenShard]
+    """Write all chunks to an empty file that can be read and sought."""
     open_footer: Callable[[ByteRange, bytes], object]
     """Parse a shard's footer once; what it returns is passed to every `read_chunk` of that shard."""
     read_chunk: Callable[[object, int, ByteRange, bytes, RowSchema], ChunkRows]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import IO
 
 import google_crc32c
 import numpy as np
@@ -42,18 +42,17 @@ _FROM_FEATURE = {
 }
 
 
-def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
+def write_shard(file: IO[bytes], chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
     """Write all chunks one after the other; there is no footer."""
     places: list[ByteRange] = []
     position = 0
-    with open(file, "wb") as out:
-        for chunk in chunks:
-            chunk_start = position
-            for row in chunk:
-                record = frame(encode_example(_features(row, schema)))
-                out.write(record)
-                position += len(record)
-            places.append(ByteRange(chunk_start, position - chunk_start))
+    for chunk in chunks:
+        chunk_start = position
+        for row in chunk:
+            record = frame(encode_example(_features(row, schema)))
+            file.write(record)
+            position += len(record)
+        places.append(ByteRange(chunk_start, position - chunk_start))
     return WrittenShard(tuple(places), ByteRange(position, 0))
 
 

@@ -56,11 +56,10 @@ def rows() -> list[StoredRow]:
     return [row(number, rng.choice(digests), rng.randrange(2)) for number in rng.sample(range(10_000), 60)]
 
 
-def write_shards(store: Store, rows: list[StoredRow], folder: Path) -> list[ShardInfo]:
+def write_shards(store: Store, rows: list[StoredRow]) -> list[ShardInfo]:
     bounds = [(0, 7), (7, 8), (8, 30), (30, 60)]
     return [
-        publish_shard(store, "train", f"{first}", "parquet", [rows[first:end]], schema=SCHEMA, scratch=folder)
-        for first, end in bounds
+        publish_shard(store, "train", f"{first}", "parquet", [rows[first:end]], schema=SCHEMA) for first, end in bounds
     ]
 
 
@@ -86,7 +85,7 @@ def copies_by_hand(rows: list[StoredRow]) -> dict[str, str]:
 
 def test_counts_and_copies_are_those_of_all_rows(rows: list[StoredRow], tmp_path: Path):
     store = open_store(tmp_path / "dataset")
-    shards = write_shards(store, rows, tmp_path)
+    shards = write_shards(store, rows)
     for group in (group_here, in_small_parts(group_here)):
         assert count_copies(store, shards, CONFIG, group) == counted_by_hand(rows)
         found = pa.concat_tables(find_copies(store, shards, CONFIG, group)).to_pylist()
@@ -102,7 +101,7 @@ def test_spark_gives_what_one_machine_gives_and_leaves_no_file(
 ):
     monkeypatch.setattr(spark_groups, "_MIN_ROWS", 0)
     store = open_store(tmp_path / "dataset")
-    shards = write_shards(store, rows, tmp_path)
+    shards = write_shards(store, rows)
     settings = EngineSettings(SparkConfig(master="local[2]"), 0)
 
     def on_spark(asked: GroupBy) -> Iterator[pa.Table]:
@@ -155,7 +154,7 @@ def test_without_a_cluster_auto_groups_any_number_of_rows_here(
     monkeypatch.setattr(spark_groups, "_MIN_ROWS", 0)
     monkeypatch.setattr(spark_groups, "spark_context", None)
     store = open_store(tmp_path / "dataset")
-    shards = write_shards(store, rows, tmp_path)
+    shards = write_shards(store, rows)
     settings = EngineSettings(SparkConfig(master="local[2]"), 0)
     counts = count_copies(store, shards, CONFIG, lambda asked: auto.group_automatically(asked, settings))
     assert counts == counted_by_hand(rows)

@@ -172,12 +172,12 @@ def test_a_lost_shard_is_rebuilt_by_the_next_run(tmp_path: Path):
     verify_dataset(open_dataset(str(tmp_path / "dataset")), deep=True).raise_if_failed()
 
 
-def test_a_full_scratch_disk_names_the_path_and_the_bytes(tmp_path: Path):
+def test_a_full_disk_names_the_path_and_the_bytes(tmp_path: Path):
     write_images(tmp_path / "images", num_images=40)
     done = subprocess.run(
         [sys.executable, "-m", "tests.programs.build_on_a_full_disk", str(tmp_path)], capture_output=True, text=True
     )
-    assert re.search(r"no room to write /.*\.parquet \(\d+ bytes\)", done.stdout), done.stderr
+    assert re.search(r"no room to write /.*/dataset/.*\.parquet \(\d+ bytes\)", done.stdout), done.stderr
 
 
 def test_a_lost_shard_whose_sources_are_gone_too_is_left_out_by_the_next_run(tmp_path: Path):

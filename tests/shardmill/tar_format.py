@@ -6,7 +6,7 @@ import io
 import json
 import tarfile
 from collections.abc import Sequence
-from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -14,22 +14,21 @@ from shardmill.errors import IntegrityError
 from shardmill.formats.rows import ByteRange, ChunkRows, RowSchema, ShardFormat, StoredRow, WrittenShard
 
 
-def write_shard(file: Path, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
+def write_shard(file: IO[bytes], chunks: Sequence[Sequence[StoredRow]], schema: RowSchema) -> WrittenShard:
     """An image and its facts for each row; the two empty blocks that end an archive are the footer."""
     places: list[ByteRange] = []
-    with open(file, "wb") as out:
-        for chunk in chunks:
-            start = out.tell()
-            for row in chunk:
-                facts = {"source": row.source.key, "sample_id": row.source.sample_id, "label": row.label_id}
-                for name, data in ((schema.encoding, row.sample.image), ("json", json.dumps(facts).encode())):
-                    info = tarfile.TarInfo(f"{row.source.sample_id & (1 << 64) - 1:016x}.{name}")
-                    info.size = len(data)
-                    out.write(info.tobuf(tarfile.USTAR_FORMAT))
-                    out.write(data + b"\0" * (-len(data) % 512))
-            places.append(ByteRange(start, out.tell() - start))
-        end = out.tell()
-        out.write(b"\0" * 1024)
+    for chunk in chunks:
+        start = file.tell()
+        for row in chunk:
+            facts = {"source": row.source.key, "sample_id": row.source.sample_id, "label": row.label_id}
+            for name, data in ((schema.encoding, row.sample.image), ("json", json.dumps(facts).encode())):
+                info = tarfile.TarInfo(f"{row.source.sample_id & (1 << 64) - 1:016x}.{name}")
+                info.size = len(data)
+                file.write(info.tobuf(tarfile.USTAR_FORMAT))
+                file.write(data + b"\0" * (-len(data) % 512))
+        places.append(ByteRange(start, file.tell() - start))
+    end = file.tell()
+    file.write(b"\0" * 1024)
     return WrittenShard(tuple(places), ByteRange(end, 1024))
 
 

@@ -39,9 +39,7 @@ def test_a_copied_shard_equals_the_one_that_the_etl_published(
     schema = whole.manifest.row_schema
     rows = read_stored_rows(whole.store, shard_of(whole, source_format), schema)
     chunks = list(cut_chunks(rows, whole.manifest.config["chunk_bytes"]))
-    copied = publish_shard(
-        open_store(tmp_path / "copy"), "train", "copied", target_format, chunks, schema=schema, scratch=tmp_path
-    )
+    copied = publish_shard(open_store(tmp_path / "copy"), "train", "copied", target_format, chunks, schema=schema)
     expected = shard_of(whole, target_format)
     # The whole file and the whole row segment, byte for byte; only the names are other ones.
     assert replace(copied, path=expected.path, rows_path=expected.rows_path) == expected

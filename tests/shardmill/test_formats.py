@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,12 +13,13 @@ import pytest
 
 from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS
-from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
+from shardmill.formats.rows import RowSchema, StoredRow, WrittenShard, cut_chunks, cut_shards
 from shardmill.formats.tf_example import decode_example, encode_example
 from shardmill.values import ImageSample, SourceImage
 
 SHAPE_HWC = (4, 4, 3)
 CLASS_NAMES = ("a", "b", "c")
+SCHEMA = RowSchema("jpeg", SHAPE_HWC, CLASS_NAMES)
 
 
 def make_rows(num_rows: int, encoding: str, *, labels: bool = True, seed: int = 1) -> list[StoredRow]:
@@ -31,15 +34,20 @@ def make_rows(num_rows: int, encoding: str, *, labels: bool = True, seed: int = 
     ]
 
 
+def write(name: str, chunks: Sequence[Sequence[StoredRow]], schema: RowSchema = SCHEMA) -> tuple[bytes, WrittenShard]:
+    file = io.BytesIO()
+    written = SHARD_FORMATS[name].write_shard(file, chunks, schema)
+    return file.getvalue(), written
+
+
 @pytest.mark.parametrize("labels", [True, False])
 @pytest.mark.parametrize("encoding", ["jpeg", "raw"])
 @pytest.mark.parametrize("name", SHARD_FORMATS)
-def test_rows_survive_a_round_trip(name: str, encoding: str, labels: bool, tmp_path: Path):
+def test_rows_survive_a_round_trip(name: str, encoding: str, labels: bool):
     shard_format = SHARD_FORMATS[name]
     chunks = list(cut_chunks(make_rows(500, encoding, labels=labels), 9_000))
     schema = RowSchema(encoding, SHAPE_HWC, CLASS_NAMES if labels else ())
-    written = shard_format.write_shard(tmp_path / "shard", chunks, schema)
-    data = (tmp_path / "shard").read_bytes()
+    data, written = write(name, chunks, schema)
     footer = shard_format.open_footer(written.footer, data[written.footer.start :])
     assert len(written.chunks) == len(chunks) > 2
     for number, (place, chunk) in enumerate(zip(written.chunks, chunks, strict=True)):
@@ -53,14 +61,14 @@ def test_rows_survive_a_round_trip(name: str, encoding: str, labels: bool, tmp_p
 
 
 @pytest.mark.parametrize("name", SHARD_FORMATS)
-def test_chunks_and_footer_cover_the_file_without_gaps(name: str, tmp_path: Path):
+def test_chunks_and_footer_cover_the_file_without_gaps(name: str):
     chunks = list(cut_chunks(make_rows(300, "jpeg"), 9_000))
-    written = SHARD_FORMATS[name].write_shard(tmp_path / "shard", chunks, RowSchema("jpeg", SHAPE_HWC, CLASS_NAMES))
+    data, written = write(name, chunks)
     position = written.chunks[0].start
     for place in (*written.chunks, written.footer):
         assert place.start == position
         position += place.num_bytes
-    assert position == (tmp_path / "shard").stat().st_size
+    assert position == len(data)
 
 
 def test_chunks_close_at_their_size_and_shards_before_theirs():
@@ -77,7 +85,7 @@ def test_chunks_close_at_their_size_and_shards_before_theirs():
 def test_tensorflow_reads_the_tfrecord(tmp_path: Path):
     tf = pytest.importorskip("tensorflow")
     rows = make_rows(20, "jpeg")
-    SHARD_FORMATS["tfrecord"].write_shard(tmp_path / "shard", [rows], RowSchema("jpeg", SHAPE_HWC, CLASS_NAMES))
+    (tmp_path / "shard").write_bytes(write("tfrecord", [rows])[0])
     found = [tf.train.Example.FromString(record.numpy()) for record in tf.data.TFRecordDataset(str(tmp_path / "shard"))]
     for row, example in zip(rows, found, strict=True):
         features = example.features.feature
@@ -88,10 +96,9 @@ def test_tensorflow_reads_the_tfrecord(tmp_path: Path):
         assert decode_example(memoryview(example.SerializeToString()))["image/sample_id"] == row.source.sample_id
 
 
-def test_plain_parquet_readers_need_nothing_of_ours(tmp_path: Path):
+def test_plain_parquet_readers_need_nothing_of_ours():
     rows = make_rows(20, "jpeg")
-    SHARD_FORMATS["parquet"].write_shard(tmp_path / "shard", [rows], RowSchema("jpeg", SHAPE_HWC, CLASS_NAMES))
-    table = pq.read_table(tmp_path / "shard")
+    table = pq.read_table(io.BytesIO(write("parquet", [rows])[0]))
     assert table.column("image").to_pylist() == [row.sample.image for row in rows]
     assert table.column("label").to_pylist() == [row.label_id for row in rows]
 
@@ -106,13 +113,12 @@ def test_example_bytes_follow_from_the_features_alone():
     assert encode_example({"a": 1, "b": b"x"}) == encode_example({"a": 1, "b": b"x"})
 
 
-def test_a_shard_alone_says_what_its_labels_mean(tmp_path: Path):
+def test_a_shard_alone_says_what_its_labels_mean():
     import pyarrow.parquet as pq
 
     schema = RowSchema("jpeg", SHAPE_HWC, ("cat", "Hündin", 'a "b"'))
-    SHARD_FORMATS["parquet"].write_shard(tmp_path / "shard", [make_rows(3, "jpeg")], schema)
-    metadata = pq.read_metadata(tmp_path / "shard").metadata
+    shard = write("parquet", [make_rows(3, "jpeg")], schema)[0]
+    metadata = pq.read_metadata(io.BytesIO(shard)).metadata
     assert json.loads(metadata[b"shardmill.class_names"]) == list(schema.class_names)
-    assert json.loads((pq.read_schema(tmp_path / "shard").metadata or {})[b"shardmill.class_names"])
-    SHARD_FORMATS["tfrecord"].write_shard(tmp_path / "records", [make_rows(3, "jpeg")], schema)
-    assert b"image/class/text" in (tmp_path / "records").read_bytes()
+    assert json.loads((pq.read_schema(io.BytesIO(shard)).metadata or {})[b"shardmill.class_names"])
+    assert b"image/class/text" in write("tfrecord", [make_rows(3, "jpeg")], schema)[0]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from shardmill.dataset.commit import publish
 from shardmill.dataset.copy_rows import read_stored_rows
@@ -41,18 +39,17 @@ class Compaction:
         return not self.num_rows_copied
 
 
-def compact_dataset(dataset: Dataset, run_id: str, *, scratch_dir: str = "") -> Compaction:
+def compact_dataset(dataset: Dataset, run_id: str) -> Compaction:
     """Commit a version whose small shards are merged, with the rows of `dataset`, its latest version.
 
     Full shards are named again, not copied. Without at least two small shards in a split there is no new version.
-    `scratch_dir`: where shards are spooled; empty for the system's temporary folder. Raises IntegrityError for any
-    altered byte among the merged shards, CommitConflict if another writer published first, or `gc` is at work.
+    Raises IntegrityError for any altered byte among the merged shards, CommitConflict if another writer published
+    first, or `gc` is at work.
     """
     # The lease keeps `gc` away from what no manifest names yet.
     with writing(dataset.store, f"compact, run {run_id},") as lease:
         before = {split: _by_position(dataset, split) for split in dataset.manifest.splits}
-        with TemporaryDirectory(prefix="shardmill-compact-", dir=scratch_dir or None) as scratch:
-            after = {split: _merge_small(dataset, shards, Path(scratch)) for split, shards in before.items()}
+        after = {split: _merge_small(dataset, shards) for split, shards in before.items()}
         counts = (_count(before), _count(after))
         if before == after:
             return Compaction(dataset.manifest, *counts, 0)
@@ -104,20 +101,20 @@ def _by_position(dataset: Dataset, split: str) -> list[_Copies]:
     return list(zip(*shards, strict=True))
 
 
-def _merge_small(dataset: Dataset, shards: list[_Copies], scratch: Path) -> list[_Copies]:
+def _merge_small(dataset: Dataset, shards: list[_Copies]) -> list[_Copies]:
     """The full shards of a split as they are, and new ones with the rows of the small ones; or all as they are."""
     limits = _Limits.of(dataset.manifest)
     small = [copies for copies in shards if limits.is_small(copies)]
     if len(small) < 2:
         return shards
-    merged = _copy(dataset, small, limits, scratch)
+    merged = _copy(dataset, small, limits)
     # Chunks that are large for their shards may fit no better than before.
     return (
         [*(copies for copies in shards if not limits.is_small(copies)), *merged] if len(merged) < len(small) else shards
     )
 
 
-def _copy(dataset: Dataset, small: Sequence[_Copies], limits: _Limits, scratch: Path) -> list[_Copies]:
+def _copy(dataset: Dataset, small: Sequence[_Copies], limits: _Limits) -> list[_Copies]:
     """New shards with the rows of `small`, in their order; every format is written from the rows of the first."""
     store, manifest = dataset.store, dataset.manifest
     schema, split, attempt = manifest.row_schema, small[0][0].split, uuid.uuid4().hex[:12]
@@ -127,7 +124,7 @@ def _copy(dataset: Dataset, small: Sequence[_Copies], limits: _Limits, scratch: 
         name = f"compact-{number:06d}-{attempt}"
         merged.append(
             tuple(
-                publish_shard(store, split, name, format_name, chunks, schema=schema, scratch=scratch)
+                publish_shard(store, split, name, format_name, chunks, schema=schema)
                 for format_name in manifest.formats
             )
         )
