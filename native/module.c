@@ -6,6 +6,7 @@
 #include <jpeglib.h>
 
 #include "area.h"
+#include "colours.h"
 #include "jpeg.h"
 #include "sums.h"
 
@@ -112,6 +113,51 @@ static PyObject *py_channel_sums(PyObject *module, PyObject *image) {
     return result;
 }
 
+/* The contents of a C-contiguous array of exactly so many items of that size; the buffer is to be released if it is 1. */
+static int get_array(PyObject *array, Py_buffer *buffer, Py_ssize_t item_bytes, Py_ssize_t count) {
+    if (PyObject_GetBuffer(array, buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) return 0;
+    if (buffer->itemsize == item_bytes && buffer->len == item_bytes * count) return 1;
+    PyBuffer_Release(buffer);
+    PyErr_SetString(PyExc_ValueError, "tables of int32 3 x 256, int32 3 x 3 and uint8 16385");
+    return 0;
+}
+
+static PyObject *convert_with(Py_buffer *pixels, colour_tables tables) {
+    if (pixels->ndim != 3 || pixels->itemsize != 1 || pixels->shape[2] != COLOUR_CHANNELS) {
+        PyErr_SetString(PyExc_ValueError, "pixels of uint8 and shape H x W x 3");
+        return NULL;
+    }
+    if (!colour_tables_are_valid(tables)) {
+        PyErr_SetString(PyExc_ValueError, "light from 0 to 1, and rows of the matrix that add up to less than 4");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    convert_colours(pixels->buf, (size_t)pixels->len / COLOUR_CHANNELS, tables);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_convert_colours(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *target, *arrays[3];
+    if (!PyArg_ParseTuple(arguments, "OOOO:convert_colours", &target, &arrays[0], &arrays[1], &arrays[2])) return NULL;
+    Py_buffer pixels, linear, matrix, levels;
+    PyObject *result = NULL;
+    if (PyObject_GetBuffer(target, &pixels, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE | PyBUF_FORMAT)) return NULL;
+    if (get_array(arrays[0], &linear, sizeof(int32_t), COLOUR_CHANNELS * COLOUR_LEVELS)) {
+        if (get_array(arrays[1], &matrix, sizeof(int32_t), COLOUR_CHANNELS * COLOUR_CHANNELS)) {
+            if (get_array(arrays[2], &levels, 1, COLOUR_ONE + 1)) {
+                result = convert_with(&pixels, (colour_tables){linear.buf, matrix.buf, levels.buf});
+                PyBuffer_Release(&levels);
+            }
+            PyBuffer_Release(&matrix);
+        }
+        PyBuffer_Release(&linear);
+    }
+    PyBuffer_Release(&pixels);
+    return result;
+}
+
 enum { END_OF_IMAGE = 0xD9, START_OF_SCAN = 0xDA };
 
 static Py_ssize_t find_scan_or_end(const uint8_t *bytes, size_t num_bytes, size_t start) {
@@ -146,6 +192,11 @@ static PyMethodDef methods[] = {
      "channel_sums(pixels_HWC) -> (sums, square_sums)\n\n"
      "For each channel of C-contiguous uint8 pixels (1 or 3 channels) the exact sum of its values, and of their squares.\n"
      "Raises ValueError for pixels of another type or shape."},
+    {"convert_colours", py_convert_colours, METH_VARARGS,
+     "convert_colours(pixels_HWC, linear, matrix, levels)\n\n"
+     "Converts C-contiguous uint8 pixels of 3 channels in place: `linear` (int32, 3 x 256) gives the light of each level,\n"
+     "`matrix` (int32, 3 x 3) that of the other colours, both in units of 2^-14, and `levels` (uint8, 2^14 + 1) its\n"
+     "levels. Raises ValueError for arrays of other types or shapes, and for tables that lead out of 32 bits."},
     {"find_scan_or_end", py_find_scan_or_end, METH_VARARGS,
      "find_scan_or_end(data, start) -> int\n\n"
      "The place of the first marker from `start` on that begins a scan of a JPEG or ends it; -1 if there is none."},
