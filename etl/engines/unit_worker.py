@@ -30,6 +30,7 @@ from shardmill.stores import open_store
 def main() -> None:
     """`argv`: ..., the parent's process id. Work on the standard streams."""
     _begin(int(sys.argv[-1]))
+    gc.enable()
     requests, answers = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # what a library prints must not get into an answer
     _work(requests, answers)
@@ -41,8 +42,8 @@ def serve() -> None:
     os.dup2(2, 1)
     _load_usual_entries()
     # What there is now is never freed: looking at it would only copy the pages that all workers share.
-    gc.collect()
     gc.freeze()
+    gc.enable()
     asked = socket.socket(fileno=os.dup(0))
     while True:
         request, descriptors, _, _ = socket.recv_fds(asked, 32, 2)
