@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardmill.errors import StorageError
+from etl.config import EtlConfig
+from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset
+from shardmill.errors import IntegrityError, StorageError
 from shardmill.storage import TEMPORARY_PREFIX
 from shardmill.stores import hdfs, open_store
 from tests.programs.use_store import use_store
 from tests.services.hdfs import HdfsServer
+from tests.shardmill.races import race_of_writers
+from tests.support import build_here, read_all, upload, write_images
+
+_SEED = random.SystemRandom().randrange(2**32)
 
 # 255 bytes is the longest name that a NameNode takes by default.
 NAMES = ["b%20c#1?.png", " ", "é😀", "x" * 255, "a/b c/%2F"]
@@ -24,6 +33,37 @@ def test_names_are_taken_as_they_are(hdfs_root: str):
     for name, why in (("a:b", "Invalid path name"), ("y" * 256, "maximum path component name limit")):
         with pytest.raises(StorageError, match=rf"cannot access {hdfs_root}/{name} \(1 bytes\): .*{why}"):
             store.put(name, b"1")
+
+
+@pytest.mark.drill
+def test_a_dataset_has_one_winner_for_each_version_and_no_unseen_damage(hdfs_root: str, tmp_path: Path):
+    print(f"seed {_SEED}")
+    rng = random.Random(_SEED)
+    write_images(tmp_path / "images", num_images=60)
+    config = EtlConfig(
+        image_size=16, formats=("parquet", "tfrecord"), encoding="png", chunk_bytes=8_000, unit_min_images=40
+    )
+    root = build_here(upload(tmp_path / "images", f"{hdfs_root}/images"), f"{hdfs_root}/dataset", config)
+    store = open_store(root)
+    shards = sorted(file.path for file in store.list("shards"))
+    others = sorted(file.path for kind in ("rows", "indexes", "manifests") for file in store.list(kind))
+    # DataNodes keep checksums of their own: a bit is flipped by whoever wrote the file, not on its way.
+    for path in (*rng.sample(shards, 2), rng.choice(others)):
+        whole = store.read(path)
+        damaged = bytearray(whole)
+        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        store.put(path, bytes(damaged))
+        with pytest.raises(IntegrityError, match=path.rpartition("/")[2]):
+            verify_dataset(open_dataset(root), deep=True).raise_if_failed()
+        store.put(path, whole)
+    path = rng.choice(shards)
+    whole = store.read(path)
+    store.put(path, whole[: len(whole) // 2])
+    with pytest.raises(IntegrityError, match=f"{path.rpartition('/')[2]} (has another size|was altered)"):
+        [read_all(root, name) for name in config.formats]
+    store.put(path, whole)
+    assert [read_all(root, name) for name in config.formats] == [60, 60]
+    race_of_writers(root)
 
 
 def test_what_a_killed_writer_left_is_found_and_removed(hdfs_root: str):

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import os
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from etl.config import EtlConfig
-from shardmill.dataset.commit import publish
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
-from shardmill.dataset.versions import latest_version, read_manifest
-from shardmill.errors import CommitConflict, IntegrityError
+from shardmill.errors import IntegrityError
 from shardmill.stores import open_store
 from tests.programs.use_store import use_store
 from tests.services.fault_proxy import proxying
 from tests.services.versitygw import KEY, SECRET, Gateway, connect_to
+from tests.shardmill.races import race_of_writers
 from tests.support import build_here, read_all, upload, write_images
 
 pytestmark = pytest.mark.drill
 
 _SEED = random.SystemRandom().randrange(2**32)
-_NUM_WRITERS, _NUM_ROUNDS = 8, 10
 _CONFIG = EtlConfig(
     image_size=16, formats=("parquet", "tfrecord"), encoding="png", chunk_bytes=8_000, unit_min_images=40
 )
@@ -43,26 +38,7 @@ def folder_of(gateway: Gateway, uri: str) -> Path:
 
 
 def test_of_eight_racing_writers_one_wins_each_version(root: str):
-    first, start = read_manifest(open_store(root), 1), threading.Barrier(_NUM_WRITERS, timeout=60)
-
-    def commit_each_round(writer: int) -> list[int]:
-        """In lock step with the other writers; each one's manifest has content of its own. The versions that it won."""
-        store, won = open_store(root), []
-        for version in range(2, _NUM_ROUNDS + 2):
-            mine = {"version": version, "commit_id": f"{writer}-{version}", "run_id": f"writer{writer}"}
-            content = {"parent_version": version - 1, "content_digest": f"{writer * 1000 + version:064x}"}
-            start.wait()
-            with suppress(CommitConflict):
-                publish(store, first.model_copy(update={**mine, **content}))
-                won.append(version)
-        return won
-
-    with ThreadPoolExecutor(_NUM_WRITERS) as writers:
-        winners = {version: writer for writer, won in enumerate(writers.map(commit_each_round, range(_NUM_WRITERS)))
-                   for version in won}  # fmt: skip
-    store = open_store(root)
-    assert sorted(winners) == list(range(2, _NUM_ROUNDS + 2)) and latest_version(store) == _NUM_ROUNDS + 1
-    assert all(read_manifest(store, version).run_id == f"writer{writer}" for version, writer in winners.items())
+    race_of_writers(root)
 
 
 def test_no_flipped_bit_and_no_cut_object_goes_unseen(root: str, gateway: Gateway):

@@ -1,0 +1,200 @@
+"""ETL and reader over S3 and HDFS beside a local folder, and the reader beside a plain parallel download, in one run.
+
+Both servers are those of the tests, on this machine: what is measured is our part of the way, not a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from shardmill.dataset.chunks import ChunkFetcher
+from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.open import open_dataset
+from shardmill.reader import ReaderOptions, read_batches
+from shardmill.stores import open_store
+from tests.services.hdfs import HdfsServer, hdfs_server
+from tests.services.s3 import s3_client
+from tests.services.versitygw import KEY, SECRET, Gateway, versitygw
+from tests.support import upload
+
+_NUM_THREADS = 2
+_PARALLEL_DOWNLOADS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", required=True, type=Path)
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--etl-rounds", type=int, default=3)
+    parser.add_argument("--reader-rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        roots = {"local": str(folder / "local"), "s3": stack.enter_context(_s3(folder)),
+                 "hdfs": stack.enter_context(_hdfs(folder))}  # fmt: skip
+        images = _in_classes(arguments.images, folder / "images")
+        for root in roots.values():
+            upload(images, f"{root}/images")
+        _print_etl(roots, arguments)
+        _print_readers(roots, arguments.reader_rounds)
+
+
+def _in_classes(images: Path, folder: Path) -> Path:
+    """Links to photographs, which may lie anyhow, in a few class folders."""
+    for number, file in enumerate(sorted(path for path in images.rglob("*") if path.is_file())):
+        target = folder / f"class_{number % 4}" / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(file.resolve())
+    return folder
+
+
+def _print_etl(roots: dict[str, str], arguments: argparse.Namespace) -> None:
+    """Whole jobs of the engine `local`, in turns; the last round's dataset stays for the reader."""
+    seconds: dict[str, list[float]] = {name: [] for name in roots}
+    for number in range(arguments.etl_rounds):
+        for name, root in roots.items():
+            started = time.perf_counter()
+            chosen = {
+                "dataset.uri": f"{root}/dataset-{number}",
+                "etl.engine": "local",
+                "etl.image_size": str(arguments.image_size),
+                "etl.formats": '["parquet","tfrecord"]',
+                "etl.split_fractions": "{train=1,validation=0,test=0}",
+            }
+            _shardmill("etl", f"{root}/images", "--workdir", f"{root}/work-{number}", *_settings(chosen))
+            seconds[name].append(time.perf_counter() - started)
+    dataset = open_dataset(f"{roots['local']}/dataset-0").manifest
+    print(f"etl: {dataset.counts.accepted} images to {arguments.image_size} px, {arguments.etl_rounds} rounds in turns")
+    for name, times in seconds.items():
+        share = statistics.median(local / own for local, own in zip(seconds["local"], times, strict=True))
+        print(f"  {name:6s} {dataset.counts.accepted / statistics.median(times):7.0f} images/s   {share:.0%} of local")
+    digests = {open_dataset(f"{root}/dataset-0").manifest.content_digest for root in roots.values()}
+    assert len(digests) == 1, "the same images give the same content"
+
+
+def _print_readers(roots: dict[str, str], num_rounds: int) -> None:
+    """A plain download, all chunks, all batches. We cache nothing; the machine's page cache has the servers' files."""
+    print(
+        f"reader: {num_rounds} rounds in turns; {_PARALLEL_DOWNLOADS} requests at once, {_NUM_THREADS} reader threads"
+    )
+    for name, root in roots.items():
+        uri = f"{root}/dataset-0"
+        dataset = open_dataset(uri)
+        shards = [file for file in open_store(uri).list("shards") if file.path.endswith(".parquet")]
+        num_bytes = sum(file.size_bytes for file in shards)
+        print(f"  {name}: {len(shards)} shards, {num_bytes / 1e6:.0f} MB")
+        ways = (
+            lambda number, u=uri, s=shards: _download(u, [file.path for file in s]),
+            lambda number, d=dataset: _fetch(d),
+            lambda number, d=dataset: _read(d, number),
+        )
+        # The first time, modules are imported and connections made.
+        rounds = [[_seconds(partial(way, number)) for way in ways] for number in range(num_rounds + 1)][1:]
+        for place, what in enumerate(("plain download", "chunks, verified", "batches, decoded")):
+            rate = num_bytes / 1e6 / statistics.median(times[place] for times in rounds)
+            share = statistics.median(times[0] / times[place] for times in rounds)
+            print(f"  {name:6s} {what:17s} {rate:7.0f} MB/s   {share:.0%} of the download")
+
+
+def _download(uri: str, paths: list[str]) -> None:
+    """What the server gives: whole shards, several at once, by the clients' own means."""
+    if uri.startswith("s3://"):
+        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        client = s3_client(os.environ["AWS_ENDPOINT_URL"])
+
+        def get(path: str) -> int:
+            return len(client.get_object(Bucket=bucket, Key=f"{prefix}/{path}")["Body"].read())
+    elif uri.startswith("hdfs://"):
+        from hdfs_native import Client
+
+        authority, _, prefix = uri.removeprefix("hdfs://").partition("/")
+        hdfs = Client(f"hdfs://{authority}")
+
+        def get(path: str) -> int:
+            file = hdfs.read(f"/{prefix}/{path}")
+            return len(file.read_range(0, len(file)))
+    else:
+
+        def get(path: str) -> int:
+            return len(Path(uri, path).read_bytes())
+
+    with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
+        list(pool.map(get, paths))
+
+
+def _fetch(dataset: Dataset) -> None:
+    """Every chunk once, verified, not decoded."""
+    fetcher = ChunkFetcher(dataset.store, dataset.index("train"), dataset.manifest.row_schema)
+    with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
+        list(pool.map(fetcher.read_chunk, range(len(fetcher.index.chunks))))
+
+
+def _read(dataset: Dataset, epoch: int) -> None:
+    spec = dataset.plan_spec("train", seed=0, global_batch_size=64, num_streams=8)
+    options = ReaderOptions(format="parquet", num_threads=_NUM_THREADS)
+    with read_batches(dataset, dataset.plan_epoch(spec, epoch), options=options) as batches:
+        num_rows = sum(int(batch.weights_N.sum()) for batch in batches)
+    assert num_rows == dataset.manifest.counts.accepted
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _shardmill(*words: str) -> None:
+    command = [sys.executable, "-m", "pipeline.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def _settings(settings: dict[str, str]) -> list[str]:
+    return [word for item in settings.items() for word in ("--set", "=".join(item))]
+
+
+@contextmanager
+def _s3(folder: Path) -> Iterator[str]:
+    with _fixture(versitygw, folder / "versitygw") as server:
+        assert isinstance(server, Gateway)
+        os.environ |= {"AWS_ENDPOINT_URL": server.endpoint, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
+                       "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
+        s3_client(server.endpoint).create_bucket(Bucket="benchmark")
+        yield "s3://benchmark"
+
+
+@contextmanager
+def _hdfs(folder: Path) -> Iterator[str]:
+    with _fixture(hdfs_server, folder / "hdfs") as server:
+        assert isinstance(server, HdfsServer)
+        yield f"{server.uri}/benchmark"
+
+
+@contextmanager
+def _fixture(fixture: object, folder: Path) -> Iterator[object]:
+    """What a session's fixture of the tests yields, outside pytest."""
+
+    class Folders:
+        def mktemp(self, name: str) -> Path:
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+
+    with contextmanager(fixture.__wrapped__)(Folders()) as server:  # pyright: ignore[reportAttributeAccessIssue]
+        yield server
+
+
+if __name__ == "__main__":
+    main()
