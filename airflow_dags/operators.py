@@ -73,6 +73,8 @@ class ShardmillSparkOperator(SparkSubmitOperator):
             raise
         except (AirflowException, RuntimeError) as error:  # the latter: an application that has failed on its cluster
             raise folder.failure(self.stage, f"ended ({error})") from error
+        except ValueError as error:  # what the connection lacks for its deploy mode
+            raise AirflowFailException(f"{self.stage} was not submitted: {error}") from error
         # Who clears a task that has succeeded wants another application, not the one that is remembered.
         if store := context.get("task_state_store"):
             store.delete(self.external_id_key)

@@ -1,0 +1,147 @@
+"""A real Airflow on loopback for tests: API server, scheduler and DAG processor, over a DAG folder of its own."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from tests.pipeline.command import BIN, ENVIRONMENT
+from tests.services.marked import MARK, free_ports, marked
+from tests.services.servers import start_server, wait_until_up
+
+_START_SECONDS = 400.0
+_END_SECONDS = 60.0
+_WAIT_SECONDS = 900.0
+_SHOWN_CHARACTERS = 6000
+
+
+@dataclass(frozen=True, slots=True)
+class Airflow:
+    """A running scheduler with its DAG folder, and its API."""
+
+    url: str
+    home: Path
+    mark: str
+    """In the environment of all its processes, and of all that tasks start."""
+
+    @property
+    def dags(self) -> Path:
+        """The DAG folder."""
+        return self.home / "dags"
+
+    def api(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """An answer of the REST API. `path`: below /api/v2/."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"{self.url}/api/v2/{path}", data, {"Content-Type": "application/json"}, method=method
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read() or b"{}")
+
+    def set_paused(self, dag_id: str, paused: bool) -> None:
+        self.api("PATCH", f"dags/{dag_id}", {"is_paused": paused})
+
+    def runs(self, dag_id: str) -> list[dict[str, Any]]:
+        """The runs of a DAG, in the order of their dates."""
+        return self.api("GET", f"dags/{dag_id}/dagRuns?order_by=logical_date&limit=100")["dag_runs"]
+
+    def tasks(self, dag_id: str, run_id: str) -> dict[str, dict[str, Any]]:
+        """The task instances of a run, by task id."""
+        found = self.api("GET", f"dags/{dag_id}/dagRuns/{quote(run_id)}/taskInstances?limit=100")
+        return {task["task_id"]: task for task in found["task_instances"]}
+
+    def processes_of(self, task_id: str, try_number: int) -> dict[int, list[str]]:
+        """The arguments of all processes that one try of a task has started, by process id."""
+        of_try = marked(f"AIRFLOW_CTX_TRY_NUMBER={try_number}\0")
+        return {
+            pid: of_try[pid]
+            for pid in marked(self.mark).keys() & marked(f"AIRFLOW_CTX_TASK_ID={task_id}\0").keys() & of_try.keys()
+        }
+
+    def wait_for(self, what: str, is_so: Callable[[], Any], seconds: float = _WAIT_SECONDS) -> Any:
+        """What `is_so` returns, as soon as that is true; fails with the state of all runs and the end of the logs."""
+        deadline, error = time.monotonic() + seconds, None
+        while True:
+            try:
+                if found := is_so():
+                    return found
+            except OSError as refused:  # of the API: a busy machine, a database that another process has locked
+                error = refused
+            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}; {error}\n{self.told()}"
+            time.sleep(0.3)
+
+    def told(self) -> str:
+        states = []
+        for run in self.runs("~"):
+            tasks = self.tasks(run["dag_id"], run["dag_run_id"]).items()
+            each = ", ".join(f"{name} {task['state']} ({task['try_number']})" for name, task in tasks)
+            states.append(f"{run['dag_id']} {run['dag_run_id']}: {run['state']}; {each}")
+        tries = sorted(self.home.glob("logs/dag_id=*/**/*.log"), key=lambda log: log.stat().st_mtime)[-2:]
+        logs = [f"--- {log}\n{log.read_text()[-_SHOWN_CHARACTERS:]}" for log in [*self.home.glob("*.log"), *tries]]
+        return "\n".join([*states, *logs])
+
+
+@contextmanager
+def running_airflow(home: Path, dag_id: str, settings: Mapping[str, str]) -> Iterator[Airflow]:
+    """Airflow with the DAG folder `home`/dags, once it knows the DAG. It runs two tasks at a time.
+
+    `settings`: more of its environment.
+    """
+    [port] = free_ports(1)
+    airflow = Airflow(f"http://127.0.0.1:{port}", home, f"airflow-{secrets.token_hex(8)}")
+    environment = {**ENVIRONMENT, **_settings(airflow, port), **settings, MARK: airflow.mark}
+    servers: list[subprocess.Popen[bytes]] = []
+    try:
+        migration = start_server([BIN / "airflow", "db", "migrate"], home / "migrate.log", environment)
+        assert migration.wait(_START_SECONDS) == 0, (home / "migrate.log").read_text()[-3000:]
+        # What `airflow standalone` starts, but for the triggerer: no task is deferred.
+        for command in (["api-server"], ["scheduler", "--skip-serve-logs"], ["dag-processor"]):
+            kept = [sys.executable, "-m", "tests.services.keeper", BIN / "airflow", *command]
+            servers.append(start_server(kept, home / f"{command[0]}.log", environment))
+        wait_until_up("Airflow", lambda: _knows(airflow, dag_id), servers, home, _START_SECONDS)
+        yield airflow
+    finally:
+        for server in servers:
+            server.terminate()
+        for server in servers:
+            server.wait(_END_SECONDS)
+
+
+def _knows(airflow: Airflow, dag_id: str) -> bool:
+    """Whether it has the DAG, a scheduler for it, and answers for its tasks."""
+    urllib.request.urlopen(f"{airflow.url}/execution/health", timeout=60).close()
+    health = airflow.api("GET", "monitor/health")
+    return health["scheduler"]["status"] == "healthy" and bool(airflow.api("GET", f"dags/{dag_id}"))
+
+
+def _settings(airflow: Airflow, port: int) -> dict[str, str]:
+    settings = {
+        "CORE__LOAD_EXAMPLES": "False",
+        "CORE__DAGS_FOLDER": str(airflow.dags),
+        "CORE__EXECUTOR": "LocalExecutor",
+        "CORE__PARALLELISM": "2",
+        "CORE__EXECUTION_API_SERVER_URL": f"{airflow.url}/execution/",
+        "CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
+        # One for all of its processes; each would make up its own.
+        "API_AUTH__JWT_SECRET": secrets.token_hex(32),
+        "API__SECRET_KEY": secrets.token_hex(32),
+        "API__HOST": "127.0.0.1",
+        "API__PORT": str(port),
+        "API__BASE_URL": airflow.url,
+        "API__WORKERS": "1",
+        # Its first answer to a task takes long on a busy machine; a try that is given up would be another try.
+        "WORKERS__EXECUTION_API_TIMEOUT": "300",
+        # A task learns that it was cleared when it next says that it lives.
+        "WORKERS__MIN_HEARTBEAT_INTERVAL": "1",
+    }
+    return {"AIRFLOW_HOME": str(airflow.home), **{f"AIRFLOW__{name}": value for name, value in settings.items()}}
