@@ -13,7 +13,9 @@ from tests.train.test_multi_rank import (
     SMOOTH_MODEL,
     STATEFUL,
     Watcher,
+    assert_weights_close,
     kill_on_ranks,
+    last_weights,
     train_on_ranks,
 )
 from tests.train.training import Recorder, train_here
@@ -43,6 +45,7 @@ def test_the_loss_does_not_depend_on_the_number_of_devices(tiny_uri, tmp_path, l
         tiny_uri, tmp_path / "several", 1, {**SMALL_CNN, **MIRRORED, "local_devices": local_devices}
     )
     assert_close(several, one)
+    assert_weights_close(last_weights(tmp_path / "several", result), last_weights(tmp_path / "one", alone))
     assert result.evaluation is not None and alone.evaluation is not None
     assert result.evaluation.per_class == alone.evaluation.per_class
 

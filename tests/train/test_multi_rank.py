@@ -11,6 +11,7 @@ import json
 import shutil
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from shardmill.errors import TrainingError
@@ -20,7 +21,7 @@ from tests.train.training import MODELS, Recorder, task_of, train_here
 from train.checkpoint import MARKER
 from train.launching import LAUNCHERS
 from train.observer import GlobalStep
-from train.state import OPTIMIZER, WEIGHTS, rank_file
+from train.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.strategies import STRATEGIES
 from train.strategies.strategy import all_members
 from train.values import BEFORE_CHECKPOINT, TrainResult
@@ -170,21 +171,31 @@ def test_all_ranks_go_one_checkpoint_back_if_one_rank_cannot_read_its_own_file(
     assert len(again) == 3 and again.items() <= killed.losses.items()
 
 
+def last_weights(models, result):
+    return load_arrays((models / result.last_checkpoint / WEIGHTS).read_bytes())
+
+
+def assert_weights_close(found, expected):
+    for several, one in zip(found, expected, strict=True):
+        assert np.linalg.norm(several - one) <= 1e-5 * np.linalg.norm(one)
+
+
 @pytest.fixture(scope="module")
 def at_one_rank(tiny_uri, tmp_path_factory):
-    """at_one_rank(model) -> the training under `single`, and what was seen of it."""
+    """at_one_rank(model) -> the training under `single`, what was seen of it, and its last weights."""
 
     @functools.cache
     def train(model):
-        recorder = Recorder()
-        return train_here(tiny_uri, tmp_path_factory.mktemp("one"), recorder, **SMALL_CNN, model=model), recorder
+        models, recorder = tmp_path_factory.mktemp("one"), Recorder()
+        result = train_here(tiny_uri, models, recorder, **SMALL_CNN, model=model)
+        return result, recorder, last_weights(models, result)
 
     return train
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), SYNCHRONOUS_WORLDS)
 def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypatch, at_one_rank, strategy, world_size):
-    """Most of a training on several ranks, the rest of it resumed at one: all the way the losses of one rank alone.
+    """100 steps on several ranks, the rest resumed at one: all the way the losses of one rank alone, and its weights.
 
     Three ranks also compute their share of each step in parts, two compute activations twice. Every rank records two
     steps, if the strategy's ranks can.
@@ -192,12 +203,12 @@ def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypa
     how = {"accumulation_steps": 4} if world_size == 3 else {"activation_checkpointing": "on"}
     is_profiled = strategy != "multi_worker_mirrored"
     config = {**smooth(strategy), **how, "profile_steps": "3:5" if is_profiled else ""}
-    one_result, one = at_one_rank(config["model"])
+    one_result, one, of_one = at_one_rank(config["model"])
     if config["model"] == SMOOTH_MODEL["torch"]:
         from tests.train.torch_models import Routed
 
         assert {0, 1} <= Routed.num_bright
-    several = kill_on_ranks(tiny_uri, tmp_path / "killed", world_size, config, monkeypatch, killed_at=88)
+    several = kill_on_ranks(tiny_uri, tmp_path / "killed", world_size, config, monkeypatch, killed_at=103)
     profile = tmp_path / "killed/t/profiles/steps-3-5"
     if is_profiled:
         assert all(any((profile / f"rank-{rank}").iterdir()) for rank in range(world_size))
@@ -208,13 +219,14 @@ def test_the_loss_does_not_depend_on_the_world_size(tiny_uri, tmp_path, monkeypa
     shutil.copytree(tmp_path / "killed", tmp_path / "resumed")
     result = train_here(tiny_uri, tmp_path / "resumed", rest, **SMALL_CNN, model=config["model"])
 
-    assert result.resumed_from is not None and len(several.losses) == 88
-    assert len(one.steps) > 100 and len(rest.steps) < 30
+    assert result.resumed_from is not None and len(several.losses) == 103
+    assert len(one.steps) == 108 and len(rest.steps) < 10
     both = several.losses | rest.losses
     for report in one.steps:
         assert float.fromhex(both[report.epoch, report.step]) == pytest.approx(float.fromhex(report.loss_hex), rel=1e-5)
     ids = several.sample_ids | {(report.epoch, report.step): report.sample_ids for report in rest.steps}
     assert ids == {(report.epoch, report.step): report.sample_ids for report in one.steps}
+    assert_weights_close(last_weights(tmp_path / "resumed", result), of_one)
     assert result.evaluation is not None and one_result.evaluation is not None
     assert result.evaluation.per_class == one_result.evaluation.per_class
     assert result.evaluation.loss == pytest.approx(one_result.evaluation.loss, rel=1e-4)
