@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import aiohttp
 import botocore.exceptions as botocore_errors
 from fsspec.asyn import sync
-from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
+from tenacity import AsyncRetrying, RetryCallState
 
 from shardmill.errors import UsageError
-from shardmill.stores.retries import count_retry
+from shardmill.stores.retries import count_retry, pause_seconds
 from shardmill.stores.s3_errors import Damaged, is_transient, status_of, was_not_sent
 
 DEADLINE = "SHARDMILL_S3_DEADLINE_SECONDS"
@@ -129,7 +129,7 @@ class S3Requests:
             return not self._is_given_up
 
         tries = AsyncRetrying(
-            retry=is_worth_another, wait=wait_random_exponential(0.1, 8.0), reraise=True,
+            retry=is_worth_another, wait=pause_seconds, reraise=True,
             before_sleep=lambda state: count_retry(),
         )  # fmt: skip
         try:

@@ -6,6 +6,7 @@ import datetime
 import http.server
 import ipaddress
 import os
+import random
 import ssl
 import threading
 from collections.abc import Iterator
@@ -138,7 +139,7 @@ def test_a_spoiled_answer_is_never_data(tmp_path: Path, monkeypatch: pytest.Monk
     data = bytes(range(256)) * 40
     (tmp_path / "a").write_bytes(data)
     with serving(tmp_path) as upstream, proxying(upstream) as proxy:
-        store = open_store(proxy.endpoint)
+        store, generator = open_store(proxy.endpoint), random.getstate()
         for fault in (Fault.INTERNAL_ERROR, Fault.SLOW_DOWN, Fault.DROPPED, Fault.RESET, Fault.CUT, Fault.SHORT):
             for use in (
                 lambda: store.read("a") == data,
@@ -150,6 +151,8 @@ def test_a_spoiled_answer_is_never_data(tmp_path: Path, monkeypatch: pytest.Monk
                 proxy.choose = in_turn(fault) if fault is not Fault.SHORT else in_turn()
                 assert use()
             assert proxy.told[fault] >= 2
+        # As of S3.
+        assert random.getstate() == generator
         # A refusal is told once; what never works, when the deadline has come.
         before = proxy.told.total()
         proxy.choose = lambda method, path: Fault.FORBIDDEN
