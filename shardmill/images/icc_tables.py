@@ -51,7 +51,11 @@ def colour_tables(data: bytes, source: CmsProfile, srgb: CmsProfile) -> ColourTa
     if has_lookup or source.connection_space.strip() != "XYZ" or into is None or out_of is None or None in curves:
         return None
     matrix = np.floor(_product(_inverse(into), out_of) * ONE + 0.5)
-    linear = np.array([[_fixed(_light(level, curve)) for level in range(256)] for curve in curves if curve])
+    try:
+        linear = np.array([[_fixed(_light(level, curve)) for level in range(256)] for curve in curves if curve])
+    except OverflowError:
+        # A formula that leads beyond all numbers.
+        return None
     # LittleCMS's sums have 32 bits, as the kernel's.
     if np.abs(matrix).sum(axis=1).max() >= 1 << 16 or linear.min() < 0 or linear.max() > ONE:
         return None

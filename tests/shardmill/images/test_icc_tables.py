@@ -87,6 +87,12 @@ def test_what_is_no_gamma_and_matrix_is_left_to_littlecms():
         assert conversion.apply(photo()).shape == photo().shape
 
 
+@pytest.mark.parametrize("parameters", [(32767, 32767, 0, 0, 0), (-32767, 0.0001, 0, 0, 0), (2, 32767, 32767, 0, 0)])
+def test_a_formula_beyond_all_numbers_is_left_to_littlecms(parameters: tuple[float, ...]):
+    conversion = icc._read_profile(with_curves(rgb_profile(), formula(*parameters)))
+    assert conversion is None or conversion.tables is None
+
+
 def test_damaged_profiles_give_what_littlecms_makes_of_them():
     """Whatever is read of one by us and not by LittleCMS, or otherwise, must not show in a pixel."""
     rng = random.Random(7)
