@@ -63,7 +63,8 @@ class FsspecStore(ReadOnlyStore):
         from fsspec.core import url_to_fs
 
         try:
-            return url_to_fs(self.uri)
+            with as_storage_error(self.uri):
+                return url_to_fs(self.uri)
         except (ImportError, ValueError) as error:
             scheme = self.uri.partition("://")[0]
             raise UsageError(

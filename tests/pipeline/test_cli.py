@@ -70,7 +70,7 @@ def config(tmp_path: Path, dataset: str) -> Path:
         (["inspect", "only-datasets"], "did you mean only-dataset.toml?"),
         (["report", "--workdir", "nowhere"], "no run below nowhere"),
         (["run", ".", "--run-id", "../x"], "does not stay under its root"),
-        (["inspect", "ftp://host/d"], "no storage for ftp://"),
+        (["inspect", "gopher://host/d"], "no storage for gopher://"),
     ],
 )
 def test_wrong_words_are_refused(arguments: list[str], part: str, tmp_path: Path):

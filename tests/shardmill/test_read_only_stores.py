@@ -125,6 +125,14 @@ def test_images_come_from_a_web_server_by_their_names(tmp_path: Path):
         assert len(digests) == 1
 
 
+def test_a_server_that_is_not_there_is_a_storage_error():
+    # FTP's file system connects as soon as it is made.
+    store = open_store("ftp://127.0.0.1:9/x")
+    for use in (lambda: list(store.list("")), lambda: store.read("y"), lambda: store.stat("y")):
+        with pytest.raises(StorageError, match=r"cannot access ftp://127\.0\.0\.1:9/x"):
+            use()
+
+
 @pytest.mark.parametrize("address", ["http://user:pass@host/x", "http://host/x?sig=a", "https://host/x#y", "http:///x"])
 def test_an_address_holds_nothing_but_its_place(address: str):
     with pytest.raises(UsageError, match="no store at https?://(host)?/x; expected scheme://host/folder, without user"):
