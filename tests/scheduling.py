@@ -39,12 +39,17 @@ class ScopeScheduling(LoadScopeScheduling):
         return scope_of(nodeid)
 
     def _reschedule(self, node: Any) -> None:
-        """Who is given the last scope is told that no other comes: a process does its last test only then.
+        """A process begins a test only when it knows the next one, or that there is none; so it is given two, or told.
 
-        xdist tells it after the next test that it finishes. Of a process that died in the last test of all, the one
-        in its place is given that test alone, finishes none before it, and the whole run waited for ever.
+        xdist gives one scope at a time, and says that there is no other after the next test that finishes. The process
+        in the place of one that died may get a scope with a single test that is left: it waited, and the run with it.
         """
+        if node not in self.registered_collections:
+            # It has yet to find the tests.
+            return
         super()._reschedule(node)
+        while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            self._assign_work_unit(node)
         if not self.workqueue and not node.shutting_down:
             node.shutdown()
 
