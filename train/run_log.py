@@ -11,7 +11,7 @@ from shardmill.jobs.line_log import LineLog, Outage, Warn, read_lines, replace_l
 from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.storage import Store
 from train.observer import GlobalStep, TrainObserver
-from train.values import BEFORE_CHECKPOINT
+from train.values import BEFORE_CHECKPOINT, OUTPUT
 
 PROGRESS_SECONDS = 1.0
 
@@ -101,7 +101,9 @@ class RunLog:
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         for sink in self._sinks:
             sink.event(name, fields)
-        self._observer.event(f"train.{name}", fields)
+        # What ranks print is for the run's file of it alone.
+        if name != OUTPUT:
+            self._observer.event(f"train.{name}", fields)
 
     def close(self) -> None:
         for sink in self._sinks:

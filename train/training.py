@@ -36,6 +36,7 @@ from train.memory import Fitted, look_at_memory
 from train.mlflow_log import MlflowLog
 from train.observer import TrainObserver
 from train.preflight import WindowMemory, check_ranks, check_terms, check_trainable, window_memory
+from train.rank_output import RanksLog
 from train.rank_times import StragglerWatch
 from train.readers import reader_of
 from train.run_log import RunLog, Sink, StepsLog
@@ -159,8 +160,8 @@ def train_in_run(
 ) -> TrainOutcome:
     """`train_model` with what a run keeps of it, and a verdict on its speed.
 
-    Events, steps if they are recorded, and scalars for TensorBoard unless they are switched off, are files of the run;
-    scalars also go to an MLflow server if one is configured.
+    Events, what ranks print, steps if they are recorded, and scalars for TensorBoard unless they are switched off, are
+    files of the run; scalars also go to an MLflow server if one is configured.
     """
 
     def warn(sentence: str) -> None:
@@ -168,6 +169,7 @@ def train_in_run(
 
     times, first_steps = StepTimes(), FirstSteps(observer.event)
     sinks: list[Sink] = [times, first_steps, StragglerWatch(observer.event)]
+    sinks.append(RanksLog(run.store, f"{run.folder}/ranks.log", warn))
     if tree.train.record_samples:
         sinks.append(StepsLog(run.store, f"{run.folder}/steps.jsonl", warn))
     if tree.train.tensorboard and tensorboard_is_installed():

@@ -228,6 +228,8 @@ class StepReport:
 
 BEFORE_CHECKPOINT = "storing.progress"
 """The event that comes before a checkpoint counts, when all steps that it stands for have been told."""
+OUTPUT = "output"
+"""The event with whole lines, `text`, of what the process of a rank prints; the run's `ranks.log` has them."""
 
 
 class Reporter(Observer, Protocol):

@@ -19,12 +19,14 @@ from train.launching import LAUNCHERS
 from train.launching.attach import attached
 from train.models.user import source_sha256
 from train.task import WorkerTask
+from train.values import OUTPUT
 
 
 class Teller:
     def __init__(self) -> None:
         self.sample_ids: list[tuple[str, ...]] = []
         self.events: list[tuple[int, str]] = []
+        self.output: dict[int, str] = {}
         self.step_seconds = time.monotonic()
 
     def step(self, step) -> None:
@@ -34,7 +36,10 @@ class Teller:
         sys.stdout.flush()
 
     def event(self, name, fields) -> None:
-        self.events.append((fields["rank"], name))
+        if name == OUTPUT:
+            self.output[fields["rank"]] = self.output.get(fields["rank"], "") + fields["text"]
+        else:
+            self.events.append((fields["rank"], name))
 
 
 def main() -> None:
@@ -64,7 +69,8 @@ def main() -> None:
             "notes": "\n".join(getattr(error, "__notes__", [])),
             "seconds_after_step": time.monotonic() - teller.step_seconds,
         }
-    sys.stdout.write(json.dumps({**outcome, "sample_ids": teller.sample_ids, "events": teller.events}) + "\n")
+    told = {"sample_ids": teller.sample_ids, "events": teller.events, "output": teller.output}
+    sys.stdout.write(json.dumps({**outcome, **told}) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,10 @@ NUM_STEPS = 4
 
 
 def well(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
-    """Reports NUM_STEPS steps with two sample ids each, and finishes."""
+    """Reports NUM_STEPS steps with two sample ids each, prints, and finishes."""
     reporter.event("resumed", {"step": 0})
+    print(f"hello from {world.rank}", flush=True)
+    os.write(2, b"no end of a line")
     for step in range(NUM_STEPS):
         sample_ids = tuple(f"{step:08x}{world.rank * 2 + row:08x}" for row in range(2))
         reporter.step(StepReport(world.rank, 0, step, NUM_STEPS, (0.5).hex(), sample_ids))

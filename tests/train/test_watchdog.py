@@ -22,6 +22,7 @@ from shardmill.values import DatasetPin
 from tests.processes import in_own_process
 from tests.train.launch_workers import result_of
 from train.config import TrainConfig
+from train.launching.keeper_messages import RankExit
 from train.launching.listener import MAX_PENDING, MAX_PENDING_PER_RANK
 from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
 from train.launching.watchdog import Watchdog
@@ -70,6 +71,7 @@ def called(watchdog: Watchdog, rank: int, role: str = "rank") -> Connection:
 
 def finish(watchdog: Watchdog, rank: int) -> None:
     called(watchdog, rank).send(Finished(result_of(task_of(2), World(rank, 2))))
+    watchdog.report_exit(rank, RankExit(0, ""))
 
 
 def test_a_rank_gets_its_task_after_its_hello(watchdog):

@@ -59,8 +59,8 @@ def launch_attach(
         with Watchdog(task, worker, observer, bind_host, token=proof_of(_job_token(), "watchdog", nonce)) as watchdog:
             own = {**watchdog.environment(), **place.environment(), **device_environment(place, task.config)}
             _gate.begin(own[ADDRESS_VARIABLE], nonce, watchdog.report_launcher_failure)
-            with rank_processes([_environment() | own]) as [process]:
-                threading.Thread(target=_report_exit, args=(watchdog, process), daemon=True).start()
+            with rank_processes({0: _environment() | own}, watchdog.report_output) as started:
+                threading.Thread(target=_report_exit, args=(watchdog, started[0]), daemon=True).start()
                 return watchdog.watch()
 
 

@@ -1,27 +1,29 @@
-"""Starts the process of one rank, keeps the end of its output, reports its exit, and kills it on abort."""
+"""Starts the process of one rank, passes its output on, reports its exit, and kills it on abort."""
 
 from __future__ import annotations
 
-import collections
+import io
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.process import SAFE_PATH, Scratch
 from train.launching.devices import device_environment
 from train.launching.faults import failure_of
+from train.launching.keeper_messages import Output, RankExit
+from train.launching.output import RankOutput
 from train.launching.place import Place
-from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, RankExit, call_driver
+from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Abort, Connection, call_driver
 from train.task import WorkerTask
 from train.values import from_json
 
-NUM_OUTPUT_LINES = 40
 # After the process has ended its output is read for at most this long: a child of it may hold the pipe open forever.
 OUTPUT_SECONDS = 1.0
 EXIT_NOT_STARTED = 2
@@ -35,7 +37,8 @@ class RankProcess:
     It also has its own temporary folder: a rank always ends without the clean-up of Python and TensorFlow.
     """
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], tell: Callable[[str], None]) -> None:
+        """`tell`: as in `RankOutput`, called in a thread of its own."""
         self._scratch = Scratch()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "train.launching.rank", str(os.getpid())],
@@ -45,8 +48,9 @@ class RankProcess:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._lines: collections.deque[bytes] = collections.deque(maxlen=NUM_OUTPUT_LINES)
-        self._reader = threading.Thread(target=self._read_output, name="rank-output", daemon=True)
+        assert isinstance(self._process.stdout, io.BufferedReader)
+        self._output = RankOutput(self._process.stdout, tell)
+        self._reader = threading.Thread(target=self._output.read, name="rank-output", daemon=True)
         self._reader.start()
 
     def wait(self) -> RankExit:
@@ -54,7 +58,7 @@ class RankProcess:
         returncode = self._process.wait()
         self._reader.join(OUTPUT_SECONDS)
         self._scratch.remove()
-        return RankExit(returncode, b"".join(self._lines).decode(errors="replace").strip())
+        return RankExit(returncode, self._output.tail())
 
     def is_running(self) -> bool:
         return self._process.poll() is None
@@ -66,28 +70,27 @@ class RankProcess:
         except ProcessLookupError:
             pass
 
-    def _read_output(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            # User code may print anything, without line ends too.
-            self._lines.append(line[-2000:])
-
 
 @contextmanager
-def rank_processes(environments: list[dict[str, str]]) -> Iterator[list[RankProcess]]:
-    """Started on entry; none is left on exit, however that comes."""
-    processes: list[RankProcess] = []
+def rank_processes(
+    environments: Mapping[int, dict[str, str]], tell: Callable[[int, str], None]
+) -> Iterator[dict[int, RankProcess]]:
+    """Those of some ranks, by number: started on entry; none is left on exit, however that comes.
+
+    `tell`: of each what it prints, with the rank's number.
+    """
+    processes: dict[int, RankProcess] = {}
     try:
-        for environment in environments:
-            processes.append(RankProcess(environment))
+        for rank, environment in environments.items():
+            processes[rank] = RankProcess(environment, partial(tell, rank))
         yield processes
         deadline_seconds = time.monotonic() + EXIT_SECONDS
-        while any(process.is_running() for process in processes) and time.monotonic() < deadline_seconds:
+        while any(process.is_running() for process in processes.values()) and time.monotonic() < deadline_seconds:
             time.sleep(0.02)
     finally:
-        for process in processes:
+        for process in processes.values():
             process.kill()
-        for process in processes:
+        for process in processes.values():
             process.wait()
 
 
@@ -105,7 +108,7 @@ def keep_rank(place: Place, environment: dict[str, str], assigned: Sequence[str]
         connection.send(failure_of(error))
         _wait_for_abort(connection)
         return EXIT_NOT_STARTED
-    process = RankProcess(environment | own)
+    process = RankProcess(environment | own, partial(_send_output, connection))
     threading.Thread(target=_end_on_abort, args=(connection, process), name="keeper-abort", daemon=True).start()
     note = process.wait()
     # A rank that is gone may have left children in its session.
@@ -115,6 +118,12 @@ def keep_rank(place: Place, environment: dict[str, str], assigned: Sequence[str]
     except OSError:
         pass
     return note.returncode
+
+
+def _send_output(connection: Connection, text: str) -> None:
+    # A driver that is gone reads nothing more; the rank notices it by itself.
+    with suppress(OSError):
+        connection.send(Output(text))
 
 
 def _end_on_abort(connection: Connection, process: RankProcess) -> None:

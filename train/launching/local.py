@@ -28,8 +28,9 @@ def launch_local(
         shared = {**os.environ, "PYTHONPATH": python_path(), **watchdog.environment()}
         places = [Place(rank, world_size, local_rank=rank, ranks_per_node=world_size) for rank in range(world_size)]
         own = [place.environment() | device_environment(place, task.config) for place in places]
-        with rank_processes([shared | each for each in own]) as started:
-            for rank, process in enumerate(started):
+        environments = {rank: shared | each for rank, each in enumerate(own)}
+        with rank_processes(environments, watchdog.report_output) as started:
+            for rank, process in started.items():
                 threading.Thread(target=_report_exit, args=(watchdog, rank, process), daemon=True).start()
             return watchdog.watch()
 

@@ -19,9 +19,10 @@ from shardmill.errors import ShardmillError
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated, stopping_in_order
 from shardmill.values import Cursor
-from train.launching.deadlines import Deadlines
+from train.launching.deadlines import Deadlines, RankState
 from train.launching.exchanges import Exchange, ExchangeAssembler
 from train.launching.faults import RANK_OF_KIND, FaultKind, RankFault, error_of_all, merged, root_cause
+from train.launching.keeper_messages import Output, RankExit
 from train.launching.listener import RankListener, Received
 from train.launching.losses import Losses
 from train.launching.stop_point import Begun, Hold, StopAfter, StopAgreement, Stopped
@@ -34,7 +35,6 @@ from train.launching.wire import (
     Finished,
     Heartbeat,
     Hello,
-    RankExit,
     Step,
     Welcome,
     answer_caller,
@@ -43,7 +43,7 @@ from train.launching.wire import (
 from train.observer import StepAssembler, TrainObserver
 from train.strategies import STRATEGIES
 from train.task import WorkerTask
-from train.values import BEFORE_CHECKPOINT, TrainResult, to_json
+from train.values import BEFORE_CHECKPOINT, OUTPUT, TrainResult, to_json
 
 # The first fault need not be the cause. Other faults of the same cause arrive within this time; if only echoes
 # ("connection closed") have arrived so far, the cause itself does within the longer one.
@@ -51,6 +51,8 @@ GRACE_SECONDS = 1.0
 ECHO_GRACE_SECONDS = 4.0
 # After an abort, ranks have this long to end; then those on this host are killed.
 ABORT_SECONDS = 1.5
+# After the last step, processes have this long to end for what they still print to be heard.
+LAST_WORDS_SECONDS = 5.0
 TICK_SECONDS = 0.1
 
 
@@ -77,6 +79,8 @@ class Watchdog:
         # What they have done is what their chief has.
         self._serving = [rank for rank in self._ranks if not rank.role.runs_loop]
         self._faults: dict[int, RankFault] = {}
+        self._exited: set[int] = set()
+        """Ranks whose processes have ended, as those tell who started them."""
         may_lose = STRATEGIES[task.config.strategy].may_lose(task.config)
         self._losses = Losses(self._ranks, may_lose, observer)
         self._steps = StepAssembler(len(self._loops) - len(may_lose))
@@ -95,6 +99,8 @@ class Watchdog:
         if error_type is not None:
             self.abort()
         self._listener.close()
+        while not self._inbox.empty():
+            self._hear_output(self._inbox.get())
 
     def environment(self) -> dict[str, str]:
         """What a rank's process needs to find its driver and to be believed. Secret: never on a command line."""
@@ -103,6 +109,10 @@ class Watchdog:
     def report_exit(self, rank: int, note: RankExit) -> None:
         """A launcher in this process saw the process of `rank` end. From any thread."""
         self._inbox.put(Received("keeper", rank, note, time.monotonic()))
+
+    def report_output(self, rank: int, text: str) -> None:
+        """A launcher in this process read what the process of `rank` printed. From any thread."""
+        self._inbox.put(Received("keeper", rank, Output(text), time.monotonic()))
 
     def report_launcher_failure(self, what: str, output_tail: str = "") -> None:
         """What should start the ranks failed as a whole. From any thread."""
@@ -141,6 +151,7 @@ class Watchdog:
             stopped = [rank.stopped for rank in self._ranks if rank.stopped is not None]
             if stopped:
                 raise Terminated(stopped[0])
+        self._hear_last_words()
         result = self._ranks[0].result
         assert result is not None
         return result
@@ -192,6 +203,22 @@ class Watchdog:
         except OSError:
             return False
 
+    def _hear_last_words(self) -> None:
+        """What finished ranks have printed comes from those who started them, until their processes have ended."""
+        deadline_seconds = time.monotonic() + LAST_WORDS_SECONDS
+        while any(rank.number not in self._exited for rank in self._ranks if not rank.is_lost):
+            try:
+                self._hear_output(self._inbox.get(timeout=max(0.0, deadline_seconds - time.monotonic())))
+            except queue.Empty:
+                return
+
+    def _hear_output(self, received: Received | RankFault) -> None:
+        """Of what comes when all is done: the end of a process is no fault any more."""
+        if isinstance(received, Received) and isinstance(received.message, Output):
+            self._handle(received)
+        elif isinstance(received, Received) and isinstance(received.message, RankExit):
+            self._exited.add(received.rank)
+
     def _on_received(self, received: Received) -> None:
         """Runs in the connection's thread: while the main thread is busy, the rank must not count as silent."""
         if received.role == "rank":
@@ -221,14 +248,8 @@ class Watchdog:
             case Event(name, fields):
                 self._deadlines.progress(rank, received.seen_seconds)
                 self._observer.event(name, {"rank": received.rank, **fields})
-            case Exchange(lane=lane) as given:
-                if lane == "main":
-                    self._deadlines.progress(rank, received.seen_seconds)
-                if (answer := self._exchanges.add(received.rank, given)) is not None:
-                    if lane == "aside":
-                        # All have stored their files; rank 0 waits for this answer with the checkpoint's marker.
-                        self._observer.event(BEFORE_CHECKPOINT, {"rank": received.rank})
-                    self._listener.send_to_all(answer)
+            case Exchange() as given:
+                self._pass_on(given, rank, received.seen_seconds)
             case Begun(global_step):
                 self._stop.answer(received.rank, global_step)
             case Finished() | Stopped() as last_words:
@@ -241,13 +262,26 @@ class Watchdog:
             case Failure(collective=collective) as failure:
                 kind = FaultKind.COLLECTIVE if collective else FaultKind.FAILED
                 self._record_fault(replace(rank.fault(kind, received.seen_seconds), failure=failure))
+            case Output(text):
+                self._observer.event(OUTPUT, {"rank": received.rank, "text": text})
             case RankExit(returncode, output_tail):
+                self._exited.add(received.rank)
                 fault = rank.fault(FaultKind.KILLED, received.seen_seconds)
                 self._record_fault(replace(fault, returncode=returncode, output_tail=output_tail))
             case None if received.role == "rank":
                 rank.is_connected = False
                 self._record_fault(rank.fault(FaultKind.KILLED, received.seen_seconds))
         self._losses.heard_of(rank)
+
+    def _pass_on(self, given: Exchange, rank: RankState, seen_seconds: float) -> None:
+        """To all, when the last rank has given its part."""
+        if given.lane == "main":
+            self._deadlines.progress(rank, seen_seconds)
+        if (answer := self._exchanges.add(rank.number, given)) is not None:
+            if given.lane == "aside":
+                # All have stored their files; rank 0 waits for this answer with the checkpoint's marker.
+                self._observer.event(BEFORE_CHECKPOINT, {"rank": rank.number})
+            self._listener.send_to_all(answer)
 
     def _record_fault(self, fault: RankFault) -> None:
         is_known = fault.rank in self._faults

@@ -28,6 +28,7 @@ from shardmill.jobs.observer import FieldValue
 from train.launching.attach_messages import Admitted, AttachMessage
 from train.launching.exchanges import Exchange, Exchanged
 from train.launching.faults import Failure
+from train.launching.keeper_messages import Output, RankExit
 from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
 from train.values import StepReport, TrainResult
 
@@ -115,17 +116,6 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class RankExit:
-    """A keeper saw its rank's process end."""
-
-    returncode: int
-    """As `subprocess` gives it: minus the signal's number if a signal ended it."""
-    output_tail: str
-    """The last lines that the process wrote to stdout and stderr."""
-    kind: Literal["rank_exit"] = "rank_exit"
-
-
-@dataclass(frozen=True, slots=True)
 class Abort:
     """Driver to rank or keeper: end at once."""
 
@@ -147,6 +137,7 @@ Message = (
     | Stopped
     | Failure
     | Finished
+    | Output
     | RankExit
     | Abort
     | AttachMessage

@@ -1,0 +1,51 @@
+"""What the process of a rank prints: passed on line by line as it comes, and the end of it kept for an error."""
+
+from __future__ import annotations
+
+import collections
+import io
+from collections.abc import Callable
+
+MAX_TOLD_BYTES = 4 << 20
+"""Of one process: a model that prints its weights must not fill the driver's memory, or its disk."""
+MAX_LINE_BYTES = 2000
+NUM_TAIL_LINES = 40
+_READ_BYTES = 1 << 16
+
+
+class RankOutput:
+    """The output of one process, read until it ends."""
+
+    def __init__(self, pipe: io.BufferedReader, tell: Callable[[str], None]) -> None:
+        """`tell` is given one or more whole lines at a time; of a long one the end, of too many the first."""
+        self._pipe = pipe
+        self._tell = tell
+        self._num_left = MAX_TOLD_BYTES
+        self._tail: collections.deque[bytes] = collections.deque(maxlen=NUM_TAIL_LINES)
+
+    def read(self) -> None:
+        """Return when nothing is left that holds the other end open."""
+        unfinished = b""
+        while data := self._pipe.read1(_READ_BYTES):
+            # User code may print anything, without line ends too.
+            *lines, unfinished = (unfinished + data).split(b"\n")
+            unfinished = unfinished[-MAX_LINE_BYTES:]
+            self._take(lines)
+        if unfinished:
+            self._take([unfinished])
+
+    def tail(self) -> str:
+        """The last lines so far."""
+        return b"\n".join(self._tail).decode(errors="replace").strip()
+
+    def _take(self, lines: list[bytes]) -> None:
+        lines = [line[-MAX_LINE_BYTES:] for line in lines]
+        self._tail += lines
+        text = b"".join(line + b"\n" for line in lines)
+        if not text or self._num_left <= 0:
+            return
+        self._num_left -= len(text)
+        if self._num_left <= 0:
+            end = text.rfind(b"\n", 0, len(text) + self._num_left) + 1
+            text = text[:end] + f"(more than {MAX_TOLD_BYTES:,} bytes: the rest is left out)\n".encode()
+        self._tell(text.decode(errors="replace"))

@@ -1,0 +1,45 @@
+"""`ranks.log` of a run: what the processes of its ranks print, on whatever hosts they are; each line with its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardmill.jobs.line_log import GrowingFile, Outage, Warn, read_lines, warn_on_stderr
+from shardmill.jobs.observer import FieldValue
+from shardmill.jobs.redact import redacted_text
+from shardmill.storage import Store
+from train.observer import GlobalStep
+from train.values import BEFORE_CHECKPOINT, OUTPUT
+
+
+class RanksLog:
+    """A sink of `train.run_log.RunLog`. All attempts of a run add to one file; it is there once a rank has printed."""
+
+    def __init__(self, store: Store, path: str, warn: Warn = warn_on_stderr) -> None:
+        self._store = store
+        self._path = path
+        self._warn = warn
+        self._outage = Outage(warn)
+        self._file: GrowingFile | None = None
+
+    def step(self, step: GlobalStep) -> None:
+        return
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        if name == OUTPUT:
+            if self._file is None and self._outage.may_call():
+                with self._outage.told(f"{self._path} is not written"):
+                    self._file = self._open()
+            if self._file is not None:
+                lines = redacted_text(str(fields["text"])).splitlines()
+                self._file.append("".join(f"rank {fields['rank']}: {line}\n" for line in lines).encode())
+        elif name == BEFORE_CHECKPOINT and self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self) -> GrowingFile:
+        kept = b"" if self._store.local_root is not None else b"".join(read_lines(self._store, self._path))
+        return GrowingFile(self._store, self._path, kept, warn=self._warn)
