@@ -1,5 +1,6 @@
 # make demo    the whole chain on 1,797 real digits and a bag of broken files, in ./demo-work
-# make test    every test          make check   what CI runs: formatting, lint, types, tests
+# make test    the tests, without drills (pytest -m drill)
+# make check   formatting, lint, types, tests; .ci/run adds the drills
 # make test-fast   those that start no other process: no server, Spark, rank or command
 # make bundle  dist/shardmill.zip, our code for `spark-submit --py-files`
 # Each does all its set-up itself; a second call takes none.

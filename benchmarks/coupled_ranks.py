@@ -1,13 +1,13 @@
 """Steps of two ranks that exchange gradients: ours, a hand-written loop, and the same two processes without exchange.
 
     .venv/bin/python benchmarks/coupled_ranks.py --strategy horovod
-    .venv/bin/python benchmarks/coupled_ranks.py --strategy torch_ddp
+    .venv/bin/python benchmarks/coupled_ranks.py --strategy torch_ddp --compression bf16
 
 The contestants take turns in the same two processes, in blocks of steps that both ranks begin together; what counts is
 rank 0's wall time of a block, and on a busy machine its CPU time. By hand: under Horovod one allreduce for each
 gradient, as its first guide shows; under PyTorch DistributedDataParallel. Uncoupled: each process trains for itself,
-which two processes on one machine cannot beat. `accumulated`: ours with 8 parts to one exchange, beside 8 steps without
-any.
+which two processes on one machine cannot beat. `accumulated`, in two processes of its own: ours with 8 parts to one
+exchange, beside 8 uncoupled steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +40,7 @@ LOCAL_BATCH_SIZE = 32
 NUM_PARTS = 8
 STEPS_OF_BLOCK = 8
 NUM_BLOCKS = 15
+ACCUMULATED = "accumulated"
 MODELS = {"horovod": "small_cnn", "torch_ddp": "benchmarks.training_step:torch_net"}
 
 
@@ -101,35 +101,30 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     (backend,) = STRATEGIES[name].backends
     BACKENDS[backend].start(world, task.config.seed)
 
-    def learner(accumulation_steps: int = 1) -> Callable[[], Learner]:
-        config = task.config.model_copy(update={"accumulation_steps": accumulation_steps})
+    def learner(config: TrainConfig) -> Callable[[], Learner]:
         return lambda: BACKENDS[backend].build(config, SPEC)
 
-    silent, small = SilentReporter(), random_batch(LOCAL_BATCH_SIZE, world.rank)
-    large = random_batch(LOCAL_BATCH_SIZE * NUM_PARTS, world.rank)
-    member = STRATEGIES[name].join(world, task.config, learner(), silent)
+    silent, num_parts = SilentReporter(), task.config.accumulation_steps
+    at_once = task.config.model_copy(update={"accumulation_steps": 1})
+    batch, small = (random_batch(LOCAL_BATCH_SIZE * each, world.rank) for each in (num_parts, 1))
+    member = STRATEGIES[name].join(world, task.config, learner(task.config), silent)
     member.start({}, 0, "")
-    alone = STRATEGIES["single"].join(World(), task.config, learner(), silent)
+    alone = STRATEGIES["single"].join(World(), at_once, learner(at_once), silent)
     alone.start({}, 0, "")
-    coupled = {"keras": coupled_step_in_keras, "torch": coupled_step_in_torch}[backend](world.world_size)
-    total = LOCAL_BATCH_SIZE * world.world_size
+    total = LOCAL_BATCH_SIZE * num_parts * world.world_size
     contestants: dict[str, Callable[[], object]] = {
-        "ours": lambda: member.train_step(small, total, None),
-        "by hand": lambda: coupled(small),
+        ACCUMULATED if num_parts > 1 else "ours": lambda: member.train_step(batch, total, None),
         "uncoupled": lambda: alone.train_step(small, LOCAL_BATCH_SIZE, None),
     }
-    if backend == "keras":
-        # A collective of its own joins the same Horovod world; PyTorch's process group is there once.
-        config = task.config.model_copy(update={"accumulation_steps": NUM_PARTS})
-        accumulating = STRATEGIES[name].join(world, config, learner(NUM_PARTS), silent)
-        accumulating.start({}, 0, "")
-        contestants["accumulated"] = lambda: accumulating.train_step(large, total * NUM_PARTS, None)
+    if num_parts == 1:
+        coupled = {"keras": coupled_step_in_keras, "torch": coupled_step_in_torch}[backend](world.world_size)
+        contestants["by hand"] = lambda: coupled(small)
     seconds: dict[str, list[float]] = {each: [] for each in contestants}
     cpu_seconds: dict[str, list[float]] = {each: [] for each in contestants}
     for block in range(NUM_BLOCKS + 1):
         reporter.doing(f"block {block}")
         for each, step in contestants.items():
-            num_steps = 1 if each == "accumulated" else STEPS_OF_BLOCK
+            num_steps = STEPS_OF_BLOCK // (num_parts if each == ACCUMULATED else 1)
             member.barrier()
             start, cpu_start = time.perf_counter(), time.process_time()
             for _ in range(num_steps):
@@ -171,25 +166,33 @@ class Figures:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=tuple(MODELS), default="horovod")
+    parser.add_argument("--compression", choices=("none", "fp16", "bf16", "powersgd"), default="none", help="of ours")
     given = parser.parse_args()
+    what = f"{given.strategy}, compression {given.compression}, 2 ranks of {LOCAL_BATCH_SIZE} images"
+    sys.stdout.write(f"{what}; medians of {NUM_BLOCKS} blocks\n")
+    for num_parts, ours in ((1, "ours"), (NUM_PARTS, ACCUMULATED)):
+        seconds = _block_seconds(given.strategy, given.compression, num_parts)
+        for (clock, name), each in seconds.items():
+            median = 1e3 * statistics.median(each)
+            sys.stdout.write(f"{name:12s} {median:8.2f} ms of {clock} time for {LOCAL_BATCH_SIZE} images a rank\n")
+        for (clock, name), each in seconds.items():
+            if name != ours:
+                ratio = statistics.median(a / b for a, b in zip(each, seconds[clock, ours], strict=True))
+                sys.stdout.write(f"{clock} time of {name} / {ours}: {ratio:.3f} (median of the pairs)\n")
+
+
+def _block_seconds(strategy: str, compression: str, num_parts: int) -> dict[tuple[str, str], list[float]]:
+    """(clock, contestant) -> its blocks on rank 0."""
     config = TrainConfig(
-        strategy=given.strategy, launcher="local", num_workers=2, model=MODELS[given.strategy], optimizer="adam",
-        global_batch_size=2 * LOCAL_BATCH_SIZE * NUM_PARTS,
+        strategy=strategy, launcher="local", num_workers=2, model=MODELS[strategy], optimizer="adam",
+        compression=compression,
+        global_batch_size=2 * LOCAL_BATCH_SIZE * num_parts, accumulation_steps=num_parts,
     )  # fmt: skip
     figures = Figures()
     with tempfile.TemporaryDirectory() as scratch:
         task = WorkerTask(config, DatasetPin(Path(scratch).as_uri(), 1, ""), scratch, "t", "")
         LAUNCHERS["local"].launch(task, SparkConfig(), figures, worker="benchmarks.coupled_ranks:measure")
-    seconds = figures.seconds
-    sys.stdout.write(f"{given.strategy}, 2 ranks of {LOCAL_BATCH_SIZE} images; medians of {NUM_BLOCKS} blocks\n")
-    for (clock, name), each in seconds.items():
-        median = 1e3 * statistics.median(each)
-        sys.stdout.write(f"{name:12s} {median:8.2f} ms of {clock} time for {LOCAL_BATCH_SIZE} images a rank\n")
-    for clock, one, other in product(("wall", "CPU"), ("by hand", "uncoupled"), ("ours", "accumulated")):
-        if (clock, other) not in seconds or (one, other) == ("by hand", "accumulated"):
-            continue
-        ratio = statistics.median(a / b for a, b in zip(seconds[clock, one], seconds[clock, other], strict=True))
-        sys.stdout.write(f"{clock} time of {one} / {other}: {ratio:.3f} (median of the pairs)\n")
+    return figures.seconds
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 python benchmarks/etl_peers.py --images DIR [--workload photos|big|small] [--num-images N[,M]] [--rounds K] [--only a,b]
 
-A round runs each contestant once, from the start of its process to its end; every other round in reverse order. Results
+A round runs each contestant once, from the start of its process to its end; every other round in reverse order. Before
+each, what others left to be written is on the disk: shardmill's shards are synced, and would wait for theirs. Results
 go into a JSON file, which keeps those of other workloads and sizes, and from there onto a page. Peers are installed by
 uv from their scripts in peers/, each into an environment of its own, and so is shardmill. Progress is on
 standard error.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -97,6 +99,7 @@ def _prepared(contestants: list[Contestant]) -> list[Contestant]:
 
 def _run(contestant: Contestant, job: Job, num_images: int, time_limit: float) -> Result:
     shutil.rmtree(job.out, ignore_errors=True)
+    os.sync()
     log = Path(tempfile.gettempdir()) / f"etl-peers-{contestant.name}.log"
     try:
         usage = run_measured(contestant.command(job), contestant.process_environment, time_limit, log)

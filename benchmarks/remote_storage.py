@@ -38,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", required=True, type=Path)
     parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--encoding", default="jpeg", help="with `raw`, a training decodes nothing")
     parser.add_argument("--etl-rounds", type=int, default=3)
     parser.add_argument("--reader-rounds", type=int, default=5)
     arguments = parser.parse_args()
@@ -71,6 +72,7 @@ def _print_etl(roots: dict[str, str], arguments: argparse.Namespace) -> None:
                 "dataset.uri": f"{root}/dataset-{number}",
                 "etl.engine": "local",
                 "etl.image_size": str(arguments.image_size),
+                "etl.encoding": arguments.encoding,
                 "etl.formats": '["parquet","tfrecord"]',
                 "etl.split_fractions": "{train=1,validation=0,test=0}",
             }
@@ -86,7 +88,10 @@ def _print_etl(roots: dict[str, str], arguments: argparse.Namespace) -> None:
 
 
 def _print_readers(roots: dict[str, str], num_rounds: int) -> None:
-    """A plain download, all chunks, all batches. We cache nothing; the machine's page cache has the servers' files."""
+    """A plain download, the bytes of all chunks, all chunks, all batches.
+
+    We cache nothing; the machine's page cache has the servers' files.
+    """
     print(
         f"reader: {num_rounds} rounds in turns; {_PARALLEL_DOWNLOADS} requests at once, {_NUM_THREADS} reader threads"
     )
@@ -98,12 +103,13 @@ def _print_readers(roots: dict[str, str], num_rounds: int) -> None:
         print(f"  {name}: {len(shards)} shards, {num_bytes / 1e6:.0f} MB")
         ways = (
             lambda number, u=uri, s=shards: _download(u, [file.path for file in s]),
+            lambda number, d=dataset: _get_ranges(d),
             lambda number, d=dataset: _fetch(d),
             lambda number, d=dataset: _read(d, number),
         )
         # The first time, modules are imported and connections made.
         rounds = [[_seconds(partial(way, number)) for way in ways] for number in range(num_rounds + 1)][1:]
-        for place, what in enumerate(("plain download", "chunks, verified", "batches, decoded")):
+        for place, what in enumerate(("plain download", "bytes of chunks", "chunks, verified", "batches, decoded")):
             rate = num_bytes / 1e6 / statistics.median(times[place] for times in rounds)
             share = statistics.median(times[0] / times[place] for times in rounds)
             print(f"  {name:6s} {what:17s} {rate:7.0f} MB/s   {share:.0%} of the download")
@@ -133,6 +139,18 @@ def _download(uri: str, paths: list[str]) -> None:
 
     with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
         list(pool.map(get, paths))
+
+
+def _get_ranges(dataset: Dataset) -> None:
+    """The bytes of every chunk, each by a request."""
+    index = dataset.index("train")
+
+    def get(chunk: int) -> bytes:
+        place, shard = index.chunks[chunk], index.shards[int(index.shard_of_chunk[chunk])]
+        return dataset.store.read_range(shard.path, place.start, place.num_bytes)
+
+    with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
+        list(pool.map(get, range(len(index.chunks))))
 
 
 def _fetch(dataset: Dataset) -> None:

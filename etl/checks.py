@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from etl.listed import SPLITS
-from shardmill.dataset.duplicates import first_conflict
+from shardmill.dataset.duplicates import DuplicateExamples, find_examples
 from shardmill.dataset.index import read_shards
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import ShardmillError, UsageError
@@ -169,22 +169,49 @@ def _thin_parts(plan: BuildPlan) -> Iterator[str]:
 
 def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
     """One sentence for each thing that looks wrong once the images have been read."""
-    if manifest.counts.conflicting_label:
-        examples = ", ".join(map(printable, _first_conflict(store, manifest)))
+    yield from _untested_classes(manifest)
+    counts = manifest.counts
+    if not counts.conflicting_label and not counts.leaked_content:
+        return
+    examples = _examples(store, manifest)
+    if counts.conflicting_label:
         yield (
-            f"{manifest.counts.conflicting_label} accepted images have the same bytes as one of another class"
-            f"{', such as ' if examples else ''}{examples}; a model cannot learn both: remove them from one of the "
+            f"{counts.conflicting_label} accepted images have the same bytes as one of another class"
+            f"{_such_as(map(printable, examples.conflicting))}; a model cannot learn both: remove them from one of the "
             "classes"
+        )
+    if counts.leaked_content:
+        named = (f"{printable(source)} ({split})" for source, split in examples.leaked)
+        yield (
+            f"{counts.leaked_content} accepted images have the same bytes as one in another split{_such_as(named)}; a "
+            "model is tested on what it was trained on: remove them from one of the splits, or set etl.duplicates = "
+            '"drop"'
         )
 
 
-def _first_conflict(store: Store, manifest: Manifest) -> tuple[str, ...]:
+def _untested_classes(manifest: Manifest) -> Iterator[str]:
+    """Of splits that are too small for the warnings before the build, which estimate."""
+    totals = [sum(each) for each in zip(*(split.class_counts for split in manifest.splits.values()), strict=False)]
+    for name, split in manifest.splits.items():
+        pairs = zip(manifest.class_names, totals, split.class_counts, strict=False)
+        absent = tuple(class_name for class_name, total, here in pairs if total and not here)
+        if absent and name != "train" and split.num_rows < _FEW_IN_SPLIT:
+            what = f"the split {name} has no image of {len(absent)} of {len(totals)} classes ({_named(absent)})"
+            yield f"{what}: more images, or etl.stratified_splits = true, would give them some"
+
+
+def _such_as(names: Iterable[str]) -> str:
+    listed = ", ".join(names)
+    return f", such as {listed}" if listed else ""
+
+
+def _examples(store: Store, manifest: Manifest) -> DuplicateExamples:
     try:
         shards = [shard for shard in read_shards(store, manifest) if shard.format == manifest.formats[0]]
-        return first_conflict(store, shards)
+        return find_examples(store, shards)
     except (ShardmillError, FileNotFoundError):
         # The version is committed: a warning without names is better than a failed build; `verify` reports damage.
-        return ()
+        return DuplicateExamples()
 
 
 def _images_by_split(plan: BuildPlan) -> Counter[str]:

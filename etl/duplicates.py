@@ -9,6 +9,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pyarrow.compute as pc
 
 from etl.config import EtlConfig
 from etl.grouping import Group, GroupBy, Segment, group_here, with_equals
+from etl.listed import SPLITS
 from etl.spill import SpilledRows
 from shardmill.dataset.duplicates import DuplicateCounts, count_duplicates
 from shardmill.dataset.index import in_all_formats
@@ -38,13 +40,15 @@ _NUM_EXAMPLES = 3
 # The copies of so many shards are in memory at once, while these shards are copied without them.
 _SHARDS_PER_PART = 64
 
-_LABELS = pa.schema([("source_sha256", pa.binary()), ("label", pa.int64())])
-_COUNTS = pa.schema([("duplicates", pa.int64()), ("conflicting", pa.int64())])
+_LABELS = pa.schema([("source_sha256", pa.binary()), ("label", pa.int64()), ("split", pa.int8())])
+_COUNTS = pa.schema([(name, pa.int64()) for name in ("duplicates", "conflicting", "leaked")])
 _PLACES = pa.schema(
     [("source_sha256", pa.binary()), ("source", pa.string()), ("shard", pa.int64()), ("row", pa.int64())]
 )
 # A copy is a row whose bytes an input with a smaller key has, the original. `row` is its place in its shard.
 _COPIES = pa.schema([("shard", pa.int64()), ("row", pa.int64()), ("source", pa.string()), ("original", pa.string())])
+
+_NO_DUPLICATES = DuplicateCounts(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +73,12 @@ def resolve_duplicates(
     copies = find_copies(copier.store, shards, config, group)
     if config.duplicates == "error":
         _require_none(copies)
-        return Resolved(results, DuplicateCounts(0, 0))
-    return Resolved(list(_without(results, rejections, copies, config, copier)), DuplicateCounts(0, 0))
+        return Resolved(results, _NO_DUPLICATES)
+    return Resolved(list(_without(results, rejections, copies, config, copier)), _NO_DUPLICATES)
 
 
 def count_copies(store: Store, shards: Iterable[ShardInfo], config: EtlConfig, group: Group) -> DuplicateCounts:
-    """How often the rows of `shards` repeat the bytes of another one."""
+    """How often the rows of `shards` repeat the bytes of another one, in its class and split or not."""
     parts = pa.concat_tables([_COUNTS.empty_table(), *group(_group_by(store, shards, config, wants_places=False))])
     return DuplicateCounts(*(sum(parts.column(name).to_pylist()) for name in _COUNTS.names))
 
@@ -85,22 +89,28 @@ def find_copies(store: Store, shards: Iterable[ShardInfo], config: EtlConfig, gr
 
 
 def _group_by(store: Store, shards: Iterable[ShardInfo], config: EtlConfig, *, wants_places: bool) -> GroupBy:
-    segments = tuple(Segment(rows_file(shard), shard.num_rows) for shard in shards)
+    segments, splits = [], bytearray()
+    for shard in shards:
+        segments.append(Segment(rows_file(shard), shard.num_rows))
+        splits.append(SPLITS.index(shard.split))
     if wants_places:
         columns, work = ("source_sha256", "source"), (_pick_places, _PLACES, _fold_places, _COPIES)
     else:
-        columns, work = ("source_sha256", "label"), (_pick_labels, _LABELS, _fold_labels, _COUNTS)
+        pick_labels = partial(_pick_labels, splits=bytes(splits))
+        columns, work = ("source_sha256", "label"), (pick_labels, _LABELS, _fold_labels, _COUNTS)
     schema = pa.schema([ROWS_SCHEMA.field(name) for name in columns])
-    return GroupBy(store.uri, segments, schema, *work, config.scratch_dir)
+    return GroupBy(store.uri, tuple(segments), schema, *work, config.scratch_dir)
 
 
-def _pick_labels(rows: pa.Table, place: int) -> pa.Table:
-    return pa.table([_digests(rows), rows.column("label")], schema=_LABELS)
+def _pick_labels(rows: pa.Table, place: int, splits: bytes) -> pa.Table:
+    """`splits` holds the split of each shard, as its place in `SPLITS`."""
+    splits_N = np.full(rows.num_rows, splits[place], np.int8)
+    return pa.table([_digests(rows), rows.column("label"), splits_N], schema=_LABELS)
 
 
 def _fold_labels(rows: pa.Table) -> pa.Table:
     found = count_duplicates(with_equals(rows))
-    return pa.table([[found.duplicates], [found.conflicting]], schema=_COUNTS)
+    return pa.table([[found.duplicates], [found.conflicting], [found.leaked]], schema=_COUNTS)
 
 
 def _pick_places(rows: pa.Table, place: int) -> pa.Table:

@@ -86,16 +86,19 @@ def build_dataset(
     observer: Observer | None = None,
     replace_source: bool = False,
     check_labels: Callable[[RowSchema], None] | None = None,
+    before_work: Callable[[RowSchema], object] | None = None,
 ) -> BuildOutcome:
     """The whole ETL. Raises UsageError (2), StorageError (4), CommitConflict (6) or RejectLimitExceeded (7).
 
-    `replace_source` allows a version from another source than the latest one's. `check_labels` is
-    given if a training follows: what it raises for the labels that the listing tells, and UsageError for a listing that
-    no classifier can be trained on, is raised before any work starts.
+    `replace_source` allows a version from another source than the latest one's. `check_labels` is given if a training
+    follows: what it raises for the labels that the listing tells, and UsageError for a listing that no classifier can
+    be trained on, is raised before any work starts. So is what `before_work` raises, which is called if there is work.
     """
     # Workers import what they need while this process lists.
     with ENGINES[tree.etl.engine].opened(_settings(tree)):
-        return _build(tree, run_id, observer or SilentObserver(), check_labels, replace_source=replace_source)
+        return _build(
+            tree, run_id, observer or SilentObserver(), check_labels, before_work, replace_source=replace_source
+        )
 
 
 def _build(
@@ -103,6 +106,7 @@ def _build(
     run_id: str,
     observer: Observer,
     check_labels: Callable[[RowSchema], None] | None,
+    before_work: Callable[[RowSchema], object] | None,
     *,
     replace_source: bool,
 ) -> BuildOutcome:
@@ -129,6 +133,8 @@ def _build(
         return _outcome(plan, parent, time.monotonic() - started)
 
     # Build what the latest version lacks, and commit it.
+    if before_work is not None:
+        before_work(plan.row_schema)
     return _build_on_latest(plan, tree, observer, started, replace_source=replace_source)
 
 

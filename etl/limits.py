@@ -99,7 +99,12 @@ def limit_error(limit: Limit, plan: BuildPlan, rejections: RejectionLog, ledger:
         f"{counted.total()} of {build.num_listed} inputs {limit.verb} ({_by_reason(counted)}), such as {such}{beside}",
         f"etl.{limit.key} allows {getattr(plan.task.config, limit.key):g}; nothing was published",
         f"{shown}: `shardmill inspect --rejects {shlex.quote(ledger)}`; {limit.fix}",
-        detail={"ledger": ledger, "source": build.source.uri, "num_listed": build.num_listed},
+        detail={
+            "ledger": ledger,
+            "source": build.source.uri,
+            "source_kind": build.source.kind,
+            "num_listed": build.num_listed,
+        },
     )
 
 

@@ -25,7 +25,7 @@ _HASH_RANGE = 1 << 64
 
 
 def split_of(source: SourceImage, source_sha256: str, fractions: SplitFractions) -> str:
-    """The split of one image. Stable when a dataset grows; images with equal bytes are always in the same split."""
+    """The split of one image. Stable when a dataset grows; where contents decide, equal bytes are in the same split."""
     return source.split if source.split is not None else split_of_digest(source_sha256, fractions)
 
 

@@ -9,7 +9,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 from etl.config import EtlConfig
@@ -135,7 +135,8 @@ def _process(
     """
     normalize = task.config.normalize_options()
     pending: PendingImage | None = None
-    for image, data in read_ahead(lambda image: read_source(reader, image, task), sources, reader.num_parallel):
+    read = partial(read_source, reader, task=task)
+    for image, data in read_ahead(read, reader.expect, sources, reader.num_parallel):
         if pending is not None:
             yield pending.source, decoder.finish(pending)
             pending = None

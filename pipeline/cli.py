@@ -31,7 +31,7 @@ app.add_typer(dataset_app)
 app.add_typer(plan_app)
 
 Version = Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)]
-Source = Annotated[str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="A folder of images, or a TOML file.")]
+Source = Annotated[str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="Images of any source, or a TOML file.")]
 ReplaceSource = Annotated[
     bool, typer.Option("--replace-source", help="The dataset's images may come from another source than before.")
 ]

@@ -22,7 +22,9 @@ def inspect(
     context: typer.Context,
     dataset: DatasetArgument,
     files: Annotated[bool, typer.Option("--files", help="List the shards' URIs, for other tools.")] = False,
-    rejects: Annotated[bool, typer.Option("--rejects", help="List the rejects; also DATASET/rejects/X.")] = False,
+    rejects: Annotated[
+        bool, typer.Option("--rejects", help="List the rejects by reason; also DATASET/rejects/X.")
+    ] = False,
     versions: Annotated[bool, typer.Option("--versions", help="List all versions, and what made each.")] = False,
     diff: Annotated[
         int | None, typer.Option(metavar="M", min=1, help="The rows that differ from those of version M.")
@@ -44,7 +46,7 @@ def inspect(
     uri = _dataset_uri(common, dataset)
     if rejects:
         found = inspection.list_rejections(uri)
-        return print_result(common, found, [(e["source"], e["reason"], e["detail"]) for e in found], title=uri)
+        return print_result(common, found, inspection.rejection_rows(found), title=uri)
     if versions:
         found = inspection.list_versions(split_version(uri)[0])
         return print_result(common, found, inspection.version_rows(found), title=split_version(uri)[0])

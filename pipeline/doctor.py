@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.choices import Chosen, chosen_entries, registries
 from pipeline.config import load_pipeline
-from pipeline.doctor_ranks import has_version, rank_findings
+from pipeline.doctor_ranks import has_version, model_findings, rank_findings
 from pipeline.finding import Finding, Status, failed, found_by
 from pipeline.preflight import Check, checks, clock_difference_seconds
 from pipeline.tree import PipelineTree
@@ -130,18 +130,19 @@ def _kernel(tree: PipelineTree) -> Finding:
 
 
 def _preflight(tree: PipelineTree, workdir: str, *, has_config: bool) -> Iterator[Finding]:
-    """What a run would be refused for; then, if nothing is, what the listing of the source says."""
+    """What a run, or a training alone, would be refused for; then, if nothing is, what the listing of the source says,
+    and whether the model builds."""
     uris = {**tree.source.uris(), "dataset.uri": tree.dataset.uri, "models.uri": tree.models.uri}
     unset = [subject for subject, uri in uris.items() if not uri]
     if has_config:
         yield from (_unset(subject, tree) for subject in unset)
-    is_refused = bool(unset)
-    for check in checks(tree, workdir):
-        if check.subject not in unset:
-            finding = _run_check(check)
-            is_refused |= finding.status == "fail"
-            yield finding
-    if not is_refused:
+    found = [_run_check(check) for check in checks(tree, workdir) if check.subject not in unset]
+    yield from found
+    if any(each.status == "fail" for each in found):
+        return
+    if unset:
+        yield from model_findings(tree)
+    else:
         for subject in ("dataset.uri", "models.uri"):
             yield _clock(f"clock of {subject}", uris[subject])
         try:
@@ -175,7 +176,8 @@ def _unset(subject: str, tree: PipelineTree) -> Finding:
 
 
 def _listing_findings(tree: PipelineTree) -> Iterator[Finding]:
-    """What the ETL would infer from the listing, and the room that it would take; reads names and sizes, and no image.
+    """What the ETL would infer from the listing, whether the model builds for it, and the room that a build would take;
+    reads names and sizes, and no image.
 
     Raises what the ETL and the training would raise for this listing.
     """
@@ -194,6 +196,7 @@ def _listing_findings(tree: PipelineTree) -> Iterator[Finding]:
         yield Finding("ok", f"source: {name}", str(facts[name]))
     for message in inferred_warnings(plan):
         yield Finding("warn", "source: warning", message)
+    yield from model_findings(tree, plan.row_schema)
     if plan.store.local_root is not None:
         yield _room(plan.store.local_root, plan.num_images, tree.etl)
 
@@ -205,9 +208,8 @@ def _room(root: Path, num_images: int, etl: EtlConfig) -> Finding:
     needed_bytes = num_images * typical_image_bytes(etl) * len(etl.formats)
     there = next(folder for folder in (root, *root.parents) if folder.exists())
     free_bytes = shutil.disk_usage(there).free
-    found = (
-        f"{free_bytes / 1e9:,.1f} GB free; a build of all {num_images:,} images takes about {needed_bytes / 1e9:,.1f}"
-    )
+    needed = f"a build of all {num_images:,} images takes about {needed_bytes / 1e9:,.2g} GB"
+    found = f"{free_bytes / 1e9:,.1f} GB free; {needed}"
     if needed_bytes > free_bytes:
         # A guess, and of a full build: a later run adds what has changed.
         return Finding("warn", "room for dataset.uri", found, "free space, or choose another place or a smaller size")

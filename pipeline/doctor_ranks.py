@@ -1,15 +1,21 @@
-"""The rows of `shardmill doctor` about a training's ranks: where they would run, what they need, how they meet."""
+"""The rows of `shardmill doctor` about a training's ranks: where they would run, what they need, how they meet, and
+whether the model builds that each of them would train."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from pipeline.finding import Finding, failed
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
+from shardmill.jobs.observer import SilentObserver
 from train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from shardmill.formats.rows import RowSchema
 
 
 def rank_findings(tree: PipelineTree) -> Iterator[Finding]:
@@ -28,6 +34,29 @@ def rank_findings(tree: PipelineTree) -> Iterator[Finding]:
     yield from _devices(train, num_ranks_here)
     yield _host_name(is_needed=num_ranks > 1)
     yield from _window_memory(tree)
+
+
+def model_findings(tree: PipelineTree, schema: RowSchema | None = None) -> Iterator[Finding]:
+    """Whether it builds for a dataset with this schema, by default the committed one; takes seconds.
+
+    None if it could not fail to, or there is no dataset.
+    """
+    from shardmill.dataset.open import open_dataset
+    from train.labels import LabelSpec
+    from train.run_log import RunLog
+    from train.trial_build import try_build
+
+    subject = "train.model: built"
+    try:
+        if schema is None and tree.dataset.uri and has_version(tree.dataset.uri):
+            schema = open_dataset(tree.dataset.uri).manifest.row_schema
+        built = try_build(tree.train, tree.spark, schema, RunLog(SilentObserver())) if schema is not None else None
+    except ShardmillError as error:
+        yield failed(subject, error)
+        return
+    if built is not None and schema is not None:
+        for_what = f"for {LabelSpec.of_schema(schema)}, images of {' x '.join(map(str, schema.one_shape_HWC or ()))}"
+        yield Finding("ok", subject, f"{for_what}: {built.num_trained:,} weights to train; {built.seconds:.1f} s")
 
 
 def has_version(uri: str) -> bool:

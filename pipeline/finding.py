@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardmill.errors import ShardmillError
+from shardmill.errors import ShardmillError, StorageError
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -21,7 +21,8 @@ class Finding:
 
 
 def failed(subject: str, error: ShardmillError) -> Finding:
-    fix = error.fix or "check the path, its permissions and the AWS_* environment"
+    is_of_place = isinstance(error, StorageError)
+    fix = error.fix or ("check the path, its permissions and the AWS_* environment" if is_of_place else "")
     return Finding("fail", subject, found_by(error), fix)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from typing import Any
 
 from pipeline.printing import Rows, counted, plain
@@ -45,6 +46,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         },
         "sizes": _described_sizes(manifest.sizes),
         "class_names": list(manifest.class_names),
+        "empty_classes": list(manifest.empty_classes),
         "label_type": manifest.row_schema.label_type,
         "extra_columns": {column.name: column.type for column in manifest.row_schema.extra},
         "counts": manifest.counts.model_dump(mode="json"),
@@ -226,6 +228,18 @@ def list_rejections(uri: str) -> list[dict[str, Any]]:
     Raises UsageError naming the newest ledger if no build of the dataset succeeded.
     """
     return [rejection_document(rejection) for rejection in _read_rejections(uri)]
+
+
+def rejection_rows(found: list[dict[str, Any]]) -> Rows:
+    """How many there are of each reason, the commonest first; then every rejected input in that order."""
+    counts = Counter(each["reason"] for each in found)
+    places = {reason: place for place, (reason, _) in enumerate(counts.most_common())}
+    reasons = ", ".join(f"{reason} {times:,}" for reason, times in counts.most_common())
+    inputs = sorted(found, key=lambda each: places[each["reason"]])
+    return [
+        ("rejected", reasons or "none", ""),
+        *((each["source"], each["reason"], each["detail"]) for each in inputs),
+    ]
 
 
 def rejection_document(rejection: Rejection) -> dict[str, Any]:

@@ -26,8 +26,10 @@ from train.preflight import check_schema
 from train.published.candidate import promote_export, promotion_record
 from train.published.evaluation import evaluate_on, evaluation_record
 from train.published.export import export_record, export_training
+from train.run_log import RunLog
 from train.training import train_in_run, train_record
 from train.tree import TrainTree
+from train.trial_build import try_build
 
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
@@ -46,15 +48,15 @@ def run_pipeline(
         refuse_what_cannot_work(run.tree, common.workdir)
         progress.say(setting(run.tree, common.workdir))
 
-        # What the training asks of the labels is known when the source has been listed.
-        check_labels = partial(check_schema, train.train, train.gate)
-
         # Images to a committed dataset version. The rest of this run works on it, even if another one is committed.
+        # The listing tells whether the labels are what the training asks for, and what its model is to be built for,
+        # which takes seconds: it is tried if the ETL has work.
+        build = partial(build_dataset, etl, run_id=run.id, observer=progress, replace_source=replace_source)
+        check_labels = partial(check_schema, train.train, train.gate)
+        before_work = partial(try_build, train.train, train.spark, observer=RunLog(progress))
         built = run.stage(
             "etl",
-            lambda: build_dataset(
-                etl, run_id=run.id, observer=progress, replace_source=replace_source, check_labels=check_labels
-            ),
+            lambda: build(check_labels=check_labels, before_work=before_work),
             lambda outcome: stage_record(outcome, etl),
         )
         uri = f"{built.pin.uri}@{built.pin.version}"

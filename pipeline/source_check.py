@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import load_pipeline, require
-from pipeline.inspection import rejection_document
+from pipeline.inspection import rejection_document, rejection_rows
 from pipeline.progress import RunProgress
 from shardmill.errors import ShardmillError
 from shardmill.jobs.observer import SilentObserver
@@ -51,9 +51,4 @@ def check_document(found: SourceCheck) -> dict[str, Any]:
 def check_rows(found: SourceCheck) -> Rows:
     """The counts, then every rejected input with its reason."""
     counts = f"{found.num_listed:,} listed, {found.num_accepted:,} accepted, {len(found.rejections):,} rejected"
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in found.by_reason.items())
-    return [
-        ("inputs", counts, ""),
-        ("rejected", reasons or "none", ""),
-        *((each.key, str(each.reason), each.detail) for each in found.rejections),
-    ]
+    return [("inputs", counts, ""), *rejection_rows([rejection_document(each) for each in found.rejections])]

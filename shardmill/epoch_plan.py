@@ -164,13 +164,18 @@ def plan_epoch(spec: PlanSpec, chunk_rows: np.ndarray, epoch: int) -> EpochPlan:
 
 
 def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:
-    """The contiguous streams that a rank owns; counts differ by at most one. Raises UsageError beyond `num_streams`."""
+    """The contiguous streams that a rank owns; counts differ by at most one.
+
+    Raises UsageError for more ranks than streams, and for a rank that is none of them.
+    """
     if not 1 <= world_size <= num_streams:
         raise UsageError(
             f"{world_size} ranks for {num_streams} streams",
             f"expected 1 to {num_streams} ranks, because each owns at least one stream",
             f"set train.num_streams to {world_size} or a multiple of it",
         )
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} of {world_size}", f"expected 0 to {world_size - 1}", "ranks are counted from 0")
     return range(rank * num_streams // world_size, (rank + 1) * num_streams // world_size)
 
 

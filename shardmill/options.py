@@ -51,6 +51,8 @@ class NormalizeOptions(Section):
     """Store a source that already has the stored encoding, size and colour as it is, without encoding it again."""
     max_source_bytes: int = Field(default=50_000_000, ge=1)
     """A larger source file is rejected as `too_large_bytes` before it is read."""
+    min_source_bytes: int = Field(default=1, ge=1)
+    """A smaller source file is left out as `too_small`; that counts against no limit, it was asked for."""
     max_source_pixels: int = Field(default=64_000_000, ge=1)
     """A source that declares more pixels is rejected as `too_many_pixels` before anything is allocated."""
     max_source_side_pixels: int = Field(default=30_000, ge=1)

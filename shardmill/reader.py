@@ -21,6 +21,7 @@ from shardmill.augment import augment as augment_image
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import EpochPlan, StepPlanner, StepRows
+from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_row, decode_stored
 from shardmill.formats.rows import ChunkRows
 from shardmill.options import AugmentOptions
@@ -177,12 +178,20 @@ def read_batches(
 ) -> BatchReader:
     """Read an epoch, or its rest from `first_step`, for a rank's streams (all of them by default).
 
-    Iterating raises IntegrityError for a chunk that is missing or altered, and StorageError if storage fails.
+    Raises UsageError for streams or a step that the plan does not have. Iterating raises IntegrityError for a chunk
+    that is missing or altered, and StorageError if storage fails.
     """
+    num_streams = plan.spec.num_streams
+    if streams is not None and (not streams or not set(streams) <= set(range(num_streams))):
+        raise UsageError(
+            f"streams = {streams}", f"expected some of the plan's {num_streams}, as streams_of_rank gives them"
+        )
+    if not 0 <= first_step <= plan.num_steps:
+        raise UsageError(f"first_step = {first_step}", f"expected 0 to {plan.num_steps}, the steps of the epoch")
     return BatchReader(
         dataset,
         plan,
-        streams=range(plan.spec.num_streams) if streams is None else streams,
+        streams=range(num_streams) if streams is None else streams,
         first_step=first_step,
         options=options or ReaderOptions(),
         augment=augment,

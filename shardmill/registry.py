@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from shardmill.errors import UsageError
-from shardmill.user_module import FoundModule, find_user_module, import_user_module
+from shardmill.user_module import FoundModule, find_user_module, import_user_module, with_line_of_user
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
@@ -128,7 +128,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         missing = entry.missing_packages()
         if missing:
             raise UsageError(
-                f"{self.key} = {name!r} needs {', '.join(missing)}", "which is not installed", install_hint(entry.extra)
+                f"{self.key} = {name!r} needs {' and '.join(missing)}", "not installed here", install_hint(entry.extra)
             )
         return entry
 
@@ -161,7 +161,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         except (Exception, SystemExit) as error:
             # A user's module may raise anything while it is imported; its sys.exit() must not end our command.
             raise UsageError(
-                f"{self.key} = {name!r}: cannot import {module_name!r}: {type(error).__name__}: {error}",
+                f"{self.key} = {name!r}: cannot import {module_name!r}: {with_line_of_user(error)}",
                 f"found it in {found.spec.origin}",
                 "`python -c 'import MODULE'` in that folder shows the whole error",
             ) from error
@@ -240,4 +240,4 @@ def load_object(target: str) -> Any:
 
 def install_hint(extra: str) -> str:
     """The command that installs an extra; the package is not published, so it is installed from its folder."""
-    return f"pip install '.[{extra}]'" if extra else ""
+    return f"`make setup` in the checkout, or pip install '.[{extra}]' there" if extra else ""

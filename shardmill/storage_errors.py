@@ -40,8 +40,8 @@ def as_storage_error(
         kind = denied if isinstance(error, PermissionError) else StorageError
         raise kind(f"cannot access {path}{size}: {reason}", fix=_ACCESS_FIX) from error
     except Exception as error:
-        # botocore and aiohttp raise their own families of exceptions; each means that the request failed.
-        if type(error).__module__.split(".")[0] in ("botocore", "aiobotocore", "aiohttp"):
+        # botocore raises a family of exceptions of its own; each means that the request failed.
+        if type(error).__module__.split(".")[0] == "botocore":
             raise StorageError(f"cannot access {path}: {error}", fix=_ACCESS_FIX) from error
         raise
 

@@ -1,7 +1,7 @@
 """A user's own module: found without importing it, in the working directory first, then imported and no other.
 
 What names it (a model, a launcher, a source) may be looked at before anything heavy or foreign is imported: so that the
-driver can hash a model's source, and preflight can say that there is none.
+driver can hash a model's source, and preflight can say that there is none. If it fails, its own line is told.
 """
 
 from __future__ import annotations
@@ -9,13 +9,24 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
+import sysconfig
+import traceback
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 
 # A user's module that has the name of an installed one (a `train.py`, our package `train`) is imported below this.
 USER_PACKAGE = "_shardmill_user"
+
+_ROOT = Path(__file__).parents[1]
+_NOT_THE_USERS = (
+    *(f"{_ROOT / package}/" for package in ("shardmill", "train", "etl", "pipeline")),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +102,38 @@ def _spec_of_import(name: str) -> str | None:
 
 def _is_same_file(one: str | None, other: str | None) -> bool:
     return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)
+
+
+def line_of_user(error: BaseException) -> str:
+    """`file:line` of the innermost line that belongs neither to us nor to a library, of the error or of what caused it;
+    empty if there is none."""
+    each: BaseException | None = error
+    while each is not None:
+        frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(each.__traceback__)]
+        if isinstance(each, SyntaxError) and each.filename:
+            frames.append((each.filename, each.lineno or 0))
+        if own := _last_own(frames):
+            return own
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return ""
+
+
+def with_line_of_user(error: BaseException) -> str:
+    """What a user's code has raised, in words: `Type: message (file:line)`.
+
+    Keras's message without its colours, and without all that the layer was called with.
+    """
+    message = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("\n\nArguments received by ")[0]
+    line = line_of_user(error)
+    return f"{type(error).__name__}: {' '.join(message.split())}" + (f" ({line})" if line else "")
+
+
+def line_of_user_in_dump(text: str) -> str:
+    """As `line_of_user`, of stacks that `faulthandler` wrote, where the innermost line comes first; empty for none."""
+    dumped = re.findall(r'^  File "(.+)", line (\d+) in ', text, re.MULTILINE)
+    return _last_own([(file, int(line)) for file, line in reversed(dumped)])
+
+
+def _last_own(frames: list[tuple[str, int]]) -> str:
+    own = [f"{file}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
+    return own[-1] if own else ""

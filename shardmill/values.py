@@ -70,7 +70,7 @@ NO_SUCH_FILE = "there is no such file"
 It counts as rejected, not as a sign that the source changes at this moment."""
 
 # Not faults, so not counted against `etl.max_reject_fraction`: files that were never meant as images, and small images
-# where the config asks for larger ones (`etl.min_source_side_pixels` is off by default).
+# where the config asks for larger ones (`etl.min_source_side_pixels`, `etl.min_source_bytes`; both are off by default).
 REASONS_OUTSIDE_REJECT_FRACTION = frozenset(
     {RejectReason.DUPLICATE_CONTENT, RejectReason.NOT_AN_IMAGE_NAME, RejectReason.TOO_SMALL}
 )

@@ -25,7 +25,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_DEPTH = 300, 50, 7, 8
 # How many of our modules a reader of these entry points has to open at the most.
 MAX_REACH = {"shardmill.reader": 22, "etl.job": 40, "train.worker": 45}
 # Slow to import, or absent where only the reader is installed: never at the top of a module.
-HEAVY = {"tensorflow", "keras", "horovod", "pyspark", "torch", "sklearn", "s3fs", "airflow"}
+HEAVY = {"tensorflow", "keras", "horovod", "pyspark", "torch", "sklearn", "airflow"}
 MAY_BE_HEAVY = {
     "airflow_dags/shardmill_dag.py": {"airflow"},
     "airflow_dags/operators.py": {"airflow"},

@@ -20,7 +20,7 @@ from pipeline.config_file import commented_toml, to_toml
 from pipeline.doctor import examine
 from pipeline.tree import PipelineTree
 from shardmill.errors import UsageError
-from shardmill.registry import Entry, Registry
+from shardmill.registry import Entry, Registry, install_hint
 from tests.pipeline.command import ENVIRONMENT, shardmill
 from tests.support import write_images
 
@@ -76,7 +76,7 @@ def test_a_new_entry_is_accepted_listed_and_examined(
 
     # `doctor` names what is missing, and how it is installed.
     failures = [each for each in examine(tree, str(tmp_path / "work")) if each.status == "fail"]
-    assert any("no_such_package" in each.found and each.fix == "pip install '.[brand_new]'" for each in failures)
+    assert any("no_such_package" in each.found and each.fix == install_hint("brand_new") for each in failures)
     assert problems_of_document(registry) == [f"{registry.key}: `brand_new` is not in the table"]
 
 

@@ -1,9 +1,10 @@
-"""The small chain with source, dataset and models on S3 and on HDFS: ETL, verify, train, export, promote, predict."""
+"""The small chain on S3 and on HDFS: ETL, verify, a training that is killed and resumes, export, promote, predict."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,22 +14,37 @@ import pytest
 
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
+from shardmill.failpoints import VARIABLE
+from shardmill.jobs.line_log import read_lines
 from shardmill.reader import read_samples
 from shardmill.stores import open_store
 from tests.support import upload, write_images
 
+# Spark over HDFS is for the tests on YARN.
+CASES = [("gateway_bucket", "spark", "parquet"), ("hdfs_root", "local", "tfrecord")]
+if os.environ.get("SHARDMILL_FULL_MATRIX"):
+    CASES = [(root, engine, name) for root in ("gateway_bucket", "hdfs_root") for engine in ("spark", "local")
+             for name in ("parquet", "tfrecord")]  # fmt: skip
+
+
+def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", *arguments, "--json"], env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+
 
 def shardmill(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", *arguments, "--json"], capture_output=True, text=True, timeout=280
-    )
+    done = run_command(*arguments)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("root_fixture", ["gateway_bucket", "hdfs_root"])
-def test_the_chain_runs_on_remote_storage(root_fixture: str, request: pytest.FixtureRequest, tmp_path: Path):
+@pytest.mark.parametrize(("root_fixture", "engine", "format_name"), CASES)
+def test_the_chain_runs_on_remote_storage(
+    root_fixture: str, engine: str, format_name: str, request: pytest.FixtureRequest, tmp_path: Path
+):
     root = request.getfixturevalue(root_fixture)
     # Upload the images; a name with a space, a percent sign and a hash must survive the way.
     write_images(tmp_path / "images", num_images=60)
@@ -44,19 +60,33 @@ uri = "{root}/dataset"
 [models]
 uri = "{root}/models"
 [etl]
-engine = "spark"
+engine = "{engine}"
 image_size = 16
 formats = ["parquet", "tfrecord"]
 [train]
 epochs = 2
 global_batch_size = 16
+format = "{format_name}"
+checkpoint_every_steps = 2
 [train.augment]
 random_flip = false
 """)
     # The run's record is there too, where no file can be appended to.
     workdir = f"{root}/work"
 
-    summary = shardmill("run", str(config), "--workdir", workdir)
+    if engine == "spark":
+        # In a run of its own, which lives to copy what Spark said.
+        shardmill("etl", str(config), "--workdir", workdir, "--run-id", "spark")
+    # The driver is the only rank: it dies when the second marker is there, and the run goes on from there.
+    chain = ("run", str(config), "--workdir", workdir, "--run-id", "run")
+    killed = run_command(*chain, **{VARIABLE: "checkpoint_done:2"})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    summary = shardmill(*chain)
+    runs = open_store(f"{workdir}/runs")
+    events = [json.loads(line) for line in read_lines(runs, "run/events.jsonl")]
+    [resumed] = [event for event in events if event["event"] == "train.resumed"]
+    assert 2 < resumed["global_step"] < summary["train"]["steps"]
+    assert summary["stages"]["etl"]["status"] == "skipped"
     assert summary["dataset"]["counts"]["listed"] == summary["dataset"]["counts"]["accepted"] == 60
     assert summary["export"]["path"].startswith(f"{root}/models/")
     assert summary["export"]["parity_max_abs_diff"] <= 1e-5
@@ -77,9 +107,9 @@ random_flip = false
     predicted = shardmill("predict", f"{root}/models", str(image))
     assert image.name in json.dumps(predicted) and "class_" in json.dumps(predicted)
 
-    # What Spark said was copied there at its end; the secret is in nothing that the run left.
-    record = open_store(f"{workdir}/runs/{summary['run_id']}")
-    left = {file.path: record.read(file.path) for file in record.list("")}
-    assert {"events.jsonl", "spark.log", "summary.json"} <= left.keys() and left["events.jsonl"]
+    # What Spark said was copied there at its end; the secret is in nothing that the runs left.
+    left = {file.path: runs.read(file.path) for file in runs.list("")}
+    assert {"run/events.jsonl", "run/summary.json"} <= left.keys() and left["run/events.jsonl"]
+    assert ("spark/spark.log" in left) == (engine == "spark")
     secret = os.environ.get("AWS_SECRET_ACCESS_KEY", "not on HDFS")
     assert secret.encode() not in b"".join(left.values())

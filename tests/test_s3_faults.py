@@ -32,19 +32,22 @@ _CONFIG = EtlConfig(
     image_size=16, formats=("parquet", "tfrecord"), encoding="png", chunk_bytes=4_000, unit_min_images=20
 )
 _FAULTS = (
-    Fault.INTERNAL_ERROR, Fault.SLOW_DOWN, Fault.RESET, Fault.CUT, Fault.SHORT, Fault.DROPPED, Fault.DELAYED,
-    Fault.SLOW,
+    Fault.INTERNAL_ERROR, Fault.SLOW_DOWN, Fault.TOO_MANY, Fault.RESET, Fault.CUT, Fault.SHORT, Fault.DROPPED,
+    Fault.DELAYED, Fault.SLOW,
 )  # fmt: skip
 
 
-def build_and_train(source: str, root: str) -> tuple[str, str, dict[tuple[int, int], str], str]:
-    """The digests of the version and of its layout, the loss of every step, the digest of the weights."""
+def build_and_train(source: str, root: str) -> tuple[str, str, dict[tuple[int, int], str], object, str]:
+    """The digests of the version and of its layout, loss and samples of every step, the digest of the weights."""
     manifest = open_dataset(build_here(source, f"{root}/dataset", _CONFIG)).manifest
     recorder = Recorder()
     result = train_here(
-        f"{root}/dataset", f"{root}/models", recorder, epochs=3, global_batch_size=8, checkpoint_every_steps=5
-    )
-    return manifest.content_digest, manifest.layout_digest, recorder.losses, result.weights_sha256
+        f"{root}/dataset", f"{root}/models", recorder, epochs=3, global_batch_size=8, checkpoint_every_steps=5,
+        record_samples=True,
+    )  # fmt: skip
+    samples = [report.sample_ids for report in recorder.steps]
+    assert all(samples)
+    return manifest.content_digest, manifest.layout_digest, recorder.losses, samples, result.weights_sha256
 
 
 def test_faults_change_neither_the_dataset_nor_the_training(

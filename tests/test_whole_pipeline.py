@@ -31,6 +31,9 @@ def test_the_demo_keeps_its_promises(demo: Demo):
     assert summary["export"]["parity_max_abs_diff"] <= 1e-5
     assert summary["promotion"]["decision"] == "promoted"
     assert sum(summary["train"]["time_shares"].values()) == pytest.approx(1, abs=0.02)
+    of_ranks = summary["train"]["rank_times"]
+    assert [each["rank"] for each in of_ranks] == [0, 1] and all(each["seconds"]["allreduce"] > 0 for each in of_ranks)
+    assert "A step of each rank" in (demo.run / "report.html").read_text()
     assert (demo.run / "report.html").stat().st_size > 50_000
     assert not (demo.work / "images" / "7" / "left_over.jpg").exists()
     assert (demo.work / "mine.txt").read_text() == "keep me"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
@@ -85,8 +85,25 @@ class Chosen:
     """A config in which nothing is `auto` of what decides how ranks work together."""
 
     config: TrainConfig
-    reason: str
-    """Why this strategy and this launcher, for people."""
+    strategy_reason: str
+    launcher_reason: str
+
+    @property
+    def reason(self) -> str:
+        """Why this strategy and this launcher, for people."""
+        return f"{self.config.strategy}: {self.strategy_reason}; {self.config.launcher}: {self.launcher_reason}"
+
+    def spread(self, config: TrainConfig) -> TrainConfig:
+        """The same training as in `config`, spread so."""
+        return config.model_copy(update={"strategy": self.config.strategy, "launcher": self.config.launcher})
+
+    def with_strategy(self, strategy: str, reason: str) -> Chosen:
+        """Another strategy."""
+        return replace(self, config=self.config.model_copy(update={"strategy": strategy}), strategy_reason=reason)
+
+    def with_launcher(self, launcher: str, reason: str) -> Chosen:
+        """Another launcher."""
+        return replace(self, config=self.config.model_copy(update={"launcher": launcher}), launcher_reason=reason)
 
 
 def resolve(config: TrainConfig, spark: SparkConfig) -> Chosen:
@@ -105,7 +122,7 @@ def resolve(config: TrainConfig, spark: SparkConfig) -> Chosen:
         _refuse_started_by_others()
         launcher, why_launcher = choose(LAUNCHER_RULES, facts, "train.launcher")
     config = config.model_copy(update={"launcher": launcher})
-    return Chosen(config, f"{strategy}: {why_strategy}; {launcher}: {why_launcher}")
+    return Chosen(config, why_strategy, why_launcher)
 
 
 def choose(rules: tuple[Rule, ...], facts: Facts, key: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardmill.reader import read_batches
+from shardmill.values import Batch
 from train.evaluate import evaluate_batches, write_confusion
 from train.reading import reader_options
 from train.session import Session
@@ -36,12 +37,17 @@ def evaluate_split(session: Session, split: str) -> Evaluation:
     with reading or nullcontext(()) as batches:
         return evaluate_batches(
             outputs_of,
-            batches,
+            batches if session.member.data.is_first else map(_without_rows, batches),
             split,
             session.labels,
             exchange=session.member,
             outputs_are_logits=session.member.learner.outputs_are_logits,
         )
+
+
+def _without_rows(batch: Batch) -> Batch:
+    """For a member whose model answers together with that of another, who counts them."""
+    return replace(batch, weights_N=np.zeros_like(batch.weights_N))
 
 
 def evaluate_finally(session: Session) -> Evaluation | None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
 
 HALF = 0.5
 """What an image's activations take in bfloat16, of what they take in float32; an assumption, not a measurement."""
@@ -191,3 +195,15 @@ def _way_out(facts: MemoryFacts) -> str:
     elif facts.recomputed_image_bytes:
         way_out += f" (activations that are computed twice still take {size_of(facts.recomputed_image_bytes)} an image)"
     return way_out
+
+
+def decided(config: TrainConfig, num_parts: int, *, to_bfloat16: bool, recomputes: bool = False) -> TrainConfig:
+    """`config` with these parts, unless others are set, and without `auto` for precision and checkpointing."""
+    precision, checkpointing = config.mixed_precision, config.activation_checkpointing
+    if checkpointing == "auto":
+        checkpointing = "on" if recomputes else "off"
+    if precision == "auto":
+        precision = "bfloat16" if to_bfloat16 else "off"
+    parts = config.accumulation_steps or num_parts
+    found = {"accumulation_steps": parts, "mixed_precision": precision, "activation_checkpointing": checkpointing}
+    return config.model_copy(update=found)

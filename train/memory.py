@@ -6,20 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
-from shardmill.errors import IntegrityError, ShardmillError
-from shardmill.sealed import seal, unseal
+from shardmill.errors import ShardmillError
+from shardmill.sealed import seal
 from shardmill.section import Section
-from shardmill.storage import Store, join_uri
+from shardmill.storage import Store
 from train.backends.backend import model_spec
 from train.backends.recompute import why_not_recompute
 from train.checkpoint import complete_checkpoints
 from train.config import TrainConfig
-from train.fit import Fit, MemoryFacts, fit
+from train.fit import Fit, MemoryFacts, decided, fit
 from train.host_memory import Limit, limit_of, ranks_here
 from train.launching.devices import gpus_here
 from train.probe import ProbeTask, StepCost, probe
+from train.records import read_kept
 from train.strategies import STRATEGIES, shares_streams, streams_per_rank
 
 if TYPE_CHECKING:
@@ -243,18 +242,6 @@ def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark
     )
 
 
-def decided(config: TrainConfig, num_parts: int, *, to_bfloat16: bool, recomputes: bool = False) -> TrainConfig:
-    """`config` with these parts, unless others are set, and without `auto` for precision and checkpointing."""
-    precision, checkpointing = config.mixed_precision, config.activation_checkpointing
-    if checkpointing == "auto":
-        checkpointing = "on" if recomputes else "off"
-    if precision == "auto":
-        precision = "bfloat16" if to_bfloat16 else "off"
-    parts = config.accumulation_steps or num_parts
-    found = {"accumulation_steps": parts, "mixed_precision": precision, "activation_checkpointing": checkpointing}
-    return config.model_copy(update=found)
-
-
 def _is_ample(limit: Limit, config: TrainConfig, dataset: Dataset, spark: SparkConfig) -> bool:
     height, width, channels = dataset.manifest.normalize.image_shape_HWC
     pixel_bytes = 4 * height * width * channels * images_at_once(config)
@@ -267,15 +254,6 @@ def _bytes_of_a_rank(limit: Limit | MemoryRecord, config: TrainConfig, spark: Sp
 
 def _read(store: Store, choice: TrainingChoice) -> MemoryRecord | None:
     """Of this training, or of the one that it goes on with."""
-    folders = [choice.training_dir, choice.continues.training_dir if choice.continues else ""]
-    for folder in filter(None, folders):
-        path = f"{folder}/{MEMORY}"
-        where = join_uri(store.uri, path)
-        fix = "delete it: memory is then looked at anew, and the numbers may differ by rounding"
-        try:
-            return MemoryRecord.model_validate_json(unseal(store.read(path), where, fix=fix))
-        except FileNotFoundError:
-            continue
-        except ValidationError:
-            raise IntegrityError(f"{where} has another layout", "expected what this version writes", fix) from None
-    return None
+    folders = [choice.training_dir, *([choice.continues.training_dir] if choice.continues else [])]
+    fix = "delete it: memory is then looked at anew, and the numbers may differ by rounding"
+    return read_kept(store, folders, MEMORY, MemoryRecord, fix)

@@ -53,7 +53,8 @@ def _told(session: Session, progress: Progress, batch: Batch, outcome: StepOutco
     """What happened, and for which samples: the model answers for this very batch once more."""
     cursor, member = progress.cursor, session.member
     is_bad_N = ~np.isfinite(member.learner.outputs(batch.images_NHWC)).all(axis=1) & (batch.weights_N > 0)
-    here = [format_sample_id(sample_id) for sample_id in batch.sample_ids_N[is_bad_N].tolist()]
+    bad_ids = batch.sample_ids_N[is_bad_N].tolist() if member.data.is_first else []
+    here = [format_sample_id(sample_id) for sample_id in bad_ids]
     bad = [each for of_rank in member.gather_bytes(json.dumps(here).encode()) for each in json.loads(of_rank)]
     samples = f"the model's outputs are not finite for {len(bad)} samples: {', '.join(bad[:MAX_NAMED_SAMPLES])}"
     return (

@@ -14,9 +14,9 @@ from shardmill.jobs.config import SparkConfig, require_uri
 from train.backends.backend import model_spec
 from train.config import TrainConfig
 from train.exchange import ExchangeFacts, Weighed, weigh
-from train.fit import Fit, size_of
+from train.fit import Fit, decided, size_of
 from train.host_memory import Limit, limit_of, ranks_here
-from train.memory import Memory, decided, measured
+from train.memory import Memory, measured
 from train.preflight import check_terms, check_trainable, window_memory
 from train.probe import ProbeTask, StepCost, probe
 from train.strategies import shares_streams
@@ -71,7 +71,7 @@ class TrainingPlan:
         """What `--json` prints."""
         return {**asdict(self), "needed_bytes": self.needed_bytes}
 
-    def rows(self) -> list[tuple[str, ...]]:
+    def rows(self) -> list[tuple[str, str]]:
         """What a person reads."""
         cost, speed = self.cost, self.images_per_second
         exchange = f", exchange {1000 * self.exchange_seconds:.1f} ms (of {size_of(cost.sent_bytes)})"

@@ -20,6 +20,7 @@ from train.launching.devices import check_devices_here
 from train.models.user import imported_packages
 from train.readers import reader_of
 from train.strategies import STRATEGIES, find_strategy, roles_of, shares_streams, streams_per_rank
+from train.strategies.nics import ipv4_of
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -90,8 +91,13 @@ def check_spread(config: TrainConfig, spark: SparkConfig) -> Chosen:
             "set train.launcher to 'local' or 'spark_barrier', or train.max_restarts = 0",
         )
     launcher.check(len(roles_of(config)), spark)
+    num_ranks_here = launcher.ranks_here(len(roles_of(config)), spark)
     if not launcher.assigns_devices(spark):
-        check_devices_here(config, launcher.ranks_here(len(roles_of(config)), spark))
+        check_devices_here(config, num_ranks_here)
+    if num_ranks_here:
+        # Ranks on other machines look for themselves when they start.
+        for nic in config.nics:
+            ipv4_of(nic)
     _check_torch(config)
     return chosen
 

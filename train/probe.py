@@ -1,15 +1,9 @@
-"""What one rank's step costs on this machine, measured on made-up images in a process of its own.
-
-That process is `python -m train.probe PARENT`: its task comes on stdin, its answer is the last line of stdout.
-"""
+"""What one rank's step costs on this machine, measured on made-up images in a process of its own."""
 
 from __future__ import annotations
 
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,16 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from shardmill.jobs.process import SAFE_PATH, Scratch, python_path
-from shardmill.parent_death import die_with_parent
+from shardmill.errors import TrainingError
 from shardmill.values import Batch
 from train.backends import BACKENDS
 from train.backends.backend import Learner, ModelSpec, StatePart
 from train.compression import remembered_bytes, sent_bytes
 from train.config import TrainConfig
 from train.launching.devices import CUDA_VARIABLE
-from train.launching.faults import Failure, FaultKind, RankFault, error_of, failure_of
-from train.values import from_json, to_json
+from train.launching.faults import FIX
+from train.side_process import Question, answer, ask
+from train.values import to_json
 from train.world import World
 
 # The first compiles; of the others the median counts.
@@ -34,7 +28,6 @@ NUM_STEPS = 6
 NUM_STEPS_OF_FEW_IMAGES = 2
 # Of a single image there are no statistics: PyTorch's batch norms refuse it.
 FEW_IMAGES = 2
-ANSWER = b"shardmill-probe:"
 # Of freed blocks below 32 MiB glibc keeps many or few, by the order in which sizes came: a peak was up to twice of what
 # a step holds. So they go back at once, which takes time (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD).
 EXACT_PEAK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
@@ -80,41 +73,15 @@ class StepCost:
     """And the rest, which does not grow with the images."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What the process writes: one of the two."""
-
-    cost: StepCost | None = None
-    failure: Failure | None = None
-
-
 def probe(task: ProbeTask) -> StepCost:
     """Measure it. Raises the error that building the model raises (UsageError), else TrainingError."""
-    scratch = Scratch()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "train.probe", str(os.getpid())],
-            env={
-                **os.environ,
-                "PYTHONPATH": python_path(),
-                **SAFE_PATH,
-                "TMPDIR": str(scratch.path),
-                **({CUDA_VARIABLE: "-1", **EXACT_PEAK} if task.for_memory else {}),
-            },
-            input=to_json(task),
-            capture_output=True,
-            check=False,
-        )
-    finally:
-        scratch.remove()
-    lines = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
-    answer = from_json(Answer, lines[-1].removeprefix(ANSWER)) if lines else Answer()
-    if answer.cost is not None:
-        return answer.cost
-    tail = done.stderr.decode(errors="replace")[-4000:]
-    kind = FaultKind.FAILED if answer.failure else FaultKind.KILLED
-    fault = RankFault(kind, 0, "the probe", 0.0, "", None, answer.failure, done.returncode, tail)
-    raise error_of(fault)
+    environment = {CUDA_VARIABLE: "-1", **EXACT_PEAK} if task.for_memory else {}
+    question = Question("train.probe", to_json(task), environment, timeout_seconds=None)
+    return ask(question, StepCost, _not_measured)
+
+
+def _not_measured(how: str) -> TrainingError:
+    return TrainingError(f"the probe of a step {how}", fix=FIX)
 
 
 def measure(task: ProbeTask) -> StepCost:
@@ -183,18 +150,5 @@ def _forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def main() -> None:
-    """Measure what stdin asks for, and print the answer after whatever a user's model prints."""
-    die_with_parent(int(sys.argv[1]), 1)
-    task = from_json(ProbeTask, sys.stdin.buffer.read())
-    try:
-        answer = Answer(cost=measure(task))
-    except (Exception, SystemExit) as error:
-        # A user's factory may raise anything.
-        answer = Answer(failure=failure_of(error))
-    sys.stdout.buffer.write(b"\n" + ANSWER + to_json(answer) + b"\n")
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    answer(ProbeTask, measure)

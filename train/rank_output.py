@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardmill.jobs.line_log import GrowingFile, Outage, Warn, read_lines, warn_on_stderr
+from shardmill.jobs.line_log import GrowingFile, Outage, Warn, open_lines, warn_on_stderr
 from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.redact import redacted_text
 from shardmill.storage import Store
@@ -29,7 +29,7 @@ class RanksLog:
         if name == OUTPUT:
             if self._file is None and self._outage.may_call():
                 with self._outage.told(f"{self._path} is not written"):
-                    self._file = self._open()
+                    self._file = open_lines(self._store, self._path, warn=self._warn)
             if self._file is not None:
                 lines = redacted_text(str(fields["text"])).splitlines()
                 self._file.append("".join(f"rank {fields['rank']}: {line}\n" for line in lines).encode())
@@ -39,7 +39,3 @@ class RanksLog:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-    def _open(self) -> GrowingFile:
-        kept = b"" if self._store.local_root is not None else b"".join(read_lines(self._store, self._path))
-        return GrowingFile(self._store, self._path, kept, warn=self._warn)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardmill.jobs.observer import WARNING, FieldValue
 from train.observer import GlobalStep
+from train.scalars import STEP_SECONDS
+
+if TYPE_CHECKING:
+    from train.world import RankDevices
 
 # Fewer say nothing: the first steps compile, fill caches and wait for the first window.
 MIN_STEPS = 10
@@ -28,6 +33,7 @@ class RankTimes:
     input_wait: float = 0.0
     compute: float = 0.0
     allreduce: float = 0.0
+    checkpoint: float = 0.0
     fetch: float = 0.0
     decode: float = 0.0
 
@@ -38,6 +44,7 @@ class RankTimes:
             self.input_wait + seconds.get("input_wait", 0.0),
             self.compute + seconds.get("compute", 0.0),
             self.allreduce + seconds.get("allreduce", 0.0),
+            self.checkpoint + seconds.get("checkpoint", 0.0),
             self.fetch + seconds.get("fetch", 0.0),
             self.decode + seconds.get("decode", 0.0),
         )
@@ -49,7 +56,19 @@ class RankTimes:
 
     @property
     def total(self) -> float:
+        """Of the steps themselves; checkpoints come between them."""
         return self.input_wait + self.compute + self.allreduce
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """A rank's line in a run's summary."""
+
+    rank: int
+    host: str
+    num_steps: int
+    seconds: dict[str, float]
+    """Sums over these steps by part, in the order of `STEP_SECONDS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +135,14 @@ class StepSums:
 
     def close(self) -> None:
         return
+
+    def rows(self, placement: Sequence[RankDevices]) -> tuple[RankRow, ...]:
+        """In rank order, of the ranks that reported; `placement` knows their hosts."""
+        hosts = {each.rank: each.host for each in placement}
+        return tuple(
+            RankRow(rank, hosts.get(rank, ""), times.num_steps, {part: getattr(times, part) for part in STEP_SECONDS})
+            for rank, times in sorted(self._ranks.items())
+        )
 
 
 class StragglerWatch(StepSums):

@@ -1,10 +1,14 @@
-"""Numbered, immutable records below a models' root: the highest is the latest; `put_if_absent` decides its writer."""
+"""Sealed records below a models' root: numbered ones, of which the highest is the latest, and those of one training.
+
+A numbered record never changes; `put_if_absent` decides who writes it.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import secrets
+from collections.abc import Iterable
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -67,3 +71,20 @@ def read_if_whole(kind: type[Value], store: Store, path: str) -> Value | None:
         return from_json(kind, unseal(store.read(path), join_uri(store.uri, path)))
     except (FileNotFoundError, IntegrityError, ValueError):
         return None
+
+
+def read_kept(store: Store, folders: Iterable[str], name: str, kind: type[Record], fix: str) -> Record | None:
+    """The record of that name in the first of a training's folders that has it; None if none does.
+
+    Raises IntegrityError, with `fix` as its advice, if it was altered or has another layout.
+    """
+    for folder in folders:
+        path = f"{folder}/{name}"
+        where = join_uri(store.uri, path)
+        try:
+            return kind.model_validate_json(unseal(store.read(path), where, fix=fix))
+        except FileNotFoundError:
+            continue
+        except ValidationError:
+            raise IntegrityError(f"{where} has another layout", "expected what this version writes", fix) from None
+    return None

@@ -20,9 +20,9 @@ from shardmill.jobs.reach import REACH, planted
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from train.checkpoint import complete_checkpoints
+from train.fit import decided
 from train.initial import pinned
 from train.launching import LAUNCHERS
-from train.memory import decided
 from train.models.user import source_sha256
 from train.observer import GlobalStep
 from train.preflight import check_terms, check_trainable

@@ -23,27 +23,30 @@ from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from train.auto import Chosen, resolve
 from train.changes import AS_USUAL, Again, BegunTraining, going_on
+from train.checkpoint import complete_checkpoints
 from train.config import TrainConfig
 from train.evaluate import evaluation_section
 from train.exchange import FirstSteps
 from train.freezing import never_unfrozen
 from train.initial import pinned
 from train.initialize import read_initialized
+from train.kept_choice import as_begun, keep, read_choice
 from train.launching import LAUNCHERS
 from train.launching.restarts import Restart, launch_until_done
 from train.match_weights import Initialized
 from train.memory import Fitted, look_at_memory
 from train.mlflow_log import MlflowLog
 from train.observer import TrainObserver
-from train.preflight import WindowMemory, check_ranks, check_terms, check_trainable, window_memory
+from train.preflight import WindowMemory, check_ranks, check_spread, check_terms, check_trainable, window_memory
 from train.rank_output import RanksLog
-from train.rank_times import StragglerWatch
+from train.rank_times import RankRow, StragglerWatch
 from train.readers import reader_of
 from train.run_log import RunLog, Sink, StepsLog
 from train.tensorboard import TensorBoardLog
 from train.tensorboard import is_installed as tensorboard_is_installed
 from train.trainings import TrainingChoice, choose_training, read_result
 from train.tree import TrainTree
+from train.trial_build import try_build
 from train.values import TrainResult
 from train.verdict import StepTimes, Verdict
 
@@ -60,6 +63,8 @@ class TrainOutcome:
     """True if it had finished before, on the same dataset version with the same settings."""
     verdict: Verdict | None = None
     """On the speed of the steps of this call; None if there were too few."""
+    rank_times: tuple[RankRow, ...] = ()
+    """Of the steps of this call."""
     restarts: tuple[Restart, ...] = ()
     """Of this call."""
     mlflow_run_id: str = ""
@@ -82,9 +87,8 @@ def train_model(
     StorageError (4), or TrainingError (5), that of the first failed rank.
     """
     # What can be said before anything starts: names, numbers, places.
-    chosen = check_terms(tree.train, tree.spark)
+    asked, chosen = tree.train, check_terms(tree.train, tree.spark)
     tree = tree.model_copy(update={"train": pinned(chosen.config)})
-    launcher = LAUNCHERS[tree.train.launcher]
     models = open_store(require_uri("models.uri", tree.models.uri))
 
     # The version: the latest, or the one that `dataset.uri` names. What is unfinished on another one stays as it is.
@@ -93,14 +97,19 @@ def train_model(
     if choice.result is not None:
         return TrainOutcome(choice.result, models.uri, chosen, skipped=True)
 
-    # It must be trainable, in the memory that there is.
+    # It goes on as it was begun, and must be trainable in the memory that there is.
+    chosen = as_begun(read_choice(models, choice), asked, chosen, tree.spark, observer, check_spread)
+    tree = tree.model_copy(update={"train": chosen.spread(tree.train)})
+    launcher = LAUNCHERS[tree.train.launcher]
     dataset = open_pinned(choice.dataset)
     check_trainable(tree.train, dataset, tree.gate)
     windows = window_memory(tree.train, dataset)
+    _try_build(tree, choice, models, dataset, observer)
     memory = look_at_memory(tree.train, dataset, choice, models, tree.spark, partial(_window_bytes, dataset))
     fitted = memory.fitted(tree.train)
     choice = going_on(models, choice, fitted.config, dataset, again)
     again.begin(models.uri, choice.training_dir)
+    keep(models, choice, chosen, tree.spark)
 
     # The version must not expire meanwhile; the ranks must see the same storage as this process.
     with reading(dataset.store, dataset.pin.version, f"train, in {models.uri},"), planted(models) as nonce:
@@ -116,6 +125,20 @@ def train_model(
         )
     _check_published(models, choice)
     return TrainOutcome(result, models.uri, chosen, skipped=False, restarts=restarts, memory=fitted.reason)
+
+
+def _try_build(
+    tree: TrainTree, choice: TrainingChoice, models: Store, dataset: Dataset, observer: TrainObserver
+) -> None:
+    """Before a cluster is asked for ranks; ranks of other launchers build it as soon as a trial would.
+
+    What has steps already was built by whoever made them. Raises as `try_build` does.
+    """
+    has_begun = (
+        choice.continues is not None or next(complete_checkpoints(models, choice.training_dir), None) is not None
+    )
+    if "pyspark" in LAUNCHERS.entry(tree.train.launcher).packages and not has_begun:
+        try_build(tree.train, tree.spark, dataset.manifest.row_schema, observer)
 
 
 def _check_published(models: Store, choice: TrainingChoice) -> None:
@@ -178,13 +201,15 @@ def train_in_run(
     with closing(RunLog(observer, [*sinks, *tracked])) as log:
         again = replace(again, begun=BegunTraining(run.store, f"{run.folder}/training.begun"))
         outcome = train_model(tree, log, version, fresh_for=run.run_id if again.fresh else "", again=again)
-        verdict = times.verdict(tree.train)
+        placement = outcome.result.placement
+        verdict = times.verdict(tree.train, placement)
         if verdict is not None:
             log.event("verdict", {"rank": 0, "bound": verdict.bound, "sentence": verdict.sentence})
         for each in tracked:
             each.finish()
     mlflow_run_id = "".join(each.run_id for each in tracked)
-    return replace(outcome, verdict=verdict, exchange=first_steps.reason, mlflow_run_id=mlflow_run_id)
+    rows, weighed = times.rows(placement), first_steps.reason
+    return replace(outcome, rank_times=rows, verdict=verdict, exchange=weighed, mlflow_run_id=mlflow_run_id)
 
 
 def _tracked(tree: TrainTree, run: RunRecord, observer: Observer) -> list[MlflowLog]:
@@ -230,6 +255,7 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
                 "seconds": result.seconds,
                 "images_per_second": result.images_per_second,
                 "time_shares": plain["time_shares"],
+                "rank_times": [asdict(each) for each in outcome.rank_times],
                 "verdict": None if outcome.verdict is None else asdict(outcome.verdict),
                 "skipped_steps": result.num_skipped_steps,
                 "overflowed_steps": result.num_overflowed_steps,

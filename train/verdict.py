@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -10,6 +11,7 @@ from train.rank_times import MIN_STEPS, NOTABLE_SHARE, RankTimes, StepSums, stra
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
+    from train.world import RankDevices
 
 # Threads that are idle for more of the time are not what a training waits for.
 BUSY_SHARE = 0.5
@@ -26,7 +28,7 @@ class Verdict:
 class StepTimes(StepSums):
     """A sink that judges at the end."""
 
-    def verdict(self, config: TrainConfig) -> Verdict | None:
+    def verdict(self, config: TrainConfig, placement: Sequence[RankDevices] = ()) -> Verdict | None:
         """None if there were too few steps to judge by."""
         ranks = self._ranks
         if min((times.num_steps for times in ranks.values()), default=0) < MIN_STEPS:
@@ -38,7 +40,8 @@ class StepTimes(StepSums):
         input_share = statistics.mean(times.input_wait for times in ranks.values()) / seconds
         exchange_share = self._exchange_seconds / seconds
         if max(input_share, exchange_share) < NOTABLE_SHARE:
-            return _compute(statistics.mean(times.compute for times in ranks.values()) / seconds)
+            share = statistics.mean(times.compute for times in ranks.values()) / seconds
+            return _compute(share, on_gpus=any(each.devices for each in placement))
         if input_share >= exchange_share:
             return _input(input_share, list(ranks.values()), config)
         return _communication(exchange_share, self._exchange_seconds / next(iter(ranks.values())).num_steps, config)
@@ -74,9 +77,10 @@ def _communication(share: float, seconds: float, config: TrainConfig) -> Verdict
     )
 
 
-def _compute(share: float) -> Verdict:
+def _compute(share: float, *, on_gpus: bool) -> Verdict:
+    # Sixteen bits save no time on CPUs, nor do more ranks on the same ones.
+    fix = "more ranks, a faster device or train.mixed_precision" if on_gpus else "GPUs or more machines"
     return Verdict(
         "compute",
-        f"compute-bound: {share:.0%} of a step is the model's own computation: more ranks, a faster device or "
-        "train.mixed_precision would help",
+        f"compute-bound: {share:.0%} of a step (mean of all ranks) is the model's own computation: {fix} would help",
     )

@@ -229,7 +229,7 @@ def _step_report(
         step=progress.cursor.step - 1,
         num_steps=session.epochs.num_steps,
         loss_hex=loss.hex(),
-        sample_ids=_real_sample_ids(batch) if session.task.config.record_samples else (),
+        sample_ids=_told_sample_ids(session, batch),
         seconds={
             "input_wait": spent.input_wait,
             "compute": spent.compute,
@@ -292,5 +292,7 @@ def _scheduled_learning_rate(session: Session, progress: Progress) -> float | No
     return session.task.config.learning_rate_at(session.global_step(progress), session.epochs.num_steps)
 
 
-def _real_sample_ids(batch: Batch) -> tuple[str, ...]:
+def _told_sample_ids(session: Session, batch: Batch) -> tuple[str, ...]:
+    if not (session.task.config.record_samples and session.member.data.is_first):
+        return ()
     return tuple(format_sample_id(sample_id) for sample_id in batch.sample_ids_N[batch.weights_N > 0].tolist())

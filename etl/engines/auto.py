@@ -13,7 +13,7 @@ from etl.units import CopyUnit, UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
 
-# About eleven hours of two cores at 250 images a second (docs/benchmarks/etl_engine.md).
+# About eleven hours of two cores at 250 images a second (docs/benchmarks/etl_peers.md).
 MAX_LOCAL_IMAGES = 10_000_000
 
 

@@ -14,6 +14,7 @@ from typing import IO
 from etl.engines.worker_process import StartWorker, start_worker
 from shardmill import errors
 from shardmill.messages import pack_message, read_message
+from shardmill.printable import printable
 
 
 class UnitRunner:
@@ -29,6 +30,7 @@ class UnitRunner:
         """Whether images of the unit are left: afterwards it is stored, which is waiting for disks most of the time."""
         self._start_worker = start_worker
         self._is_careful = False
+        self._last_begun = ""
         self._start()
 
     @property
@@ -39,13 +41,15 @@ class UnitRunner:
     def send(self, unit: bytes) -> None:
         """Begin with a unit; the one before must be finished."""
         self._unit = unit
+        self._last_begun = ""
         self.is_decoding = True
         self._write({}, unit)
 
     def receive(self) -> bytes | None:
         """The result of the unit that was sent last; None if there is none yet.
 
-        Either its images are decoded, as `is_decoding` tells then, or it ended the process and is run again, carefully.
+        Either its images are decoded, as `is_decoding` tells then, or it ended the process and is run again, carefully,
+        or a careful process has begun with an image.
         Raises the unit's own error; StorageError if it ends the careful process as well: its images were decoded apart,
         so it is this machine.
         """
@@ -55,12 +59,15 @@ class UnitRunner:
             if "error" in header:
                 kind = getattr(errors, header["error"], errors.ShardmillError)
                 raise kind(*header["parts"], detail=header["detail"])
+            if "begun" in header:
+                self._last_begun = f"; the last image that it began was {printable(header['begun'])}"
+                return None
             self.is_decoding = False
             return None if header.get("is_decoded") else result
         if self._is_careful:
             raise errors.StorageError(
                 f"the process of work unit {json.loads(self._unit)['index']} ended twice "
-                f"(exit status {self._process.end()})",
+                f"(exit status {self._process.end()}{self._last_begun})",
                 "its images were decoded in a process of their own, so it was not one of them",
                 "see that this machine has memory left, or lower etl.num_workers; finished units are kept",
             )

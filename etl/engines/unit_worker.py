@@ -11,20 +11,25 @@ import traceback
 from collections.abc import Callable
 from typing import IO, Any
 
+import pyarrow as pa
+
 from etl.config import EtlConfig, SourceConfig
 from etl.copy_unit import copy_rows
 from etl.engines.unit_json import decode_task, decode_unit
 from etl.engines.worker_process import END
 from etl.sources import SOURCES
 from etl.units import CopyUnit
-from etl.write_unit import write_unit
+from etl.write_unit import Decoder, sandbox_of_process, write_unit
 from shardmill.dataset.unit_result import encode_unit_result
 from shardmill.errors import ShardmillError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.images.own_process import OwnProcessDecoder
+from shardmill.images.sandbox import PendingImage
 from shardmill.messages import pack_message, read_message
+from shardmill.options import NormalizeOptions
 from shardmill.parent_death import die_with_parent
 from shardmill.stores import open_store
+from shardmill.values import ImageSample, Rejection, SourceImage
 
 
 def main() -> None:
@@ -72,6 +77,8 @@ def _load_usual_entries() -> None:
     """What most tasks look up in registries; of the rest, each worker loads what its task names."""
     _ = SOURCES[SourceConfig().kind], [SHARD_FORMATS[name] for name in EtlConfig().formats]
     open_store(os.getcwd())
+    # Arrow imports pandas, if it is here, when it first makes a table: once is enough for all workers.
+    pa.table({"": [0]})
 
 
 def _fork(work: Callable[[], None], asked: socket.socket) -> int:
@@ -99,7 +106,11 @@ def _work(requests: int, answers: int) -> None:
         if first is None:
             return
         task = decode_task(first[1])
-        decoder = None if first[0]["is_careful"] else OwnProcessDecoder(task.config.decode_limits())
+        decoder = (
+            _TellingDecoder(sandbox_of_process(task.config), lambda key: _answer(pipe, {"begun": key}))
+            if first[0]["is_careful"]
+            else OwnProcessDecoder(task.config.decode_limits())
+        )
         while (request := read_message(waiting)) is not None:
             try:
                 unit = decode_unit(request[1])
@@ -111,6 +122,23 @@ def _work(requests: int, answers: int) -> None:
             except ShardmillError as error:
                 parts = [error.what, error.expected, error.fix]
                 _answer(pipe, {"error": type(error).__name__, "parts": parts, "detail": error.detail})
+
+
+class _TellingDecoder:
+    """A decoder that says which image it begins with: if the process ends, its parent can name it."""
+
+    def __init__(self, decoder: Decoder, tell: Callable[[str], None]) -> None:
+        self._decoder = decoder
+        self._tell = tell
+
+    def start(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> PendingImage:
+        """As the decoder's."""
+        self._tell(source.key)
+        return self._decoder.start(source, data, options)
+
+    def finish(self, pending: PendingImage) -> ImageSample | Rejection:
+        """As the decoder's."""
+        return self._decoder.finish(pending)
 
 
 def _answer(pipe: IO[bytes], header: dict[str, Any], body: bytes = b"") -> None:

@@ -28,6 +28,10 @@ class SourceReader(Protocol):
         """
         ...
 
+    def expect(self, image: SourceImage) -> None:
+        """It will be read soon, by the only thread there is: a disk may begin to bring it near. Raises nothing."""
+        ...
+
     def is_there(self, path: str) -> bool:
         """Whether this host sees a listed file or container."""
         ...

@@ -156,6 +156,9 @@ class ContainerReader(Generic[Opened]):
         except IntegrityError as error:
             return image.rejected(RejectReason.DAMAGED_CONTAINER, str(error))
 
+    def expect(self, image: SourceImage) -> None:
+        """Nothing: the operating system reads ahead in a file."""
+
     def is_there(self, path: str) -> bool:
         """Whether this host sees the container."""
         return self._store.stat(path) is not None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,8 +19,10 @@ from etl.sources.names import (
     ZIP_SUFFIXES,
 )
 from etl.sources.parquet_columns import bytes_leaf
+from etl.sources.patterns import is_pattern
 from etl.stored_file import open_file
 from shardmill.errors import ShardmillError
+from shardmill.stores import open_store
 
 # Kinds whose files hold the images themselves. (A table beside a folder's images is no reason to read the table.)
 _CONTAINERS = {
@@ -32,21 +34,32 @@ _CONTAINERS = {
 }
 # Where data sets that are cloned keep their files.
 _USUAL_FOLDERS = ("data", "train", "default")
+# One request of S3's.
+_MAX_REMOTE_NAMES = 1_000
 
 
 def recognise(uri: str) -> str:
-    """The `source.kind` of a file or pattern, by its suffix; of a local folder, by the names in it; else `folders`."""
-    folder = Path(uri.removeprefix("file://")).expanduser()
-    if "://" in uri.removeprefix("file://") or not folder.is_dir():
-        kind = _kind_of(uri)
-        return kind or ("table" if is_named(uri, TABLE_SUFFIXES) else "folders")
-    for place in (folder, *(folder / name for name in _USUAL_FOLDERS)):
-        names = {suffixed: name for name in sorted(_names_in(place)) if (suffixed := _suffix_kind(name))}
-        counts = Counter(kind for name in _names_in(place) if (kind := _suffix_kind(name)))
+    """The `source.kind` of a file or pattern, by its suffix; of a folder, by the names in it; else `folders`.
+
+    Of a remote folder that is a request or a few: the first names decide.
+    """
+    folder = uri if _is_remote(uri) else os.path.expanduser(uri.removeprefix("file://"))
+    if _is_remote(uri) or not os.path.isdir(folder):
+        kind = _kind_of(uri) or ("table" if is_named(uri, TABLE_SUFFIXES) else None)
+        if kind or is_pattern(uri) or not _is_remote(uri):
+            return kind or "folders"
+    for place in (folder, *(f"{folder.rstrip('/')}/{name}" for name in _USUAL_FOLDERS)):
+        found = sorted(_names_in(place))
+        names = {suffixed: name for name in found if (suffixed := _suffix_kind(name))}
+        counts = Counter(kind for name in found if (kind := _suffix_kind(name)))
         for kind, _ in counts.most_common():
-            if _kind_of(str(place / names[kind])):
+            if _kind_of(f"{place}/{names[kind]}"):
                 return kind
     return "folders"
+
+
+def _is_remote(uri: str) -> bool:
+    return "://" in uri.removeprefix("file://")
 
 
 def _kind_of(uri: str) -> str | None:
@@ -59,8 +72,16 @@ def _suffix_kind(name: str) -> str | None:
     return next((kind for kind, suffixes in _CONTAINERS.items() if is_named(name, suffixes)), None)
 
 
-def _names_in(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else []
+def _names_in(folder: str) -> list[str]:
+    """Of what lies right in a folder: of a remote one, files among its first; none if it cannot be listed."""
+    if not _is_remote(folder):
+        return os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK) else []
+    try:
+        first = itertools.islice(open_store(folder).list(""), _MAX_REMOTE_NAMES)
+        return [file.path for file in first if "/" not in file.path]
+    except (ShardmillError, FileNotFoundError):
+        # The listing itself will tell what is wrong.
+        return []
 
 
 def holds_images(uri: str) -> bool:

@@ -65,10 +65,18 @@ class SeveralReaders:
 
     def read(self, image: SourceImage) -> bytes | Rejection:
         """As the part's reader."""
-        name, _, key = image.key.partition("\0")
-        container = image.container.partition("\0")[2]
-        data = self._readers[name].read(replace(image, key=key, container=container))
+        reader, of_part = self._in_part(image)
+        data = reader.read(of_part)
         return replace(data, key=image.key) if isinstance(data, Rejection) else data
+
+    def expect(self, image: SourceImage) -> None:
+        """As the part's reader."""
+        reader, of_part = self._in_part(image)
+        reader.expect(of_part)
+
+    def _in_part(self, image: SourceImage) -> tuple[SourceReader, SourceImage]:
+        name, _, key = image.key.partition("\0")
+        return self._readers[name], replace(image, key=key, container=image.container.partition("\0")[2])
 
     def is_there(self, path: str) -> bool:
         """Whether this host sees a file of a part; for the empty path, the root of any."""

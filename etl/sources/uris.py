@@ -48,6 +48,9 @@ class UriReader:
             return image.rejected(RejectReason.TOO_LARGE_BYTES, detail)
         return data
 
+    def expect(self, image: SourceImage) -> None:
+        """Nothing: several are read at once."""
+
     def is_there(self, path: str) -> bool:
         """Whether this host sees the file, or at least the place of it.
 

@@ -42,7 +42,11 @@ class ReportData:
     class_names: tuple[str, ...] = ()
     class_counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By split, in the order of `class_names`."""
+    empty_classes: tuple[str, ...] = ()
     sizes: ImageSizes | None = None
+    channel_mean: tuple[float, ...] = ()
+    """Over the train split, on the 0..255 scale, like the deviation."""
+    channel_std: tuple[float, ...] = ()
     samples: tuple[Picture, ...] = ()
     num_listed: int = 0
     rejected: tuple[RejectedGroup, ...] = ()

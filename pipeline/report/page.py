@@ -58,6 +58,7 @@ def render(data: ReportData) -> str:
             status=str(summary.get("status", "unknown")),
             cards=_cards(data),
             charts=_charts(data),
+            share_names=SHARE_NAMES,
             by_split=by_split,
             num_samples=sum(by_split.values()),
             weakest_classes=_weakest_classes(data.evaluation),

@@ -19,12 +19,13 @@ from shardmill.jobs.run_files import StageRecord, read_stage_records, run_folder
 from shardmill.reader import read_samples
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
-from shardmill.values import Rejection, RejectReason
+from shardmill.values import Rejection, RejectReason, SourceImage
 from train.values import EpochRecord, Evaluation
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from etl.sources import SourceReader
     from shardmill.dataset.dataset import Dataset
 
 NUM_SAMPLES = 48
@@ -79,10 +80,17 @@ def _of_dataset(named: dict[str, Any]) -> dict[str, Any]:
             "class_names": dataset.manifest.class_names,
             "class_counts": {name: split.class_counts for name, split in splits.items()},
             "notes": dataset.manifest.counts.by_note,
+            "empty_classes": dataset.manifest.empty_classes,
             "sizes": dataset.manifest.sizes,
+            "channel_mean": dataset.manifest.channel_mean,
+            "channel_std": dataset.manifest.channel_std,
             "samples": _sample_pictures(dataset, first_split) if first_split else (),
             "num_listed": dataset.manifest.counts.listed,
-            "rejected": _rejected_groups(read_rejections(dataset.store, dataset.manifest), dataset.manifest.source.uri),
+            "rejected": _rejected_groups(
+                read_rejections(dataset.store, dataset.manifest),
+                dataset.manifest.source.uri,
+                dataset.manifest.source.kind,
+            ),
         }
     except (ShardmillError, FileNotFoundError):
         # The run may have failed for this very reason; its error is at the head of the page.
@@ -94,7 +102,9 @@ def _of_failed_build(detail: dict[str, Any]) -> dict[str, Any]:
     try:
         return {
             "num_listed": detail["num_listed"],
-            "rejected": _rejected_groups(read_ledger(detail["ledger"]), detail["source"]),
+            "rejected": _rejected_groups(
+                read_ledger(detail["ledger"]), detail["source"], detail.get("source_kind", "folders")
+            ),
         }
     except (ShardmillError, FileNotFoundError):
         return {}
@@ -117,10 +127,19 @@ def _sample_pictures(dataset: Dataset, split: str) -> tuple[Picture, ...]:
     return tuple(pictures)
 
 
-def _rejected_groups(rejections: Iterable[Rejection], source_uri: str) -> tuple[RejectedGroup, ...]:
+def _rejected_groups(rejections: Iterable[Rejection], source_uri: str, kind: str) -> tuple[RejectedGroup, ...]:
+    from etl.config import SourceConfig
+    from etl.sources import SOURCES
+    from etl.sources.files import FileReader
+
     rejections = sorted(rejections, key=lambda rejection: rejection.key)
     counts = Counter(rejection.reason for rejection in rejections)
-    source = open_store(source_uri)
+    # A table names files of their own, wherever they are. Of a container's image the ledger does not say where it lies.
+    source = (
+        SOURCES[kind](SourceConfig(uri=source_uri, kind=kind)).open(MAX_THUMBNAIL_SOURCE_BYTES)
+        if kind == "table"
+        else FileReader(source_uri)
+    )
     return tuple(
         RejectedGroup(
             str(reason),
@@ -134,11 +153,14 @@ def _rejected_groups(rejections: Iterable[Rejection], source_uri: str) -> tuple[
     )
 
 
-def _rejected_picture(source: Store, rejection: Rejection) -> Picture:
+def _rejected_picture(source: SourceReader, rejection: Rejection) -> Picture:
     is_small_file = rejection.size_bytes <= MAX_THUMBNAIL_SOURCE_BYTES and "\0" not in rejection.key
+    # A report fetches nothing from the web.
+    is_small_file = is_small_file and not rejection.key.startswith(("http://", "https://"))
     if rejection.reason in REASONS_WITH_THUMBNAIL and is_small_file:
         try:
-            image_HWC = _decode_leniently(source.read(rejection.key))
+            data = source.read(SourceImage(rejection.key, rejection.size_bytes))
+            image_HWC = None if isinstance(data, Rejection) else _decode_leniently(data)
         except (ShardmillError, OSError):
             image_HWC = None
         if image_HWC is not None:

@@ -27,7 +27,7 @@ class ChunkFetcher:
         self._store = store
         self._format = SHARD_FORMATS[index.format]
         self._footers: dict[str, object] = {}
-        self._lock = threading.Lock()
+        self._fetching = {shard.path: threading.Lock() for shard in index.shards}
 
     def read_chunk(self, chunk: int) -> ChunkRows:
         """The rows of chunk number `chunk`. Raises IntegrityError naming shard and chunk, for any altered byte."""
@@ -47,14 +47,12 @@ class ChunkFetcher:
         return rows
 
     def _footer(self, shard: ShardInfo) -> object:
-        with self._lock:
-            if shard.path in self._footers:
-                return self._footers[shard.path]
-        place = ByteRange(shard.footer_start, shard.footer_bytes)
-        footer = self._format.open_footer(place, self._read_footer(shard, place))
-        with self._lock:
-            self._footers[shard.path] = footer
-        return footer
+        # Whoever else needs it waits, in place of a request of its own.
+        with self._fetching[shard.path]:
+            if shard.path not in self._footers:
+                place = ByteRange(shard.footer_start, shard.footer_bytes)
+                self._footers[shard.path] = self._format.open_footer(place, self._read_footer(shard, place))
+            return self._footers[shard.path]
 
     def _read_footer(self, shard: ShardInfo, place: ByteRange) -> bytes:
         # One byte more than the index names: it must not be there, so the file ends where its footer ends.

@@ -195,5 +195,6 @@ def _count(
         by_split=by_split,
         duplicate_content=duplicates.duplicates,
         conflicting_label=duplicates.conflicting,
+        leaked_content=duplicates.leaked,
         by_note=dict(sorted(by_note.items())),
     )

@@ -1,4 +1,4 @@
-"""How often the same source bytes were accepted under several names, and under several classes."""
+"""How often the same source bytes were accepted under several names, under several classes, and in several splits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from shardmill.dataset.segment import read_segment, rows_file
 from shardmill.storage import Store
 from shardmill.values import ShardInfo
 
-_COLUMNS = ["source_sha256", "label"]
 # All row segments are read for the names in a warning: at most about 20 MB.
 _MAX_ROWS_SEARCHED = 200_000
 _NUM_NAMED = 4
@@ -21,29 +20,65 @@ _NUM_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class DuplicateCounts:
-    """Accepted inputs whose bytes another one had already, and those whose bytes another one has in another class."""
+    """Accepted inputs that share their bytes."""
 
     duplicates: int
+    """Those whose bytes another one had already."""
     conflicting: int
+    """Those whose bytes another one has in another class."""
+    leaked: int
+    """Those whose bytes another one has in another split."""
+
+
+@dataclass(frozen=True, slots=True)
+class DuplicateExamples:
+    """The sources of one set of equal bytes each, a few of them; empty if there is none, or too many rows to search."""
+
+    conflicting: tuple[str, ...] = ()
+    """In several classes."""
+    leaked: tuple[tuple[str, str], ...] = ()
+    """In several splits: each source with its split."""
 
 
 def count_duplicates(rows: pa.Table) -> DuplicateCounts:
-    """From the columns `source_sha256` and `label` of all rows."""
-    groups = rows.group_by("source_sha256").aggregate([("label", "count_distinct"), ([], "count_all")])
-    conflicting = groups.filter(pc.field("label_count_distinct") > 1).column("count_all")
-    return DuplicateCounts(rows.num_rows - groups.num_rows, sum(conflicting.to_pylist()))
-
-
-def first_conflict(store: Store, shards: Sequence[ShardInfo]) -> tuple[str, ...]:
-    """A few sources in `shards` with equal bytes and several classes; none if there are too many rows to search."""
-    if not 0 < sum(shard.num_rows for shard in shards) <= _MAX_ROWS_SEARCHED:
-        return ()
-    columns = ["source", *_COLUMNS]
-    tables = [read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows).select(columns) for shard in shards]
-    groups = (
-        pa.concat_tables(tables)
-        .group_by("source_sha256")
-        .aggregate([("label", "count_distinct"), ("source", "list")])
-        .filter(pc.field("label_count_distinct") > 1)
+    """From the columns `source_sha256`, `label` and `split` of all rows, or of all that may share their bytes."""
+    groups = rows.group_by("source_sha256").aggregate(
+        [("label", "count_distinct"), ("split", "count_distinct"), ([], "count_all")]
     )
-    return tuple(min(map(sorted, groups.column("source_list").to_pylist()), default=[])[:_NUM_NAMED])
+    conflicting, leaked = (
+        sum(groups.filter(pc.field(f"{name}_count_distinct") > 1).column("count_all").to_pylist())
+        for name in ("label", "split")
+    )
+    return DuplicateCounts(rows.num_rows - groups.num_rows, conflicting, leaked)
+
+
+def find_examples(store: Store, shards: Sequence[ShardInfo]) -> DuplicateExamples:
+    """The first sources with equal bytes in `shards`, which are of one format."""
+    if not 0 < sum(shard.num_rows for shard in shards) <= _MAX_ROWS_SEARCHED:
+        return DuplicateExamples()
+    groups = (
+        pa.concat_tables(_rows_with_split(store, shard) for shard in shards)
+        .group_by("source_sha256")
+        .aggregate([("label", "count_distinct"), ("split", "count_distinct"), ("source", "list"), ("split", "list")])
+    )
+    conflicting, leaked = (
+        groups.filter(pc.field(f"{name}_count_distinct") > 1).select(["source_list", "split_list"]).to_pylist()
+        for name in ("label", "split")
+    )
+    return DuplicateExamples(
+        tuple(min((sorted(each["source_list"]) for each in conflicting), default=[])[:_NUM_NAMED]),
+        min((_first_of_each_split(each["source_list"], each["split_list"]) for each in leaked), default=()),
+    )
+
+
+def _rows_with_split(store: Store, shard: ShardInfo) -> pa.Table:
+    rows = read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows)
+    return rows.select(["source", "source_sha256", "label"]).append_column(
+        "split", pa.array([shard.split] * rows.num_rows, pa.string())
+    )
+
+
+def _first_of_each_split(sources: Sequence[str], splits: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """One source of each split with the split's name; the smallest, sorted."""
+    firsts = {split: source for source, split in sorted(zip(sources, splits, strict=True), reverse=True)}
+    return tuple(sorted((source, split) for split, source in firsts.items()))

@@ -53,6 +53,9 @@ class Counts(Section):
     """Accepted inputs whose bytes another accepted input had already."""
     conflicting_label: int = Field(default=0, ge=0)
     """Accepted inputs whose bytes another accepted input has under another class."""
+    leaked_content: int | None = Field(default=None, ge=0)
+    """Accepted inputs whose bytes another accepted input has in another split; content hashes never put them there.
+    None in a version that an older shardmill committed."""
     by_note: dict[str, int]
 
 
@@ -144,6 +147,14 @@ class Manifest(Section):
         return columns
 
     @property
+    def empty_classes(self) -> tuple[str, ...]:
+        """Classes of the label map of which no split has an image."""
+        counts = [split.class_counts for split in self.splits.values()]
+        return tuple(
+            name for label, name in enumerate(self.class_names) if not any(of_split[label] for of_split in counts)
+        )
+
+    @property
     def evaluation_split(self) -> str | None:
         """The split whose samples no training decision has seen, as far as there is one; None without any."""
         return next((name for name in ("test", "validation") if name in self.splits), None)
@@ -186,7 +197,9 @@ class Manifest(Section):
 
         def visible(each: Manifest) -> tuple[object, ...]:
             digests = (each.content_digest, each.layout_digest, each.ledger_digest)
-            return (*digests, sorted(each.formats), each.counts, each.expired_versions)
+            # Equal content leaks equally; an older shardmill has not counted it.
+            counts = each.counts.model_copy(update={"leaked_content": None})
+            return (*digests, sorted(each.formats), counts, each.expired_versions)
 
         return visible(self) == visible(other)
 

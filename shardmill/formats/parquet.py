@@ -184,13 +184,13 @@ class _SparseFile(io.RawIOBase):
     def size(self) -> int:
         return self._num_bytes
 
-    def read(self, num_bytes: int = -1) -> bytes:
+    def read(self, num_bytes: int = -1) -> bytes | memoryview:
         stop = self._num_bytes if num_bytes is None or num_bytes < 0 else self._position + num_bytes
         stop = min(stop, self._num_bytes)
         start, self._position = self._position, max(self._position, stop)
         for run_start, run in self._runs.items():
             if run_start <= start and stop <= run_start + len(run):
-                return run[start - run_start : stop - run_start]
+                return memoryview(run)[start - run_start : stop - run_start]
         # pyarrow reads ahead of a footer; what was not fetched is never looked at.
         filled = bytearray(max(0, stop - start))
         for run_start, run in self._runs.items():

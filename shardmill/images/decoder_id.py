@@ -34,6 +34,11 @@ def decoder_id(options: NormalizeOptions) -> str:
 
 def normalization_fingerprint(options: NormalizeOptions) -> str:
     """SHA-256 over the options and `decoder_id`: equal fingerprints promise equal stored bytes for equal sources."""
+    deciding = options.model_dump(mode="json")
     # The kernel is in the id: what the wheels made before there was a choice keeps its fingerprint.
-    content = {"options": options.model_dump(mode="json", exclude={"kernel"}), "decoder_id": decoder_id(options)}
+    del deciding["kernel"]
+    # So does what was made before there was this one, whose default leaves nothing out.
+    if options.min_source_bytes == 1:
+        del deciding["min_source_bytes"]
+    content = {"options": deciding, "decoder_id": decoder_id(options)}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -55,6 +55,9 @@ def _process(source: SourceImage, data: bytes, source_sha256: str, options: Norm
         raise Refused(
             RejectReason.TOO_LARGE_BYTES, f"{len(data)} bytes; max_source_bytes is {options.max_source_bytes}"
         )
+    # An empty file is one whatever was asked for.
+    if 0 < len(data) < options.min_source_bytes:
+        raise Refused(RejectReason.TOO_SMALL, f"{len(data)} bytes; min_source_bytes is {options.min_source_bytes}")
     format_name, decoded = decode_image(data, options)
     image_HWC = normalize(decoded.pixels_HWC, options)
     sums, square_sums = _channel_sums(image_HWC)

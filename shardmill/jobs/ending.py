@@ -12,7 +12,7 @@ from shardmill.jobs.redact import redacted_text
 from shardmill.printable import printable
 from shardmill.registry import install_hint
 
-_CONTINUE = "run the same command again: it continues where it stopped"
+_CONTINUE = "run the same command again{but}: it goes on from the last work unit or checkpoint that was complete"
 
 
 def quiet_libraries() -> None:
@@ -41,9 +41,9 @@ def error_line(error: BaseException) -> str:
     """Why a command ends, in one line for people."""
     error = why_ended(error)
     if isinstance(error, KeyboardInterrupt):
-        line = f"interrupted; nothing half-done is visible; {_CONTINUE}"
+        line = f"interrupted; nothing half-done is visible; {_how_to_go_on()}"
     elif isinstance(error, Terminated):
-        line = f"{error}; {_CONTINUE}"
+        line = f"{error}; {_how_to_go_on()}"
     elif isinstance(error, ShardmillError):
         line = str(error)
     elif isinstance(error, ModuleNotFoundError) and (hiding := _hiding_file(error)):
@@ -53,6 +53,11 @@ def error_line(error: BaseException) -> str:
     else:
         line = f"{type(error).__name__}: {error}; unexpected error; --debug shows where"
     return redacted_text(printable(" ".join(line.split())))
+
+
+def _how_to_go_on() -> str:
+    # A fresh training is another one each time, but for a run that is named.
+    return _CONTINUE.format(but=", without --fresh" if "--fresh" in sys.argv else "")
 
 
 def _hiding_file(error: ModuleNotFoundError) -> str:

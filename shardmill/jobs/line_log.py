@@ -156,8 +156,7 @@ class LineLog:
     def __init__(
         self, store: Store, path: str, clock: Callable[[], float] = time.monotonic, warn: Warn = warn_on_stderr
     ) -> None:
-        kept = b"" if store.local_root is not None else b"".join(read_lines(store, path))
-        self._file = GrowingFile(store, path, kept, clock, warn)
+        self._file = open_lines(store, path, clock, warn)
 
     def append(self, value: Mapping[str, Any]) -> None:
         """Add one line."""
@@ -170,6 +169,14 @@ class LineLog:
     def close(self) -> None:
         """Nothing is left to write after this."""
         self._file.close()
+
+
+def open_lines(
+    store: Store, path: str, clock: Callable[[], float] = time.monotonic, warn: Warn = warn_on_stderr
+) -> GrowingFile:
+    """A growing file of whole lines, behind those that it holds already. Raises StorageError."""
+    kept = b"" if store.local_root is not None else b"".join(read_lines(store, path))
+    return GrowingFile(store, path, kept, clock, warn)
 
 
 def open_to_append(target: Path) -> IO[bytes]:

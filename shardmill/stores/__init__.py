@@ -15,7 +15,7 @@ STORES: Registry[Callable[[str], Store]] = Registry(
     {
         "file": Entry("shardmill.stores.local:LocalStore", "a local or mounted folder"),
         "s3": Entry(
-            "shardmill.stores.s3:S3Store", "a prefix of an S3 bucket", extra="s3", packages=("s3fs", "tenacity")
+            "shardmill.stores.s3:S3Store", "a prefix of an S3 bucket", extra="s3", packages=("botocore", "tenacity")
         ),
         "hdfs": Entry(
             "shardmill.stores.hdfs:HdfsStore", "a folder of an HDFS", extra="hdfs", packages=("hdfs_native",)

@@ -10,6 +10,7 @@ import os
 import time
 import urllib.parse
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -119,13 +120,13 @@ class HttpStore(ReadOnlyStore):
         return _Piece(body, version, is_last=True)
 
 
+@dataclass(frozen=True, slots=True)
 class _Piece:
     """What one GET gave of a file."""
 
-    __slots__ = ("data", "is_last", "version")
-
-    def __init__(self, data: bytes, version: str, *, is_last: bool) -> None:
-        self.data, self.version, self.is_last = data, version, is_last
+    data: bytes
+    version: str
+    is_last: bool
 
 
 class _Transient(OSError):

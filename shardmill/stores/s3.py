@@ -164,7 +164,7 @@ def _requests() -> S3Requests:
 
 @functools.cache
 def _connected(pid: int) -> S3Requests:
-    """Those of this process: a thread makes them, and it does not survive a fork."""
+    """Those of this process: two cannot share a connection."""
     from shardmill.stores.s3_requests import S3Requests
 
     return S3Requests()

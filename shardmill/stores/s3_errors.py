@@ -1,13 +1,15 @@
-"""What a failed request to S3 means: whether it may succeed later, and whether it was sent at all."""
+"""What a failed request to S3 means: may it succeed later, was it sent at all, and which OSError is it."""
 
 from __future__ import annotations
 
-import socket
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 
-import aiohttp
 import botocore.exceptions as botocore_errors
 from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 # What a server says of a request that came late, damaged or too soon, under statuses that mean other things, too.
 _TRANSIENT_CODES = {
@@ -17,17 +19,18 @@ _TRANSIENT_CODES = {
 Damaged = botocore_errors.FlexibleChecksumError
 """A body that does not match the checksum which the server keeps of it."""
 _BROKEN = (
-    aiohttp.ClientError, botocore_errors.ConnectionError, botocore_errors.HTTPClientError,
-    botocore_errors.IncompleteReadError, ConnectionError, Damaged, ResponseParserError, TimeoutError,
+    botocore_errors.ConnectionError, botocore_errors.HTTPClientError, botocore_errors.IncompleteReadError,
+    ConnectionError, Damaged, HTTPError, ResponseParserError, TimeoutError,
 )  # fmt: skip
 _FOR_GOOD = (botocore_errors.SSLError, botocore_errors.ProxyConnectionError)
+_OS_ERRORS: dict[int, int] = {
+    HTTPStatus.NOT_FOUND: errno.ENOENT, HTTPStatus.FORBIDDEN: errno.EACCES, HTTPStatus.NOT_IMPLEMENTED: errno.ENOSYS
+}  # fmt: skip
 
 
 def was_not_sent(error: BaseException) -> bool:
-    """Whether nobody took the connection. A line that is reset later, aiobotocore reports by the same class."""
-    if isinstance(error, botocore_errors.EndpointConnectionError):
-        return isinstance(error.__context__, aiohttp.ClientConnectorError | socket.gaierror)
-    return isinstance(error, botocore_errors.ConnectTimeoutError)
+    """Whether nobody took the connection."""
+    return isinstance(error, botocore_errors.EndpointConnectionError | botocore_errors.ConnectTimeoutError)
 
 
 def status_of(error: BaseException) -> int:
@@ -43,3 +46,13 @@ def is_transient(error: BaseException) -> bool:
         is_busy = (status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED) or status == HTTPStatus.TOO_MANY_REQUESTS
         return is_busy or error.response.get("Error", {}).get("Code") in _TRANSIENT_CODES
     return isinstance(error, _BROKEN) and not isinstance(error, _FOR_GOOD)
+
+
+@contextmanager
+def as_os_error() -> Iterator[None]:
+    """What a server refuses, as the OSError that a file system would raise, with the server's words."""
+    try:
+        yield
+    except botocore_errors.ClientError as error:
+        words = error.response.get("Error", {}).get("Message") or str(error)
+        raise OSError(_OS_ERRORS.get(status_of(error), errno.EIO), words) from error

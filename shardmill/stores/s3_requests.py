@@ -1,30 +1,30 @@
 """Requests to S3: transient failures are retried until a deadline, permanent ones are raised at once.
 
-One loop, around each request and the reading of its answer, in place of those of botocore and s3fs: a conditional PUT
-that a client repeats unseen is refused because of itself.
+One loop, around each request and the reading of its answer, in place of botocore's own: a conditional PUT that a client
+repeats unseen is refused because of itself. Each request is made by the thread that asks, on a connection of a pool.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
+import io
 import math
 import os
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-import aiohttp
 import botocore.exceptions as botocore_errors
-from fsspec.asyn import sync
-from tenacity import AsyncRetrying, RetryCallState
+from tenacity import RetryCallState, Retrying, stop_before_delay
 
 from shardmill.errors import UsageError
 from shardmill.stores.retries import count_retry, pause_seconds
-from shardmill.stores.s3_errors import Damaged, is_transient, status_of, was_not_sent
+from shardmill.stores.s3_errors import Damaged, as_os_error, is_transient, status_of, was_not_sent
 
 DEADLINE = "SHARDMILL_S3_DEADLINE_SECONDS"
 """Of the environment: how long a request may take with all its repetitions; 120 if it is not set."""
@@ -32,6 +32,8 @@ CONNECT_SECONDS = 10.0
 """How long a server that has never answered this process is tried: its address is more likely wrong than it is away."""
 PIECE_BYTES = 1 << 24
 """What one request transfers at most, so that a slow line needs no other deadline than a fast one."""
+_BLOCK_BYTES = 1 << 20
+_SENT_WHOLE_BYTES = 1 << 17
 _PARALLEL = 4
 _MAX_CONNECTIONS = 32
 _MAX_UPLOADS = 3
@@ -60,32 +62,46 @@ class S3Requests:
     """
 
     def __init__(self) -> None:
-        from s3fs import S3FileSystem
+        from botocore.config import Config
+        from botocore.session import Session
 
         self._deadline_seconds = _deadline_seconds()
         self._has_answered = self._is_given_up = False
         # A stall is noticed early enough for further requests.
-        config = {
-            "retries": {"mode": "standard", "total_max_attempts": 1},
-            "connect_timeout": 5.0,
-            "read_timeout": self._deadline_seconds / 8,
-            "max_pool_connections": _MAX_CONNECTIONS,
-        }
-        self._connection = S3FileSystem(config_kwargs=config, skip_instance_cache=True)
+        config = Config(
+            retries={"mode": "standard", "total_max_attempts": 1},
+            connect_timeout=5.0,
+            read_timeout=self._deadline_seconds / 8,
+            max_pool_connections=_MAX_CONNECTIONS,
+        )
         # Now, not within the deadline of the first request: reading botocore's tables takes most of a second.
-        self._connection.connect()
+        self._client = Session().create_client("s3", config=config)
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
         """One request of Amazon's API, by its snake_case name."""
-        return self._wait_for(self._call(method, **arguments))
+        with as_os_error():
+            return self._call(method, **arguments)
 
     def get(self, bucket: str, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         """`num_bytes` from `start`, or all; fewer at the end of the object, none behind it. Raises Damaged."""
-        return self._wait_for(self._get(bucket, key, start, num_bytes))
+        size = PIECE_BYTES if num_bytes is None else min(num_bytes, PIECE_BYTES)
+        with as_os_error():
+            first = self._get(bucket, key, start, size)
+            end = first.object_bytes if num_bytes is None else min(first.object_bytes, start + num_bytes)
+            others = _a_few_at_once(
+                [
+                    lambda at=at: self._get(bucket, key, at, min(PIECE_BYTES, end - at))
+                    for at in range(start + PIECE_BYTES, end, PIECE_BYTES)
+                ]
+            )
+        if any(piece.etag != first.etag for piece in others):
+            raise OSError(errno.EIO, "it was replaced while it was read")
+        return b"".join(piece.data for piece in (first, *others)) if others else first.data
 
     def put(self, bucket: str, key: str, data: bytes) -> None:
         """The object is there whole, or as it was."""
-        self._wait_for(self._upload(bucket, key, len(data), lambda start, end: data[start:end]))
+        with as_os_error():
+            self._upload(bucket, key, len(data), lambda start, end: data[start:end])
 
     def put_file(self, bucket: str, key: str, file: Path) -> None:
         """As `put`, of a file of which no more than a few pieces are held at once."""
@@ -94,22 +110,45 @@ class S3Requests:
             with open(file, "rb") as source:
                 return os.pread(source.fileno(), end - start, start)
 
-        self._wait_for(self._upload(bucket, key, file.stat().st_size, read))
+        with as_os_error():
+            self._upload(bucket, key, file.stat().st_size, read)
 
     def create(self, bucket: str, key: str, data: bytes) -> bool:
         """PUT unless the name exists: whether the object is this call's. Raises UnknownOutcome if nothing tells."""
-        return self._wait_for(self._create(bucket, key, data))
+        is_unknown = False
 
-    def _wait_for(self, work: Coroutine[Any, Any, Value]) -> Value:
-        try:
-            return sync(self._connection.loop, lambda: work)  # pyright: ignore[reportReturnType]
-        except botocore_errors.ClientError as error:
-            from s3fs.errors import translate_boto_error
+        def attempt(deadline: float) -> bool:
+            nonlocal is_unknown
+            try:
+                self._once("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+                return True
+            except Exception as error:
+                # A 412 may be the answer to a repetition of what was done, by a proxy on the way. The object alone
+                # tells, now or after the next attempt.
+                is_lost = is_transient(error) and not was_not_sent(error)
+                if status_of(error) != HTTPStatus.PRECONDITION_FAILED and not is_lost:
+                    raise
+                is_unknown = True
+                try:
+                    return self._get_piece(bucket, key, 0, len(data) + 1, deadline).data == data
+                except botocore_errors.ClientError as absent:
+                    if status_of(absent) != HTTPStatus.NOT_FOUND:
+                        raise
+                raise
 
-            raise translate_boto_error(error) from error
+        with as_os_error():
+            try:
+                return self._patiently(attempt)
+            except Exception as error:
+                if is_unknown:
+                    raise UnknownOutcome(errno.EIO, getattr(error, "strerror", None) or str(error)) from error
+                raise
 
-    async def _patiently(self, request: Callable[..., Awaitable[Value]], *args: Any, **named: Any) -> Value:
-        """The value of `request`, which is called until it succeeds or fails for good, or the deadline comes."""
+    def _patiently(self, request: Callable[[float], Value]) -> Value:
+        """The value of `request`, which is called until it succeeds or fails for good, or the deadline comes.
+
+        It is told the deadline, of time.monotonic(). None begins after it; the last may stall beyond it, by an eighth.
+        """
         failed: list[BaseException] = []
 
         def is_worth_another(state: RetryCallState) -> bool:
@@ -128,134 +167,95 @@ class S3Requests:
             self._is_given_up |= (state.seconds_since_start or 0.0) >= CONNECT_SECONDS
             return not self._is_given_up
 
-        tries = AsyncRetrying(
-            retry=is_worth_another, wait=pause_seconds, reraise=True,
-            before_sleep=lambda state: count_retry(),
+        def give_up(state: RetryCallState) -> NoReturn:
+            waited = f"no success within {self._deadline_seconds:g} s ({DEADLINE})"
+            raise OSError(errno.EIO, f"{waited}; the last of {len(failed)} errors: {failed[-1]}") from failed[-1]
+
+        tries = Retrying(
+            retry=is_worth_another, wait=pause_seconds, stop=stop_before_delay(self._deadline_seconds),
+            before_sleep=lambda state: count_retry(), retry_error_callback=give_up,
         )  # fmt: skip
-        try:
-            async with asyncio.timeout(self._deadline_seconds):
-                return await tries(request, *args, **named)
-        except TimeoutError:
-            last = f"; the last of {len(failed)} errors: {failed[-1]}" if failed else ""
-            waited = f"no success within {self._deadline_seconds:g} s ({DEADLINE}){last}"
-            raise OSError(errno.EIO, waited) from (failed[-1] if failed else None)
+        return tries(request, time.monotonic() + self._deadline_seconds)
 
-    async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        return await self._patiently(self._once, method, **arguments)
+    def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        return self._patiently(lambda deadline: self._once(method, **arguments))
 
-    async def _once(self, method: str, **arguments: Any) -> dict[str, Any]:
-        client = await self._connection.set_session()
-        return await getattr(client, method)(**arguments)
+    def _once(self, method: str, **arguments: Any) -> dict[str, Any]:
+        data = arguments.get("Body", b"")
+        if len(data) > _SENT_WHOLE_BYTES:
+            # Sending all of some bytes must not take longer than a connection; of a file, that holds for each block.
+            arguments["Body"] = io.BytesIO(data)
+        return getattr(self._client, method)(**arguments)
 
-    async def _get(self, bucket: str, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        size = PIECE_BYTES if num_bytes is None else min(num_bytes, PIECE_BYTES)
-        first = await self._patiently(self._get_piece, bucket, key, start, size)
-        end = first.object_bytes if num_bytes is None else min(first.object_bytes, start + num_bytes)
-        others = await _a_few_at_once(
-            [
-                lambda at=at: self._patiently(self._get_piece, bucket, key, at, min(PIECE_BYTES, end - at))
-                for at in range(start + PIECE_BYTES, end, PIECE_BYTES)
-            ]
-        )
-        if any(piece.etag != first.etag for piece in others):
-            raise OSError(errno.EIO, "it was replaced while it was read")
-        return b"".join(piece.data for piece in (first, *others)) if others else first.data
+    def _get(self, bucket: str, key: str, start: int, num_bytes: int) -> _Piece:
+        return self._patiently(lambda deadline: self._get_piece(bucket, key, start, num_bytes, deadline))
 
-    async def _get_piece(self, bucket: str, key: str, start: int, num_bytes: int) -> _Piece:
+    def _get_piece(self, bucket: str, key: str, start: int, num_bytes: int, deadline: float) -> _Piece:
         """Every read names a range: only then does the answer say how long the object is."""
         place = f"bytes={start}-{start + num_bytes - 1}"
         try:
-            answer = await self._once("get_object", Bucket=bucket, Key=key, Range=place)
+            answer = self._once("get_object", Bucket=bucket, Key=key, Range=place)
         except botocore_errors.ClientError as error:
             if status_of(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 return _Piece(b"", 0, "")
             raise
-        async with answer["Body"] as body:
-            data = await body.read()
+        blocks: list[bytes] = []
+        with closing(answer["Body"]) as body:
+            # To the end, where botocore compares checksums.
+            while block := body.read(_BLOCK_BYTES):
+                blocks.append(block)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{sum(map(len, blocks))} bytes came for {place}, slowly")
+        data = b"".join(blocks)
         object_bytes = int(answer.get("ContentRange", "").rpartition("/")[2] or -1)
         if len(data) != min(num_bytes, object_bytes - start):
-            raise aiohttp.ClientPayloadError(f"{len(data)} bytes came for {place} of {object_bytes}")
+            raise ConnectionError(f"{len(data)} bytes came for {place} of {object_bytes}")
         return _Piece(data, object_bytes, answer.get("ETag", ""))
 
-    async def _upload(self, bucket: str, key: str, num_bytes: int, read: Callable[[int, int], bytes]) -> None:
+    def _upload(self, bucket: str, key: str, num_bytes: int, read: Callable[[int, int], bytes]) -> None:
         if num_bytes <= PIECE_BYTES:
-            await self._call("put_object", Bucket=bucket, Key=key, Body=read(0, num_bytes))
+            self._call("put_object", Bucket=bucket, Key=key, Body=read(0, num_bytes))
             return
         for uploads in range(1, _MAX_UPLOADS + 1):
             try:
-                await self._upload_in_parts(bucket, key, num_bytes, read)
+                self._upload_in_parts(bucket, key, num_bytes, read)
                 return
             except botocore_errors.ClientError as error:
                 # The end of an upload is no name for the next request: if its answer was lost, begin anew.
                 if error.response["Error"].get("Code") != "NoSuchUpload" or uploads == _MAX_UPLOADS:
                     raise
 
-    async def _upload_in_parts(self, bucket: str, key: str, num_bytes: int, read: Callable[[int, int], bytes]) -> None:
-        upload = await self._call("create_multipart_upload", Bucket=bucket, Key=key)
+    def _upload_in_parts(self, bucket: str, key: str, num_bytes: int, read: Callable[[int, int], bytes]) -> None:
+        upload = self._call("create_multipart_upload", Bucket=bucket, Key=key)
         place = {"Bucket": bucket, "Key": key, "UploadId": upload["UploadId"]}
 
-        async def send(number: int, start: int) -> dict[str, Any]:
+        def send(number: int, start: int) -> dict[str, Any]:
             data = read(start, min(start + PIECE_BYTES, num_bytes))
-            answer = await self._call("upload_part", **place, PartNumber=number, Body=data)
+            answer = self._call("upload_part", **place, PartNumber=number, Body=data)
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         starts = enumerate(range(0, num_bytes, PIECE_BYTES), 1)
         try:
-            parts = await _a_few_at_once([lambda number=n, start=at: send(number, start) for n, at in starts])
-            await self._call("complete_multipart_upload", **place, MultipartUpload={"Parts": parts})
+            parts = _a_few_at_once([lambda number=n, start=at: send(number, start) for n, at in starts])
+            self._call("complete_multipart_upload", **place, MultipartUpload={"Parts": parts})
         except Exception:
             # What cannot be removed now is found by `gc`.
             with suppress(Exception):
-                await self._once("abort_multipart_upload", **place)
-            raise
-
-    async def _create(self, bucket: str, key: str, data: bytes) -> bool:
-        is_unknown = False
-
-        async def attempt() -> bool:
-            nonlocal is_unknown
-            try:
-                await self._once("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
-                return True
-            except asyncio.CancelledError:
-                is_unknown = True
-                raise
-            except Exception as error:
-                # A 412 may be the answer to a repetition of what was done: aiohttp sends a PUT again, unasked, when a
-                # connection closes before its answer. The object alone tells, now or after the next attempt.
-                is_lost = is_transient(error) and not was_not_sent(error)
-                if status_of(error) != HTTPStatus.PRECONDITION_FAILED and not is_lost:
-                    raise
-                is_unknown = True
-                try:
-                    return await self._get(bucket, key) == data
-                except botocore_errors.ClientError as absent:
-                    if status_of(absent) != HTTPStatus.NOT_FOUND:
-                        raise
-                raise
-
-        try:
-            return await self._patiently(attempt)
-        except Exception as error:
-            if is_unknown:
-                raise UnknownOutcome(errno.EIO, getattr(error, "strerror", None) or str(error)) from error
+                self._once("abort_multipart_upload", **place)
             raise
 
 
-async def _a_few_at_once(requests: list[Callable[[], Awaitable[Value]]]) -> list[Value]:
-    slots = asyncio.Semaphore(_PARALLEL)
-
-    async def in_turn(request: Callable[[], Awaitable[Value]]) -> Value:
-        async with slots:
-            return await request()
-
-    try:
-        # The first error ends the others, so that none of them goes on behind the back of whoever is told.
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(in_turn(request)) for request in requests]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+def _a_few_at_once(requests: list[Callable[[], Value]]) -> list[Value]:
+    if not requests:
+        return []
+    with ThreadPoolExecutor(_PARALLEL, "shardmill-s3") as pool:
+        futures = [pool.submit(request) for request in requests]
+        # The first error ends those that have not begun, and the others are waited for: none of them goes on behind the
+        # back of whoever is told.
+        wait(futures, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            future.cancel()
+        return [future.result() for future in futures]
 
 
 def _deadline_seconds() -> float:

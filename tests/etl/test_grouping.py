@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -34,6 +36,8 @@ from tests.etl.test_listing import facts, listed
 CLASS_NAMES = ("a", "b")
 SCHEMA = RowSchema("raw", (1, 1, 1), CLASS_NAMES)
 CONFIG = EtlConfig()
+# Of the shards: their first rows, and the end of the last; their splits.
+_BOUNDS, _SPLITS = (0, 7, 8, 30, 60), ("train", "test", "train", "validation")
 
 
 def row(number: int, source_sha256: str, label_id: int) -> StoredRow:
@@ -57,9 +61,10 @@ def rows() -> list[StoredRow]:
 
 
 def write_shards(store: Store, rows: list[StoredRow]) -> list[ShardInfo]:
-    bounds = [(0, 7), (7, 8), (8, 30), (30, 60)]
+    bounds = list(itertools.pairwise(_BOUNDS))
     return [
-        publish_shard(store, "train", f"{first}", "parquet", [rows[first:end]], schema=SCHEMA) for first, end in bounds
+        publish_shard(store, split, f"{first}", "parquet", [rows[first:end]], schema=SCHEMA)
+        for split, (first, end) in zip(_SPLITS, bounds, strict=True)
     ]
 
 
@@ -67,7 +72,11 @@ def counted_by_hand(rows: list[StoredRow]) -> DuplicateCounts:
     times = Counter(row.sample.source_sha256 for row in rows)
     labels = {digest: {row.label_id for row in rows if row.sample.source_sha256 == digest} for digest in times}
     conflicting = sum(count for digest, count in times.items() if len(labels[digest]) > 1)
-    return DuplicateCounts(len(rows) - len(times), conflicting)
+    splits = {digest: set() for digest in times}
+    for place, each in enumerate(rows):
+        splits[each.sample.source_sha256].add(_SPLITS[bisect.bisect(_BOUNDS, place) - 1])
+    leaked = sum(count for digest, count in times.items() if len(splits[digest]) > 1)
+    return DuplicateCounts(len(rows) - len(times), conflicting, leaked)
 
 
 def copies_by_hand(rows: list[StoredRow]) -> dict[str, str]:
@@ -91,9 +100,8 @@ def test_counts_and_copies_are_those_of_all_rows(rows: list[StoredRow], tmp_path
         found = pa.concat_tables(find_copies(store, shards, CONFIG, group)).to_pylist()
         assert {each["source"]: each["original"] for each in found} == copies_by_hand(rows)
         places = {(each["shard"], each["row"]): each["source"] for each in found}
-        first_rows = (0, 7, 8, 30)
-        assert all(rows[first_rows[shard] + number].source.key == key for (shard, number), key in places.items())
-    assert count_copies(store, [], CONFIG, group_here) == DuplicateCounts(0, 0)
+        assert all(rows[_BOUNDS[shard] + number].source.key == key for (shard, number), key in places.items())
+    assert count_copies(store, [], CONFIG, group_here) == DuplicateCounts(0, 0, 0)
 
 
 def test_spark_gives_what_one_machine_gives_and_leaves_no_file(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,11 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.failpoints import FAILPOINTS, VARIABLE
 from shardmill.reader import read_samples
+from tests.polling import polled
 from tests.support import build_here, write_images
 
 ROOT = Path(__file__).parents[2]
 _SETTINGS = EtlConfig(engine="local", num_workers=2, image_size=16, encoding="png", unit_min_images=8)
-_POLLS_PER_SECOND = 20
 _DRIVER_POINTS = ("list", "manifest_put", "post_commit")
 _WORKER_POINTS = ("decode", "shard_open", "shard_mid", "shard_close", "task_report")
 
@@ -59,33 +58,12 @@ def run_etl(before: Path, folder: Path, failpoint: str = "") -> subprocess.Compl
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 
-@contextmanager
-def polled(root: Path) -> Iterator[None]:
-    """Another process's reader opens the dataset again and again; each time it is one whole version."""
-    ended, problems, num_polls = threading.Event(), [], 0
-
-    def poll() -> None:
-        nonlocal num_polls
-        while not ended.wait(1 / _POLLS_PER_SECOND):
-            try:
-                dataset = open_dataset(str(root))
-                assert dataset.manifest.counts.accepted == {1: 24, 2: 36}[dataset.pin.version]
-                old = open_dataset(f"{root}@1")
-                assert len(read_samples(old, "train", 1000)) == old.manifest.splits["train"].num_rows
-                num_polls += 1
-            except Exception as error:  # whatever it is, the test must show it
-                problems.append(error)
-                return
-
-    poller = threading.Thread(target=poll)
-    poller.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        poller.join()
-    assert not problems, problems
-    assert num_polls >= 3
+def look_at(root: Path) -> None:
+    """The dataset as a reader opens it: one whole version, and the old one behind it."""
+    dataset = open_dataset(str(root))
+    assert dataset.manifest.counts.accepted == {1: 24, 2: 36}[dataset.pin.version]
+    old = open_dataset(f"{root}@1")
+    assert len(read_samples(old, "train", 1000)) == old.manifest.splits["train"].num_rows
 
 
 def check_finished(before: Path, folder: Path) -> None:
@@ -98,7 +76,7 @@ def check_finished(before: Path, folder: Path) -> None:
 @pytest.mark.drill
 @pytest.mark.parametrize("point", _WORKER_POINTS)
 def test_a_worker_that_is_killed_once_costs_the_build_nothing_but_time(before: Path, folder: Path, point: str):
-    with polled(folder / "dataset"):
+    with polled(partial(look_at, folder / "dataset")):
         done = run_etl(before, folder, f"{point}@{folder}/once")
         assert done.returncode == 0, done.stderr
     assert (folder / "once").exists()
@@ -109,10 +87,14 @@ def test_a_worker_that_is_killed_once_costs_the_build_nothing_but_time(before: P
 def test_a_build_that_is_killed_is_finished_by_the_same_command(before: Path, folder: Path, point: str):
     name = point.partition(":")[0]
     assert name in FAILPOINTS
-    with polled(folder / "dataset"):
+    with polled(partial(look_at, folder / "dataset")):
         # A worker that dies twice ends the build with exit 4; the others kill the driver itself.
         killed = run_etl(before, folder, point)
         assert killed.returncode == (4 if name in _WORKER_POINTS else -9), killed.stderr
+        named = (
+            r"ERROR 4: the process of work unit \d+ ended twice .*the last image that it began was class_\d/\d+\.png"
+        )
+        assert name not in _WORKER_POINTS or re.search(named, killed.stderr), killed.stderr
         assert open_dataset(str(folder / "dataset")).pin.version == (2 if name == "post_commit" else 1)
         again = run_etl(before, folder)
         assert again.returncode == 0, again.stderr

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from etl.checks import inferred_warnings
+from etl.config import SourceConfig
 from etl.label_map import read_label_map
 from etl.plan import plan_build
+from pipeline.inspection import describe
+from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded, UsageError
-from tests.etl.test_incremental import build, tree_for
+from tests.etl.test_incremental import build, opened, tree_for
 from tests.support import write_images
 
 
@@ -52,8 +56,26 @@ def test_a_given_map_decides_the_numbers_and_other_classes_are_rejected(tmp_path
     assert outcome.manifest.class_names == names
     assert set(outcome.manifest.counts.by_reason) == {"unknown_class"}
     totals = [sum(split.class_counts[number] for split in outcome.manifest.splits.values()) for number in range(3)]
+    assert describe(opened(tmp_path))["empty_classes"] == ["nothing"]
     assert totals[1] == 0 and min(totals[0], totals[2]) > 0
     assert sum(totals) + outcome.manifest.counts.rejected == 30
+
+
+def test_ten_thousand_classes_are_listed_in_order_and_empty_ones_counted(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=30)
+    names = [f"class_{number}" for number in range(10_000)]
+    (tmp_path / "table.csv").write_text("uri,label\n" + "".join(f"{name}.jpg,{name}\n" for name in names))
+    tree = tree_for(tmp_path).model_copy(update={"source": SourceConfig(uri=f"{tmp_path}/table.csv", kind="table")})
+    plan = plan_build(tree, run_id="r")
+    assert plan.build.class_names == tuple(sorted(names))
+    [few] = [warning for warning in inferred_warnings(plan) if "classes have fewer" in warning]
+    assert few.endswith("(class_0: 1, class_1: 1, class_10: 1, class_100: 1, class_1000: 1 and 9995 more)")
+    (tmp_path / "map.txt").write_text("\n".join(reversed(names)))
+    manifest = build(tmp_path, label_map=str(tmp_path / "map.txt")).manifest
+    counts = [sum(found) for found in zip(*(each.class_counts for each in manifest.splits.values()), strict=True)]
+    assert counts == [0] * 9_997 + [10, 10, 10]
+    assert manifest.empty_classes == tuple(reversed(names[3:]))
+    verify_dataset(opened(tmp_path)).raise_if_failed()
 
 
 def test_an_unknown_class_may_be_an_error_before_anything_is_read(tmp_path: Path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from etl.checks import inferred_facts, inferred_warnings
+from etl.checks import inferred_facts, inferred_warnings, version_warnings
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
 from etl.plan import BuildPlan, plan_build
@@ -81,6 +81,14 @@ def test_a_commit_that_was_interrupted_is_remembered_by_the_next_build(tmp_path:
     remembered.unlink()
     build_here(str(tmp_path / "cats"), str(tmp_path / "dataset"), ETL)
     assert remembered.read_bytes() == before
+
+
+def test_a_small_split_without_a_class_is_warned_of_when_it_is_made(tmp_path: Path):
+    write_images(tmp_path / "images" / "train", num_images=30)
+    write_images(tmp_path / "images" / "test", num_images=4, num_classes=1)
+    root = build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), ETL)
+    [warning] = version_warnings(open_store(root), open_dataset(root).manifest)
+    assert warning.startswith("the split test has no image of 2 of 3 classes (class_1, class_2): more images, or etl.")
 
 
 def test_what_was_inferred_is_said_and_what_looks_wrong_is_warned_of(tmp_path: Path):

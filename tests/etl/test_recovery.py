@@ -24,7 +24,7 @@ from etl.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
-from shardmill.errors import StorageError
+from shardmill.errors import AccessDenied, StorageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
 from tests.etl.building import ETL, Recorder, digests, tree_for
@@ -158,6 +158,35 @@ def test_what_passed_once_is_asked_again(tmp_path: Path):
     again = build_dataset(tree, run_id="b")
     assert not again.skipped and again.published
     assert again.manifest.version == 2 and again.manifest.counts.rejected == 0
+
+
+def test_what_stays_unreadable_is_read_again_alone_and_rebuilds_nothing(tmp_path: Path, faulty: dict[str, Any]):
+    write_images(tmp_path / "images", num_images=60)
+    locked = "class_1/00001.png"
+
+    def denied(store: FaultyStore, path: str) -> bytes:
+        if path == locked:
+            raise AccessDenied(f"{path} may not be read")
+        return store.sound.read(path)
+
+    faulty["read"] = denied
+    etl = ETL.model_copy(update={"engine": "tests.extending_entries:NEW_ENGINE", "max_unreadable_fraction": 0.1})
+    tree = tree_for(tmp_path, "dataset", etl=etl, scheme="faulty://")
+    first = build_dataset(tree, run_id="1").manifest
+    assert first.counts.by_reason == {"unreadable": 1}
+    for run_id in ("2", "3"):
+        again = build_dataset(tree, run_id=run_id)
+        assert (again.manifest, again.published, again.num_images_read) == (first, False, 1)
+    # Beside a change it is read once, too, and every shard stays.
+    before = {shard.path for shard in open_dataset(str(tmp_path / "dataset")).shards}
+    shutil.copy(tmp_path / "images" / "class_0" / "00000.png", tmp_path / "images" / "class_0" / "new.png")
+    grown = build_dataset(tree, run_id="4")
+    assert (grown.manifest.version, grown.manifest.counts.rejected, grown.num_images_read) == (2, 1, 2)
+    assert before <= {shard.path for shard in open_dataset(str(tmp_path / "dataset")).shards}
+    del faulty["read"]
+    done = build_dataset(tree, run_id="5")
+    assert (done.manifest.version, done.manifest.counts.rejected, done.num_images_read) == (3, 0, 1)
+    verify_dataset(open_dataset(str(tmp_path / "dataset")), deep=True).raise_if_failed()
 
 
 def test_a_lost_shard_is_rebuilt_by_the_next_run(tmp_path: Path):

@@ -168,6 +168,14 @@ def test_reads_ahead_come_in_order_and_a_failure_where_it_belongs():
     for num_threads in (1, 8):
         found = []
         with pytest.raises(FileNotFoundError, match="20"):
-            for image, data in read_ahead(read, images, num_threads):
+            for image, data in read_ahead(read, lambda image: None, images, num_threads):
                 found.append((image.key, data))
         assert found == [(f"{number}", b"%d" % number) for number in range(20)]
+
+
+def test_the_only_thread_tells_of_each_image_once_and_some_time_before():
+    images = [SourceImage(f"{number}", 1) for number in range(40)]
+    expected: list[SourceImage] = []
+    for number, (image, _) in enumerate(read_ahead(lambda image: b"", expected.append, images, 1)):
+        assert image == images[number] and expected == images[: number + 17]
+    assert expected == images

@@ -14,6 +14,7 @@ import pytest
 from etl.config import SourceConfig
 from etl.sources import SOURCES
 from etl.sources.plain_png import plain_png
+from etl.sources.recognise import recognise
 from shardmill.errors import UsageError
 from shardmill.values import Rejection
 from tests.etl.building import build_source, images_of, list_images
@@ -136,3 +137,4 @@ def test_files_in_a_bucket_give_the_dataset_of_local_ones(tmp_path: Path, s3_buc
         s3_client(s3_server).upload_file(str(file), s3_bucket.removeprefix("s3://"), f"mnist/{file.name}")
     local = build_source(idx(tmp_path / "in"), tmp_path / "local")
     assert build_source(idx(f"{s3_bucket}/mnist"), tmp_path / "remote").content_digest == local.content_digest
+    assert recognise(f"{s3_bucket}/mnist") == "idx"

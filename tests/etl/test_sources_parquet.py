@@ -130,3 +130,7 @@ def test_files_in_a_bucket_give_the_dataset_of_local_ones(tmp_path: Path, s3_buc
     remote = SourceConfig(uri=f"{s3_bucket}/pile/a.parquet", kind="parquet")
     before = build_source(local, tmp_path / "local")
     assert build_source(remote, tmp_path / "remote").content_digest == before.content_digest
+    # A folder there is recognised by looking, as a local one is.
+    s3_client(s3_server).upload_file(local.uri, s3_bucket.removeprefix("s3://"), "hf/data/a.parquet")
+    found = [recognise(f"{s3_bucket}/{name}") for name in ("pile", "hf", "pile/a.parquet", "nothing", "pile/*.csv")]
+    assert found == ["parquet", "parquet", "parquet", "folders", "table"]

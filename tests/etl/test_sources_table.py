@@ -110,6 +110,23 @@ def test_lines_that_are_no_rows_are_rejections_and_cost_no_other_line(tmp_path: 
         assert {str(each.reason) for each in listing.rejections} == {"bad_row"}
 
 
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.jsonl"])
+def test_a_byte_order_mark_and_lines_of_windows_change_nothing_and_a_formula_is_a_text(name: str, tmp_path: Path):
+    rows = [["uri", "label", "split"], ["a.jpg", "cat", "train"], ["b.jpg", "=1+1", "test"], ["c.jpg", "@cat", "val"]]
+    if name == "t.jsonl":
+        lines = [json.dumps(dict(zip(rows[0], row, strict=True))) for row in rows[1:]]
+    else:
+        lines = [(",", "\t")[name == "t.tsv"].join(row) for row in rows]
+    (tmp_path / name).write_bytes("".join(f"{line}\r\n" for line in lines).encode("utf-8-sig"))
+    listing = list_images(SourceConfig(uri=str(tmp_path / name), kind="table"))
+    assert not listing.rejections and not listing.warnings
+    assert [(image.key, image.label, image.split) for image in images_of(listing)] == [
+        ("a.jpg", "cat", "train"),
+        ("b.jpg", "=1+1", "test"),
+        ("c.jpg", "@cat", "validation"),
+    ]
+
+
 def test_rows_behind_a_line_that_is_none_keep_their_numbers(tmp_path: Path):
     lines = ['{"uri": "a.jpg", "label": "x"}', "no", "no", '{"uri": "b.jpg", "label": "x"}', '{"label": "x"}', "no"]
     (tmp_path / "t.jsonl").write_text("\n".join(lines))

@@ -8,6 +8,7 @@ import json
 import tarfile
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import cv2
 import numpy as np
@@ -31,7 +32,9 @@ def picture(number: int) -> bytes:
     return cv2.imencode(".png", pixels)[1].tobytes()
 
 
-def write_tar(file: Path, members: Members, mode: str = "w", form: int = tarfile.PAX_FORMAT) -> SourceConfig:
+def write_tar(
+    file: Path, members: Members, mode: Literal["w", "w:gz"] = "w", form: int = tarfile.PAX_FORMAT
+) -> SourceConfig:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(file, mode, format=form) as tar:
         for name, data in members.items():

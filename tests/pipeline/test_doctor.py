@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.config import load_for_dataset
+from pipeline.config import load_for_dataset, load_pipeline
 from pipeline.doctor import diagnose, examine
 from pipeline.finding import Finding
 from pipeline.printing import stage_rows, stage_title
@@ -20,7 +20,7 @@ from pipeline.tree import PipelineTree
 from shardmill.errors import StorageError
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.run_files import StageRecord
-from shardmill.registry import Entry
+from shardmill.registry import Entry, install_hint
 from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.services.faulty_store import FaultyStore
 from tests.support import make_dataset, write_images
@@ -79,7 +79,7 @@ def test_a_model_needs_the_packages_of_its_backend(tmp_path: Path, monkeypatch: 
     rows = {each.subject: each for each in diagnose("c.toml", (f"train.model={model}",), str(tmp_path / "work"))}
     assert rows["train.num_workers"].status == "fail"
     assert "train.backend = 'keras' needs no_such_package" in rows["train.num_workers"].found
-    assert rows["train.num_workers"].fix == "pip install '.[tensorflow]'"
+    assert rows["train.num_workers"].fix == install_hint("tensorflow")
 
 
 def test_doctor_without_a_config_misses_no_key_of_it(tmp_path: Path):
@@ -205,6 +205,11 @@ def test_a_rehearsal_takes_one_step_and_leaves_nothing(tmp_path: Path, monkeypat
     one = ("train.num_workers=1", "train.global_batch_size=12", "train.num_streams=12")
     done = row(*one)
     assert done.status == "ok" and re.search(r"1 rank\(s\) by inline, .*: the first step \d+\.\d s after", done.found)
+    # It builds: what is broken shows in a step.
+    rows = [rows_of(load_pipeline("c.toml", ("train.model=broken:build",), "work"), tmp_path) for _ in range(2)]
+    built, again = (each["train.model: built"] for each in rows)
+    assert built.status == "ok" and built.found.startswith("for 3 classes, images of 16 x 16 x 3: 2,307 weights")
+    assert again == built, "one process does it once, and tells the same seconds"
     broken = row(*one, "train.model=broken:build")
     assert broken.status == "fail" and "the head is missing" in broken.found
     assert "not tried: " in row(*one, "train.model=missing:build").found

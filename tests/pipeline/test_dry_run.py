@@ -6,24 +6,27 @@ import os
 import random
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etl.config import EtlTree
 from etl.job import build_dataset
+from pipeline import progress
 from pipeline.cli_options import Common
 from pipeline.config import load_pipeline
 from pipeline.dry_run import DryRun, dry_run
 from shardmill.errors import StorageError
 from tests.etl.test_incremental import paint
+from tests.services.faulty_store import FaultyStore
 from tests.support import write_images
 
 _SETTINGS = ("etl.engine=tests.extending_entries:NEW_ENGINE", "etl.image_size=16", "etl.unit_min_images=16")
 
 
-def plan(folder: Path, *overrides: str) -> DryRun:
+def plan(folder: Path, *overrides: str, scheme: str = "") -> DryRun:
     before = sorted(folder.rglob("*"))
-    found = dry_run(str(folder / "images"), common(folder, *overrides))
+    found = dry_run(f"{scheme}{folder}/images", common(folder, *overrides))
     assert sorted(folder.rglob("*")) == before
     return found
 
@@ -32,9 +35,9 @@ def common(folder: Path, *overrides: str) -> Common:
     return Common((*_SETTINGS, *overrides), str(folder / "work"), "r", is_run_named=True, json=False, debug=False)
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, scheme: str = "") -> None:
     given = common(folder)
-    tree = load_pipeline(str(folder / "images"), given.overrides, given.workdir)
+    tree = load_pipeline(f"{scheme}{folder}/images", given.overrides, given.workdir)
     build_dataset(tree.part(EtlTree), run_id=uuid.uuid4().hex)
 
 
@@ -68,3 +71,26 @@ def test_it_tells_what_would_stay_and_what_would_be_made(tmp_path: Path):
         file.unlink()
     with pytest.raises(StorageError, match="max_vanished_fraction"):
         plan(tmp_path)
+
+
+def test_it_reads_no_image_and_tells_how_far_the_listing_is(
+    tmp_path: Path, faulty: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    write_images(tmp_path / "images", num_images=60)
+    # What is no image is told before the images.
+    (tmp_path / "images" / "class_0" / "notes.txt").write_text("notes")
+    read: list[str] = []
+
+    def noted(store: FaultyStore, path: str) -> bytes:
+        read.append(path)
+        return store.sound.read(path)
+
+    faulty["read"] = noted
+    # Lines come after seconds; here from the second batch of the listing on.
+    monkeypatch.setattr(progress, "PLAIN_LINE_SECONDS", 0.0)
+    assert plan(tmp_path, scheme="faulty://").num_to_process == 60
+    lines = capsys.readouterr().err.splitlines()
+    assert "etl, listing: 61 inputs" in lines and not read
+    build(tmp_path, scheme="faulty://")
+    assert len(read) == 60
+    assert plan(tmp_path, scheme="faulty://").num_unchanged == 60 and len(read) == 60

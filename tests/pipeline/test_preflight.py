@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from functools import partial
@@ -15,6 +16,7 @@ from pipeline.config import load_pipeline
 from pipeline.doctor import Finding, examine
 from pipeline.preflight import check_place, refuse_what_cannot_work
 from shardmill.errors import StorageError, UsageError
+from tests.pipeline.command import last_line, shardmill
 from tests.support import write_images
 from train.models.find import find_model
 from train.preflight import check_schema
@@ -40,6 +42,7 @@ def refused(folder: Path, *overrides: str) -> str:
             ["train.num_workers=4", "train.strategy=horovod", "train.launcher=horovod_spark", "spark.master=local[2]"],
             ["runs 2 task(s) at a time", "expected at least 4 slots"],
         ),
+        (['train.nics=["lo", "nosuch0"]'], ["train.nics: ", "no interface 'nosuch0'", "it has ", " lo", "name one"]),
         (["models.uri=/proc/nowhere"], ["/proc/nowhere"]),
         (["etl.resize_mode=shorter"], ["etl.resize_mode = 'shorter'", "one shape", "crop, pad or stretch"]),
         (
@@ -102,6 +105,35 @@ def test_what_the_listing_says_of_labels_is_held_against_the_training_before_the
     line = refused_at_the_listing("train.class_weights={clas_1=2.0}")
     assert "'clas_1'; expected classes of the dataset: class_0, class_1; did you mean 'class_1'" in line
     assert "train.loss = 'sigmoid'" in refused_at_the_listing("train.loss=sigmoid")
+
+
+BROKEN_FACTORY = """
+from torch import nn
+
+
+def build(image_shape, num_classes):
+    print("shardmill", flush=True)
+    return nn.Sequential(nn.Flatten(), nn.Linear(num_pixels, num_classes))
+"""
+
+
+def test_a_model_that_does_not_build_ends_a_run_before_its_etl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(BROKEN_FACTORY)
+    write_images(tmp_path / "images", num_images=20, num_classes=2)
+    why = f"the factory failed: NameError: name 'num_pixels' is not defined ({tmp_path}/net.py:7)"
+
+    done = shardmill("run", "images", "--workdir", "work", "--json", "--set", "train.model=net:build", cwd=tmp_path)
+    assert done.returncode == 2 and last_line(done).startswith("ERROR 2: train.model = 'net:build': "), done.stderr
+    assert why in last_line(done) and "num_classes=2" in last_line(done)
+    assert "train: tries whether net:build builds for images of 64 x 64 x 3 and 2 classes" in done.stderr
+    assert set(json.loads(done.stdout)) == {"error", "run_id"}
+    assert not [path for path in Path("work/dataset").rglob("*") if path.is_file()]
+
+    tree = load_pipeline("images", ("train.model=net:build",), "work")
+    rows = {each.subject: each for each in examine(tree, "work")}
+    assert rows["train.model"].status == "ok" and rows["train.model"].found.endswith("/net.py")
+    assert rows["train.model: built"].status == "fail" and why in rows["train.model: built"].found
 
 
 def test_what_is_wrong_with_initial_weights_is_told_beside_them(tmp_path: Path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from etl.config import EtlConfig, SourceConfig
 from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, line_chart, nice_ticks, share_bar
 from pipeline.report.data import Picture, RejectedGroup, ReportData
 from pipeline.report.page import render
@@ -14,7 +16,7 @@ from pipeline.report.write import gather
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.run_files import StageRecord, write_stage_record
 from shardmill.values import Rejection, RejectReason
-from tests.support import make_dataset, write_images
+from tests.support import build_here, write_images
 from train.values import ClassFigures, Confusion, EpochRecord, Evaluation
 
 HOSTILE = "<script>alert('x')</script>\"&"
@@ -50,6 +52,12 @@ def test_labels_are_text_at_every_number_of_classes(num_classes: int):
                 "world_size": 2,
                 "steps": 15,
                 "time_shares": {"compute": 0.5, "other": 0.5},
+                "rank_times": [
+                    {"rank": rank, "host": HOSTILE, "num_steps": 10, "seconds": seconds}
+                    for rank, seconds in enumerate(
+                        [{"compute": 3.0, "allreduce": 1.0}, {"compute": 4.0, "allreduce": 1.0}]
+                    )
+                ],
             },
             "promotion": {"decision": "kept", "reason": HOSTILE},
         },
@@ -64,28 +72,45 @@ def test_labels_are_text_at_every_number_of_classes(num_classes: int):
     assert "<script" not in page and "alert(&#39;x&#39;)" in page
     for words in ("Class balance", "Loss", "Confusion matrix", "The gate", "87.50%", "exchange: a tenth of a step"):
         assert words in page
+    of_ranks = page[page.index("A step of each rank") :].split("</table>")[0]
+    rows = [re.findall(r'<td class="number">([^<]*)</td>', row) for row in of_ranks.split("<tr>")[2:]]
+    assert rows == [["75%", "25%", "400.0"], ["80%", "20%", "500.0"]]
 
 
 def test_what_a_run_left_is_gathered(tmp_path: Path):
-    uri = make_dataset(tmp_path, num_images=60, num_classes=3)
+    write_images(tmp_path / "images" / "train", num_images=60)
+    (tmp_path / "images" / "test" / "class_1").mkdir(parents=True)
+    shutil.copy(tmp_path / "images/train/class_0/00003.png", tmp_path / "images/test/class_1/copy.png")
+    config = EtlConfig(image_size=16, label_map=("class_0", "class_1", "class_2", "nothing <b>"))
+    uri = build_here(str(tmp_path / "images"), str(tmp_path / "dataset"), config)
     dataset = open_dataset(uri)
     named = {"uri": uri, "version": 1, "counts": dataset.manifest.counts.model_dump()}
     write_stage_record(tmp_path, "r", StageRecord(stage="etl", seconds=1.5, sections={"dataset": named}))
     data = gather(tmp_path, "r", {"dataset": named})
-    assert data.class_names == ("class_0", "class_1", "class_2")
-    assert sum(map(sum, data.class_counts.values())) == 60
+    assert data.class_names == config.label_map
+    assert sum(map(sum, data.class_counts.values())) == 61
     # All classes are seen first, whatever the order of storage.
-    assert {picture.caption for picture in data.samples[:3]} == set(data.class_names)
+    assert {picture.caption for picture in data.samples[:3]} == set(data.class_names[:3])
     assert all(picture.png.startswith(b"\x89PNG") for picture in data.samples)
     assert [record.stage for record in data.stages] == ["etl"]
+    page = " ".join(render(data).split())
+    figures = (dataset.manifest.channel_mean, dataset.manifest.channel_std)
+    mean, std = (", ".join(f"{each:.2f}" for each in channels) for channels in figures)
+    assert f"Pixels of train, by channel, from 0 to 255: mean {mean}; standard deviation {std}." in page
+    assert "Without any image: nothing &lt;b&gt;." in page
+    assert (
+        "1 sample with the bytes of another one; 2 share them with one of another class; 2 with one in another" in page
+    )
+    # All images have 16 pixels a side, and are about square.
+    num_bytes = sum(file.stat().st_size for file in (tmp_path / "images").rglob("*.png"))
+    assert f"Before: {num_bytes / 1e6:.1f} MB in 61 files" in page
+    for title, bucket in (("Longer side, in pixels", "16-31"), ("Width to height", "7:8 to 8:7")):
+        assert bucket in page[page.index(title) :].split("</svg>")[0]
 
 
 def test_refused_files_are_shown_where_something_can_be_seen(tmp_path: Path):
     import cv2
     import numpy as np
-
-    from etl.config import EtlConfig
-    from tests.support import build_here
 
     write_images(tmp_path / "images", num_images=40, num_classes=2)
     ok, jpeg = cv2.imencode(".jpg", np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
@@ -95,11 +120,17 @@ def test_refused_files_are_shown_where_something_can_be_seen(tmp_path: Path):
     uri = build_here(
         str(tmp_path / "images"), str(tmp_path / "dataset"), EtlConfig(image_size=16, max_reject_fraction=0.5)
     )
-    groups = {group.reason: group for group in gather(tmp_path, "r", {"dataset": {"uri": uri, "version": 1}}).rejected}
-    assert set(groups) == {"truncated", "empty_file"}
-    [(picture, rejection)] = groups["truncated"].examples
-    assert picture.png.startswith(b"\x89PNG") and rejection.key == "class_0/cut.jpg"
-    assert groups["empty_file"].examples[0][0].png == b""
+    files = sorted(file.relative_to(tmp_path) for file in (tmp_path / "images").rglob("*.*"))
+    (tmp_path / "table.csv").write_text("".join(f"{each}\n" for each in ("uri", *files)))
+    table = SourceConfig(uri=str(tmp_path / "table.csv"), kind="table")
+    of_table = build_here(table, str(tmp_path / "by_table"), EtlConfig(image_size=16, max_reject_fraction=0.5))
+    for built, key in ((uri, "class_0/cut.jpg"), (of_table, "images/class_0/cut.jpg")):
+        summary = {"dataset": {"uri": built, "version": 1}}
+        groups = {group.reason: group for group in gather(tmp_path, "r", summary).rejected}
+        assert set(groups) == {"truncated", "empty_file"}
+        [(picture, rejection)] = groups["truncated"].examples
+        assert picture.png.startswith(b"\x89PNG") and rejection.key == key
+        assert groups["empty_file"].examples[0][0].png == b""
 
 
 def test_words_of_a_refusal_stay_whole_on_a_narrow_page():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import jsonschema
@@ -148,8 +150,22 @@ def test_what_libraries_log_of_their_errors_is_for_debug_only(tmp_path: Path, de
     assert ("the JVM is gone" in done.stderr) == bool(debug)
 
 
+def _draw_run_ids(drawn: SimpleQueue[list[str]]) -> None:
+    drawn.put([new_run_id() for _ in range(25)])
+
+
 def test_run_ids_are_unique_and_plain():
-    assert len({new_run_id() for _ in range(500)}) == 500
+    # In 20 processes that begin with the same memory; most draw theirs within one second.
+    context = multiprocessing.get_context("fork")
+    drawn = context.SimpleQueue()
+    processes = [context.Process(target=_draw_run_ids, args=(drawn,)) for _ in range(20)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    run_ids = [run_id for _ in processes for run_id in drawn.get()]
+    assert len(set(run_ids)) == len(run_ids) == 500
     for hostile in ("a/b", "../x", ".hidden", ""):
         with pytest.raises(Exception, match="run id|does not stay"):
             RunRecord("/nowhere", hostile or "/")

@@ -26,6 +26,10 @@ class Fault(StrEnum):
     """500, and it was not done."""
     SLOW_DOWN = auto()
     """503, and it was not done."""
+    TOO_MANY = auto()
+    """429, and it was not done."""
+    ERROR_IN_200 = auto()
+    """A 200 whose body is an error, as the end of an upload in parts may be answered; it was not done."""
     CONFLICT = auto()
     """409 as of two conditional PUTs at once, and it was not done."""
     FORBIDDEN = auto()
@@ -55,6 +59,8 @@ _SLOW_BLOCK_BYTES = 20_000
 _ANSWERS = {
     Fault.INTERNAL_ERROR: (500, "InternalError"),
     Fault.SLOW_DOWN: (503, "SlowDown"),
+    Fault.TOO_MANY: (429, "TooManyRequests"),
+    Fault.ERROR_IN_200: (200, "InternalError"),
     Fault.CONFLICT: (409, "ConditionalRequestConflict"),
     Fault.FORBIDDEN: (403, "AccessDenied"),
 }

@@ -35,8 +35,14 @@ class HdfsServer:
 
     def set_space_quota(self, path: str, size: str) -> None:
         """Files below the folder `path` may take `size` bytes in all."""
-        tool = _start(self.folder, self.class_path, "tools.DFSAdmin", "-setSpaceQuota", size, path)
-        assert tool.wait(_START_SECONDS) == 0
+        self._run("tools.DFSAdmin", "-setSpaceQuota", size, path)
+
+    def fetch_token(self, file: Path) -> None:
+        """A delegation token of this process's user, as YARN puts one beside each container."""
+        self._run("tools.DelegationTokenFetcher", "--renewer", "yarn", str(file))
+
+    def _run(self, name: str, *arguments: str) -> None:
+        assert _start(self.folder, self.class_path, name, *arguments).wait(_START_SECONDS) == 0, name
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +83,8 @@ def _configure(conf: Path, uri: str, ports: list[int], folder: Path) -> None:
             "dfs.datanode.http.address": data_http,
             "dfs.datanode.ipc.address": data_ipc,
             "dfs.datanode.hostname": "127.0.0.1",
+            # Without Kerberos, which is what usually makes a NameNode give and take them.
+            "dfs.namenode.delegation.token.always-use": "true",
         },
     }
     conf.mkdir()

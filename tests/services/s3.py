@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
-import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -15,20 +13,18 @@ from typing import Any
 import pytest
 
 from tests.services.marked import free_ports
+from tests.services.servers import start_server, wait_until_up
 
 _START_SECONDS = 60.0
 
 
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[str]:
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The endpoint of a running server; the AWS_* environment points at it for the whole session."""
     [port] = free_ports(1)
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    folder = tmp_path_factory.mktemp("moto")
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = start_server(command, folder / "server.log", os.environ)
     endpoint = f"http://127.0.0.1:{port}"
     settings = {
         "AWS_ENDPOINT_URL": endpoint,
@@ -39,20 +35,18 @@ def s3_server() -> Iterator[str]:
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
-        deadline = time.monotonic() + _START_SECONDS
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                assert server.poll() is None and time.monotonic() < deadline, "moto's server does not start"
-                time.sleep(0.2)
+        wait_until_up("moto", lambda: _listens(port), [server], folder, _START_SECONDS)
         yield endpoint
     finally:
         server.terminate()
         server.wait(10)
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+
+
+def _listens(port: int) -> bool:
+    socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    return True
 
 
 @pytest.fixture

@@ -42,7 +42,8 @@ def versitygw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     (folder / "buckets").mkdir()
     [port] = free_ports(1)
     endpoint = f"http://127.0.0.1:{port}"
-    command = [_program(), "--port", f"127.0.0.1:{port}", "posix", folder / "buckets"]
+    # Connections stay open, as Amazon's do.
+    command = [_program(), "--port", f"127.0.0.1:{port}", "--keep-alive", "--quiet", "posix", folder / "buckets"]
     keys = {"ROOT_ACCESS_KEY": KEY, "ROOT_SECRET_KEY": SECRET}
     server = start_server(command, folder / "server.log", keys)
     try:

@@ -1,49 +1,41 @@
-"""A web server on loopback for tests: aiohttp's own static files, which know ranges, in a thread of the test."""
+"""A web server on loopback for tests: Starlette's own static files, which know ranges, in a thread of the test."""
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aiohttp import web
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
 
 from tests.services.marked import free_ports
 
-_END_SECONDS = 30.0
+_START_SECONDS = _END_SECONDS = 30.0
 
 
 @contextmanager
 def serving(folder: Path, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The address of a server that gives the files below a folder, by name alone."""
     [port] = free_ports(1)
-    loop = asyncio.new_event_loop()
-    started = threading.Event()
-
-    async def start() -> web.AppRunner:
-        application = web.Application()
-        application.router.add_static("/", folder)
-        runner = web.AppRunner(application, shutdown_timeout=1.0)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls).start()
-        return runner
-
-    def run() -> None:
-        asyncio.set_event_loop(loop)
-        runner = loop.run_until_complete(start())
-        started.set()
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=run, daemon=True)
+    application = Starlette(routes=[Mount("/", StaticFiles(directory=folder, follow_symlink=True))])
+    config = uvicorn.Config(application, host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=1)
+    config.load()
+    config.ssl = tls
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    assert started.wait(_END_SECONDS), "no web server starts"
+    deadline_seconds = time.monotonic() + _START_SECONDS
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < deadline_seconds, "no web server starts"
+        time.sleep(0.01)
     try:
         yield f"{'https' if tls else 'http'}://127.0.0.1:{port}"
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        server.should_exit = True
         thread.join(_END_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,7 +12,9 @@ from shardmill.dataset.versions import latest_version, read_manifest
 from shardmill.errors import CommitConflict
 from shardmill.stores import open_store
 
-_NUM_WRITERS, _NUM_ROUNDS = 8, 10
+NUM_ROUNDS = int(os.environ.get("SHARDMILL_STORAGE_ROUNDS", "0"))
+"""Of the races and of the flipped bits, on each store that is not a local folder; 0 for as many as are soon done."""
+_NUM_WRITERS, _NUM_ROUNDS = 8, NUM_ROUNDS or 10
 
 
 def race_of_writers(root: str) -> None:

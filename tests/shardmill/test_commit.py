@@ -136,7 +136,7 @@ def test_results_that_do_not_add_up_are_not_committed(tmp_path: Path, fault: str
         "swapped": [dataclasses.replace(results[0], accepted_key_sum=results[1].accepted_key_sum), *results[1:]],
     }[fault]
     with pytest.raises(IntegrityError, match="listed"):
-        commit_version(plan.store, plan.build, wrong, RejectionLog(tmp_path), DuplicateCounts(0, 0), 0)
+        commit_version(plan.store, plan.build, wrong, RejectionLog(tmp_path), DuplicateCounts(0, 0, 0), 0)
     assert plan.store.stat(manifest_path(1)) is None
 
 

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
 
+from shardmill.dataset import commit
 from shardmill.dataset.leases import reading, writing
 from shardmill.dataset.maintenance.gc import collect_garbage, plan_gc
 from shardmill.dataset.maintenance.retention import Retention
@@ -20,9 +22,10 @@ from shardmill.dataset.versions import latest_version
 from shardmill.errors import CommitConflict, IntegrityError, UsageError
 from shardmill.failpoints import FAILPOINTS, VARIABLE
 from shardmill.stores import open_store
+from tests.polling import polled
 from tests.services.faulty_store import FaultyStore
 from tests.services.s3 import s3_client
-from tests.shardmill.collecting import build, config_of, files_of, gc_now, leave_orphans, with_images
+from tests.shardmill.collecting import build, config_of, files_of, gc_now, leave_orphans, read_all, with_images
 from tests.support import build_here
 
 ROOT = Path(__file__).parents[2]
@@ -40,16 +43,22 @@ def test_a_killed_gc_harms_nothing_and_is_finished_by_the_next(folder: Path, poi
         root = build(folder, image_size)
     leave_orphans(folder, 11)
     command = [sys.executable, "-m", "tests.programs.collect_garbage", root, "2"]
-    killed = subprocess.run(command, cwd=ROOT, env={**os.environ, VARIABLE: point}, check=False)
-    assert killed.returncode == -9
-    for version in (2, 3, latest_version(open_store(root))):
-        verify_dataset(open_dataset(f"{root}@{version}"), deep=True).raise_if_failed()
-    # Its lease is live, for all that the next one can know; it is deleted here instead of waiting for it to lapse.
-    [lease] = Path(root, "leases").iterdir()
-    with pytest.raises(CommitConflict, match="if it was killed"):
+
+    def look() -> None:
+        for uri in (root, f"{root}@2"):
+            read_all(open_dataset(uri))
+
+    with polled(look):
+        killed = subprocess.run(command, cwd=ROOT, env={**os.environ, VARIABLE: point}, check=False, timeout=300)
+        assert killed.returncode == -9
+        for version in (2, 3, latest_version(open_store(root))):
+            verify_dataset(open_dataset(f"{root}@{version}"), deep=True).raise_if_failed()
+        # Its lease is live, for all that the next one can know; it is deleted here instead of waiting for it to lapse.
+        [lease] = Path(root, "leases").iterdir()
+        with pytest.raises(CommitConflict, match="if it was killed"):
+            gc_now(root, keep=2)
+        lease.unlink()
         gc_now(root, keep=2)
-    lease.unlink()
-    gc_now(root, keep=2)
     assert not plan_gc(open_store(root), Retention(2, 0.0), time.time()).garbage
     with pytest.raises(UsageError, match="has expired"):
         open_dataset(f"{root}@1")
@@ -103,6 +112,33 @@ def test_another_clock_than_the_store_s_changes_nothing(
         collect_garbage(store, Retention(None, older_than_seconds=3600.0), "gc")
     assert not collect_garbage(store, Retention(None, older_than_seconds=3600.0), "gc").garbage
     assert collect_garbage(store, Retention(None, older_than_seconds=0.0), "gc").garbage
+
+
+@pytest.mark.parametrize("skew_seconds", [-86_400.0, 86_400.0])
+def test_versions_are_in_the_order_of_their_commits_whatever_the_clock_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, skew_seconds: float
+):
+    clock = time.time
+
+    class SkewedDatetime(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime.now(tz) + timedelta(seconds=skew_seconds)
+
+    root = build(folder, 8)
+    with monkeypatch.context() as skewed:
+        skewed.setattr(time, "time", lambda: clock() + skew_seconds)
+        skewed.setattr(commit, "datetime", SkewedDatetime)
+        build(folder, 9)
+    build(folder, 10)
+    first, second, third = (open_dataset(f"{root}@{version}").manifest for version in (1, 2, 3))
+    assert (second.created_at < first.created_at) == (skew_seconds < 0) and second.created_at != third.created_at
+    assert [each.parent_version for each in (first, second, third)] == [None, 1, 2]
+    assert open_dataset(root).manifest == third
+    # Which ones are the newest two is no matter of the dates in them either.
+    assert gc_now(root, keep=2).expired == (1,)
+    for version in (2, 3):
+        verify_dataset(open_dataset(f"{root}@{version}"), deep=True).raise_if_failed()
 
 
 def test_gc_on_s3_also_aborts_uploads_that_were_killed(folder: Path, s3_bucket: str, s3_server: str):

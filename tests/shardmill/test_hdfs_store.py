@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from etl.config import EtlConfig
+from etl.config import EtlConfig, SourceConfig
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import IntegrityError, StorageError
 from shardmill.storage import TEMPORARY_PREFIX
 from shardmill.stores import hdfs, open_store
+from tests.etl.building import build_source
 from tests.programs.use_store import use_store
+from tests.services.hadoop import write_settings
 from tests.services.hdfs import HdfsServer
-from tests.shardmill.races import race_of_writers
+from tests.shardmill.races import NUM_ROUNDS, race_of_writers
 from tests.support import build_here, read_all, upload, write_images
 
 _SEED = random.SystemRandom().randrange(2**32)
@@ -35,6 +41,52 @@ def test_names_are_taken_as_they_are(hdfs_root: str):
             store.put(name, b"1")
 
 
+def test_a_table_names_files_of_hdfs_whatever_their_names_are(hdfs_root: str, tmp_path: Path):
+    names = [name for name in NAMES if name.strip()]
+    write_images(tmp_path / "images", num_images=len(names))
+    for name, file in zip(names, sorted((tmp_path / "images").rglob("*.png")), strict=True):
+        open_store(hdfs_root).put_file(name, file)
+    rows = [{"uri": f"{hdfs_root}/{name}"} for name in (*names, "no such file")]
+    (tmp_path / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = SourceConfig(uri=f"{tmp_path}/table.jsonl", kind="table")
+    manifest = build_source(source, tmp_path / "dataset", max_reject_fraction=0.2)
+    assert (manifest.counts.accepted, manifest.counts.by_reason) == (len(names), {"missing": 1})
+
+
+@pytest.mark.drill
+def test_a_delegation_token_says_who_asks_also_for_worker_processes(
+    hdfs_server: HdfsServer, hdfs_root: str, tmp_path: Path
+):
+    """Without the token the NameNode takes this job for somebody else's, who may not write here."""
+    write_images(tmp_path / "images", num_images=8)
+    hdfs_server.fetch_token(tmp_path / "token")
+    security = {"fs.defaultFS": hdfs_server.uri, "hadoop.security.authentication": "kerberos"}
+    (tmp_path / "conf").mkdir()
+    write_settings(tmp_path / "conf" / "core-site.xml", security)
+    options = ("--set", f"dataset.uri={hdfs_root}/dataset", "--set", "etl.image_size=16", "--set", "etl.engine=local")
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline.cli",
+        "etl",
+        str(tmp_path / "images"),
+        "--workdir",
+        str(tmp_path / "work"),
+    ]
+    open_store(hdfs_root).put("made/by", b"the owner of the token")
+    for token, exit_code in ((tmp_path / "none", 4), (tmp_path / "token", 0)):
+        environment = {
+            **os.environ, "HADOOP_CONF_DIR": str(tmp_path / "conf"), "HADOOP_USER_NAME": "somebody",
+            "HADOOP_TOKEN_FILE_LOCATION": str(token),
+        }  # fmt: skip
+        done = subprocess.run(
+            [*command, *options], env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == exit_code, done.stderr[-3000:]
+        assert exit_code == 0 or "Permission denied: user=somebody" in done.stderr
+    assert read_all(f"{hdfs_root}/dataset", "parquet") == 8
+
+
 @pytest.mark.drill
 def test_a_dataset_has_one_winner_for_each_version_and_no_unseen_damage(hdfs_root: str, tmp_path: Path):
     print(f"seed {_SEED}")
@@ -46,9 +98,9 @@ def test_a_dataset_has_one_winner_for_each_version_and_no_unseen_damage(hdfs_roo
     root = build_here(upload(tmp_path / "images", f"{hdfs_root}/images"), f"{hdfs_root}/dataset", config)
     store = open_store(root)
     shards = sorted(file.path for file in store.list("shards"))
-    others = sorted(file.path for kind in ("rows", "indexes", "manifests") for file in store.list(kind))
+    files = shards + sorted(file.path for kind in ("rows", "indexes", "manifests") for file in store.list(kind))
     # DataNodes keep checksums of their own: a bit is flipped by whoever wrote the file, not on its way.
-    for path in (*rng.sample(shards, 2), rng.choice(others)):
+    for path in rng.choices(files, k=NUM_ROUNDS or 3):
         whole = store.read(path)
         damaged = bytearray(whole)
         damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
@@ -137,3 +189,16 @@ def test_the_default_file_system_is_that_of_the_configuration(hdfs_root: str, hd
     open_store(hdfs_root).put("a", b"1")
     folder = hdfs_root.rpartition("/")[2]
     assert use_store(f"hdfs:///{folder}", HADOOP_CONF_DIR=str(hdfs_server.conf))["read"] == "b'1'"
+
+
+def test_a_name_service_is_the_namenode_that_answers(hdfs_root: str, hdfs_server: HdfsServer, tmp_path: Path):
+    """As after a failover; of two NameNodes that share their edits only the client's part is here."""
+    open_store(hdfs_root).put("a", b"1")
+    folder, address = hdfs_root.rpartition("/")[2], hdfs_server.uri.removeprefix("hdfs://")
+    hosts = {f"dfs.namenode.rpc-address.pair.{name}": at for name, at in (("nn1", "127.0.0.1:1"), ("nn2", address))}
+    write_settings(tmp_path / "core-site.xml", {"fs.defaultFS": "hdfs://pair"})
+    write_settings(
+        tmp_path / "hdfs-site.xml", {"dfs.nameservices": "pair", "dfs.ha.namenodes.pair": "nn1,nn2", **hosts}
+    )
+    told = use_store(f"hdfs://pair/{folder}", HADOOP_CONF_DIR=str(tmp_path))
+    assert told["read"] == "b'1'" and told["put_if_absent"] == "True"

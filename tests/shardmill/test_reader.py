@@ -139,3 +139,19 @@ def test_the_folder_of_a_splits_shards_holds_every_image_once(tmp_path: Path):
     table = pandas.read_parquet(tmp_path / "dataset" / "shards" / "train")
     assert sorted(table["sample_id"]) == sorted(sample.sample_id for sample in read_samples(dataset, "train", 100))
     assert table["image"].map(len).min() > 0
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_is_none_is_refused(rank: int):
+    with pytest.raises(UsageError, match=f"rank {rank} of 2; expected 0 to 1; ranks are counted from 0"):
+        streams_of_rank(rank, 2, 4)
+
+
+def test_streams_and_steps_that_the_plan_does_not_have_are_refused(dataset: Dataset):
+    plan = dataset.plan_epoch(dataset.plan_spec("train", seed=0, global_batch_size=8, num_streams=4), 0)
+    for streams in (range(4, 5), range(-1, 1), range(0)):
+        with pytest.raises(UsageError, match=r"streams = range\(.*; expected some of the plan's 4"):
+            read_batches(dataset, plan, streams=streams)
+    for first_step in (-1, plan.num_steps + 1):
+        with pytest.raises(UsageError, match=f"first_step = {first_step}; expected 0 to {plan.num_steps}"):
+            read_batches(dataset, plan, first_step=first_step)

@@ -58,7 +58,7 @@ def claims(manifest: Manifest) -> dict[str, Manifest]:
     """The manifest with one thing that it claims changed, for each such thing."""
     counts, sums, train = manifest.counts, manifest.channel_sums, manifest.splits["train"]
     changed: dict[str, Manifest] = {}
-    for name in ("listed", "accepted", "rejected", "duplicate_content", "conflicting_label"):
+    for name in ("listed", "accepted", "rejected", "duplicate_content", "conflicting_label", "leaked_content"):
         wrong = counts.model_copy(update={name: getattr(counts, name) + 1})
         changed[name] = manifest.model_copy(update={"counts": wrong})
     for name in ("by_reason", "by_split", "by_note"):
@@ -248,7 +248,8 @@ def test_row_segments_with_the_columns_of_an_older_version_still_verify(dataset_
         file = put_segment(dataset.store, "rows/older", older)
         return replace(shard, rows_path=file.path, rows_bytes=file.size_bytes, rows_sha256=file.sha256)
 
-    # It counted no sizes either.
-    recommit(dataset_root, dataset.manifest.model_copy(update={"sizes": None}))
+    # It counted no sizes either, and no leaks.
+    counts = dataset.manifest.counts.model_copy(update={"leaked_content": None})
+    recommit(dataset_root, dataset.manifest.model_copy(update={"sizes": None, "counts": counts}))
     with_index(dataset_root, with_older_columns)
     verify_dataset(open_dataset(str(dataset_root)), deep=True).raise_if_failed()

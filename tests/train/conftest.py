@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from shardmill.dataset.open import open_dataset
+from shardmill.jobs.config import SparkConfig
+from shardmill.stores import open_store
 from tests.support import make_dataset
 from tests.train.checkpoints import CONFIG, KILLED_AT
 from tests.train.training import Killed, Recorder, train_here
+from train.auto import resolve
+from train.trainings import choose_training
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +41,21 @@ def interrupted(tiny_uri, tmp_path_factory) -> Path:
 @pytest.fixture
 def models(interrupted, tmp_path) -> Path:
     return Path(shutil.copytree(interrupted, tmp_path / "models"))
+
+
+@pytest.fixture(scope="session")
+def choice_of(tiny_uri):
+    """choice_of(models, tree) -> config without `auto`, dataset, what the driver chooses to do, the models' store."""
+
+    def choose(models, tree):
+        config, dataset, store = (
+            resolve(tree.train, SparkConfig()).config,
+            open_dataset(tiny_uri),
+            open_store(str(models)),
+        )
+        return config, dataset, choose_training(store, config, dataset.pin), store
+
+    return choose
 
 
 @pytest.fixture

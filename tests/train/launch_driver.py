@@ -27,7 +27,7 @@ class Teller:
         self.sample_ids: list[tuple[str, ...]] = []
         self.events: list[tuple[int, str]] = []
         self.output: dict[int, str] = {}
-        self.step_seconds = time.monotonic()
+        self.step_seconds = self.named_seconds = time.monotonic()
 
     def step(self, step) -> None:
         self.sample_ids.append(step.sample_ids)
@@ -36,6 +36,8 @@ class Teller:
         sys.stdout.flush()
 
     def event(self, name, fields) -> None:
+        if name == "rank_failed":
+            self.named_seconds = time.monotonic()
         if name == OUTPUT:
             self.output[fields["rank"]] = self.output.get(fields["rank"], "") + fields["text"]
         else:
@@ -68,6 +70,7 @@ def main() -> None:
             "message": str(error),
             "notes": "\n".join(getattr(error, "__notes__", [])),
             "seconds_after_step": time.monotonic() - teller.step_seconds,
+            "named_after_step_seconds": teller.named_seconds - teller.step_seconds,
         }
     told = {"sample_ids": teller.sample_ids, "events": teller.events, "output": teller.output}
     sys.stdout.write(json.dumps({**outcome, **told}) + "\n")

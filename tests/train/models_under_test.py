@@ -38,10 +38,8 @@ def normed(image_shape, num_classes):
     """Two batch norms and no kink; no bias before them, whose gradient would be rounding alone."""
     layers = []
     for _ in range(2):
-        layers.append(keras.layers.Conv2D(8, 3, strides=2, use_bias=False))
-        layers.append(keras.layers.BatchNormalization(momentum=0.8))
-        layers.append(keras.layers.Activation("gelu"))
-        layers.append(SampleDropout(0.2))
+        layers += [keras.layers.Conv2D(8, 3, strides=2, use_bias=False), keras.layers.BatchNormalization(momentum=0.8)]
+        layers += [keras.layers.Activation("gelu"), SampleDropout(0.2)]
     return keras.Sequential(
         [keras.Input(image_shape), *layers, keras.layers.Flatten(), keras.layers.Dense(num_classes)]
     )
@@ -86,8 +84,12 @@ class CountOfBatches(keras.layers.Layer):
         return inputs
 
 
+counting_models: list[keras.Model] = []
+"""What `counting` has built in this process."""
+
+
 def counting(image_shape, num_classes):
-    return keras.Sequential(
+    model = keras.Sequential(
         [
             keras.Input(image_shape),
             CountOfBatches(),
@@ -97,6 +99,8 @@ def counting(image_shape, num_classes):
             keras.layers.Dense(num_classes),
         ]
     )
+    counting_models.append(model)
+    return model
 
 
 def wide(image_shape, num_classes):
@@ -126,6 +130,20 @@ class DropoutOfPatches(keras.layers.Layer):
 
 def with_dropout_of_patches(image_shape, num_classes):
     return keras.Sequential([keras.Input(image_shape), DropoutOfPatches(), *linear(image_shape, num_classes).layers])
+
+
+class Cliff(keras.layers.Layer):
+    """Adds the root of a weight that is 0: nothing, at an infinite slope."""
+
+    def build(self, input_shape):
+        self.height = self.add_weight(shape=(input_shape[-1],), initializer="zeros", name="height")
+
+    def call(self, inputs):
+        return inputs + keras.ops.sqrt(self.height)
+
+
+def with_cliff(image_shape, num_classes):
+    return keras.Sequential([*linear(image_shape, num_classes).layers, Cliff()])
 
 
 def linear(image_shape, num_classes, activation=None, **regularizer):
@@ -195,6 +213,15 @@ def compiled_with_mean(image_shape, num_classes):
 
 def one_class_too_many(image_shape, num_classes):
     return linear(image_shape, num_classes + 1)
+
+
+def for_larger_images(image_shape, num_classes):
+    return linear((224, 224, 3), num_classes)
+
+
+def with_features(image_shape, num_classes):
+    inputs = keras.Input(image_shape)
+    return keras.Model(inputs, {"logits": linear(image_shape, num_classes)(inputs), "features": inputs})
 
 
 def no_model(image_shape, num_classes):

@@ -6,10 +6,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
+from shardmill.errors import TrainingError
 from shardmill.jobs.observer import FieldValue
 from shardmill.stores import open_store
+from train.backends.backend import Learner, StatePart
+from train.config import TrainConfig
+from train.state import dump_arrays
+from train.strategies.member import Member
+from train.strategies.torch_ddp import TORCH_DDP, join_ddp
 from train.task import WorkerTask
 from train.values import Reporter, StepReport, TrainResult
 from train.worker import run_worker
@@ -69,5 +76,42 @@ def last_rank_dies(task: WorkerTask, world: World, reporter: Reporter) -> TrainR
 
 def every_rank_tells_its_weights(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     result = run_worker(task, world, reporter)
+    evaluation = result.evaluation
+    # At 10,000 classes that would be megabytes.
+    assert evaluation is None or evaluation.confused is None, "how classes were confused goes to a file"
+    assert evaluation is None or world.rank == 0 or not evaluation.per_class, "rank 0 alone tells figures of classes"
     open_store(task.models_uri).put(f"told/rank-{world.rank}", result.weights_sha256.encode())
+    return result
+
+
+joined: list[Member] = []
+"""That of this process."""
+
+
+def _join_and_remember(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+    joined.append(join_ddp(world, config, build, reporter))
+    return joined[-1]
+
+
+REMEMBERED = replace(TORCH_DDP, join=_join_and_remember)
+
+
+def every_rank_tells_what_a_failure_leaves(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """With the strategy `REMEMBERED`: the weights that a rank has when the loop has raised."""
+    try:
+        return run_worker(task, world, reporter)
+    except TrainingError:
+        [member] = joined
+        weights = dump_arrays(member.learner.arrays(StatePart.WEIGHTS))
+        open_store(task.models_uri).put(f"left/rank-{world.rank}.npz", weights)
+        raise
+
+
+def chief_tells_where_variables_are(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """Of the model `counting`, when it has been trained: name -> the device that holds it."""
+    from tests.train.models_under_test import counting_models
+
+    result = run_worker(task, world, reporter)
+    [model] = counting_models
+    reporter.event("variables", {each.path: each.value.device for each in model.variables})
     return result

@@ -20,7 +20,7 @@ from shardmill.ids import format_sample_id
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.reader import read_samples
-from tests.train import torch_models
+from tests.train import torch_non_finite_models
 from tests.train.test_models import THREE, batch_of
 from tests.train.training import MODELS, Recorder, task_of, train_here
 from train.auto import resolve
@@ -40,6 +40,7 @@ SHAPE = (16, 16, 3)
 SPEC = ModelSpec(SHAPE, THREE, InputScale((120.0,) * 3, (60.0,) * 3))
 STATEFUL = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
 LINEAR = {"keras": f"{MODELS}:linear", "torch": f"{TORCH_MODELS}:linear"}
+CLIFF = {"keras": f"{MODELS}:with_cliff", "torch": "tests.train.torch_non_finite_models:with_cliff"}
 
 
 def learner(name: str, model: str, **config: Any):
@@ -119,6 +120,15 @@ def test_a_loss_that_is_not_a_number_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+def test_a_gradient_without_bounds_changes_nothing_though_the_loss_is_finite(name):
+    one = learner(name, CLIFF[name])
+    before = state(one)
+    outcome = one.apply(one.gradients(batch_of(SHAPE), 4, 1.0), None)
+    assert (np.isfinite(outcome.loss), outcome.gradient_norm, outcome.is_applied) == (True, np.inf, False)
+    assert state(one) == before
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 def test_ranks_draw_numbers_of_their_own(name):
     one = learner(name, STATEFUL[name])
     states = [[array.tobytes() for array in one.arrays(StatePart.OWN)]]
@@ -162,6 +172,7 @@ def test_an_export_answers_as_the_model_does(name, tmp_path):
     [
         ("no_model", r"the factory returned builtins.str; expected an nn.Module"),
         ("one_class_too_many", r"gives an output of shape \(2, 4\) for 2 images; expected 3 outputs"),
+        ("with_features", r"gives a dict; expected one tensor of shape \(N, 3\); return the outputs alone"),
         ("frozen", r"has no trainable variables"),
         ("softmax_elsewhere", r"outputs do not add up to 1; .*; set train.model_outputs = \"logits\""),
     ],
@@ -274,7 +285,9 @@ def test_another_framework_is_another_training(tiny_uri):
 def test_a_sample_for_which_the_model_gives_no_number_is_named(tiny_uri, tmp_path, monkeypatch):
     samples = read_samples(open_dataset(tiny_uri), "train", 1000)
     *_, second, brightest = sorted(samples, key=lambda sample: int(sample.image_HWC.astype(int).sum()))
-    monkeypatch.setattr(torch_models.Fragile, "limit", float(second.image_HWC.astype(int).sum()) + 0.5)
+    monkeypatch.setattr(torch_non_finite_models.Fragile, "limit", float(second.image_HWC.astype(int).sum()) + 0.5)
     name, still = format_sample_id(brightest.sample_id), {"random_crop_padding": 0}
     with pytest.raises(TrainingError, match=rf"not applied; the model's outputs are not finite for 1 samples: {name};"):
-        train_here(tiny_uri, tmp_path, model=f"{TORCH_MODELS}:fragile", standardize=False, augment=still)
+        train_here(
+            tiny_uri, tmp_path, model="tests.train.torch_non_finite_models:fragile", standardize=False, augment=still
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,17 @@ import pytest
 
 from shardmill.errors import IntegrityError
 from shardmill.values import Cursor
-from train.launching.faults import Failure, FaultKind, RankFault, error_of, failure_of, merged, root_cause
+from train.launching.faults import (
+    Failure,
+    FaultKind,
+    RankFault,
+    error_of,
+    failure_of,
+    is_cause_known,
+    merged,
+    root_cause,
+)
+from train.launching.watchdog import ABORT_SECONDS, TICK_SECONDS
 from train.strategies import STRATEGIES
 from train.values import from_json
 
@@ -68,6 +79,28 @@ def fault(kind: FaultKind, rank: int, seen_seconds: float, error: Exception | No
 def test_the_cause_is_chosen(faults, rank):
     assert root_cause(faults, HOROVODS_ECHO).rank == rank
     assert root_cause(reversed(faults), HOROVODS_ECHO).rank == rank
+
+
+def test_a_dead_rank_is_known_within_seconds_in_whatever_order_its_end_is_seen():
+    """Well within 10 s: what is left of them is for the driver to look, and for the other ranks to end."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for _ in range(1000):
+        dead, *survivors = chance.sample(range(8), 1 + chance.randrange(1, 4))
+        # The kernel closes its connection; who started it tells its exit; the others lose it in the middle of a sum.
+        signs = [fault(FaultKind.KILLED, dead, chance.uniform(0, 2))]
+        signs += [fault(FaultKind.KILLED, dead, chance.uniform(0, 2), returncode=-signal.SIGKILL)]
+        signs += [fault(FaultKind.COLLECTIVE, rank, chance.uniform(0, 30), ECHO) for rank in survivors]
+        signs += [fault(FaultKind.LAUNCHER, -1, chance.uniform(0, 30))] * chance.randrange(2)
+        now, seen = 0.0, {}
+        while not (seen and is_cause_known(seen.values(), now)):
+            now += TICK_SECONDS
+            for sign in signs:
+                if now - TICK_SECONDS <= sign.seen_seconds < now:
+                    seen[sign.rank] = merged(seen.get(sign.rank), sign)
+            assert now < 10 - ABORT_SECONDS - 2.0
+        assert root_cause(seen.values(), HOROVODS_ECHO).rank == dead
 
 
 def test_two_sights_of_one_end_become_one():

@@ -243,19 +243,25 @@ def test_a_training_starts_from_an_export(tiny_uri, tmp_path):
     assert again.named("resumed") and not again.named("initialized")
 
 
-def test_the_files_hash_is_part_of_the_trainings_name(tmp_path, tiny_uri):
-    pin = open_dataset(tiny_uri).pin
-    for name, values in {"a": 1.0, "same": 1.0, "b": 2.0}.items():
-        (tmp_path / f"{name}.safetensors").write_bytes(plain({"w": np.full(3, values)}))
-    configs = {
-        name: pinned(TrainConfig(init_from=str(tmp_path / f"{name}.safetensors"))) for name in ("a", "same", "b")
-    }
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_a_training_starts_from_a_file_and_the_files_hash_is_part_of_its_name(place, tmp_path, tiny_uri, request):
+    place = open_store(tmp_path if place == "folder" else request.getfixturevalue("s3_bucket"))
+    pin, model = open_dataset(tiny_uri).pin, f"{TORCH_MODELS}:linear"
+    weights = learner("torch", model).named_weights().arrays
+    configs = {}
+    for name, value in {"a": 0.01, "same": 0.01, "b": 0.02}.items():
+        place.put(f"{name}.safetensors", plain({key: np.full(old.shape, value) for key, old in weights.items()}))
+        configs[name] = pinned(TrainConfig(model=model, init_from=f"{place.uri}/{name}.safetensors"))
     folders = {name: training_dir(config, pin, "") for name, config in configs.items()}
     assert folders["a"] == folders["same"] != folders["b"]
     assert not {"init_from", "freeze", "unfreeze_epoch"} & settings_that_matter(TrainConfig()).keys()
-    assert configs["a"].init_from.startswith(f"{tmp_path}/a.safetensors#sha256="), "ranks may start elsewhere"
+    assert configs["a"].init_from.startswith(f"{place.uri}/a.safetensors#sha256="), "ranks may start elsewhere"
     assert pinned(configs["a"]) == configs["a"]
-    (tmp_path / "a.safetensors").write_bytes(plain({"w": np.zeros(3)}))
+    recorder = Recorder()
+    train_here(tiny_uri, tmp_path / "models", recorder, model=model, epochs=1, init_from=configs["a"].init_from)
+    [said] = recorder.named("initialized")
+    assert (said["source"], said["share"]) == (f"{place.uri}/a.safetensors", 1.0)
+    place.put("a.safetensors", plain({"w": np.zeros(3)}))
     with pytest.raises(IntegrityError, match="expected .*, which the driver found"):
         read_pinned(configs["a"])
 

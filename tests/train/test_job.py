@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -226,7 +227,13 @@ def test_each_stage_tells_what_it_did_and_skips_what_is_done(job, tmp_path):
     assert steps[-1]["loss_hex"] == first[0]["sections"]["train"]["final_loss_hex"]
     second = records_of(job("--run-id", "two"))
     assert [each["status"] for each in second] == ["skipped", "skipped", "skipped"]
-    assert second[0]["sections"]["train"] == first[0]["sections"]["train"]
+    trained, skipped = (each[0]["sections"]["train"] for each in (first, second))
+    # The first step compiles, and is no figure.
+    [times] = trained["rank_times"]
+    assert (times["rank"], times["host"], times["num_steps"]) == (0, socket.gethostname(), len(steps) - 1)
+    assert list(times["seconds"]) == ["input_wait", "compute", "allreduce", "checkpoint"]
+    assert times["seconds"]["compute"] > 0
+    assert skipped == {**trained, "rank_times": []}
     assert second[2]["sections"]["promotion"]["decision"] == "already_current"
 
 

@@ -18,14 +18,14 @@ CONFIG = {"num_streams": 3, "global_batch_size": 30, "epochs": 4, "optimizer": "
           "label_smoothing": 0.1}  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_local_update_is_a_synchronous_step(tiny_uri, tmp_path, backend):
+@pytest.mark.parametrize(("backend", "world_size"), zip(BACKENDS, (2, 3), strict=True))
+def test_one_local_update_is_a_synchronous_step(tiny_uri, tmp_path, backend, world_size):
     """With the momentum of SGD, of which the mean over ranks is that of the mean gradient, and in parts."""
     # Averages that move little would hold the losses back if they took the weights' place.
     config, one = {**CONFIG, "model": SMOOTH_MODEL[backend], "ema_decay": 0.9}, Recorder()
     alone = train_here(tiny_uri, tmp_path / "alone", one, **config)
     several = {**config, "strategy": "local_sgd", "accumulation_steps": 2}
-    result, watched = train_on_ranks(tiny_uri, tmp_path / "several", 2, several)
+    result, watched = train_on_ranks(tiny_uri, tmp_path / "several", world_size, several)
     assert watched.losses.keys() == one.losses.keys()
     for step, loss_hex in one.losses.items():
         assert float.fromhex(watched.losses[step]) == pytest.approx(float.fromhex(loss_hex), rel=1e-5)

@@ -9,39 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import WARNING
 from shardmill.sealed import seal
-from shardmill.stores import open_store
 from tests.train import torch_models
 from tests.train.test_job import Recorder, tree_of
-from train.auto import resolve
 from train.config import TrainConfig
 from train.host_memory import free_bytes
 from train.memory import MEMORY, MemoryRecord, images_at_once, look_at_memory, most_parts
 from train.training import train_model, train_record
-from train.trainings import TrainingChoice, choose_training
+from train.trainings import TrainingChoice
 
 ROOMY = {"model": "tests.train.torch_models:roomy", "global_batch_size": 96, "num_streams": 8, "epochs": 1}
 LINEAR = "tests.train.torch_models:linear"
 GIB = 2**30
-
-
-@pytest.fixture(scope="module")
-def choice_of(tiny_uri):
-    """choice_of(models, tree) -> config without `auto`, dataset, what the driver chooses to do, the models' store."""
-
-    def choose(models, tree):
-        config, dataset, store = (
-            resolve(tree.train, SparkConfig()).config,
-            open_dataset(tiny_uri),
-            open_store(str(models)),
-        )
-        return config, dataset, choose_training(store, config, dataset.pin), store
-
-    return choose
 
 
 def no_windows(config: TrainConfig) -> int:

@@ -125,12 +125,24 @@ def test_an_unknown_name_is_answered_with_the_nearest():
             r"there is no module 'tests.no_such_module'; looked in .*PYTHONPATH",
         ),
         (f"{USER_MODELS}:no_such_function", r"models_under_test.py has no 'no_such_function'"),
-        (f"{USER_MODELS}:failing", r"the factory failed: RuntimeError: no such backbone; .*num_classes=3"),
-        (f"{USER_MODELS}:leaving", r"the factory failed: SystemExit: 0; .*num_classes=3"),
-        (f"{USER_MODELS}:leaving_when_called", r"calling the model failed: SystemExit: 0; .*shape \(N, "),
+        (
+            f"{USER_MODELS}:failing",
+            r"the factory failed: RuntimeError: no such backbone \(.*models_under_test.py:\d+\); .*num_classes=3",
+        ),
+        (f"{USER_MODELS}:leaving", r"the factory failed: SystemExit: 0 \(.*\); .*num_classes=3"),
+        (
+            f"{USER_MODELS}:leaving_when_called",
+            r"calling the model failed: SystemExit: 0 \(.*models_under_test.py:\d+\); .*shape \(N, ",
+        ),
+        # Keras's sentence alone: no colours, no list of what the layer was called with.
+        (
+            f"{USER_MODELS}:for_larger_images",
+            r"call\(\)\. Input 0 .* \(2, \d+\); expected it to take .*; build it for the ",
+        ),
         ("tests.train.leaving_module:model", r"cannot import 'tests.train.leaving_module': SystemExit: 0"),
         (f"{USER_MODELS}:no_model", r"the factory returned builtins.str; expected a Keras 3 model"),
         (f"{USER_MODELS}:one_class_too_many", r"gives 4 outputs; expected 3 outputs: the dataset has 3 classes"),
+        (f"{USER_MODELS}:with_features", r"gives a dict; expected 3 outputs"),
         (f"{USER_MODELS}:frozen", r"has no trainable variables"),
         (f"{USER_MODELS}:compiled_with_mean", r"one number for a whole batch; expected one loss per sample"),
     ],

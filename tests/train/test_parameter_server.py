@@ -17,11 +17,12 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.reader import read_batches
 from shardmill.stores import open_store
 from tests.train.driver_process import start_driver
-from tests.train.test_multi_rank import MODELS, Watcher
+from tests.train.test_multi_rank import MODELS, WORKERS, Watcher
 from tests.train.training import task_of
 from train.checkpoint import complete_checkpoints
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
+from train.launching.rank import DEFAULT_WORKER
 from train.launching.restarts import launch_until_done
 from train.preflight import check_terms
 from train.state import load_arrays, rank_file
@@ -61,9 +62,10 @@ class Killer(Watcher):
             self.pids[fields["rank"]] = fields["pid"]
 
 
-def launch(uri, models, watcher, **config):
+def launch(uri, models, watcher, worker=DEFAULT_WORKER, **config):
     given = {**SERVED, **config}
-    return LAUNCHERS[given["launcher"]].launch(task_of(uri, models, **given), SparkConfig(master="local[5]"), watcher)
+    task, spark = task_of(uri, models, **given), SparkConfig(master="local[5]")
+    return LAUNCHERS[given["launcher"]].launch(task, spark, watcher, worker=worker)
 
 
 def planned(uri: str, config: TrainConfig) -> dict[tuple[int, int], tuple[str, ...]]:
@@ -94,7 +96,7 @@ def num_trained(checkpoint: Path) -> int:
 
 def test_workers_train_what_the_chief_dispatches_and_a_lost_one_is_replaced(tiny_uri, tmp_path):
     watcher = Killer(rank=2, at=(1, 2))
-    result = launch(tiny_uri, tmp_path, watcher)
+    result = launch(tiny_uri, tmp_path, watcher, f"{WORKERS}:chief_tells_where_variables_are")
     config = TrainConfig(**{**SERVED, "augment": {"random_crop_padding": 1}})
     assert_all_steps_in_order(watcher, tiny_uri, config)
     assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
@@ -106,6 +108,10 @@ def test_workers_train_what_the_chief_dispatches_and_a_lost_one_is_replaced(tiny
     # By the model's own count; a worker may have died before it came to that.
     num_more = num_trained(tmp_path / result.last_checkpoint) - result.num_steps
     assert repeated["num_applied_twice"] <= num_more <= repeated["num_steps"]
+    # Each variable is whole, on one server, and those that follow each other are on both in turn.
+    devices = [device for name, device in watcher.fields["variables"].items() if name != "rank"]
+    servers = [re.fullmatch(r"/job:ps/replica:0/task:(\d)/device:CPU:0", device)[1] for device in devices]
+    assert servers == [str(place % 2) for place in range(5)]
     # What happens in workers is told.
     assert all(watcher.seconds[name] > 0 for name in ("input_wait", "compute", "fetch", "decode"))
     assert result.world_size == 2
@@ -126,7 +132,9 @@ def test_a_chief_goes_on_where_it_was_killed(tiny_uri, tmp_path):
 
 @pytest.mark.drill
 def test_sigterm_stops_behind_what_is_dispatched_and_every_step_is_applied_once(tiny_uri, tmp_path):
-    config = {**SERVED, "checkpoint_every_steps": 0, "stop_timeout_seconds": 60}
+    """By three workers: each batch is dispatched, and trained with, exactly once, by the model's own count."""
+    config = SERVED | {"num_workers": 3, "parameter_servers": 1, "checkpoint_every_steps": 0}
+    config["stop_timeout_seconds"] = 60
     pin = open_dataset(tiny_uri).pin
     first = start_driver(tmp_path, config, dataset=pin).stopped_somewhere()
     newest = next(complete_checkpoints(open_store(tmp_path / "models"), "trainings/test"))

@@ -246,7 +246,7 @@ def test_of_a_batch_that_is_left_out_nothing_is_remembered(tiny_uri, tmp_path, m
     """A NaN that was would be in every later step, and end the training."""
     brightest = max(float(each.image_HWC.sum()) for each in read_samples(open_dataset(tiny_uri), "train", 1000))
     monkeypatch.setenv("SHARDMILL_TEST_BRIGHTEST", str(brightest - 0.5))
-    config = {**CONFIG, "model": "tests.train.torch_models:dazzled", "sync_batch_norm": False, "epochs": 2,
+    config = {**CONFIG, "model": "tests.train.torch_non_finite_models:dazzled", "sync_batch_norm": False, "epochs": 2,
               "standardize": False, "augment": {"random_crop_padding": 0}, "powersgd_rank": 1,
               "on_non_finite": "skip", "max_skipped_in_a_row": 1}  # fmt: skip
     result, watched = train_on_ranks(tiny_uri, tmp_path, 2, config)

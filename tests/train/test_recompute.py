@@ -17,9 +17,9 @@ from tests.train.training import MODELS
 from train.backends import BACKENDS
 from train.backends.backend import StatePart
 from train.config import TrainConfig, settings_that_matter
-from train.fit import fit
+from train.fit import decided, fit
 from train.host_memory import Limit
-from train.memory import considered, decided, facts_of, record_of
+from train.memory import considered, facts_of, record_of
 from train.preflight import check_terms
 from train.probe import ProbeTask, StepCost, probe
 from train.training import train_model

@@ -14,8 +14,11 @@ import time
 import pytest
 
 from shardmill.errors import UsageError
+from shardmill.jobs.config import SparkConfig
 from tests.processes import LOCAL, listeners
 from tests.train.test_launchers import dataset, start
+from train.config import TrainConfig
+from train.preflight import check_terms
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS, GuardedRendezvous, address_variables, listening_on, places
 
 __all__ = ["dataset", "start"]
@@ -98,6 +101,26 @@ def test_an_interface_that_is_not_there_is_refused():
     with pytest.raises(UsageError, match=r"train.nics: .* has no interface 'nosuch0' with an IPv4"):
         with listening_on({"nosuch0"}):
             pass
+
+
+@pytest.mark.parametrize(
+    ("launcher", "strategy", "master"),
+    [
+        ("local", "horovod", "local[2]"),
+        ("horovod_spark", "horovod", "local[2]"),
+        ("spark_barrier", "torch_ddp", "yarn"),
+    ],
+)
+def test_the_driver_looks_for_the_interfaces_of_ranks_on_its_own_machine(launcher, strategy, master):
+    given = TrainConfig(num_workers=2, launcher=launcher, strategy=strategy, nics=("lo",))
+    unknown = given.model_copy(update={"nics": ("lo", "nosuch0")})
+    check_terms(given, SparkConfig(master=master))
+    if master == "yarn":
+        # Other machines have other interfaces.
+        check_terms(unknown, SparkConfig(master=master))
+    else:
+        with pytest.raises(UsageError, match=r"no interface 'nosuch0' .*; it has .*\blo\b.*; name one"):
+            check_terms(unknown, SparkConfig(master=master))
 
 
 @pytest.mark.drill

@@ -11,7 +11,9 @@ from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from tests.services.s3 import s3_client
 from tests.train.training import Killed, Recorder, train_here
+from train.config import TrainConfig
 from train.launching.inline import ObserverReporter
+from train.launching.inline_watch import InlineWatch
 from train.observer import GlobalStep
 from train.run_log import RunLog, StepsLog
 from train.tensorboard import TensorBoardLog
@@ -27,7 +29,7 @@ class UntilStep(ObserverReporter):
     """Reports to an observer, and ends as a crash would before global step `killed_at` is on record."""
 
     def __init__(self, observer, killed_at: int | None = None) -> None:
-        super().__init__(observer)
+        super().__init__(observer, InlineWatch(TrainConfig(strategy="single"), observer))
         self._recorder = Recorder(killed_at)
 
     def step(self, report) -> None:

@@ -20,16 +20,21 @@ from train.config import TrainConfig
 from train.exchange import FirstSteps
 from train.launching import LAUNCHERS
 from train.observer import GlobalStep
-from train.rank_times import MIN_STEPS, StragglerWatch
+from train.rank_times import MIN_STEPS, RankRow, StragglerWatch
 from train.run_log import RunLog
+from train.strategies.replicated import replicated
+from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
 from train.values import StepReport
 from train.verdict import StepTimes, Verdict
+from train.world import RankDevices
 
 TORCH_MODELS = "tests.train.torch_models"
 
 
-def judged(*seconds_of_ranks: dict[str, float], num_steps: int = MIN_STEPS + 1) -> Verdict | None:
-    """The verdict on steps in which each rank took these seconds."""
+def judged(
+    *seconds_of_ranks: dict[str, float], num_steps: int = MIN_STEPS + 1, devices: tuple[str, ...] = ()
+) -> Verdict | None:
+    """The verdict on steps in which each rank took these seconds; rank 0 with these GPUs."""
     times = StepTimes()
     times.event("rank_started", {"rank": 1, "host": "b", "pid": 7})
     for number in range(num_steps):
@@ -38,7 +43,7 @@ def judged(*seconds_of_ranks: dict[str, float], num_steps: int = MIN_STEPS + 1) 
             for rank, seconds in enumerate(seconds_of_ranks)
         )
         times.step(GlobalStep(0, number, num_steps, (0.5).hex(), (), reports))
-    return times.verdict(TrainConfig(num_workers=len(seconds_of_ranks)))
+    return times.verdict(TrainConfig(num_workers=len(seconds_of_ranks)), [RankDevices(0, "a", devices)])
 
 
 def launched(task) -> Verdict:
@@ -53,7 +58,10 @@ def launched(task) -> Verdict:
 
 def test_the_larger_of_two_waits_counts_and_small_ones_do_not():
     busy = {"compute": 0.08, "input_wait": 0.01, "allreduce": 0.01}
-    assert judged(busy, busy).bound == "compute"
+    assert judged(busy, busy).bound == "compute" and judged(busy).sentence.endswith(
+        ": GPUs or more machines would help"
+    )
+    assert "train.mixed_precision" in judged(busy, devices=("0",)).sentence
     assert judged(busy | {"input_wait": 0.1}, busy | {"input_wait": 0.1}).bound == "input"
     assert judged(busy | {"allreduce": 0.1}, busy | {"allreduce": 0.1}).bound == "communication"
     assert judged(busy | {"allreduce": 0.1, "input_wait": 0.11}).bound == "input"
@@ -79,6 +87,27 @@ def test_what_the_readers_threads_did_tells_storage_from_decoding():
 def test_few_steps_say_nothing():
     assert judged({"compute": 1.0}, num_steps=MIN_STEPS) is None
     assert StepTimes().verdict(TrainConfig()) is None
+
+
+def test_the_times_of_each_rank_are_summed_since_the_last_restart():
+    times = StepTimes()
+    seconds = {"input_wait": 0.25, "compute": 0.5, "allreduce": 0.125, "checkpoint": 2.0, "total": 2.875, "fetch": 9.0}
+
+    def steps(number: int, num_ranks: int) -> None:
+        for step in range(number):
+            reports = tuple(
+                StepReport(rank, 0, step, 9, (0.5).hex(), seconds={**seconds, "compute": 0.5 + rank})
+                for rank in range(num_ranks)
+            )
+            times.step(GlobalStep(0, step, 9, (0.5).hex(), (), reports))
+
+    placement = [RankDevices(0, "a", ()), RankDevices(1, "b", ("0",))]
+    assert times.rows(placement) == ()
+    steps(5, num_ranks=3)
+    times.event("restarted", {"rank": 0})
+    steps(3, num_ranks=2)
+    parts = {"input_wait": 0.5, "compute": 1.0, "allreduce": 0.25, "checkpoint": 4.0}
+    assert times.rows(placement) == (RankRow(0, "a", 2, parts), RankRow(1, "b", 2, {**parts, "compute": 3.0}))
 
 
 def test_a_straggler_is_named_while_it_holds_the_others_up_once():
@@ -178,11 +207,25 @@ def test_slow_decoding_is_found(tiny_uri, tmp_path, monkeypatch):
     assert verdict.bound == "input" and verdict.sentence.startswith("input-bound: decode; ")
 
 
+class SlowExchange(TorchCollective):
+    """As over a network that is slow; a step of a linear model takes a few milliseconds."""
+
+    def sum_tensors(self, tensors):
+        sums = super().sum_tensors(tensors)
+        time.sleep(0.3)
+        return sums
+
+
+SLOW_EXCHANGE = replace(TORCH_DDP, join=replicated(SlowExchange))
+
+
 @pytest.mark.drill
-def test_a_slow_rank_and_a_model_too_small_for_its_ranks_are_found(tiny_uri, tmp_path):
-    several = {"num_workers": 2, "launcher": "local", "strategy": "torch_ddp", "epochs": 5, "global_batch_size": 16}
+def test_a_slow_rank_and_a_slow_exchange_are_found(tiny_uri, tmp_path):
+    several = {"num_workers": 2, "launcher": "local", "strategy": "torch_ddp", "epochs": 2, "global_batch_size": 16}
     late = launched(task_of(tiny_uri, tmp_path / "late", model=f"{TORCH_MODELS}:late_on_rank_1", **several))
     assert late.bound == "straggler" and late.sentence.startswith("straggler: rank 1 on host ")
-    tiny = launched(task_of(tiny_uri, tmp_path / "tiny", model=f"{TORCH_MODELS}:linear", **several))
-    # A step takes milliseconds: on a busy machine one of the ranks may really be slow, and is waited for.
-    assert tiny.bound in ("communication", "straggler"), tiny.sentence
+    slow = {**several, "strategy": "tests.train.test_verdict:SLOW_EXCHANGE"}
+    tiny = launched(task_of(tiny_uri, tmp_path / "tiny", model=f"{TORCH_MODELS}:linear", **slow))
+    assert tiny.bound == "communication", tiny.sentence
+    assert tiny.sentence.startswith("communication-bound: ")
+    assert "raise train.global_batch_size (now 16) for fewer exchanges, or use fewer ranks (now 2)" in tiny.sentence

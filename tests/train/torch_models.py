@@ -171,44 +171,21 @@ def frozen(image_shape, num_classes):
     return linear(image_shape, num_classes).requires_grad_(False)
 
 
+class WithFeatures(nn.Module):
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.out = linear(image_shape, num_classes)
+
+    def forward(self, images_NCHW):
+        return {"logits": self.out(images_NCHW), "features": images_NCHW}
+
+
+def with_features(image_shape, num_classes):
+    return WithFeatures(image_shape, num_classes)
+
+
 def no_model(image_shape, num_classes):
     return "a module"
-
-
-class Fragile(nn.Module):
-    """Answers for every image but the brightest ones, of which the pixels add up to more than `limit`."""
-
-    limit = float("inf")
-
-    def __init__(self, image_shape, num_classes):
-        super().__init__()
-        self.out = linear(image_shape, num_classes)
-
-    def forward(self, images_NCHW):
-        is_bright_N1 = images_NCHW.flatten(1).sum(dim=1, keepdim=True) > self.limit
-        return self.out(images_NCHW / 255).masked_fill(is_bright_N1, float("nan"))
-
-
-def fragile(image_shape, num_classes):
-    return Fragile(image_shape, num_classes)
-
-
-class Dazzled(nn.Module):
-    """Answers images brighter than a limit with NaN while it trains, and a batch norm takes that in."""
-
-    def __init__(self, image_shape, num_classes):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(image_shape[2])
-        self.out = linear(image_shape, num_classes)
-
-    def forward(self, images_NCHW):
-        limit = float(os.environ["SHARDMILL_TEST_BRIGHTEST"]) if self.training else float("inf")
-        is_bright_N111 = images_NCHW.sum(dim=(1, 2, 3), keepdim=True) > limit
-        return self.out(self.norm((images_NCHW / 255).masked_fill(is_bright_N111, float("nan"))))
-
-
-def dazzled(image_shape, num_classes):
-    return Dazzled(image_shape, num_classes)
 
 
 class Steep(nn.Module):

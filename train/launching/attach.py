@@ -26,7 +26,7 @@ from train.launching.attach_gate import Gate, call_gate
 from train.launching.attach_messages import Begin, Ended, Stop
 from train.launching.attach_place import find_place, host_of_rank_0
 from train.launching.devices import device_environment
-from train.launching.keeper import RankProcess, keep_rank, rank_processes
+from train.launching.keeper import keep_rank, rank_processes
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
@@ -59,13 +59,8 @@ def launch_attach(
         with Watchdog(task, worker, observer, bind_host, token=proof_of(_job_token(), "watchdog", nonce)) as watchdog:
             own = {**watchdog.environment(), **place.environment(), **device_environment(place, task.config)}
             _gate.begin(own[ADDRESS_VARIABLE], nonce, watchdog.report_launcher_failure)
-            with rank_processes({0: _environment() | own}, watchdog.report_output) as started:
-                threading.Thread(target=_report_exit, args=(watchdog, started[0]), daemon=True).start()
+            with rank_processes({0: _environment() | own}, watchdog.report_output, watchdog.report_exit):
                 return watchdog.watch()
-
-
-def _report_exit(watchdog: Watchdog, process: RankProcess) -> None:
-    watchdog.report_exit(0, process.wait())
 
 
 @contextmanager

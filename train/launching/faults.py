@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import re
 import signal
-import sysconfig
 import traceback
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Literal
 
 from shardmill.errors import ERROR_BY_EXIT_CODE, ShardmillError, TrainingError
+from shardmill.user_module import line_of_user
 from shardmill.values import Cursor
 
 FIX = "fix the cause, then run the same command again: it continues at the last complete checkpoint"
 NUM_TRACEBACK_LINES = 30
-_ROOT = Path(__file__).parents[2]
-_NOT_THE_USERS = (
-    *(f"{_ROOT / package}/" for package in ("shardmill", "train", "etl", "pipeline")),
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    "<",
-)
 
 
 class FaultKind(StrEnum):
@@ -49,6 +42,11 @@ LOSSES = {FaultKind.KILLED, FaultKind.SILENT, FaultKind.STALLED}
 # Of several faults the one with the lowest number is the cause, the earliest of equals.
 RANK_OF_KIND = dict.fromkeys(FaultKind, 0) | {FaultKind.LAUNCHER: 1, FaultKind.COLLECTIVE: 2}
 
+# The first fault need not be the cause. Other faults of the same cause arrive within this time; if only echoes
+# ("connection closed") have arrived so far, the cause itself does within the longer one.
+GRACE_SECONDS = 1.0
+ECHO_GRACE_SECONDS = 4.0
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -68,6 +66,18 @@ class Failure:
     place: str = ""
     """`file:line` of the user's own code that was being run, else of what raised."""
     kind: Literal["failure"] = "failure"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it says all that a person needs."""
+        return self.error_type in {kind.__name__ for kind in ERROR_BY_EXIT_CODE.values()}
+
+    def as_raised(self, where: str = "") -> ShardmillError:
+        """One of ours once more, in this process."""
+        return ERROR_BY_EXIT_CODE[self.exit_code](f"{self.what}{where}", self.expected, self.fix)
+
+    def __str__(self) -> str:
+        return f"{self.error_type}: {self.what}{f' ({self.place})' if self.place else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,7 @@ def failure_of(error: BaseException, echo: re.Pattern[str] | None = None) -> Fai
     """What a rank sends to its driver when its function raises. `echo`: that of the strategy, if it has peers."""
     text = "".join(traceback.format_exception(error))
     tail = "\n".join(text.rstrip().splitlines()[-NUM_TRACEBACK_LINES:])
-    place = _place(error)
+    place = line_of_user(error) or _last_line_of(error)
     if isinstance(error, ShardmillError):
         # Other errors of ours are about data or config: a store's "connection reset" says nothing of another rank.
         collective = isinstance(error, TrainingError) and _is_echo(error, echo)
@@ -125,6 +135,13 @@ def merged(older: RankFault | None, newer: RankFault) -> RankFault:
         returncode=reported.returncode if reported.returncode is not None else other.returncode,
         output_tail=reported.output_tail or other.output_tail,
     )
+
+
+def is_cause_known(faults: Collection[RankFault], now: float) -> bool:
+    """Whether all that could be the cause of the others, of which there is one, has been seen by `now`."""
+    first_seconds = min(fault.seen_seconds for fault in faults)
+    has_cause = any(RANK_OF_KIND[fault.kind] == 0 for fault in faults)
+    return now - first_seconds > (GRACE_SECONDS if has_cause else ECHO_GRACE_SECONDS)
 
 
 def root_cause(faults: Iterable[RankFault], echo: re.Pattern[str]) -> RankFault:
@@ -155,9 +172,8 @@ def error_of_all(faults: Collection[RankFault], echo: re.Pattern[str]) -> Shardm
 def error_of(fault: RankFault) -> ShardmillError:
     """One line for the person who reads it; the traceback or the last output of the rank are its notes."""
     failure = fault.failure
-    if failure is not None and failure.error_type in {kind.__name__ for kind in ERROR_BY_EXIT_CODE.values()}:
-        what = f"{failure.what} (rank {fault.rank}, {fault.where})"
-        error = ERROR_BY_EXIT_CODE[failure.exit_code](what, failure.expected, failure.fix)
+    if failure is not None and failure.is_ours:
+        error = failure.as_raised(f" (rank {fault.rank}, {fault.where})")
     else:
         error = TrainingError(_sentence(fault), fix=FIX)
     if failure is not None:
@@ -194,22 +210,22 @@ def _sentence(fault: RankFault) -> str:
     after = "before its first step"
     if fault.last_step is not None:
         after = f"after step {fault.last_step.step} of epoch {fault.last_step.epoch}"
-    last_line = _last_line(fault.output_tail)
+    said = last_line(fault.output_tail)
     match fault.kind:
         case FaultKind.FAILED | FaultKind.COLLECTIVE if fault.failure is not None:
-            place = f" ({fault.failure.place})" if fault.failure.place else ""
-            return f"{rank} failed {after}: {fault.failure.error_type}: {fault.failure.what}{place}"
+            return f"{rank} failed {after}: {fault.failure}"
         case FaultKind.SILENT:
             return f"{rank} went silent {after}: {fault.what}"
         case FaultKind.STALLED if fault.rank >= 0:
             return f"{rank} hangs {after}: {fault.what}"
         case FaultKind.KILLED | FaultKind.COLLECTIVE:
-            return f"{rank} {_how_it_ended(fault.returncode)} {after}{f': {last_line}' if last_line else ''}"
+            return f"{rank} {how_it_ended(fault.returncode)} {after}{f': {said}' if said else ''}"
         case _:
-            return f"{fault.what}{f': {last_line}' if last_line else ''}"
+            return f"{fault.what}{f': {said}' if said else ''}"
 
 
-def _how_it_ended(returncode: int | None) -> str:
+def how_it_ended(returncode: int | None) -> str:
+    """Of a process that left no word, as people say it."""
     if returncode is None:
         return "was killed, by a signal that is not known,"
     if returncode < 0:
@@ -220,13 +236,12 @@ def _how_it_ended(returncode: int | None) -> str:
     return f"ended by itself with exit code {returncode}"
 
 
-def _place(error: BaseException) -> str:
-    """Of the frames that belong neither to us nor to a library, the innermost; of all, if there is none."""
+def _last_line_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
-    return "".join(f"{frame.filename}:{frame.lineno}" for frame in (own or frames)[-1:])
+    return "".join(f"{frame.filename}:{frame.lineno}" for frame in frames[-1:])
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """What a process that ended wrote last, cut to what fits into a sentence."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:300] if lines else ""

@@ -14,6 +14,7 @@ from shardmill.values import Cursor
 from train.launching import Launcher
 from train.launching.devices import agree_on_devices, device_environment
 from train.launching.faults import FaultKind, RankFault, error_of, failure_of
+from train.launching.inline_watch import InlineWatch, Stalled, watching
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER, load_worker
 from train.observer import StepAssembler, TrainObserver
@@ -25,13 +26,15 @@ from train.world import World
 class ObserverReporter:
     """Hands everything to the observer at once."""
 
-    def __init__(self, observer: TrainObserver) -> None:
+    def __init__(self, observer: TrainObserver, watch: InlineWatch) -> None:
         self._observer = observer
+        self._watch = watch
         self._steps = StepAssembler(world_size=1)
         self.last_step: Cursor | None = None
 
     def step(self, report: StepReport) -> None:
         self.last_step = Cursor(report.epoch, report.step)
+        self._watch.step(self.last_step)
         step = self._steps.add(report)
         assert step is not None
         self._observer.step(step)
@@ -40,7 +43,7 @@ class ObserverReporter:
         self._observer.event(name, {"rank": 0, **fields})
 
     def doing(self, what: str, *, waits: bool = False) -> None:
-        return
+        self._watch.doing(what)
 
 
 def check_one_rank(world_size: int, spark: SparkConfig) -> None:
@@ -56,20 +59,25 @@ def check_one_rank(world_size: int, spark: SparkConfig) -> None:
 def launch_inline(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
-    """Run the only rank here. Raises UsageError for more than one, TrainingError for what is not a ShardmillError;
-    Terminated when SIGTERM has come and the training has stopped."""
+    """Run the only rank here. Raises UsageError for more than one, TrainingError for what is not a ShardmillError and
+    for a rank that stands still; Terminated when SIGTERM has come and the training has stopped."""
     check_one_rank(task.config.num_workers, spark)
-    reporter = ObserverReporter(observer)
     place, config = Place(0, 1, 0, 1), task.config
+    watch = InlineWatch(config, observer)
+    reporter = ObserverReporter(observer, watch)
     try:
         with stopping_in_order(config.stop_timeout_seconds) as request, ExitStack() as stack:
             for name, value in device_environment(place, config).items():
                 stack.enter_context(environment_variable(name, value))
             world = World(may_begin=lambda global_step: not request.is_made)
             world = replace(world, placement=agree_on_devices(place, config, world.exchange, reporter))
-            return load_worker(worker)(task, world, reporter)
+            with watching(watch):
+                return load_worker(worker)(task, world, reporter)
     except ShardmillError:
         raise
+    except Stalled:
+        assert watch.fault is not None
+        raise error_of(watch.fault) from None
     except (Exception, SystemExit) as error:
         # Models and factories are the user's: anything may come, and all of it means that the rank failed; their
         # sys.exit(0), too, which would else end the whole command as a success.

@@ -73,24 +73,31 @@ class RankProcess:
 
 @contextmanager
 def rank_processes(
-    environments: Mapping[int, dict[str, str]], tell: Callable[[int, str], None]
-) -> Iterator[dict[int, RankProcess]]:
+    environments: Mapping[int, dict[str, str]],
+    report_output: Callable[[int, str], None],
+    report_exit: Callable[[int, RankExit], None],
+) -> Iterator[None]:
     """Those of some ranks, by number: started on entry; none is left on exit, however that comes.
 
-    `tell`: of each what it prints, with the rank's number.
+    What each prints and how it ends is reported with the rank's number, from threads.
     """
-    processes: dict[int, RankProcess] = {}
+    processes: list[RankProcess] = []
+
+    def wait_for(rank: int, process: RankProcess) -> None:
+        report_exit(rank, process.wait())
+
     try:
         for rank, environment in environments.items():
-            processes[rank] = RankProcess(environment, partial(tell, rank))
-        yield processes
+            processes.append(RankProcess(environment, partial(report_output, rank)))
+            threading.Thread(target=wait_for, args=(rank, processes[-1]), name="rank-exit", daemon=True).start()
+        yield
         deadline_seconds = time.monotonic() + EXIT_SECONDS
-        while any(process.is_running() for process in processes.values()) and time.monotonic() < deadline_seconds:
+        while any(process.is_running() for process in processes) and time.monotonic() < deadline_seconds:
             time.sleep(0.02)
     finally:
-        for process in processes.values():
+        for process in processes:
             process.kill()
-        for process in processes.values():
+        for process in processes:
             process.wait()
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import python_path
 from train.launching import Launcher
 from train.launching.devices import device_environment
-from train.launching.keeper import RankProcess, rank_processes
+from train.launching.keeper import rank_processes
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
@@ -29,14 +28,8 @@ def launch_local(
         places = [Place(rank, world_size, local_rank=rank, ranks_per_node=world_size) for rank in range(world_size)]
         own = [place.environment() | device_environment(place, task.config) for place in places]
         environments = {rank: shared | each for rank, each in enumerate(own)}
-        with rank_processes(environments, watchdog.report_output) as started:
-            for rank, process in started.items():
-                threading.Thread(target=_report_exit, args=(watchdog, rank, process), daemon=True).start()
+        with rank_processes(environments, watchdog.report_output, watchdog.report_exit):
             return watchdog.watch()
-
-
-def _report_exit(watchdog: Watchdog, rank: int, process: RankProcess) -> None:
-    watchdog.report_exit(rank, process.wait())
 
 
 LOCAL = Launcher(launch_local, ranks_here=lambda world_size, spark: world_size)

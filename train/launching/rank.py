@@ -127,7 +127,7 @@ def main() -> NoReturn:
 def _tell_retries(reporter: DriverReporter, rank: int) -> None:
     """What only this process knows of its storage."""
     if num_retried():
-        reporter.event("train.requests_retried", {"rank": rank, RETRIED: num_retried()})
+        reporter.event("requests_retried", {"rank": rank, RETRIED: num_retried()})
 
 
 def _end_with_driver(parent: int) -> None:

@@ -21,7 +21,7 @@ from shardmill.jobs.process import Terminated, stopping_in_order
 from shardmill.values import Cursor
 from train.launching.deadlines import Deadlines, RankState
 from train.launching.exchanges import Exchange, ExchangeAssembler
-from train.launching.faults import RANK_OF_KIND, FaultKind, RankFault, error_of_all, merged, root_cause
+from train.launching.faults import FaultKind, RankFault, error_of_all, is_cause_known, merged, root_cause
 from train.launching.keeper_messages import Output, RankExit
 from train.launching.listener import RankListener, Received
 from train.launching.losses import Losses
@@ -45,10 +45,6 @@ from train.strategies import STRATEGIES
 from train.task import WorkerTask
 from train.values import BEFORE_CHECKPOINT, OUTPUT, TrainResult, to_json
 
-# The first fault need not be the cause. Other faults of the same cause arrive within this time; if only echoes
-# ("connection closed") have arrived so far, the cause itself does within the longer one.
-GRACE_SECONDS = 1.0
-ECHO_GRACE_SECONDS = 4.0
 # After an abort, ranks have this long to end; then those on this host are killed.
 ABORT_SECONDS = 1.5
 # After the last step, processes have this long to end for what they still print to be heard.
@@ -143,7 +139,7 @@ class Watchdog:
                     self._observer.event("rank_paused", {"rank": rank.number, "where": rank.where, WARNING: pause})
                 for fault in self._deadlines.missed(now):
                     self._record_fault(fault)
-                if self._faults and self._is_cause_known(now):
+                if self._faults and is_cause_known(self._faults.values(), now):
                     raise self._error()
             if len(self._loops) < len(self._ranks):
                 # Those that serve others do so until they are ended.
@@ -289,8 +285,3 @@ class Watchdog:
             return
         if fault.rank < 0 or not self._ranks[fault.rank].is_done:
             self._faults[fault.rank] = merged(self._faults.get(fault.rank), fault)
-
-    def _is_cause_known(self, now: float) -> bool:
-        first_seconds = min(fault.seen_seconds for fault in self._faults.values())
-        has_cause = any(RANK_OF_KIND[fault.kind] == 0 for fault in self._faults.values())
-        return now - first_seconds > (GRACE_SECONDS if has_cause else ECHO_GRACE_SECONDS)

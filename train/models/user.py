@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardmill.errors import UsageError
-from shardmill.user_module import find_below
+from shardmill.user_module import find_below, with_line_of_user
 from train.models import MODELS
 
 # What a model imports of ours (`train.layers`) is no more the user's than an installed library is, also where it lies
@@ -62,7 +62,7 @@ def call_factory(name: str, image_shape_HWC: tuple[int, int, int], num_classes: 
     except (Exception, SystemExit) as error:
         # Likewise a user's function.
         raise UsageError(
-            f"train.model = {name!r}: the factory failed: {type(error).__name__}: {error}",
+            f"train.model = {name!r}: the factory failed: {with_line_of_user(error)}",
             f"it was called with image_shape={image_shape_HWC}, num_classes={num_classes}",
             "call it with these in a Python shell to see the whole error",
         ) from error

@@ -6,6 +6,7 @@ import secrets
 import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,8 @@ from train.published.exported import (
     verify_export,
 )
 from train.records import put_record, record_numbers
-from train.state import WEIGHTS, load_arrays, rank_file
+from train.strategies import STRATEGIES
+from train.strategies.strategy import WholeModel
 from train.values import Evaluation, ModelIdentity, TrainResult
 from train.world import World
 
@@ -188,8 +190,8 @@ def _restore(backend: Backend, store: Store, config: TrainConfig, result: TrainR
     source = f"the checkpoint {result.checkpoint}"
     now = ModelIdentity(source_sha256(config.model), learner.config_sha256)
     check_same_model(result.model, now, config.model, source)
-    learner.assign(StatePart.WEIGHTS, load_arrays(saved.trainable), source)
-    learner.assign(StatePart.OWN, load_arrays(saved.non_trainable), source)
+    learner.assign(StatePart.WEIGHTS, saved.weights, source)
+    learner.assign(StatePart.OWN, saved.own, source)
     if learner.weights_sha256() != result.weights_sha256:
         raise IntegrityError(
             f"{source} gives weights {learner.weights_sha256()}",
@@ -199,19 +201,12 @@ def _restore(backend: Backend, store: Store, config: TrainConfig, result: TrainR
     return learner
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedWeights:
-    """The variables of a model as a checkpoint holds them."""
-
-    trainable: bytes
-    non_trainable: bytes
-
-
-def _read_weights(store: Store, result: TrainResult) -> _SavedWeights:
+def _read_weights(store: Store, result: TrainResult) -> WholeModel:
     """The weights that a training recommends. Raises IntegrityError if its checkpoint is missing or damaged."""
     try:
         found = open_checkpoint(store, result.checkpoint)
-        return _SavedWeights(found.read(store, WEIGHTS), found.read(store, rank_file(0)))
+        layout = STRATEGIES[result.strategy].checkpoint_layout
+        return layout.whole_model(partial(found.read, store), found.marker.world_size)
     except IntegrityError as error:
         raise IntegrityError(
             f"the training's checkpoint {store.uri}/{result.checkpoint} is missing or damaged",

@@ -89,7 +89,7 @@ def roll_back(models_uri: str, run_id: str) -> Promotion:
         previous=below[-1] if below else None,
         replaced=current.export,
         decision="rolled_back",
-        reason=f"export {current.export} was rolled back",
+        reason=f"export {target} is current again; export {current.export} was rolled back",
         accuracy=promoted.accuracy if promoted is not None else None,
         run_id=run_id,
         created_at=now(),

@@ -21,7 +21,7 @@ from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS, meeting
 from train.strategies.member import Member
-from train.strategies.replicated import replicated
+from train.strategies.replicated import REPLICATED, replicated
 from train.strategies.strategy import GLOO_ECHO, Strategy
 from train.values import Reporter
 from train.world import World
@@ -128,7 +128,7 @@ HOROVOD = Strategy(
     exact_resume=True,
     syncs_batch_norm=True,
     leaves_out_batches=True,
-    checkpoint_layout="replicated",
+    checkpoint_layout=REPLICATED,
     max_world_size=None,
     join=join_horovod,
     timeline=timeline,

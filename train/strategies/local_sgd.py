@@ -28,7 +28,7 @@ from train.strategies import STRATEGIES
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.horovod import HOROVOD, HorovodCollective
 from train.strategies.member import DataIndex, Member, MemberStep, SiloIndex
-from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
 from train.strategies.silo_post import SiloPost
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
@@ -275,7 +275,7 @@ LOCAL_SGD = Strategy(
     backends=("keras", "torch"),
     synchronous=False,
     exact_resume=True,
-    checkpoint_layout="replicated",
+    checkpoint_layout=REPLICATED,
     max_world_size=None,
     join=join_local_sgd,
     check=check_local_sgd,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -23,6 +23,8 @@ class DataIndex:
 
     index: int
     count: int
+    is_first: bool = field(default=True, kw_only=True)
+    """Of the members that share it: its rows count, those of the others are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Member(Protocol):
         ...
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
-        """The sum over all members' data, in the array's own type."""
+        """The sum over all members, in the array's own type."""
         ...
 
     def broadcast_bytes(self, data: bytes) -> bytes:

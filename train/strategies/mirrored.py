@@ -19,7 +19,7 @@ from train.config import TrainConfig
 from train.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.strategies.collective import SingleCollective
 from train.strategies.member import DataIndex, Member
-from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
 from train.strategies.strategy import Strategy
 from train.values import Reporter
 from train.world import World, alone
@@ -176,7 +176,7 @@ MIRRORED = Strategy(
     synchronous=True,
     exact_resume=True,
     syncs_batch_norm=True,
-    checkpoint_layout="replicated",
+    checkpoint_layout=REPLICATED,
     max_world_size=1,
     devices_per_rank="all",
     leaves_out_batches=False,

@@ -19,7 +19,7 @@ from train.config import TrainConfig
 from train.strategies.collective import AnnouncedCollective, Collective, SingleCollective
 from train.strategies.grpc_port import reserved_port
 from train.strategies.member import DataIndex, Member
-from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
 from train.strategies.strategy import Strategy
 from train.values import Reporter
 from train.world import World
@@ -152,7 +152,7 @@ MULTI_WORKER_MIRRORED = Strategy(
     synchronous=True,
     exact_resume=True,
     syncs_batch_norm=True,
-    checkpoint_layout="replicated",
+    checkpoint_layout=REPLICATED,
     max_world_size=None,
     join=join_multi_worker,
     check=_check,

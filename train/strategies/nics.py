@@ -25,13 +25,15 @@ def ipv4_of(nic: str) -> str:
     """The IPv4 address of an interface. Raises UsageError if it has none."""
     import psutil
 
-    nics = psutil.net_if_addrs()
-    address = next((each.address for each in nics.get(nic, []) if each.family == socket.AF_INET), "")
-    if not address:
+    addresses = {
+        name: [each.address for each in found if each.family == socket.AF_INET]
+        for name, found in psutil.net_if_addrs().items()
+    }
+    if not addresses.get(nic):
         # An empty address would listen on every interface.
         raise UsageError(
             f"train.nics: {socket.gethostname()} has no interface {nic!r} with an IPv4 address",
-            f"it has {', '.join(sorted(nics))}",
+            f"it has {', '.join(sorted(name for name in addresses if addresses[name]))}",
             "name one that every host has, or leave train.nics empty",
         )
-    return address
+    return addresses[nic][0]

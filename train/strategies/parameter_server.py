@@ -27,7 +27,7 @@ from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.parameter_server_cluster import ClusterTask, start_threads
 from train.strategies.parameter_server_step import Dispatched, RemoteSteps
 from train.strategies.parameter_server_worker import serve
-from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
 from train.strategies.strategy import Strategy
 from train.values import Reporter
 from train.world import Role, World, alone
@@ -206,7 +206,7 @@ PARAMETER_SERVER = Strategy(
     backends=("keras",),
     synchronous=False,
     exact_resume=False,
-    checkpoint_layout="replicated",
+    checkpoint_layout=REPLICATED,
     max_world_size=None,
     join=join_chief,
     # What the chief says of a worker or server that failed or is gone.

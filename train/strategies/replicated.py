@@ -21,7 +21,7 @@ from train.state import OPTIMIZER, WEIGHTS, dump_arrays, load_arrays, rank_file
 from train.stopwatch import Stopwatch
 from train.strategies.collective import AnnouncedCollective, Collective, announced
 from train.strategies.member import DataIndex, Member, MemberStep
-from train.strategies.strategy import Join
+from train.strategies.strategy import CheckpointLayout, Join, WholeModel
 from train.values import Reporter
 from train.world import Gather, World
 
@@ -47,6 +47,13 @@ def replicated(join_collective: Callable[[World], Collective], sum_in_step: SumI
         return member
 
     return join
+
+
+def _whole_model(read: Callable[[str], bytes], world_size: int) -> WholeModel:
+    return WholeModel(load_arrays(read(WEIGHTS)), load_arrays(read(rank_file(0))))
+
+
+REPLICATED = CheckpointLayout("replicated", _whole_model)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from train.strategies.collective import SingleCollective
-from train.strategies.replicated import replicated
+from train.strategies.replicated import REPLICATED, replicated
 from train.strategies.strategy import Strategy
 from train.world import World
 
@@ -19,7 +19,7 @@ SINGLE = Strategy(
     exact_resume=True,
     syncs_batch_norm=True,
     leaves_out_batches=True,
-    checkpoint_layout="replicated",
+    checkpoint_layout=REPLICATED,
     max_world_size=1,
     join=replicated(open_single),
 )

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
+import numpy as np
+
 from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.strategies.member import Member
@@ -28,6 +30,26 @@ class Join(Protocol):
         Raises what `build` raises, before any rank waits for another.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """What of a checkpoint an export needs, as a learner's arrays."""
+
+    weights: list[np.ndarray]
+    """`StatePart.WEIGHTS`."""
+    own: list[np.ndarray]
+    """`StatePart.OWN` of rank 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLayout:
+    """Which files a checkpoint has."""
+
+    name: str
+    whole_model: Callable[[Callable[[str], bytes], int], WholeModel]
+    """`(read, world_size)` -> the model, of whatever files of a checkpoint of so many ranks it is in; `read` gives a
+    file by its name."""
 
 
 def _loses_none(config: TrainConfig) -> frozenset[int]:
@@ -67,8 +89,8 @@ class Strategy:
     """All ranks apply the same update at the same step."""
     exact_resume: bool
     """A resumed training at the same world size ends with the same bits as one that never stopped."""
-    checkpoint_layout: Literal["replicated"]
-    """Which files a checkpoint has; see train/strategies/replicated.py."""
+    checkpoint_layout: CheckpointLayout
+    """What of a checkpoint its ranks write, for the export that reads it without them."""
     max_world_size: int | None
     """Largest world size, or None if only `train.num_streams` bounds it."""
     join: Join

@@ -26,7 +26,7 @@ from train.strategies.collective import AnnouncedCollective, announced
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.nics import nic_with
 from train.strategies.powersgd import LowRankSums
-from train.strategies.replicated import ReplicatedMember, StreamShare
+from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
 from train.strategies.strategy import GLOO_ECHO, Strategy
 from train.strategies.torch_buckets import BucketSums
 from train.values import Reporter
@@ -230,7 +230,7 @@ TORCH_DDP = Strategy(
     exact_resume=True,
     syncs_batch_norm=True,
     leaves_out_batches=True,
-    checkpoint_layout="replicated",
+    checkpoint_layout=REPLICATED,
     max_world_size=None,
     join=join_ddp,
     compressions=tuple(SUMS),

@@ -154,6 +154,7 @@ def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest
         NormalizeOptions(kernel="native"),
         NormalizeOptions(keep_bytes=True),
         NormalizeOptions(max_source_bytes=1),
+        NormalizeOptions(min_source_bytes=2),
         NormalizeOptions(max_source_pixels=1),
         NormalizeOptions(max_source_side_pixels=1),
         NormalizeOptions(upscale="never"),
@@ -166,6 +167,10 @@ def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest
     assert normalization_fingerprint(NormalizeOptions()) == normalization_fingerprint(base)
     monkeypatch.setattr("shardmill.images.decoder_id.DECODER_ID", DECODER_ID + "x")
     assert normalization_fingerprint(base) not in fingerprints
+    # What datasets of older shardmills have in their manifests: later options at their defaults change nothing.
+    monkeypatch.setattr("shardmill.images.decoder_id.DECODER_ID", "decoder")
+    older = "752e3e3701665db36469b3444064210219a7c9d4401ad5a7c8edaded56a79812"
+    assert normalization_fingerprint(NormalizeOptions(image_size=32, encoding="png")) == older
 
 
 def test_the_decoder_id_names_what_pixels_depend_on() -> None:

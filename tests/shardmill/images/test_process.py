@@ -93,6 +93,17 @@ def test_a_source_over_the_byte_limit_is_refused_unread() -> None:
     assert "max_source_bytes is 100" in rejection.detail
 
 
+def test_a_source_of_fewer_bytes_than_asked_for_is_left_out() -> None:
+    data = jpeg(photo())
+    for least, reason in ((len(data), None), (len(data) + 1, RejectReason.TOO_SMALL)):
+        options = OPTIONS.model_copy(update={"min_source_bytes": least})
+        found = run(data, options=options)
+        assert (found.reason if isinstance(found, Rejection) else None) is reason
+        assert reason is None or found.detail == f"{len(data)} bytes; min_source_bytes is {least}"
+        empty = run(b"", options=options)
+        assert isinstance(empty, Rejection) and empty.reason is RejectReason.EMPTY_FILE
+
+
 def test_the_answer_ignores_everything_about_the_source_but_its_name() -> None:
     data = jpeg(photo())
     source = SourceImage(key="x.jpg", size_bytes=len(data))

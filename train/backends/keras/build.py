@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmill.errors import UsageError
+from shardmill.user_module import with_line_of_user
 from train.backends.keras.freeze import Frozen, freeze
 from train.backends.keras.losses import PerSample, are_outputs_logits, choose_loss, right_of, weighted_loss
 from train.backends.keras.runtime import config_sha256
@@ -114,14 +115,15 @@ def _check_outputs(
     except (Exception, SystemExit) as error:
         # A user's own layers may raise anything.
         raise UsageError(
-            f"train.model = {name!r}: calling the model failed: {type(error).__name__}: {error}",
+            f"train.model = {name!r}: calling the model failed: {with_line_of_user(error)}",
             f"expected it to take float32 images of shape (N, {', '.join(map(str, image_shape_HWC))})",
+            "build it for the image_shape that the factory is called with",
         ) from error
     shape = tuple(getattr(outputs, "shape", ()))
     if shape != (2, labels.num_outputs):
-        given = (
-            f"{shape[1]} outputs" if len(shape) == 2 and shape[0] == 2 else f"an output of shape {shape} for 2 images"
-        )
+        given = f"an output of shape {shape} for 2 images" if shape else f"a {type(outputs).__name__}"
+        if len(shape) == 2 and shape[0] == 2:
+            given = f"{shape[1]} outputs"
         raise UsageError(
             f"train.model = {name!r} gives {given}",
             f"expected {labels.num_outputs} outputs: the dataset has {labels}",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmill.errors import UsageError
+from shardmill.user_module import with_line_of_user
 from train.backends.backend import ModelSpec
 from train.backends.layer_errors import as_layers_raised_them
 from train.backends.torch.freeze import Frozen, freeze
@@ -172,15 +173,26 @@ def _check_outputs(name: str, classifier: Any, spec: ModelSpec, are_logits: bool
     height, width, channels = spec.image_shape_HWC
     images_NHWC = torch.zeros((2, height, width, channels), dtype=torch.uint8, device=device())
     classifier.eval()
+    given: list[Any] = []
+    watching = classifier.model.register_forward_hook(lambda module, inputs, output: given.append(output))
     try:
         with torch.no_grad():
             outputs = classifier(images_NHWC)
     except (Exception, SystemExit) as error:
+        if given and not isinstance(given[0], torch.Tensor):
+            raise UsageError(
+                f"train.model = {name!r} gives a {type(given[0]).__name__}",
+                f"expected one tensor of shape (N, {spec.labels.num_outputs})",
+                "return the outputs alone from forward()",
+            ) from None
         # A user's own layers may raise anything.
         raise UsageError(
-            f"train.model = {name!r}: calling the model failed: {type(error).__name__}: {error}",
+            f"train.model = {name!r}: calling the model failed: {with_line_of_user(error)}",
             f"a module gets float32 images of shape (N, {channels}, {height}, {width})",
+            "build it for the image_shape that the factory is called with, which is (height, width, channels)",
         ) from error
+    finally:
+        watching.remove()
     if tuple(outputs.shape) != (2, spec.labels.num_outputs):
         raise UsageError(
             f"train.model = {name!r} gives an output of shape {tuple(outputs.shape)} for 2 images",

@@ -1,0 +1,89 @@
+"""A rank in the command's own process that stands still is told of and ended, unless somebody is debugging it."""
+
+from __future__ import annotations
+
+import bdb
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from shardmill.errors import TrainingError
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.observer import WARNING
+from tests.train.driver_process import PIN, WORKERS
+from tests.train.test_job import Recorder
+from train.config import TrainConfig
+from train.launching.inline import launch_inline
+from train.task import WorkerTask
+from train.values import Reporter, StepReport, TrainResult
+from train.world import World
+
+SECONDS = {"silent_seconds": 0.5, "progress_timeout_seconds": 1.0, "start_timeout_seconds": 0.5}
+HERE = "tests.train.test_inline_watch"
+# Of a program that ends by its watch; a process that imports, on a busy machine.
+_HANG_SECONDS = 120
+
+
+def task() -> WorkerTask:
+    return WorkerTask(TrainConfig(strategy="single", launcher="inline", **SECONDS), PIN, "/nowhere", "t", "")
+
+
+def holds_on(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """Stands still where no signal reaches it."""
+    reporter.step(StepReport(0, 0, 0, 9, (0.5).hex()))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    threading.Event().wait(600)
+    raise AssertionError
+
+
+def is_looked_at(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """As at a breakpoint: a debugger's own code waits for a person."""
+    reporter.step(StepReport(0, 0, 0, 9, (0.5).hex()))
+    bdb.Bdb.runcall(bdb.Bdb(), time.sleep, 3 * SECONDS["progress_timeout_seconds"])
+    raise InterruptedError("nobody ended it")
+
+
+def test_a_rank_that_stands_still_is_told_of_and_ended():
+    recorder, handler = Recorder(), signal.getsignal(signal.SIGUSR2)
+    with pytest.raises(TrainingError, match="rank 0 .* hangs after step 0 of epoch 0: no progress for"):
+        launch_inline(task(), SparkConfig(), recorder, worker=f"{WORKERS}:sleeps")
+    assert "has made no progress for" in recorder.fields["rank_paused"][WARNING]
+    assert signal.getsignal(signal.SIGUSR2) is handler
+
+
+def test_one_that_no_signal_reaches_takes_the_process_with_it():
+    program = (
+        f"from {HERE} import *\nfrom train.launching import inline_watch\ninline_watch.GRACE_SECONDS = 0.5\n"
+        f"launch_inline(task(), SparkConfig(), Recorder(), worker='{HERE}:holds_on')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=_HANG_SECONDS, check=False
+    )
+    assert ended.returncode == 5
+    assert "in holds_on" in ended.stderr and ended.stderr.splitlines()[-1].startswith("ERROR 5: rank 0 ")
+
+
+def test_a_person_at_a_breakpoint_may_take_as_long_as_they_like():
+    recorder = Recorder()
+    with pytest.raises(TrainingError, match="nobody ended it"):
+        launch_inline(task(), SparkConfig(), recorder, worker=f"{HERE}:is_looked_at")
+    assert "rank_paused" not in recorder.events
+
+
+def test_in_another_thread_nothing_is_watched():
+    found: list[BaseException] = []
+
+    def launch() -> None:
+        try:
+            launch_inline(task(), SparkConfig(), Recorder(), worker=f"{HERE}:is_looked_at")
+        except TrainingError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join(_HANG_SECONDS)
+    assert "nobody ended it" in str(found[0])

@@ -1,0 +1,84 @@
+"""What `auto` stood for when a training was begun holds for every resume that asks the same question."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardmill.errors import IntegrityError, TrainingError
+from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.observer import WARNING
+from tests.train.test_job import Recorder, tree_of
+from train.auto import Chosen, resolve
+from train.config import TrainConfig
+from train.kept_choice import CHOSEN, as_begun, keep, read_choice
+from train.preflight import check_spread
+from train.training import train_model, train_record
+
+HERE = SparkConfig(master="local[2]")
+TWO = TrainConfig(num_workers=2)
+
+
+@pytest.fixture
+def begun(tiny_uri, tmp_path, choice_of):
+    """begun(chosen) -> the store and the choice of a training that was begun so; and what resolves it again."""
+    _, _, choice, store = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, num_workers=2))
+
+    def again(chosen: Chosen, asked: TrainConfig = TWO, spark: SparkConfig = HERE) -> tuple[Chosen, Recorder]:
+        keep(store, choice, chosen, HERE)
+        recorder = Recorder()
+        kept = read_choice(store, choice)
+        return as_begun(kept, asked, resolve(asked, spark), spark, recorder, check_spread), recorder
+
+    return again
+
+
+def chosen_elsewhere() -> Chosen:
+    """On a machine without Horovod, which is here."""
+    now = resolve(TWO, HERE)
+    assert now.config.strategy == "horovod"
+    return now.with_strategy("multi_worker_mirrored", "2 workers of TensorFlow, and Horovod is not here")
+
+
+def test_a_resume_goes_on_with_what_was_chosen(begun):
+    found, _ = begun(chosen_elsewhere())
+    assert found.config.strategy == "multi_worker_mirrored"
+    assert "as this training was begun (2 workers of TensorFlow, and Horovod is not here)" in found.reason
+    # Its reason does not grow from resume to resume.
+    assert begun(found)[0] == found
+
+
+@pytest.mark.parametrize(
+    ("asked", "spark", "strategy", "launcher"),
+    [
+        (TWO.model_copy(update={"strategy": "horovod"}), HERE, "horovod", "local"),
+        (TWO.model_copy(update={"num_workers": 3}), HERE, "horovod", "local"),
+        (TWO, SparkConfig(master="yarn"), "multi_worker_mirrored", "spark_barrier"),
+    ],
+    ids=["set by hand", "other workers", "another place"],
+)
+def test_another_question_gets_another_answer(begun, asked, spark, strategy, launcher):
+    found, _ = begun(chosen_elsewhere(), asked, spark)
+    assert (found.config.strategy, found.config.launcher) == (strategy, launcher)
+
+
+def test_what_no_longer_runs_is_chosen_anew_and_said(begun):
+    found, recorder = begun(chosen_elsewhere(), TWO.model_copy(update={"compression": "fp16"}))
+    assert found.config.strategy == "horovod"
+    said = recorder.fields["chosen_anew"][WARNING]
+    assert "begun with multi_worker_mirrored (local), which does not run now: train.compression" in said
+
+
+def test_a_training_keeps_its_choice_and_an_altered_one_is_refused(tiny_uri, tmp_path):
+    tree = tree_of(tiny_uri, tmp_path / "models", epochs=1)
+    with pytest.raises(TrainingError, match="stopped here"):
+        train_model(tree, Recorder(fail_after_steps=1))
+    [path] = (tmp_path / "models").rglob(CHOSEN)
+    kept = path.read_bytes()
+    assert b'"strategy":"single"' in kept and b'"strategy_reason":"one worker"' in kept
+    path.write_bytes(kept.replace(b"single", b"double"))
+    with pytest.raises(IntegrityError, match=rf"{CHOSEN} was altered; .*; delete it: what `auto` stands for"):
+        train_model(tree, Recorder())
+    path.write_bytes(kept)
+    outcome = train_model(tree, Recorder())
+    assert path.read_bytes() == kept
+    assert train_record(outcome).sections["train"]["strategy_reason"] == "single: one worker; inline: in this process"

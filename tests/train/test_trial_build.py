@@ -1,0 +1,36 @@
+"""A model is built in a process of its own before anything costs time: which ones, and by whom.
+
+That it ends a run before its ETL, and is a row of `doctor`, is shown in tests/pipeline.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from shardmill.errors import UsageError
+from shardmill.formats.rows import RowSchema
+from shardmill.jobs.config import SparkConfig
+from tests.train.test_job import Recorder, tree_of
+from train.config import TrainConfig
+from train.models import MODELS
+from train.training import train_model
+from train.trial_build import may_not_build, try_build
+
+
+def test_ours_are_tried_where_they_may_not_fit():
+    ours = [name for name in MODELS.entries if not may_not_build(TrainConfig(model=name))]
+    assert ours == ["small_cnn", "vit"]
+    for asked in ({"freeze": ("conv*",)}, {"activation_checkpointing": "on"}, {"sync_batch_norm": True}):
+        assert may_not_build(TrainConfig.model_validate(asked))
+    recorder, schema = Recorder(), RowSchema("png", (16, 16, 3), ("cat", "dog"))
+    assert try_build(TrainConfig(), SparkConfig(), schema, recorder) is None and not recorder.events
+
+
+@pytest.mark.drill
+def test_a_cluster_is_not_asked_for_ranks_of_a_model_that_does_not_build(tiny_uri, tmp_path):
+    how = {"strategy": "torch_ddp", "launcher": "spark_barrier", "num_workers": 2}
+    tree = tree_of(tiny_uri, tmp_path / "models", model="tests.train.torch_models:one_class_too_many", **how)
+    recorder = Recorder()
+    with pytest.raises(UsageError, match=r"shape \(2, 4\) for 2 images; expected 3 outputs") as caught:
+        train_model(tree.model_copy(update={"spark": SparkConfig(master="local[2]")}), recorder)
+    assert "rank" not in str(caught.value) and recorder.events == ["building"]

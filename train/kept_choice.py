@@ -1,0 +1,98 @@
+"""What `auto` stood for when a training was begun: kept in its folder, so that every resume goes on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shardmill.errors import UsageError
+from shardmill.jobs.observer import WARNING
+from shardmill.sealed import seal
+from shardmill.section import Section
+from shardmill.storage import Store
+from train.auto import AUTO, Chosen
+from train.config import TrainConfig
+from train.observer import TrainObserver
+from train.records import read_kept
+from train.trainings import TrainingChoice
+
+if TYPE_CHECKING:
+    from shardmill.jobs.config import SparkConfig
+
+CHOSEN = "chosen.json"
+"""The `KeptChoice` of a training, in its folder."""
+_ASKED = ("num_workers", "local_devices", "devices")
+_AS_BEGUN = "as this training was begun ({})"
+
+
+class KeptChoice(Section):
+    """How the newest attempt at a training was spread, and the settings that it was asked with."""
+
+    strategy: str
+    strategy_reason: str
+    launcher: str
+    launcher_reason: str
+    num_workers: int
+    local_devices: int
+    devices: str
+    spark_master: str
+
+
+def read_choice(store: Store, choice: TrainingChoice) -> KeptChoice | None:
+    """None if the training begins now. Raises IntegrityError for a record that was altered."""
+    fix = "delete it: what `auto` stands for is then chosen anew"
+    return read_kept(store, [choice.training_dir], CHOSEN, KeptChoice, fix)
+
+
+def as_begun(
+    kept: KeptChoice | None,
+    asked: TrainConfig,
+    chosen: Chosen,
+    spark: SparkConfig,
+    observer: TrainObserver,
+    check: Callable[[TrainConfig, SparkConfig], object],
+) -> Chosen:
+    """`chosen`, but of what is `auto` in `asked` what an earlier attempt had chosen, if that passes `check`.
+
+    Other workers, devices or another Spark master are a new question, and get a new answer. `check` raises UsageError
+    for what cannot run.
+    """
+    if kept is None:
+        return chosen
+    now, then = _choice_of(chosen, spark), chosen
+    same_spread = all(getattr(kept, name) == getattr(now, name) for name in _ASKED)
+    if same_spread and asked.strategy == AUTO and kept.strategy != now.strategy:
+        then = then.with_strategy(kept.strategy, _AS_BEGUN.format(kept.strategy_reason))
+    same_place = same_spread and kept.spark_master == now.spark_master
+    if same_place and asked.launcher == AUTO and kept.launcher != now.launcher:
+        then = then.with_launcher(kept.launcher, _AS_BEGUN.format(kept.launcher_reason))
+    try:
+        check(then.config, spark)
+    except UsageError as error:
+        was = f"this training was begun with {kept.strategy} ({kept.launcher}), which does not run now: {error}"
+        observer.event("chosen_anew", {"rank": 0, WARNING: was})
+        return chosen
+    return then
+
+
+def keep(store: Store, choice: TrainingChoice, chosen: Chosen, spark: SparkConfig) -> None:
+    """Write what this attempt is spread by, for those that go on."""
+    now, before = _choice_of(chosen, spark), read_choice(store, choice)
+    # The reasons of the first attempt hold as long as its choice does.
+    reasons = {"strategy_reason": now.strategy_reason, "launcher_reason": now.launcher_reason}
+    if before is None or before.model_copy(update=reasons) != now:
+        store.put(f"{choice.training_dir}/{CHOSEN}", seal(now.model_dump_json().encode()))
+
+
+def _choice_of(chosen: Chosen, spark: SparkConfig) -> KeptChoice:
+    config = chosen.config
+    return KeptChoice(
+        strategy=config.strategy,
+        strategy_reason=chosen.strategy_reason,
+        launcher=config.launcher,
+        launcher_reason=chosen.launcher_reason,
+        num_workers=config.num_workers,
+        local_devices=config.local_devices,
+        devices=config.devices,
+        spark_master=spark.master,
+    )

@@ -1,0 +1,114 @@
+"""Whether a training's model builds, tried in a process of its own before anything costs time: before the ETL.
+
+A user's module is imported there, and its factory called, with what is known by then: the size of the images and the
+labels. Pixels are not.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from shardmill.errors import UsageError
+from train.auto import resolve
+from train.backends import BACKENDS
+from train.backends.backend import InputScale, ModelSpec, StatePart
+from train.config import TrainConfig
+from train.fit import decided
+from train.labels import LabelSpec
+from train.launching.devices import CUDA_VARIABLE
+from train.models import BUILD_FOR_ANY_IMAGE
+from train.models.user import source_sha256
+from train.side_process import Question, answer, ask
+from train.values import to_json
+from train.world import World
+
+if TYPE_CHECKING:
+    from shardmill.formats.rows import RowSchema
+    from shardmill.jobs.config import SparkConfig
+    from train.observer import TrainObserver
+
+_built: dict[bytes, Built] = {}
+"""What this process has asked already: a run trains on what its own ETL has made."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildTask:
+    """What is built."""
+
+    config: TrainConfig
+    """Without `auto`."""
+    spec: ModelSpec
+    model_source_sha256: str
+    """An edited factory is another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model that fits."""
+
+    num_trained: int
+    """Weights that gradients change."""
+    seconds: float
+    """That its process took."""
+
+
+def may_not_build(config: TrainConfig) -> bool:
+    """Whether there is anything to try: our own models build, unless something is asked for that they may not have."""
+    is_asked = config.freeze or config.sync_batch_norm or config.activation_checkpointing == "on"
+    return config.model not in BUILD_FOR_ANY_IMAGE or bool(is_asked)
+
+
+def try_build(config: TrainConfig, spark: SparkConfig, schema: RowSchema, observer: TrainObserver) -> Built | None:
+    """Build it as a rank would, on the CPU, for images and labels of a dataset with this schema. None: nothing to try.
+
+    Raises UsageError for a module that does not import, a factory that fails, and a model that does not fit; and for a
+    process that crashes, or does not end within `train.start_timeout_seconds`.
+    """
+    if not may_not_build(config) or schema.one_shape_HWC is None:
+        return None
+    config = decided(resolve(config, spark).config, 1, to_bfloat16=False)
+    task = to_json(BuildTask(config, _spec(schema), source_sha256(config.model)))
+    if task not in _built:
+        height, width, channels = schema.one_shape_HWC
+        fields = {"model": config.model, "images": f"{height} x {width} x {channels}"}
+        observer.event("building", {"rank": 0, **fields, "labels": str(LabelSpec.of_schema(schema))})
+        started = time.monotonic()
+        timeout = {"timeout_seconds": config.start_timeout_seconds, "key": "train.start_timeout_seconds"}
+        question = Question("train.trial_build", task, {CUDA_VARIABLE: "-1"}, **timeout)
+        num_trained = ask(question, int, partial(_does_not_build, config.model))
+        _built[task] = Built(num_trained, time.monotonic() - started)
+        observer.event("built", {"rank": 0, "weights": num_trained, "seconds": _built[task].seconds})
+    return _built[task]
+
+
+def build(task: BuildTask) -> int:
+    """In this process, with a fresh framework. -> the weights that gradients change."""
+    backend = BACKENDS[task.config.backend]
+    backend.start(World(), task.config.seed)
+    learner = backend.build(task.config, task.spec)
+    learner.check_exportable()
+    return sum(array.size for array in learner.arrays(StatePart.WEIGHTS))
+
+
+def _spec(schema: RowSchema) -> ModelSpec:
+    """With pixels as they are: over what they are to be standardized is not known before the ETL."""
+    assert schema.one_shape_HWC is not None
+    num_channels = schema.one_shape_HWC[2]
+    scale = InputScale((0.0,) * num_channels, (1.0,) * num_channels)
+    return ModelSpec(schema.one_shape_HWC, LabelSpec.of_schema(schema), scale)
+
+
+def _does_not_build(model: str, how: str) -> UsageError:
+    """`how`: what became of the process."""
+    return UsageError(
+        f"train.model = {model!r} does not build: the process that tried it {how}",
+        "it was imported, its factory called, and the model called once, on the CPU",
+        "call the factory in a Python shell to see more",
+    )
+
+
+if __name__ == "__main__":
+    answer(BuildTask, build)
