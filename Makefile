@@ -26,6 +26,7 @@ lint: setup
 	@$(RUN) ruff format --check .
 	@$(RUN) ruff check .
 	@$(RUN) pyright
+	@$(RUN) pyright -p tests/pyrightconfig.json
 
 check: lint test
 

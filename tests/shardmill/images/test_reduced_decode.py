@@ -52,7 +52,7 @@ def test_the_result_is_that_of_the_whole_image_within_the_bounds(mode: str, subs
     scales = set()
     for pixels_HWC, size in itertools.product(photographs(), (16, 24, 32, 48, 64, 72, 100, 128, 150)):
         options, data = options_of(size, mode), encoded(pixels_HWC, subsampling)
-        scale = choose_reduction(*pixels_HWC.shape[:2], options)
+        scale = choose_reduction(pixels_HWC.shape[0], pixels_HWC.shape[1], options)
         decoded = decode_jpeg(data, options)
         assert decoded.pixels_HWC.shape[:2] == tuple(reduced_length(side, scale) for side in pixels_HWC.shape[:2])
         if scale > 1:
@@ -68,7 +68,7 @@ def test_a_turned_image_is_within_the_bounds_too(orientation: int) -> None:
     upright_HWC = photographs()[0]
     stored_HWC = np.ascontiguousarray(STORED_FOR_ORIENTATION[orientation](upright_HWC))
     options = options_of(64)
-    assert choose_reduction(*stored_HWC.shape[:2], options) == 2
+    assert choose_reduction(stored_HWC.shape[0], stored_HWC.shape[1], options) == 2
     decoded = decode_jpeg(with_orientation(encoded(stored_HWC), orientation), options)
     assert psnr(normalize(decoded.pixels_HWC, options), whole(encoded(upright_HWC), options)) >= LEAST_PSNR_DB
 
