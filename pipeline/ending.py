@@ -17,13 +17,14 @@ from typing import NoReturn
 import typer
 
 from shardmill.errors import StorageError
-from shardmill.jobs.ending import error_line, print_error, quiet_libraries, report_error
+from shardmill.jobs.ending import end_with_script, error_line, print_error, quiet_libraries, report_error
 from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals
 
 
 def run_app(app: typer.Typer) -> NoReturn:
     """Run the command line and end the process: 0, or the error's exit code after its one line on stderr."""
     raise_on_signals()
+    end_with_script()
     if "--debug" not in sys.argv:
         quiet_libraries()
     # Imports make no garbage, but so many objects that looking for it took a tenth of a command's start.

@@ -1,18 +1,49 @@
-"""How a process ends: `ERROR <code>: <why>` as its last line on stderr, and that code."""
+"""How a process ends: with whoever started it, if they belong together; and always with one line and an exit code."""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 import traceback
+from types import FrameType
 
 from shardmill.errors import ShardmillError, TrainingError
-from shardmill.jobs.process import Terminated, why_ended
+from shardmill.jobs.process import Terminated, request_stop, why_ended
 from shardmill.jobs.redact import redacted_text
+from shardmill.parent_death import die_with_parent
 from shardmill.printable import printable
 from shardmill.registry import install_hint
 
 _CONTINUE = "run the same command again{but}: it goes on from the last work unit or checkpoint that was complete"
+# Python calls the handlers of signals that came together by their numbers. If a whole group is signalled, SIGTERM comes
+# first in truth: after it this one asks for nothing more, before it the SIGTERM would be a second request.
+_PARENT_IS_GONE = signal.SIGRTMIN
+
+
+def end_with_parent() -> None:
+    """When the process that has started this one is gone: end as after a SIGTERM, unless it came already."""
+    parent = os.getppid()
+
+    def end(signal_number: int, frame: FrameType | None) -> None:
+        # The kernel tells as well of the thread that has started this process.
+        if os.getppid() != parent:
+            request_stop()
+
+    signal.signal(_PARENT_IS_GONE, end)
+    die_with_parent(parent, Terminated.exit_code, by=_PARENT_IS_GONE)
+
+
+def end_with_script() -> None:
+    """`end_with_parent` if that is a script, or what else runs this command in its foreground.
+
+    In the background, below nohup or setsid, and as a job of an interactive shell a command goes on: to the last one
+    comes the hangup of its terminal.
+    """
+    is_ignored = signal.SIG_IGN in (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGHUP))
+    if not is_ignored and os.getpgid(os.getppid()) == os.getpgrp():
+        end_with_parent()
 
 
 def quiet_libraries() -> None:

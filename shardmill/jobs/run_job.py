@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from shardmill.jobs.ending import quiet_libraries, report_error
+from shardmill.jobs.ending import end_with_parent, end_with_script, quiet_libraries, report_error
 from shardmill.jobs.observer import FieldValue, Observer, is_progress
-from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals, request_stop
+from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals
 from shardmill.jobs.redact import redacted
 from shardmill.jobs.run_record import RunRecord, recording
 from shardmill.jobs.spark_settings import is_under_spark_submit
-from shardmill.parent_death import die_with_parent
 from shardmill.printable import printable
 
 _LINE_EVERY_SECONDS = 5.0
-# Python calls the handlers of signals that came together by their numbers. If a whole group is signalled, SIGTERM comes
-# first in truth: after it this one asks for nothing more, before it the SIGTERM would be a second request.
-_SUBMIT_IS_GONE = signal.SIGRTMIN
 
 
 def job_parser(description: str) -> argparse.ArgumentParser:
@@ -45,7 +39,10 @@ def run_job(
     """
     raise_on_signals()
     if is_under_spark_submit():
-        end_with_spark_submit()
+        # A driver that trains in its own process would not miss Spark's JVM, and go on with nobody to stop it.
+        end_with_parent()
+    else:
+        end_with_script()
     if not debug:
         quiet_libraries()
     record: RunRecord | None = None
@@ -61,15 +58,6 @@ def run_job(
             line = {"run_id": record.run_id, **stage.model_dump(mode="json", exclude={"detail", "started"})}
             sys.stdout.write(json.dumps(line) + "\n")
     return code
-
-
-def end_with_spark_submit() -> None:
-    """If Spark's JVM, which has started this process, is gone: end as after a SIGTERM, unless it came already.
-
-    A driver that trains in its own process would not miss the JVM, and go on with nobody to stop it.
-    """
-    signal.signal(_SUBMIT_IS_GONE, lambda signal_number, frame: request_stop())
-    die_with_parent(os.getppid(), Terminated.exit_code, by=_SUBMIT_IS_GONE)
 
 
 class _JobObserver:

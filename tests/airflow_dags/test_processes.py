@@ -32,10 +32,10 @@ driver.wait()
 """
 DRIVER = """
 import time
+from shardmill.jobs.ending import end_with_parent
 from shardmill.jobs.process import Terminated, raise_on_signals, stopping_in_order
-from shardmill.jobs.run_job import end_with_spark_submit
 raise_on_signals()
-end_with_spark_submit()
+end_with_parent()
 try:
     with stopping_in_order(60.0) as request:
         print("ready", flush=True)
