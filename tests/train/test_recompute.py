@@ -11,7 +11,7 @@ from shardmill.jobs.config import SparkConfig
 from tests.train import torch_recompute_models
 from tests.train.test_backends import LINEAR, SHAPE, SPEC, learner
 from tests.train.test_job import Recorder, tree_of
-from tests.train.test_memory import choice_of, keep  # noqa: F401
+from tests.train.test_memory import keep
 from tests.train.test_models import batch_of
 from tests.train.training import MODELS
 from train.backends import BACKENDS
@@ -93,7 +93,7 @@ def test_what_cannot_have_it_refuses_it_before_anything_starts(how):
 
 
 @pytest.mark.drill
-def test_it_is_taken_where_nothing_else_fits(tiny_uri, tmp_path, choice_of):  # noqa: F811
+def test_it_is_taken_where_nothing_else_fits(tiny_uri, tmp_path, choice_of):
     """Measured by two probes of a real model: an image takes a block's activations in place of all blocks'."""
     sizes = {"backend": "torch", "global_batch_size": 8, "num_streams": 4, "epochs": 1}
     tree = tree_of(tiny_uri, tmp_path, **sizes, model=f"{BLOCKS}:roomy_blocks")
@@ -121,7 +121,7 @@ def test_it_is_taken_where_nothing_else_fits(tiny_uri, tmp_path, choice_of):  # 
     assert times_computed("torch") - before == 2 * 2 * parts * len(recorder.steps) > 0
 
 
-def test_a_model_that_cannot_have_it_says_why_it_does_not_fit(tiny_uri, tmp_path, choice_of):  # noqa: F811
+def test_a_model_that_cannot_have_it_says_why_it_does_not_fit(tiny_uri, tmp_path, choice_of):
     tree = tree_of(tiny_uri, tmp_path, model=LINEAR["torch"], backend="torch")
     config, _, _, _ = choice_of(tmp_path, tree)
     task = ProbeTask(decided(config, 1, to_bfloat16=False), SPEC, 4, 1, num_steps=2, for_memory=True)
