@@ -2,12 +2,14 @@
 
     .venv/bin/python benchmarks/coupled_ranks.py --strategy horovod
     .venv/bin/python benchmarks/coupled_ranks.py --strategy torch_ddp --compression bf16
+    .venv/bin/python benchmarks/coupled_ranks.py --bucket-bytes 4194304 --model resnet50 --parts 1
 
 The contestants take turns in the same two processes, in blocks of steps that both ranks begin together; what counts is
 rank 0's wall time of a block, and on a busy machine its CPU time. By hand: under Horovod one allreduce for each
 gradient, as its first guide shows; under PyTorch DistributedDataParallel. Uncoupled: each process trains for itself,
 which two processes on one machine cannot beat. `accumulated`, in two processes of its own: ours with 8 parts to one
-exchange, beside 8 uncoupled steps.
+exchange (`--parts`), beside 8 uncoupled steps. A model of one's own (`--model`) stands beside the uncoupled processes
+alone.
 """
 
 from __future__ import annotations
@@ -116,7 +118,7 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
         ACCUMULATED if num_parts > 1 else "ours": lambda: member.train_step(batch, total, None),
         "uncoupled": lambda: alone.train_step(small, LOCAL_BATCH_SIZE, None),
     }
-    if num_parts == 1:
+    if num_parts == 1 and task.config.model == MODELS[name]:
         coupled = {"keras": coupled_step_in_keras, "torch": coupled_step_in_torch}[backend](world.world_size)
         contestants["by hand"] = lambda: coupled(small)
     seconds: dict[str, list[float]] = {each: [] for each in contestants}
@@ -167,11 +169,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=tuple(MODELS), default="horovod")
     parser.add_argument("--compression", choices=("none", "fp16", "bf16", "powersgd"), default="none", help="of ours")
+    parser.add_argument("--bucket-bytes", type=int, default=0, help="of ours; 0: the strategy's own")
+    parser.add_argument("--model", default="", help="in place of a small one")
+    parser.add_argument("--parts", type=int, nargs="+", default=[1, NUM_PARTS], help="of a step of ours")
     given = parser.parse_args()
-    what = f"{given.strategy}, compression {given.compression}, 2 ranks of {LOCAL_BATCH_SIZE} images"
-    sys.stdout.write(f"{what}; medians of {NUM_BLOCKS} blocks\n")
-    for num_parts, ours in ((1, "ours"), (NUM_PARTS, ACCUMULATED)):
-        seconds = _block_seconds(given.strategy, given.compression, num_parts)
+    settings = {
+        "strategy": given.strategy, "compression": given.compression, "bucket_bytes": given.bucket_bytes,
+        "model": given.model or MODELS[given.strategy],
+    }  # fmt: skip
+    what = ", ".join(f"{name} {value}" for name, value in settings.items())
+    sys.stdout.write(f"{what}, 2 ranks of {LOCAL_BATCH_SIZE} images; medians of {NUM_BLOCKS} blocks\n")
+    for num_parts in given.parts:
+        ours = ACCUMULATED if num_parts > 1 else "ours"
+        seconds = _block_seconds(settings, num_parts)
         for (clock, name), each in seconds.items():
             median = 1e3 * statistics.median(each)
             sys.stdout.write(f"{name:12s} {median:8.2f} ms of {clock} time for {LOCAL_BATCH_SIZE} images a rank\n")
@@ -181,12 +191,13 @@ def main() -> None:
                 sys.stdout.write(f"{clock} time of {name} / {ours}: {ratio:.3f} (median of the pairs)\n")
 
 
-def _block_seconds(strategy: str, compression: str, num_parts: int) -> dict[tuple[str, str], list[float]]:
+def _block_seconds(settings: Mapping[str, object], num_parts: int) -> dict[tuple[str, str], list[float]]:
     """(clock, contestant) -> its blocks on rank 0."""
-    config = TrainConfig(
-        strategy=strategy, launcher="local", num_workers=2, model=MODELS[strategy], optimizer="adam",
-        compression=compression,
-        global_batch_size=2 * LOCAL_BATCH_SIZE * num_parts, accumulation_steps=num_parts,
+    config = TrainConfig.model_validate(
+        {
+            **settings, "launcher": "local", "num_workers": 2, "optimizer": "adam",
+            "global_batch_size": 2 * LOCAL_BATCH_SIZE * num_parts, "accumulation_steps": num_parts,
+        }
     )  # fmt: skip
     figures = Figures()
     with tempfile.TemporaryDirectory() as scratch:
