@@ -229,7 +229,7 @@ def doctor(
         bool, typer.Option("--rehearse", help="Also start the training's ranks on the committed dataset, for one step.")
     ] = False,
 ) -> None:
-    """Check this machine: versions, Java, compiler, config, storage, clocks, room, slots, devices, host name."""
+    """Check this machine: versions, Java, compiler, config, storage, clocks, room, slots, devices, addresses, ports."""
     from pipeline.doctor import diagnose
 
     common: Common = context.obj

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.choices import Chosen, chosen_entries, registries
 from pipeline.config import load_pipeline
+from pipeline.doctor_network import applications_on_spark, network_findings
 from pipeline.doctor_ranks import has_version, model_findings, rank_findings
 from pipeline.finding import Finding, Status, failed, found_by
 from pipeline.preflight import Check, checks, clock_difference_seconds
@@ -49,11 +50,12 @@ def examine(tree: PipelineTree, workdir: str, *, has_config: bool = True) -> lis
         _python(),
         *map(_entry, chosen),
         *_packages(chosen),
-        _java(is_needed=any(map(_needs_spark, chosen))),
+        _java(is_needed=bool(applications_on_spark(tree))),
         _compiler(),
         _kernel(tree),
         *_preflight(tree, workdir, has_config=has_config),
         *rank_findings(tree),
+        *network_findings(tree),
     ]
 
 
@@ -89,10 +91,6 @@ def _packages(chosen: list[Chosen]) -> Iterator[Finding]:
 
 def _python() -> Finding:
     return Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}")
-
-
-def _needs_spark(chosen: Chosen) -> bool:
-    return "pyspark" in chosen.entry.packages
 
 
 def _java(*, is_needed: bool) -> Finding:

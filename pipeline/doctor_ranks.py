@@ -1,10 +1,9 @@
-"""The rows of `shardmill doctor` about a training's ranks: where they would run, what they need, how they meet, and
-whether the model builds that each of them would train."""
+"""The rows of `shardmill doctor` about a training's ranks: where they would run, what they need, and whether the
+model builds that each of them would train."""
 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,6 @@ def rank_findings(tree: PipelineTree) -> Iterator[Finding]:
         return
     yield _slots(train, num_ranks, num_ranks_here)
     yield from _devices(train, num_ranks_here)
-    yield _host_name(is_needed=num_ranks > 1)
     yield from _window_memory(tree)
 
 
@@ -87,17 +85,6 @@ def _devices(train: TrainConfig, num_ranks_here: int) -> Iterator[Finding]:
             yield Finding("ok", "devices", "; ".join(map(str, devices_here(train, num_ranks_here))))
         except ShardmillError as error:
             yield failed("devices", error)
-
-
-def _host_name(*, is_needed: bool) -> Finding:
-    """Gloo looks up its own host's name, and PyTorch and Horovod end with a segmentation fault if that fails."""
-    name = socket.gethostname()
-    try:
-        addresses = {str(each[4][0]) for each in socket.getaddrinfo(name, None)}
-    except OSError as error:
-        found = f"{name} has no address ({error.strerror or error}): ranks that exchange gradients may crash"
-        return Finding("fail" if is_needed else "warn", "host name", found, f"add `127.0.0.1 {name}` to /etc/hosts")
-    return Finding("ok", "host name", f"{name} is {', '.join(sorted(addresses))}")
 
 
 def _window_memory(tree: PipelineTree) -> Iterator[Finding]:
