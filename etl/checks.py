@@ -191,13 +191,15 @@ def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
 
 def _untested_classes(manifest: Manifest) -> Iterator[str]:
     """Of splits that are too small for the warnings before the build, which estimate."""
-    totals = [sum(each) for each in zip(*(split.class_counts for split in manifest.splits.values()), strict=False)]
+    empty = set(manifest.empty_classes)
     for name, split in manifest.splits.items():
-        pairs = zip(manifest.class_names, totals, split.class_counts, strict=False)
-        absent = tuple(class_name for class_name, total, here in pairs if total and not here)
+        pairs = zip(manifest.class_names, split.class_counts, strict=True)
+        absent = tuple(class_name for class_name, here in pairs if not here and class_name not in empty)
         if absent and name != "train" and split.num_rows < _FEW_IN_SPLIT:
-            what = f"the split {name} has no image of {len(absent)} of {len(totals)} classes ({_named(absent)})"
-            yield f"{what}: more images, or etl.stratified_splits = true, would give them some"
+            yield (
+                f"the split {name} has no image of {len(absent)} of {len(manifest.class_names)} classes "
+                f"({_named(absent)}): more images, or etl.stratified_splits = true, would give them some"
+            )
 
 
 def _such_as(names: Iterable[str]) -> str:

@@ -6,12 +6,12 @@ driver can hash a model's source, and preflight can say that there is none. If i
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
 import re
 import sys
-import sysconfig
 import traceback
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -20,13 +20,6 @@ from types import ModuleType
 
 # A user's module that has the name of an installed one (a `train.py`, our package `train`) is imported below this.
 USER_PACKAGE = "_shardmill_user"
-
-_ROOT = Path(__file__).parents[1]
-_NOT_THE_USERS = (
-    *(f"{_ROOT / package}/" for package in ("shardmill", "train", "etl", "pipeline")),
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    "<",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,5 +128,19 @@ def line_of_user_in_dump(text: str) -> str:
 
 
 def _last_own(frames: list[tuple[str, int]]) -> str:
-    own = [f"{file}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
+    own = [f"{file}:{line}" for file, line in frames if not file.startswith(_not_the_users())]
     return own[-1] if own else ""
+
+
+@functools.cache
+def _not_the_users() -> tuple[str, ...]:
+    """How the names of files begin that are ours, or a library's."""
+    # Its tables take a millisecond, which every command would spend; few have an error to tell.
+    import sysconfig
+
+    root = Path(__file__).parents[1]
+    return (
+        *(f"{root / package}/" for package in ("shardmill", "train", "etl", "pipeline")),
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        "<",
+    )
