@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from shardmill.errors import ShardmillError
+from shardmill.errors import IntegrityError, ShardmillError
 from shardmill.jobs.line_log import LineLog, warn_on_stderr
 from shardmill.jobs.observer import RETRIED, WARNING, FieldValue, is_progress
 from shardmill.jobs.redact import redacted
@@ -20,6 +20,7 @@ from shardmill.jobs.run_files import (
     StageRecord,
     failed_stage,
     new_run_id,
+    read_stage_record,
     read_stage_records,
     redacted_record,
     run_folder,
@@ -54,6 +55,7 @@ class RunRecord:
         """The stages that this process has run, in order."""
         self.summary: dict[str, Any] = {}
         """As it was last written."""
+        self._has_lost = False
         self._sections = tuple(sections)
         self._whole = whole
         self._warnings: list[str] = []
@@ -98,10 +100,11 @@ class RunRecord:
         """Write the summary that stays. A stage that failed without raising fails the run, too."""
         failed = failed_stage("run", error) if error is not None else self._failed()
         state = RunState("failed", failed.exit_code, failed.error) if failed else self.state_so_far()
-        summary = self.summarize(state)
+        if not self._has_lost:
+            self.summarize(state)
         self.event("run.ended", {"exit_code": state.exit_code})
         self._events.close()
-        return summary
+        return self.summary
 
     def state_so_far(self) -> RunState:
         """`ok` if every stage of the pipeline has ended well, in this process or an earlier one of the same run."""
@@ -111,6 +114,14 @@ class RunRecord:
         """What `events.jsonl` itself cannot tell."""
         warn_on_stderr(sentence)
         self._warnings.append(sentence)
+
+    def _is_done_by_newer(self, record: StageRecord) -> bool:
+        """Whether an attempt at the same run that began later, which a scheduler started beside this one, has won."""
+        try:
+            found = read_stage_record(self.workdir, self.run_id, record.stage)
+        except IntegrityError:  # damaged: it says nothing
+            return False
+        return found is not None and found.status != "failed" and found.started > record.started
 
     def _failed(self) -> StageRecord | None:
         return next((record for record in reversed(self.ended) if record.status == "failed"), None)
@@ -124,10 +135,12 @@ class RunRecord:
         update = {"started": started, "seconds": seconds, "retried_requests": retried, "sections": sections}
         record = redacted_record(record.model_copy(update=update))
         self.ended.append(record)
-        write_stage_record(self.workdir, self.run_id, record)
-        # A run that is killed between two stages must not be taken for one that ended.
-        failed = self._failed()
-        self.summarize(RunState("failed", failed.exit_code, failed.error) if failed else RUNNING)
+        self._has_lost = record.status == "failed" and self._is_done_by_newer(record)
+        if not self._has_lost:
+            write_stage_record(self.workdir, self.run_id, record)
+            # A run that is killed between two stages must not be taken for one that ended.
+            failed = self._failed()
+            self.summarize(RunState("failed", failed.exit_code, failed.error) if failed else RUNNING)
         fields = {"stage": record.stage, "status": record.status, "seconds": round(record.seconds, 3)}
         self.event("stage.ended", fields)
 

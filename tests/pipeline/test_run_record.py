@@ -19,7 +19,7 @@ import pytest
 from pipeline.cli_options import Common
 from pipeline.progress import SENTENCES, RunProgress
 from pipeline.running import SUMMARY_SECTIONS, WHOLE_PIPELINE, open_run
-from shardmill.errors import IntegrityError, ShardmillError, UsageError
+from shardmill.errors import CommitConflict, IntegrityError, ShardmillError, UsageError
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import Terminated
 from shardmill.jobs.run_files import (
@@ -245,6 +245,28 @@ def test_stages_in_processes_of_their_own_make_one_summary(tmp_path: Path):
     summary = write_summary(tmp_path, "r", PARTIAL, ("y",))
     # Later stages win, in whatever order their records were written.
     assert summary["x"] == {"a": 1, "b": 2} and summary["y"] is None and list(summary["stages"]) == ["b", "a"]
+
+
+def test_an_attempt_that_lost_leaves_the_run_what_the_one_that_won_has_recorded(tmp_path: Path):
+    """Both are of one run: a scheduler that loses sight of a task starts it again under the same name."""
+
+    def lose() -> None:
+        with recording(RunRecord(str(tmp_path), "r")) as winner:
+            do_stage(winner, "train", sections={"train": {"weights_sha256": "0" * 64}})
+        raise CommitConflict("attempt 2 began")
+
+    lost = RunRecord(str(tmp_path), "r")
+    with pytest.raises(CommitConflict), recording(lost):
+        lost.stage("train", lose, lambda _: StageRecord(stage="train"))
+    assert lost.ended[-1].exit_code == CommitConflict.exit_code
+    record = read_stage_record(tmp_path, "r", "train")
+    assert record is not None and record.status == "done"
+    assert read_run_state(tmp_path, "r") == PARTIAL
+
+    # What begins afterwards and fails is told.
+    with pytest.raises(UsageError), recording(RunRecord(str(tmp_path), "r")) as later:
+        later.stage("train", lambda: (_ for _ in ()).throw(UsageError("wrong")), lambda _: StageRecord(stage="train"))
+    assert (read_run_state(tmp_path, "r").status, read_run_state(tmp_path, "r").exit_code) == ("failed", 2)
 
 
 def test_a_damaged_record_of_a_run_is_one_line_and_ends_no_other_stage(tmp_path: Path):
