@@ -21,6 +21,14 @@ from types import ModuleType
 # A user's module that has the name of an installed one (a `train.py`, our package `train`) is imported below this.
 USER_PACKAGE = "_shardmill_user"
 
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
+_STACK = re.compile(r'^( *)File ".+", line \d+, in .*\n?(?:\n?\1 +.*\n?)*', re.MULTILINE)
+_AROUND_STACKS = re.compile(
+    r"^(Traceback \(most recent call last\):|in user code:|Graph execution error:|Detected at node .* defined at .*"
+    r"|\t? *\[\[.*)$",
+    re.MULTILINE,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class FoundModule:
@@ -105,20 +113,27 @@ def line_of_user(error: BaseException) -> str:
         frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(each.__traceback__)]
         if isinstance(each, SyntaxError) and each.filename:
             frames.append((each.filename, each.lineno or 0))
-        if own := _last_own(frames):
+        # TensorFlow raises from its own graph or a copy of the user's code, and writes into the message where that is.
+        if own := _last_own(_written_frames(str(each))) or _last_own(frames):
             return own
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
     return ""
 
 
 def with_line_of_user(error: BaseException) -> str:
-    """What a user's code has raised, in words: `Type: message (file:line)`.
-
-    Keras's message without its colours, and without all that the layer was called with.
-    """
-    message = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("\n\nArguments received by ")[0]
+    """What a user's code has raised, in words: `Type: message (file:line)`."""
     line = line_of_user(error)
-    return f"{type(error).__name__}: {' '.join(message.split())}" + (f" ({line})" if line else "")
+    return f"{type(error).__name__}: {message_of(error)}" + (f" ({line})" if line else "")
+
+
+def message_of(error: BaseException) -> str:
+    """What an error says, in one line: of Keras without colours and all that the layer was called with, of TensorFlow
+    without the stacks of the graph and of the Python function in it."""
+    message = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("\n\nArguments received by ")[0]
+    if _FRAME.search(message):
+        lines = _AROUND_STACKS.sub("", _STACK.sub("", message)).splitlines()
+        message = " ".join(dict.fromkeys(filter(None, (line.strip() for line in lines))))
+    return " ".join(message.split()).removeprefix(f"{type(error).__name__}: ")
 
 
 def line_of_user_in_dump(text: str) -> str:
@@ -130,6 +145,10 @@ def line_of_user_in_dump(text: str) -> str:
 def _last_own(frames: list[tuple[str, int]]) -> str:
     own = [f"{file}:{line}" for file, line in frames if not file.startswith(_not_the_users())]
     return own[-1] if own else ""
+
+
+def _written_frames(text: str) -> list[tuple[str, int]]:
+    return [(file, int(line)) for file, line in _FRAME.findall(text)]
 
 
 @functools.cache

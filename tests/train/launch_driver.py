@@ -67,6 +67,7 @@ def main() -> None:
     except (ShardmillError, KeyboardInterrupt, Terminated) as error:
         outcome = {
             "error": type(error).__name__,
+            "exit_code": getattr(error, "exit_code", None),
             "message": str(error),
             "notes": "\n".join(getattr(error, "__notes__", [])),
             "seconds_after_step": time.monotonic() - teller.step_seconds,

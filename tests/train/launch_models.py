@@ -43,6 +43,7 @@ def _with_tick(on_call, image_shape, num_classes):
 
 def exploding(image_shape, num_classes):
     def explode():
+        print("the second layer smokes")
         raise ValueError("the third layer exploded")
 
     return _with_tick(explode, image_shape, num_classes)

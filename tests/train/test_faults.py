@@ -10,6 +10,7 @@ import pytest
 
 from shardmill.errors import IntegrityError
 from shardmill.values import Cursor
+from tests.train.driver_process import ROOT
 from train.launching.faults import (
     Failure,
     FaultKind,
@@ -128,6 +129,49 @@ def test_a_traceback_is_a_note_and_the_line_names_its_place():
     assert "\n" not in str(told)
     assert "ValueError: boom in two lines (" in str(told) and "test_faults.py:" in str(told)
     assert "Traceback (most recent call last)" in told.__notes__[0]
+
+
+GRAPH_ERROR = """Graph execution error:
+
+Detected at node model_1/layer_1/GatherV2 defined at (most recent call last):
+  File "{root}/train/worker.py", line 192, in _train_steps
+
+  File "{folder}/my_model.py", line 12, in call
+
+indices = 7 is not in [0, 2)
+\t [[{{{{node model_1/layer_1/GatherV2}}}}]] [Op:__inference_gradients_196]"""
+TRACED_ERROR = """in user code:
+
+    File "{folder}/my_model.py", line 12, in call  *
+        return a + b
+
+    ValueError: Dimensions must be equal
+"""
+CALLED_ERROR = """ValueError: the layer exploded
+Traceback (most recent call last):
+
+  File "{folder}/my_model.py", line 12, in explode
+    raise ValueError("the layer exploded")
+    ^^^^^^^^
+
+ValueError: the layer exploded
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (GRAPH_ERROR, "indices = 7 is not in [0, 2)"),
+        (TRACED_ERROR, "Dimensions must be equal"),
+        (CALLED_ERROR, "the layer exploded"),
+    ],
+)
+def test_of_what_tensorflow_writes_into_an_error_the_cause_and_the_place_are_told(text, said, tmp_path):
+    """The texts are those of TensorFlow 2.18."""
+    told = str(error_of(fault(FaultKind.FAILED, 0, 1.0, ValueError(text.format(folder=tmp_path, root=ROOT)))))
+    assert told.startswith(
+        f"rank 0 (host a, pid 1) failed before its first step: ValueError: {said} ({tmp_path}/my_model.py:12); "
+    )
 
 
 def test_the_place_is_the_users_own_line_and_not_where_a_library_raised(tmp_path):

@@ -161,14 +161,21 @@ def test_dead_rank_elsewhere_ends_the_job_in_time(start, launcher, worker):
 
 
 @pytest.mark.parametrize(
-    ("model", "said"), [("exploding", "the third layer exploded"), ("killed", "was killed by SIGKILL after step")]
+    ("model", "said"),
+    [
+        # Its own line, and what it printed last.
+        ("exploding", ("the third layer exploded", "launch_models.py:4", "the second layer smokes")),
+        ("killed", ("was killed by SIGKILL after step",)),
+    ],
 )
 def test_real_training_tells_the_cause_and_not_the_survivors_echo(start, dataset, model, said):
     train = {"model": f"{MODELS}:{model}", "global_batch_size": 24, "num_streams": 6, "epochs": 2}
     driver = start("local", 2, dataset=dataset, **train)
     outcome = driver.outcome()
     assert outcome["error"] == {"exploding": "TrainingError", "killed": "RankLost"}[model], outcome
-    assert outcome["message"].startswith("rank 1 ") and said in outcome["message"], outcome["message"]
+    assert outcome["exit_code"] == 5
+    told = outcome["message"] + outcome["notes"]
+    assert outcome["message"].startswith("rank 1 ") and all(part in told for part in said), outcome
     assert outcome["seconds_after_step"] < SHORTEST_PATIENCE_SECONDS
     driver.assert_nothing_left()
     driver.assert_no_file_left()

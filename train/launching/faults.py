@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Literal
 
 from shardmill.errors import ERROR_BY_EXIT_CODE, ShardmillError, TrainingError
-from shardmill.user_module import line_of_user
+from shardmill.user_module import line_of_user, message_of
 from shardmill.values import Cursor
 
 FIX = "fix the cause, then run the same command again: it continues at the last complete checkpoint"
@@ -118,8 +118,8 @@ def failure_of(error: BaseException, echo: re.Pattern[str] | None = None) -> Fai
         return Failure(
             type(error).__name__, error.what, error.expected, error.fix, error.exit_code, collective, tail, place
         )
-    what = " ".join(str(error).split())
-    return Failure(type(error).__name__, what, "", "", TrainingError.exit_code, _is_echo(error, echo), tail, place)
+    what, code = message_of(error), TrainingError.exit_code
+    return Failure(type(error).__name__, what, "", "", code, _is_echo(error, echo), tail, place)
 
 
 def merged(older: RankFault | None, newer: RankFault) -> RankFault:
