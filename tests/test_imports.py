@@ -1,4 +1,4 @@
-"""What is imported and unpickled, asked of the interpreter itself."""
+"""What is imported and unpickled, asked of the interpreter itself; and whose code may know a framework."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import sys
 from pathlib import Path
 
 from tests.support import make_dataset
-from tests.test_architecture import HEAVY, ROOT
+from tests.test_architecture import HEAVY, ROOT, imports_of, modules
+
+# Whose code may know a framework: all else sees backends, strategies and models through their registries.
+FRAMEWORKS = {"tensorflow", "keras", "torch", "torchvision", "horovod"}
+MAY_KNOW_A_FRAMEWORK = ("train/backends/", "train/models/", "train/layers/", "train/strategies/")
+STARTS_RANKS_BY_HOROVOD = "train/launching/horovod_spark.py"
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,3 +34,14 @@ def test_the_library_imports_without_the_extras():
     )
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+def test_framework_code_is_that_of_backends_and_strategies():
+    wrong = [
+        f"{module.relative} imports {name}"
+        for module in modules().values()
+        for name in sorted(imports_of(module, only_at_import=False))
+        if name.partition(".")[0] in FRAMEWORKS and not module.relative.startswith(MAY_KNOW_A_FRAMEWORK)
+        if not (module.relative == STARTS_RANKS_BY_HOROVOD and name.startswith(("horovod.spark", "horovod.runner")))
+    ]
+    assert not wrong, "\n".join(wrong)

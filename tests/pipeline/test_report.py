@@ -49,6 +49,8 @@ def test_labels_are_text_at_every_number_of_classes(num_classes: int):
             "train": {
                 "strategy": HOSTILE,
                 "exchange": "exchange: a tenth of a step",
+                "strategy_reason": f"{HOSTILE} on two CPUs",
+                "memory": "a rank needs 1.5 GiB",
                 "world_size": 2,
                 "steps": 15,
                 "time_shares": {"compute": 0.5, "other": 0.5},
@@ -70,7 +72,8 @@ def test_labels_are_text_at_every_number_of_classes(num_classes: int):
     )
     page = render(data)
     assert "<script" not in page and "alert(&#39;x&#39;)" in page
-    for words in ("Class balance", "Loss", "Confusion matrix", "The gate", "87.50%", "exchange: a tenth of a step"):
+    of_training = "exchange: a tenth of a step", "strategy chosen because", "on two CPUs", "a rank needs 1.5 GiB"
+    for words in ("Class balance", "Loss", "Confusion matrix", "The gate", "87.50%", *of_training):
         assert words in page
     of_ranks = page[page.index("A step of each rank") :].split("</table>")[0]
     rows = [re.findall(r'<td class="number">([^<]*)</td>', row) for row in of_ranks.split("<tr>")[2:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -31,6 +32,8 @@ class DyingReporter:
     `7`: that step; `3:20 2:40`: step 20 of three ranks, step 40 of two, and of one rank none.
     """
 
+    _signal = signal.SIGKILL
+
     def __init__(self, reporter: Reporter, world_size: int = 1) -> None:
         self._reporter = reporter
         self._killed_at = -1
@@ -45,7 +48,7 @@ class DyingReporter:
             for thread in threading.enumerate():
                 if thread.name == "checkpoint":
                     thread.join()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._signal)
         self._reporter.step(report)
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
@@ -53,6 +56,12 @@ class DyingReporter:
 
     def doing(self, what: str, *, waits: bool = False) -> None:
         self._reporter.doing(what, waits=waits)
+
+
+class FreezingReporter(DyingReporter):
+    """Stops its process instead, which then neither works nor ends."""
+
+    _signal = signal.SIGSTOP
 
 
 class StallingReporter(DyingReporter):
@@ -72,6 +81,32 @@ def last_rank_stalls(task: WorkerTask, world: World, reporter: Reporter) -> Trai
 def last_rank_dies(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     dies = world.rank == world.world_size - 1
     return run_worker(task, world, DyingReporter(reporter, world.world_size) if dies else reporter)
+
+
+def last_rank_freezes(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    freezes = world.rank == world.world_size - 1
+    return run_worker(task, world, FreezingReporter(reporter, world.world_size) if freezes else reporter)
+
+
+def last_rank_reads_nothing(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """From its storage comes no answer any more."""
+    if world.rank == world.world_size - 1:
+        no_answer_from(task.dataset.uri)
+    return run_worker(task, world, reporter)
+
+
+def no_answer_from(folder: str) -> None:
+    """In this process, once some of it has been read: like a mount whose server is gone."""
+    from shardmill.stores.local import LocalStore
+
+    sound, num_reads = LocalStore.read_range, itertools.count()
+
+    def read_range(store: LocalStore, path: str, start: int, num_bytes: int) -> bytes:
+        if store.uri in folder and next(num_reads) >= 12:
+            time.sleep(600)
+        return sound(store, path, start, num_bytes)
+
+    LocalStore.read_range = read_range
 
 
 def every_rank_tells_its_weights(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

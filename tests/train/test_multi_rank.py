@@ -243,7 +243,7 @@ def test_evaluation_on_ranks_is_that_of_one(tiny_uri, tmp_path, strategy):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("strategy", WITH_A_MEETING_OF_THEIR_OWN)
+@pytest.mark.parametrize("strategy", [*WITH_A_MEETING_OF_THEIR_OWN, "local_sgd"])
 def test_every_strategy_trains_in_a_barrier_stage_as_it_does_in_processes_here(tiny_uri, tmp_path, strategy):
     config = {**stateful(strategy), "num_workers": 2}
     here, _ = train_on_ranks(tiny_uri, tmp_path / "here", 2, stateful(strategy))
@@ -254,10 +254,13 @@ def test_every_strategy_trains_in_a_barrier_stage_as_it_does_in_processes_here(t
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("strategy", WITH_A_MEETING_OF_THEIR_OWN)
-def test_the_rank_that_stands_still_is_named_and_not_the_one_that_waits_for_it(tiny_uri, tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "worker"),
+    [*((name, "last_rank_stalls") for name in WITH_A_MEETING_OF_THEIR_OWN), ("torch_ddp", "last_rank_reads_nothing")],
+)
+def test_the_rank_that_stands_still_is_named_and_not_the_one_that_waits_for_it(tiny_uri, tmp_path, strategy, worker):
     config = {**stateful(strategy), "num_workers": 2, "launcher": "local"}
     limits = {"progress_timeout_seconds": 2, "start_timeout_seconds": 120}
     task = task_of(tiny_uri, tmp_path, **config, **limits)
-    with pytest.raises(TrainingError, match=r"^rank 1 .* hangs .* rank 0 waiting in an allreduce"):
-        LAUNCHERS["local"].launch(task, SparkConfig(), Watcher(), worker=f"{WORKERS}:last_rank_stalls")
+    with pytest.raises(TrainingError, match=r"^rank 1 .* hangs .* rank 0 waiting in an? (allreduce|gather)"):
+        LAUNCHERS["local"].launch(task, SparkConfig(), Watcher(), worker=f"{WORKERS}:{worker}")

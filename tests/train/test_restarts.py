@@ -25,15 +25,15 @@ CONFIG = {"num_streams": 12, "global_batch_size": 24, "epochs": 16, "label_smoot
           "checkpoint_every_steps": 5}  # fmt: skip
 
 
-def launch_on(uri, models, launcher, watcher, **config):
-    """Ranks of which the last dies: at step 20 of three, at step 40 of two."""
+def launch_on(uri, models, launcher, watcher, worker, **config):
+    """Ranks of which the last is lost: at step 20 of three, at step 40 of two."""
     settings = {**CONFIG, "launcher": launcher, **config}
     return launch_until_done(
         lambda now: LAUNCHERS[launcher].launch(
             task_of(uri, models, **{**settings, "num_workers": now.num_workers}),
             SparkConfig(master="local[3]"),
             watcher,
-            worker="tests.train.multi_rank_workers:last_rank_dies",
+            worker=f"tests.train.multi_rank_workers:{worker}",
         ),
         TrainConfig(**settings),
         watcher,
@@ -42,22 +42,23 @@ def launch_on(uri, models, launcher, watcher, **config):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "strategy", "model"),
+    ("launcher", "strategy", "model", "worker", "how_lost"),
     [
-        ("local", "torch_ddp", GELU),
-        pytest.param("local", "horovod", "small_cnn", marks=pytest.mark.drill),
-        pytest.param("spark_barrier", "torch_ddp", GELU, marks=pytest.mark.drill),
+        ("local", "torch_ddp", GELU, "last_rank_dies", "was killed"),
+        pytest.param("local", "torch_ddp", GELU, "last_rank_freezes", "went silent", marks=pytest.mark.drill),
+        pytest.param("local", "horovod", "small_cnn", "last_rank_dies", "was killed", marks=pytest.mark.drill),
+        pytest.param("spark_barrier", "torch_ddp", GELU, "last_rank_dies", "was killed", marks=pytest.mark.drill),
     ],
 )
-def test_ranks_that_die_are_done_without_and_the_losses_stay(
-    tiny_uri, tmp_path, monkeypatch, own_jvm, launcher, strategy, model
+def test_ranks_that_are_lost_are_done_without_and_the_losses_stay(
+    tiny_uri, tmp_path, monkeypatch, own_jvm, launcher, strategy, model, worker, how_lost
 ):
     monkeypatch.setenv(KILL_AT, "3:20 2:40")
     watcher, one = StepWatcher(), Recorder()
-    how = {"strategy": strategy, "model": model, "num_workers": 3, "max_restarts": 2}
-    result, restarts = launch_on(tiny_uri, tmp_path / "several", launcher, watcher, **how)
+    how = {"strategy": strategy, "model": model, "num_workers": 3, "max_restarts": 2, "silent_seconds": 5}
+    result, restarts = launch_on(tiny_uri, tmp_path / "several", launcher, watcher, worker, **how)
     assert (result.world_size, [(each.lost_ranks, each.world_size) for each in restarts]) == (1, [((2,), 2), ((1,), 1)])
-    assert ["was killed" in each.cause for each in restarts] == [True, True], restarts
+    assert [how_lost in each.cause for each in restarts] == [True, True], restarts
     warnings = [fields["warning"] for name, fields in watcher.events if name == "restarted"]
     assert ["3 -> 2 ranks (restart 1 of at most 2)" in warnings[0], "2 -> 1 ranks" in warnings[1]] == [True, True]
 

@@ -15,7 +15,7 @@ from etl.config import EtlConfig, SplitFractions
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.support import build_here, write_images
-from tests.train.training import task_of
+from tests.train.training import StepWatcher, task_of
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.observer import GlobalStep
@@ -25,6 +25,8 @@ from train.strategies.silo_post import mean_of
 
 ALL_TRAIN = SplitFractions(train=1.0, validation=0.0, test=0.0)
 TORCH: dict[str, Any] = {"model": "tests.train.torch_models:smooth", "strategy": "local_sgd", "launcher": "local"}
+
+KERAS: dict[str, Any] = {**TORCH, "model": "tests.train.models_under_test:smooth"}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,14 @@ def test_a_silo_away_for_two_rounds_comes_back_and_one_that_is_killed_does_not(t
     assert len(disturbing.steps) == 16 * steps.num_steps, "no round is left out or reported twice"
     assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
     assert not list((tmp_path / "t" / "silos").rglob("*.npz")), "the exchanged weights are taken away"
+
+
+@pytest.mark.drill
+def test_silos_train_a_keras_model(tiny_uri, tmp_path, silos):
+    two = (silos[0], silos[2])
+    config = {**KERAS, "silos": two, "num_workers": 2, "local_steps": 4, "global_batch_size": 32, "epochs": 16}
+    result = LAUNCHERS["local"].launch(task_of(tiny_uri, tmp_path, **config), SparkConfig(), StepWatcher())
+    assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
 
 
 def test_silos_give_samples_in_proportion_to_their_size_and_end_together():
