@@ -3,24 +3,28 @@
     .venv/bin/python benchmarks/coupled_ranks.py --strategy horovod
     .venv/bin/python benchmarks/coupled_ranks.py --strategy torch_ddp --compression bf16
     .venv/bin/python benchmarks/coupled_ranks.py --bucket-bytes 4194304 --model resnet50 --parts 1
+    .venv/bin/python benchmarks/coupled_ranks.py --strategy torch_ddp --beside compression=bf16 --parts 1
 
 The contestants take turns in the same two processes, in blocks of steps that both ranks begin together; what counts is
 rank 0's wall time of a block, and on a busy machine its CPU time. By hand: under Horovod one allreduce for each
 gradient, as its first guide shows; under PyTorch DistributedDataParallel. Uncoupled: each process trains for itself,
 which two processes on one machine cannot beat. `accumulated`, in two processes of its own: ours with 8 parts to one
-exchange (`--parts`), beside 8 uncoupled steps. A model of one's own (`--model`) stands beside the uncoupled processes
-alone.
+exchange (`--parts`), beside 8 uncoupled steps. A model of one's own (`--model`) has no contestant by hand. `--beside`
+adds ours with another setting of the training, in the process group of the first (`torch_ddp`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -33,7 +37,10 @@ from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.observer import GlobalStep
+from train.preflight import check_terms
 from train.strategies import STRATEGIES
+from train.strategies.member import DataIndex, Member
+from train.strategies.replicated import StreamShare
 from train.task import WorkerTask
 from train.values import ModelIdentity, Reporter, TimeShares, TrainResult
 from train.world import World
@@ -43,6 +50,7 @@ NUM_PARTS = 8
 STEPS_OF_BLOCK = 8
 NUM_BLOCKS = 15
 ACCUMULATED = "accumulated"
+BESIDE = "SHARDMILL_BENCHMARK_BESIDE"
 MODELS = {"horovod": "small_cnn", "torch_ddp": "benchmarks.training_step:torch_net"}
 
 
@@ -97,6 +105,15 @@ def coupled_step_in_keras(world_size: int) -> Callable[[Batch], object]:
     return lambda batch: float(compiled(tf.constant(batch.images_NHWC), tf.constant(batch.labels_N)))
 
 
+def join_beside(world: World, config: TrainConfig, learner: Learner, ours: Member) -> Member:
+    """Ours with other settings, in the process group that `ours` has opened."""
+    from train.strategies.torch_ddp import DdpMember
+
+    data = DataIndex(world.rank, world.world_size)
+    rest = StreamShare.of(data, config), world.exchange_aside, SilentReporter(), config
+    return DdpMember(cast(Any, learner), cast(Any, ours)._collective, data, *rest)
+
+
 def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """On each rank: `train.launching.rank.Worker`."""
     name = task.config.strategy
@@ -121,6 +138,11 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     if num_parts == 1 and task.config.model == MODELS[name]:
         coupled = {"keras": coupled_step_in_keras, "torch": coupled_step_in_torch}[backend](world.world_size)
         contestants["by hand"] = lambda: coupled(small)
+    if BESIDE in os.environ:
+        changed = at_once.model_copy(update=json.loads(os.environ[BESIDE]))
+        other = join_beside(world, changed, learner(changed)(), member)
+        other.start({}, 0, "")
+        contestants["beside"] = lambda: other.train_step(small, total, None)
     seconds: dict[str, list[float]] = {each: [] for each in contestants}
     cpu_seconds: dict[str, list[float]] = {each: [] for each in contestants}
     for block in range(NUM_BLOCKS + 1):
@@ -171,17 +193,24 @@ def main() -> None:
     parser.add_argument("--compression", choices=("none", "fp16", "bf16", "powersgd"), default="none", help="of ours")
     parser.add_argument("--bucket-bytes", type=int, default=0, help="of ours; 0: the strategy's own")
     parser.add_argument("--model", default="", help="in place of a small one")
+    parser.add_argument("--beside", type=lambda each: each.split("=", 1), help="KEY=VALUE of [train]")
     parser.add_argument("--parts", type=int, nargs="+", default=[1, NUM_PARTS], help="of a step of ours")
     given = parser.parse_args()
     settings = {
         "strategy": given.strategy, "compression": given.compression, "bucket_bytes": given.bucket_bytes,
         "model": given.model or MODELS[given.strategy],
     }  # fmt: skip
+    if given.beside:
+        name, text = given.beside
+        value = json.loads(text) if text.isdecimal() else text
+        _config({**settings, name: value}, 1)
+        os.environ[BESIDE] = json.dumps({name: value})
+        sys.stdout.write(f"beside: {name} = {value}\n")
     what = ", ".join(f"{name} {value}" for name, value in settings.items())
     sys.stdout.write(f"{what}, 2 ranks of {LOCAL_BATCH_SIZE} images; medians of {NUM_BLOCKS} blocks\n")
     for num_parts in given.parts:
         ours = ACCUMULATED if num_parts > 1 else "ours"
-        seconds = _block_seconds(settings, num_parts)
+        seconds = _block_seconds(_config(settings, num_parts))
         for (clock, name), each in seconds.items():
             median = 1e3 * statistics.median(each)
             sys.stdout.write(f"{name:12s} {median:8.2f} ms of {clock} time for {LOCAL_BATCH_SIZE} images a rank\n")
@@ -191,14 +220,20 @@ def main() -> None:
                 sys.stdout.write(f"{clock} time of {name} / {ours}: {ratio:.3f} (median of the pairs)\n")
 
 
-def _block_seconds(settings: Mapping[str, object], num_parts: int) -> dict[tuple[str, str], list[float]]:
-    """(clock, contestant) -> its blocks on rank 0."""
+def _config(settings: Mapping[str, object], num_parts: int) -> TrainConfig:
+    """Raises UsageError for what no command would run."""
     config = TrainConfig.model_validate(
         {
             **settings, "launcher": "local", "num_workers": 2, "optimizer": "adam",
             "global_batch_size": 2 * LOCAL_BATCH_SIZE * num_parts, "accumulation_steps": num_parts,
         }
     )  # fmt: skip
+    check_terms(config, SparkConfig())
+    return config
+
+
+def _block_seconds(config: TrainConfig) -> dict[tuple[str, str], list[float]]:
+    """(clock, contestant) -> its blocks on rank 0."""
     figures = Figures()
     with tempfile.TemporaryDirectory() as scratch:
         task = WorkerTask(config, DatasetPin(Path(scratch).as_uri(), 1, ""), scratch, "t", "")

@@ -86,13 +86,13 @@ class TrainConfig(Section):
     """`mirrored` only: over how many devices of its process a batch is split; 0: all GPUs there are, else one CPU.
     Without GPUs the CPU counts as so many devices, which gains no speed."""
     compression: Annotated[Literal["none", "fp16", "bf16", "powersgd"], LATER] = "none"
-    """How gradients travel between ranks: as they are; in sixteen bits, which on CPUs costs more than it saves; or
-    (`torch_ddp`) as matrices of a low rank, what is lost being added to the next step's (arXiv:1905.13727)."""
+    """How gradients travel between ranks: as they are; in sixteen bits, which is another training; or (`torch_ddp`) as
+    matrices of a low rank, what is lost being added to the next step's (arXiv:1905.13727)."""
     powersgd_rank: Annotated[int, LATER] = Field(default=2, ge=1)
     """`compression = "powersgd"` only: that rank. More is nearer to the gradient, and more to send."""
     bucket_bytes: Annotated[int, HOW] = Field(default=0, ge=0)
-    """`horovod` and `torch_ddp` only: gradients are exchanged in groups of about so many bytes; 0: as Horovod (128 MiB)
-    or PyTorch (25 MiB) has it."""
+    """`horovod` and `torch_ddp` only: gradients are exchanged in groups of about so many bytes; 0: 128 MiB under
+    Horovod, its own default; under `torch_ddp` 4 MiB on CPUs and 25 on GPUs."""
     backend: Annotated[str, OneOf(BACKENDS, also=("auto",))] = "auto"
     """The framework; `auto` follows from strategy and model."""
     launcher: Annotated[str, OneOf(LAUNCHERS, also=("auto",)), HOW] = "auto"
