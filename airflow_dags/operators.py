@@ -11,7 +11,7 @@ from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOpe
 from airflow.sdk import Asset, BaseOperator, BaseOperatorLink
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
-from airflow_dags.processes import end_in_order, tied_to_this_process
+from airflow_dags.processes import end_in_order, end_with_worker, tied_to_this_process
 from airflow_dags.run_folder import RunFolder
 from airflow_dags.settings import dag_settings
 from airflow_dags.spark_hook import ShardmillSparkHook
@@ -64,6 +64,7 @@ class ShardmillSparkOperator(SparkSubmitOperator):
         self._hook: ShardmillSparkHook | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
+        end_with_worker()
         folder = RunFolder(self.workdir, self.shardmill_run_id)
         folder.remove_summary()
         self.application_args = [*(self.application_args or ()), *chosen_flags(self.flags, context)]
@@ -123,6 +124,7 @@ class ShardmillOperator(BaseOperator):
         self._process: subprocess.Popen[str] | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
+        end_with_worker()
         folder = RunFolder(self.workdir, self.shardmill_run_id)
         folder.remove_summary()
         program = shlex.split(dag_settings().command)

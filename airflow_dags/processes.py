@@ -1,4 +1,5 @@
-"""The process that a task starts: it ends with the task's own, in order if there is time and else at once."""
+"""A task's process, which ends with the worker that supervises it, and what it starts, which ends with the task's: in
+order if there is time and else at once."""
 
 from __future__ import annotations
 
@@ -13,6 +14,19 @@ from typing import Any
 
 # A training writes a checkpoint, the ETL leaves its finished units. Airflow itself gives a task that it ends 5 s.
 END_SECONDS = 20.0
+
+
+def end_with_worker() -> None:
+    """Let the kernel ask this process, a task's, to end when the worker that has forked it is gone, as Airflow would.
+
+    A task in the process of a command (`airflow dags test`), whose parent is a shell, has no worker.
+    """
+    from shardmill.parent_death import die_with_parent
+
+    worker = os.getppid()
+    with suppress(OSError):  # of another user
+        if os.readlink(f"/proc/{worker}/exe") == os.readlink("/proc/self/exe"):
+            die_with_parent(worker, 1, by=signal.SIGTERM)
 
 
 def tied_to_this_process() -> dict[str, Any]:

@@ -25,6 +25,17 @@ from airflow_dags.processes import tied_to_this_process
 process = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], **tied_to_this_process())
 process.wait()
 """
+# Airflow's worker forks the task's process, which ends what it has started when it is asked to end itself.
+WORKER = """
+import os, signal, subprocess, sys, time
+from airflow_dags.processes import end_in_order, end_with_worker, tied_to_this_process
+if os.fork():
+    time.sleep(600)
+end_with_worker()
+process = subprocess.Popen([sys.executable, "-c", sys.argv[1]], **tied_to_this_process())
+signal.signal(signal.SIGTERM, lambda *_: end_in_order(process))
+sys.exit(process.wait())
+"""
 JVM = """
 import subprocess, sys
 driver = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
@@ -81,3 +92,12 @@ def test_a_driver_ends_in_order_although_its_task_and_spark_submit_are_killed():
     # The end of the pipe, which all three held: none of them is left.
     assert task.stdout.read() == "terminated by SIGTERM; what was under way has been finished\n"
     assert task.wait(_WAIT_SECONDS) == -signal.SIGKILL
+
+
+def test_a_driver_ends_in_order_although_the_worker_of_its_task_is_killed():
+    worker = started(WORKER, DRIVER)
+    assert worker.stdout is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    # As above: neither the task nor its driver is left.
+    assert worker.stdout.read() == "terminated by SIGTERM; what was under way has been finished\n"
+    assert worker.wait(_WAIT_SECONDS) == -signal.SIGKILL
