@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,18 @@ from shardmill.dataset.open import open_dataset
 from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.pipeline.test_spark_terminal import SPARK_LINES, Terminal
 from tests.processes import LOCAL, listeners
+from tests.services.lost_executor import (
+    MAY_RESTART,
+    SLOW_TORCH,
+    check_it_went_on,
+    executors,
+    kill_an_executor,
+    steps_of,
+    until,
+)
 from tests.services.marked import MARK
 from tests.services.spark_standalone import NUM_SLOTS, SparkCluster
-from tests.services.spark_submit import Submitted, Submitter, make_bundle, summary_of
+from tests.services.spark_submit import Submitter, make_bundle, summary_of
 from tests.support import write_images
 
 pytestmark = pytest.mark.drill
@@ -44,20 +52,6 @@ label_smoothing = 0.1
 record_samples = true
 nics = ["lo"]
 """
-# A user's own, which executors get as a file of --py-files. Its steps leave time to kill somebody.
-SLOW_NET = """
-import time
-from torch import nn
-
-class Slow(nn.Sequential):
-    def forward(self, images):
-        time.sleep(0.3)
-        return super().forward(images)
-
-def net(image_shape, num_classes):
-    height, width, channels = image_shape
-    return Slow(nn.Flatten(), nn.Linear(height * width * channels, 16), nn.GELU(), nn.Linear(16, num_classes))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_images(folder / "images", num_images=240)
     for dataset in ("local", "quiet", "killed"):
         (folder / f"{dataset}.toml").write_text(CONFIG.format(folder=folder, dataset=dataset))
-    (folder / "slow_net.py").write_text(SLOW_NET)
+    shutil.copy(SLOW_TORCH, folder)
     make_bundle(folder)
     shardmill(folder, "etl", "local.toml", "--set", "etl.engine=local")
     return folder
@@ -79,7 +73,7 @@ def submitter(folder: Path, spark_cluster: SparkCluster) -> Submitter:
         spark_cluster.master,
         {"SPARK_CONF_DIR": str(spark_cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1", MARK: spark_cluster.mark},
         {"spark.driver.host": "127.0.0.1"},
-        (folder / "shardmill.zip", folder / "slow_net.py"),
+        (folder / "shardmill.zip", SLOW_TORCH),
         folder,
     )
 
@@ -93,21 +87,6 @@ def shardmill(folder: Path, *arguments: str) -> dict:
     return json.loads(done.stdout)
 
 
-def until(is_so: Callable[[], object], submitted: Submitted) -> None:
-    deadline = time.monotonic() + 150
-    while not is_so():
-        assert time.monotonic() < deadline, submitted.output
-        if submitted.process.poll() is not None and not is_so():
-            raise AssertionError(submitted.output)
-        time.sleep(0.02)
-
-
-def steps_of(folder: Path, run_id: str) -> dict[tuple[int, int], dict]:
-    """The losses and sample ids of a run's steps, by epoch and step."""
-    lines = next(folder.glob(f"*/runs/{run_id}/steps.jsonl")).read_text().splitlines()
-    return {(step["epoch"], step["step"]): step for step in map(json.loads, lines)}
-
-
 def test_a_killed_executor_costs_the_etl_time_and_nothing_else(
     folder: Path, submitter: Submitter, spark_cluster: SparkCluster
 ):
@@ -119,7 +98,7 @@ def test_a_killed_executor_costs_the_etl_time_and_nothing_else(
     assert roots == {"shardmill.zip"}
     # Everybody on a node can read command lines.
     assert spark_cluster.processes("org.apache.spark") and not spark_cluster.processes(spark_cluster.secret)
-    os.kill(spark_cluster.executors()[0], signal.SIGKILL)
+    os.kill(executors(spark_cluster.mark)[0], signal.SIGKILL)
     assert etl.wait() == 0, etl.output
 
     summary = summary_of(folder / "work", "killed")
@@ -171,36 +150,26 @@ def test_horovod_on_the_cluster_gives_the_weights_of_local_ranks(
                    for work, run in (("work", "horovod"), ("shardmill-work", "here")))  # fmt: skip
     assert (there["launcher"], there["world_size"]) == ("horovod_spark", 2)
     assert there["weights_sha256"] == here["weights_sha256"]
-    assert steps_of(folder, "horovod") == steps_of(folder, "here")
+    assert steps_of(folder / "work", "horovod") == steps_of(folder / "shardmill-work", "here")
 
 
 def test_a_training_goes_on_after_its_executor_was_killed(
     folder: Path, submitter: Submitter, spark_cluster: SparkCluster
 ):
-    chosen = ["--set", "train.strategy=torch_ddp", "--set", "train.model=slow_net:net"]
+    chosen = ["--set", "train.strategy=torch_ddp", "--set", "train.model=slow_torch:net"]
     train = submitter.start(
         "train/job.py", "--config", "local.toml", "--workdir", "work", "--run-id", "barrier", "--until", "train",
-        *chosen, "--set", "train.max_restarts=1", "--set", "train.checkpoint_every_steps=4",
+        *chosen, *MAY_RESTART,
     )  # fmt: skip
-    until(lambda: (folder / "work/runs/barrier/steps.jsonl").exists() and len(steps_of(folder, "barrier")) > 6, train)
-    os.kill(spark_cluster.executors()[-1], signal.SIGKILL)
+    kill_an_executor(spark_cluster.mark, train, folder / "work", "barrier")
     shardmill(
         folder, "train", "local.toml", "--run-id", "alone", *chosen, "--set", "train.num_workers=1",
         "--set", "train.strategy=single",
     )  # fmt: skip
     assert train.wait() == 0, train.output
-    there = summary_of(folder / "work", "barrier")["train"]
-    [restart] = there["restarts"]
-    assert re.search(r"rank [01] \(host |rank [01] on ", restart["cause"]), restart
-    assert there["world_size"] == restart["world_size"] == 1
-    # Not named: spark-submit's master is a cluster, whatever the config says.
-    assert there["launcher"] == "spark_barrier"
-    alone, after = steps_of(folder, "alone"), steps_of(folder, "barrier")
-    assert list(after) == list(alone)
-    for place, step in alone.items():
-        assert after[place]["sample_ids"] == step["sample_ids"]
-        loss = float.fromhex(after[place]["loss_hex"])
-        assert loss == pytest.approx(float.fromhex(step["loss_hex"]), rel=1e-5)
+    # The launcher was not named: spark-submit's master is a cluster, whatever the config says.
+    alone = steps_of(folder / "shardmill-work", "alone")
+    check_it_went_on(folder / "work", "barrier", "spark_barrier", alone)
 
 
 def test_more_ranks_than_slots_are_refused_with_both_numbers(folder: Path, submitter: Submitter):

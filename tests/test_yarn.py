@@ -1,7 +1,10 @@
-"""YARN over HDFS: ETL in client and in cluster mode, training in client mode, and what an exit code says there."""
+"""YARN over HDFS: ETL and training in client and in cluster mode, executors that are killed, what an exit code says."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,17 @@ import pytest
 from etl.config import EtlConfig
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
+from tests.pipeline.command import shardmill
 from tests.services.hadoop import pyspark_jars
+from tests.services.lost_executor import (
+    MAY_RESTART,
+    SLOW_KERAS,
+    SLOW_TORCH,
+    Steps,
+    check_it_went_on,
+    kill_an_executor,
+    steps_of,
+)
 from tests.services.marked import MARK, QUICK_JVM
 from tests.services.spark_submit import Submitter, make_bundle, summary_of
 from tests.services.yarn import YarnCluster
@@ -39,6 +52,8 @@ launcher = "horovod_spark"
 nics = ["lo"]
 """
 CLUSTER_MODE = ("--deploy-mode", "cluster", "--files", "cluster.toml")
+# Sixteen steps with a loss that stays away from 0, where a relative bound means nothing.
+RECORDED = ("train.epochs=4", "train.label_smoothing=0.1", "train.record_samples=true")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +71,8 @@ def submitter(root: str, yarn_cluster: YarnCluster, tmp_path_factory: pytest.Tem
     folder = tmp_path_factory.mktemp("submitted")
     for dataset in ("cluster", "client"):
         (folder / f"{dataset}.toml").write_text(CONFIG.format(root=root, dataset=dataset))
+    for file in (SLOW_TORCH, SLOW_KERAS):
+        shutil.copy(file, folder)
     conf = {
         # The nodes have pyspark where we have it; else every application uploads its jars.
         "spark.yarn.jars": f"local:{pyspark_jars()}/*",
@@ -67,7 +84,7 @@ def submitter(root: str, yarn_cluster: YarnCluster, tmp_path_factory: pytest.Tem
         "spark.yarn.scheduler.heartbeat.interval-ms": "500",
     }
     environment = {"HADOOP_CONF_DIR": str(yarn_cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1", MARK: yarn_cluster.mark}
-    return Submitter("yarn", environment, conf, (make_bundle(folder),), folder)
+    return Submitter("yarn", environment, conf, (make_bundle(folder), SLOW_TORCH, SLOW_KERAS), folder)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +119,52 @@ def test_a_training_runs_on_executors_of_yarn(dataset: Dataset, submitter: Submi
     assert train.process.returncode == 0, train.output
     found = summary_of(submitter.folder / "work", "train")["train"]
     assert (found["launcher"], found["world_size"], found["steps"]) == ("horovod_spark", 2, 8)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(root: str, dataset: Dataset, submitter: Submitter) -> Callable[[str], Steps]:
+    """The steps of a model's training on one rank here."""
+
+    @cache
+    def train(model: str) -> Steps:
+        chosen = chosen_for(root, "alone", model, "single", "local")
+        done = shardmill(
+            "train", "cluster.toml", "--run-id", model, *chosen, "--set", "train.num_workers=1", cwd=submitter.folder
+        )
+        assert done.returncode == 0, done.stderr
+        return steps_of(submitter.folder / "shardmill-work", model)
+
+    return train
+
+
+def chosen_for(root: str, models: str, model: str, strategy: str, launcher: str) -> list[str]:
+    names = {"strategy": strategy, "launcher": launcher, "model": f"{model}:net"}
+    chosen = [f"models.uri={root}/{models}", *RECORDED, *(f"train.{key}={value}" for key, value in names.items())]
+    return [part for each in chosen for part in ("--set", each)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "model", "strategy", "launcher"),
+    [
+        ("cluster", "slow_torch", "torch_ddp", "spark_barrier"),
+        ("client", "slow_keras", "horovod", "horovod_spark"),
+    ],
+)
+def test_a_training_goes_on_after_its_executor_was_killed(
+    root: str, submitter: Submitter, yarn_cluster: YarnCluster, undisturbed: Callable[[str], Steps],
+    mode: str, model: str, strategy: str, launcher: str,
+):  # fmt: skip
+    run_id = f"{launcher}-{mode}"
+    train = submitter.start(
+        "train/job.py", "--config", "cluster.toml", "--workdir", f"{root}/work", "--run-id", run_id, "--until", "train",
+        *chosen_for(root, run_id, model, strategy, launcher), *MAY_RESTART,
+        options=CLUSTER_MODE if mode == "cluster" else (),
+        **({} if mode == "cluster" else {"spark__driver__host": "127.0.0.1"}),
+    )  # fmt: skip
+    kill_an_executor(yarn_cluster.mark, train, f"{root}/work", run_id)
+    alone = undisturbed(model)
+    assert train.wait() == 0, train.output
+    check_it_went_on(f"{root}/work", run_id, launcher, alone)
 
 
 def test_in_cluster_mode_the_summary_tells_the_exit_code(root: str, dataset: Dataset, submitter: Submitter):

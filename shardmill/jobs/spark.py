@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,18 @@ def one_spark() -> Iterator[None]:
             yield
         finally:
             _shared = None
+
+
+@contextmanager
+def spark_for_retries() -> Iterator[None]:
+    """For work that opens a context again after a fault: it gets a fresh one, where there can be a second."""
+    with one_spark() if _driver_is_on_cluster() else nullcontext():
+        yield
+
+
+def _driver_is_on_cluster() -> bool:
+    """Whether `spark-submit --deploy-mode cluster` started this process."""
+    return is_under_spark_submit() and _submitted_settings().get("spark.submit.deployMode") == "cluster"
 
 
 @contextmanager
@@ -154,13 +166,18 @@ def as_submitted(spark: SparkConfig, settings: Collection[str]) -> SparkConfig:
     """
     if not is_under_spark_submit():
         return spark
-    from pyspark import SparkConf, SparkContext
-
-    SparkContext._ensure_initialized()  # pyright: ignore[reportPrivateUsage]
-    given = dict(SparkConf().getAll())
+    given = _submitted_settings()
     conf = {name: given[name] for name in settings if name in given} | spark.train.conf
     train = spark.train.model_copy(update={"conf": conf})
     return spark.model_copy(update={"master": given.get("spark.master", spark.master), "train": train})
+
+
+def _submitted_settings() -> dict[str, str]:
+    """What `spark-submit` was given."""
+    from pyspark import SparkConf, SparkContext
+
+    SparkContext._ensure_initialized()  # pyright: ignore[reportPrivateUsage]
+    return dict(SparkConf().getAll())
 
 
 def _start_error(error: Py4JError) -> ShardmillError:

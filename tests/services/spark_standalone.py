@@ -45,10 +45,6 @@ class SparkCluster:
         found = marked(self.mark).items()
         return {pid: arguments for pid, arguments in found if any(part in each for each in arguments)}
 
-    def executors(self) -> list[int]:
-        """Process ids of the JVMs that run executors now."""
-        return list(self.processes("CoarseGrainedExecutorBackend"))
-
     def work_folders(self) -> list[Path]:
         """One of each executor there ever was, of all applications."""
         return sorted(self.folder.glob("work-*/app-*/*"))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import WARNING
+from shardmill.jobs.spark import spark_for_retries
 from shardmill.values import Cursor
 from train.config import TrainConfig
 from train.launching.faults import RankLost
@@ -31,6 +32,8 @@ class Restart:
     """With which it went on."""
 
 
+# All attempts of a driver that may have one Spark application only share it.
+@spark_for_retries()
 def launch_until_done(
     launch: Callable[[TrainConfig], TrainResult],
     config: TrainConfig,
