@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,44 +24,66 @@ from tests.services.marked import marked
 from tests.support import write_images
 
 DAG_ID = "shardmill_tiny"
+ASSET_ID, TRAINING_ID = "shardmill_own", "shardmill_own_train"
 STAGES = ["doctor", "etl", "verify", "train", "evaluate", "gate", "promote", "report"]
+LEFT_SECONDS = 30.0
 NUM_BACKFILLS = int(os.environ.get("SHARDMILL_BACKFILLS", "0"))
 CONNECTION = {"conn_type": "spark", "host": "yarn", "password": "canary-connection", "extra": '{"queue": "images"}'}
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1800)]
 
 
-@pytest.fixture
-def airflow(tmp_path: Path) -> Iterator[Airflow]:
-    """A scheduler, with the DAG deployed as the README says: one file, copied."""
-    for folder in ("configs", "gate", "python", "airflow/dags"):
-        (tmp_path / folder).mkdir(parents=True)
-    shutil.copy(ROOT / "airflow_dags" / "shardmill_dag.py", tmp_path / "airflow" / "dags")
-    shutil.copy(Path(__file__).parent / "gated_model.py", tmp_path / "python")
-    write_images(tmp_path / "images", num_images=90, num_classes=3)
-    secret = toml_table({**SECRET_SETTINGS, "spark.ui.enabled": "false"})
-    (tmp_path / "configs" / "tiny.toml").write_text(
-        f'[source]\nuri = "{tmp_path}/images"\n[dataset]\nuri = "{tmp_path}/dataset"\n[etl]\nimage_size = 16\n'
-        '[train]\nmodel = "gated_model:build"\nepochs = 1\nglobal_batch_size = 16\nnum_workers = 2\n'
-        "stop_timeout_seconds = 5\n"
-        # The connection's `yarn` is nowhere: no task could run with it.
-        f'[spark]\nmaster = "local[2]"\netl.conf = {secret}\ntrain.conf = {secret}\n'
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images, configs, and what comes of them."""
+    return tmp_path_factory.mktemp("airflow")
+
+
+@pytest.fixture(scope="module")
+def airflow(folder: Path) -> Iterator[Airflow]:
+    """A scheduler, with the DAGs deployed as the README says: one file, copied; and with one, training on its own."""
+    for name in (f"gate/{DAG_ID}", f"gate/{TRAINING_ID}", "python", "airflow/dags"):
+        (folder / name).mkdir(parents=True)
+    shutil.copy(ROOT / "airflow_dags" / "shardmill_dag.py", folder / "airflow" / "dags")
+    shutil.copy(Path(__file__).parent / "gated_model.py", folder / "python")
+    write_images(folder / "images", num_images=90, num_classes=3)
+    write_config(folder, "configs/tiny.toml")
+    write_config(folder, "asset_configs/own.toml")
+    # Variables are about all DAGs of a scheduler; here two sets of them share one.
+    (folder / "airflow" / "dags" / "own_training.py").write_text(
+        "import os\n"
+        f"os.environ |= {{'SHARDMILL_CONFIG_DIR': '{folder}/asset_configs', 'SHARDMILL_SCHEDULE': '',"
+        " 'SHARDMILL_TRAIN_ON_ASSET': 'true', 'SHARDMILL_RETRIES': '0'}\n"
+        "from airflow_dags.shardmill_dag import *\n"
     )
     settings = {
         "AIRFLOW_CONN_SPARK_DEFAULT": json.dumps(CONNECTION),
-        "SHARDMILL_CONFIG_DIR": f"{tmp_path}/configs",
-        "SHARDMILL_WORKDIR": f"{tmp_path}/work",
+        "SHARDMILL_CONFIG_DIR": f"{folder}/configs",
+        "SHARDMILL_WORKDIR": f"{folder}/work",
         "SHARDMILL_SCHEDULE": "* * * * *",
         "SHARDMILL_RETRY_DELAY_SECONDS": "1",
-        "PYTHONPATH": f"{ROOT}:{tmp_path}/python",
+        "PYTHONPATH": f"{ROOT}:{folder}/python",
         "SPARK_LOCAL_IP": "127.0.0.1",
-        "TEST_GATE": f"{tmp_path}/gate",
+        "TEST_GATE": f"{folder}/gate",
     }
-    with running_airflow(tmp_path / "airflow", DAG_ID, settings) as running:
+    with running_airflow(folder / "airflow", DAG_ID, settings) as running:
         yield running
 
 
-def test_scheduled_runs_publish_each_version_and_each_model_once(airflow: Airflow, tmp_path: Path):
+def write_config(folder: Path, file: str) -> None:
+    secret = toml_table({**SECRET_SETTINGS, "spark.ui.enabled": "false"})
+    (folder / file).parent.mkdir()
+    (folder / file).write_text(
+        f'[source]\nuri = "{folder}/images"\n[dataset]\nuri = "{folder}/{Path(file).stem}"\n[etl]\nimage_size = 16\n'
+        '[train]\nmodel = "gated_model:build"\nepochs = 1\nglobal_batch_size = 16\nnum_workers = 2\n'
+        # Ranks that a test stops for a while are not silent.
+        "stop_timeout_seconds = 5\nsilent_seconds = 600\n"
+        # The connection's `yarn` is nowhere: no task could run with it.
+        f'[spark]\nmaster = "local[2]"\netl.conf = {secret}\ntrain.conf = {secret}\n'
+    )
+
+
+def test_scheduled_runs_publish_each_version_and_each_model_once(airflow: Airflow, folder: Path):
     airflow.set_paused(DAG_ID, False)
 
     # The first run. Images arrive when its ETL has ended: a folder appears at once, or not at all.
@@ -68,51 +91,58 @@ def test_scheduled_runs_publish_each_version_and_each_model_once(airflow: Airflo
     assert first["run_type"] == "scheduled"
     first_id = first["dag_run_id"]
     airflow.wait_for("the ETL", lambda: airflow.tasks(DAG_ID, first_id)["etl"]["state"] == "success")
-    write_images(tmp_path / "arriving", num_images=60, num_classes=1, seed=1)
-    os.rename(tmp_path / "arriving" / "class_0", tmp_path / "images" / "class_0" / "more")
+    write_images(folder / "arriving", num_images=60, num_classes=1, seed=1)
+    os.rename(folder / "arriving" / "class_0", folder / "images" / "class_0" / "more")
 
     # Its training: the process of the task is killed, then the task is cleared as it runs; the third try may go on.
-    wait_for_ranks(airflow, tmp_path, try_number=1)
+    wait_for_ranks(airflow, folder, DAG_ID, try_number=1)
     assert not [arguments for arguments in marked(airflow.mark).values() if "canary" in str(arguments).lower()]
-    os.kill(task_process(airflow, try_number=1), signal.SIGKILL)
-    wait_until_nothing_is_left(airflow, try_number=1)
-    wait_for_ranks(airflow, tmp_path, try_number=2)
-    clear(airflow, first_id, "train")
-    wait_until_nothing_is_left(airflow, try_number=2)
-    wait_for_ranks(airflow, tmp_path, try_number=3)
-    (tmp_path / "gate" / "open").touch()
-    wait_for_end(airflow, first_id)
+    os.kill(task_process(airflow, DAG_ID, try_number=1), signal.SIGKILL)
+    wait_until_nothing_is_left(airflow, DAG_ID, try_number=1)
+    wait_for_ranks(airflow, folder, DAG_ID, try_number=2)
+    airflow.clear(DAG_ID, first_id, "train")
+    wait_until_nothing_is_left(airflow, DAG_ID, try_number=2)
+    wait_for_ranks(airflow, folder, DAG_ID, try_number=3)
+    (folder / "gate" / DAG_ID / "open").touch()
+    wait_for_end(airflow, DAG_ID, first_id)
     assert (
-        stage(tmp_path, first_id, "etl")["published"] and stage(tmp_path, first_id, "train", "dataset")["version"] == 1
+        stage(folder, DAG_ID, first_id, "etl")["published"]
+        and stage(folder, DAG_ID, first_id, "train", "dataset")["version"] == 1
     )
 
     # One of those that follow publishes what has arrived, and another one finds nothing new: nothing is trained.
     arrived = airflow.wait_for(
-        "a run with the new images", lambda: next_run_with(airflow, tmp_path, first_id, status="done")
+        "a run with the new images", lambda: next_run_with(airflow, folder, first_id, status="done")
     )
-    wait_for_end(airflow, arrived)
-    assert stage(tmp_path, arrived, "etl")["published"] and stage(tmp_path, arrived, "train", "dataset")["version"] == 2
-    idle = airflow.wait_for(
-        "a run with nothing new", lambda: next_run_with(airflow, tmp_path, arrived, status="skipped")
+    wait_for_end(airflow, DAG_ID, arrived)
+    assert (
+        stage(folder, DAG_ID, arrived, "etl")["published"]
+        and stage(folder, DAG_ID, arrived, "train", "dataset")["version"] == 2
     )
-    wait_for_end(airflow, idle)
-    assert not stage(tmp_path, idle, "etl")["published"]
-    assert record(tmp_path, idle, "train")["status"] == record(tmp_path, idle, "evaluate")["status"] == "skipped"
+    idle = airflow.wait_for("a run with nothing new", lambda: next_run_with(airflow, folder, arrived, status="skipped"))
+    wait_for_end(airflow, DAG_ID, idle)
+    assert not stage(folder, DAG_ID, idle, "etl")["published"]
+    assert (
+        record(folder, DAG_ID, idle, "train")["status"]
+        == record(folder, DAG_ID, idle, "evaluate")["status"]
+        == "skipped"
+    )
 
     # A run that is cleared and done again; dates that are filled in later, if asked for.
-    clear(airflow, arrived)
+    airflow.clear(DAG_ID, arrived)
     if NUM_BACKFILLS:
-        backfill(airflow, tmp_path, NUM_BACKFILLS)
-    wait_for_end(airflow, arrived)
+        backfill(airflow, folder, NUM_BACKFILLS)
+    wait_for_end(airflow, DAG_ID, arrived)
     assert all(task["try_number"] >= 2 for task in airflow.tasks(DAG_ID, arrived).values())
 
     # Two versions, two trainings, two exports, each made known once by the run that made it.
-    assert latest_version(open_store(str(tmp_path / "dataset"))) == 2
-    models = tmp_path / "work" / "tiny" / "models"
+    assert latest_version(open_store(str(folder / "tiny"))) == 2
+    models = folder / "work" / "tiny" / "models"
     assert len(list(models.glob("trainings/*/*/**/result.json"))) == 2
     assert len(list(models.glob("exports/*.json"))) == 2
     told = {
-        (event["source_task_id"], event["source_run_id"], event["extra"].get("version")) for event in events(airflow)
+        (event["source_task_id"], event["source_run_id"], event["extra"].get("version"))
+        for event in events(airflow, DAG_ID)
     }
     assert {each for each in told if each[0] == "etl"} == {("etl", first_id, 1), ("etl", arrived, 2)}
     assert {run_id for _, run_id, _ in told} == {first_id, arrived}
@@ -123,30 +153,93 @@ def test_scheduled_runs_publish_each_version_and_each_model_once(airflow: Airflo
     assert not files_with_canaries(airflow.home)
 
 
-def wait_for_ranks(airflow: Airflow, folder: Path, *, try_number: int) -> None:
+def test_each_new_version_starts_one_training_whose_lost_attempts_publish_nothing(airflow: Airflow, folder: Path):
+    for dag_id in (ASSET_ID, TRAINING_ID):
+        airflow.wait_for(dag_id, lambda dag_id=dag_id: airflow.api("GET", f"dags/{dag_id}"))
+        airflow.set_paused(dag_id, False)
+
+    # A dataset version, which starts its training: of a DAG that nobody has started, on the version of the event.
+    published = airflow.trigger(ASSET_ID)
+    wait_for_end(airflow, ASSET_ID, published)
+    [training] = airflow.wait_for("the training of the version", lambda: airflow.runs(TRAINING_ID))
+    assert training["run_type"] == "asset_triggered"
+    run_id = training["dag_run_id"]
+
+    # The worker that supervises its task is killed: no driver and no rank is left, before Airflow knows of it.
+    wait_for_ranks(airflow, folder, TRAINING_ID, try_number=1)
+    os.kill(parent_of(task_process(airflow, TRAINING_ID, try_number=1)), signal.SIGKILL)
+    wait_until_nothing_is_left(airflow, TRAINING_ID, try_number=1)
+    airflow.mark_failed(TRAINING_ID, run_id, "train")
+    airflow.clear(TRAINING_ID, run_id, "train")
+
+    # Airflow loses sight of the next attempt, which is frozen, with all that runs it; another one ends the run.
+    wait_for_ranks(airflow, folder, TRAINING_ID, try_number=2)
+    task = task_process(airflow, TRAINING_ID, try_number=2)
+    watchers = [parent_of(task), task]
+    lost = list(airflow.processes_of(TRAINING_ID, "train", try_number=2))
+    send(signal.SIGSTOP, *watchers, *lost)
+    airflow.mark_failed(TRAINING_ID, run_id, "train")
+    airflow.clear(TRAINING_ID, run_id, "train")
+    wait_for_ranks(airflow, folder, TRAINING_ID, try_number=3)
+    (folder / "gate" / TRAINING_ID / "open").touch()
+    wait_for_end(airflow, TRAINING_ID, run_id)
+    left = files_of(folder / "work" / "own")
+    # Of the whole pipeline it is a part: the ETL was another run's.
+    assert run_of(folder, TRAINING_ID, run_id).summary()["status"] == "partial"
+
+    # It wakes up: refused, and what the run has left stays as it is, on disk and in Airflow.
+    send(signal.SIGCONT, *lost)
+    wait_until_nothing_is_left(airflow, TRAINING_ID, try_number=2)
+    send(signal.SIGCONT, *watchers)
+    logs = airflow.home / "logs" / f"dag_id={TRAINING_ID}"
+    airflow.wait_for(
+        "the end of the lost attempt",
+        lambda: any("ERROR 6: attempt 2 at" in log.read_text() for log in logs.glob("**/task_id=train/attempt=2.log")),
+    )
+    assert files_of(folder / "work" / "own") == left
+    assert airflow.tasks(TRAINING_ID, run_id)["train"]["state"] == "success"
+
+    # A run with nothing new starts no training; one that is done again makes no other version and no other training.
+    wait_for_end(airflow, ASSET_ID, airflow.trigger(ASSET_ID))
+    assert latest_version(open_store(str(folder / "own"))) == 1
+    assert len(airflow.runs(TRAINING_ID)) == 1
+    told = [(event["source_task_id"], event["source_run_id"]) for event in events(airflow, ASSET_ID, TRAINING_ID)]
+    assert sorted(told) == [("etl", published), ("promote", run_id)]
+
+
+def files_of(workdir: Path) -> dict[str, bytes]:
+    """All that a config's runs have left, but for their logs."""
+    files = (file for file in workdir.rglob("*") if file.is_file() and file.suffix in (".json", ".html", ".pt"))
+    return {str(file.relative_to(workdir)): file.read_bytes() for file in files}
+
+
+def send(signal_number: int, *pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal_number)
+
+
+def wait_for_ranks(airflow: Airflow, folder: Path, dag_id: str, *, try_number: int) -> None:
     """Both ranks of a try of the training wait in the user's model."""
-    ready = [folder / "gate" / f"try-{try_number}-rank-{rank}" for rank in range(2)]
+    ready = [folder / "gate" / dag_id / f"try-{try_number}-rank-{rank}" for rank in range(2)]
     airflow.wait_for(f"the ranks of try {try_number}", lambda: all(file.exists() for file in ready))
 
 
-def task_process(airflow: Airflow, *, try_number: int) -> int:
+def task_process(airflow: Airflow, dag_id: str, *, try_number: int) -> int:
     """Id of the process of Airflow that runs the task: spark-submit's parent."""
-    processes = airflow.processes_of("train", try_number).items()
+    processes = airflow.processes_of(dag_id, "train", try_number).items()
     [spark_submit] = [pid for pid, arguments in processes if "org.apache.spark.deploy.SparkSubmit" in arguments]
-    return int(Path(f"/proc/{spark_submit}/stat").read_text().rpartition(")")[2].split()[1])
+    return parent_of(spark_submit)
 
 
-def wait_until_nothing_is_left(airflow: Airflow, *, try_number: int) -> None:
-    """No driver and no rank. The documented limit is 30 s; a test on a busy machine asks only whether they end."""
-    what = f"the end of all processes of try {try_number}"
-    airflow.wait_for(what, lambda: not airflow.processes_of("train", try_number))
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def clear(airflow: Airflow, run_id: str, *task_ids: str) -> None:
-    """What the button does: these tasks, or all of a run's, are done again."""
-    which = {"task_ids": task_ids} if task_ids else {}
-    options = {"dry_run": False, "dag_run_id": run_id, "only_failed": False, **which}
-    airflow.api("POST", f"dags/{DAG_ID}/clearTaskInstances", options)
+def wait_until_nothing_is_left(airflow: Airflow, dag_id: str, *, try_number: int) -> None:
+    """No driver and no rank, after the documented time."""
+    what, began = f"the end of all processes of try {try_number}", time.monotonic()
+    airflow.wait_for(what, lambda: not airflow.processes_of(dag_id, "train", try_number), LEFT_SECONDS)
+    print(f"{what}: {time.monotonic() - began:.1f} s")
 
 
 def backfill(airflow: Airflow, folder: Path, num_dates: int) -> None:
@@ -163,12 +256,16 @@ def backfill(airflow: Airflow, folder: Path, num_dates: int) -> None:
         return ids if len(ids) == num_dates else []
 
     for run_id in airflow.wait_for(f"{num_dates} runs of other dates", ended, seconds=300.0 * num_dates):
-        assert record(folder, run_id, "etl")["status"] == record(folder, run_id, "train")["status"] == "skipped"
+        assert (
+            record(folder, DAG_ID, run_id, "etl")["status"]
+            == record(folder, DAG_ID, run_id, "train")["status"]
+            == "skipped"
+        )
 
 
-def wait_for_end(airflow: Airflow, run_id: str) -> None:
+def wait_for_end(airflow: Airflow, dag_id: str, run_id: str) -> None:
     def ended() -> bool:
-        state = next(run["state"] for run in airflow.runs(DAG_ID) if run["dag_run_id"] == run_id)
+        state = next(run["state"] for run in airflow.runs(dag_id) if run["dag_run_id"] == run_id)
         assert state != "failed", airflow.told()
         return state == "success"
 
@@ -179,17 +276,23 @@ def next_run_with(airflow: Airflow, folder: Path, after: str, *, status: str) ->
     """The first scheduled run behind `after` whose ETL ended like this."""
     ids = [run["dag_run_id"] for run in airflow.runs(DAG_ID) if run["run_type"] == "scheduled"]
     later = ids[ids.index(after) + 1 :]
-    return next((each for each in later if record(folder, each, "etl").get("status") == status), None)
+    return next((each for each in later if record(folder, DAG_ID, each, "etl").get("status") == status), None)
 
 
-def record(folder: Path, run_id: str, name: str) -> dict[str, Any]:
+def record(folder: Path, dag_id: str, run_id: str, name: str) -> dict[str, Any]:
     """What a stage of a run has left; empty if there is nothing yet."""
-    return RunFolder(str(folder / "work" / "tiny"), run_id.replace(":", "").replace("+", "_")).record_of(name)
+    return run_of(folder, dag_id, run_id).record_of(name)
 
 
-def stage(folder: Path, run_id: str, name: str, section: str = "") -> dict[str, Any]:
-    return record(folder, run_id, name)["sections"][section or name]
+def run_of(folder: Path, dag_id: str, run_id: str) -> RunFolder:
+    config = dag_id.split("_")[1]
+    return RunFolder(str(folder / "work" / config), run_id.replace(":", "").replace("+", "_"))
 
 
-def events(airflow: Airflow) -> list[dict[str, Any]]:
-    return airflow.api("GET", "assets/events?limit=100")["asset_events"]
+def stage(folder: Path, dag_id: str, run_id: str, name: str, section: str = "") -> dict[str, Any]:
+    return record(folder, dag_id, run_id, name)["sections"][section or name]
+
+
+def events(airflow: Airflow, *dag_ids: str) -> list[dict[str, Any]]:
+    found = airflow.api("GET", "assets/events?limit=100")["asset_events"]
+    return [event for event in found if event["source_dag_id"] in dag_ids]

@@ -60,13 +60,28 @@ class Airflow:
         found = self.api("GET", f"dags/{dag_id}/dagRuns/{quote(run_id)}/taskInstances?limit=100")
         return {task["task_id"]: task for task in found["task_instances"]}
 
-    def processes_of(self, task_id: str, try_number: int) -> dict[int, list[str]]:
+    def trigger(self, dag_id: str) -> str:
+        """What the button does. -> the run's id"""
+        return self.api("POST", f"dags/{dag_id}/dagRuns", {"logical_date": None})["dag_run_id"]
+
+    def mark_failed(self, dag_id: str, run_id: str, task_id: str) -> None:
+        """What the button does, whether the task runs or not."""
+        self.api("PATCH", f"dags/{dag_id}/dagRuns/{quote(run_id)}/taskInstances/{task_id}", {"new_state": "failed"})
+
+    def clear(self, dag_id: str, run_id: str, *task_ids: str) -> None:
+        """What the button does: these tasks and those that follow, or all of a run's, are done again."""
+        which = {"task_ids": task_ids, "include_downstream": True} if task_ids else {}
+        options = {"dry_run": False, "dag_run_id": run_id, "only_failed": False, **which}
+        self.api("POST", f"dags/{dag_id}/clearTaskInstances", options)
+
+    def processes_of(self, dag_id: str, task_id: str, try_number: int) -> dict[int, list[str]]:
         """The arguments of all processes that one try of a task has started, by process id."""
-        of_try = marked(f"AIRFLOW_CTX_TRY_NUMBER={try_number}\0")
-        return {
-            pid: of_try[pid]
-            for pid in marked(self.mark).keys() & marked(f"AIRFLOW_CTX_TASK_ID={task_id}\0").keys() & of_try.keys()
-        }
+        context = {"DAG_ID": dag_id, "TASK_ID": task_id, "TRY_NUMBER": try_number}
+        found = marked(self.mark)
+        for name, value in context.items():
+            of_it = marked(f"AIRFLOW_CTX_{name}={value}\0")
+            found = {pid: found[pid] for pid in found.keys() & of_it.keys()}
+        return found
 
     def wait_for(self, what: str, is_so: Callable[[], Any], seconds: float = _WAIT_SECONDS) -> Any:
         """What `is_so` returns, as soon as that is true; fails with the state of all runs and the end of the logs."""
