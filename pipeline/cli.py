@@ -209,15 +209,16 @@ def predict(
 ) -> None:
     """Label and probability of image files, through the ETL's own decoding. Exit 2 if every file is rejected."""
     from pipeline.predictions import check_any_predicted, prediction_csv, prediction_rows
-    from train.published.predict import predict_images
+    from shardmill.printable import printable
+    from train.published.predict import exact_name, predict_images
 
-    common: Common = context.obj
-    predictions = predict_images(model, images, top)
+    export = exact_name(model)
+    sys.stderr.write(f"predict: export {printable(export)}; its framework loads now\n")
+    predictions = predict_images(export, images, top)
     if as_csv:
         sys.stdout.write(prediction_csv(predictions))
     else:
-        machine = [plain(prediction) for prediction in predictions]
-        print_result(common, machine, prediction_rows(predictions), title=model)
+        print_result(context.obj, [plain(each) for each in predictions], prediction_rows(predictions), title=export)
     check_any_predicted(predictions)
 
 

@@ -148,6 +148,7 @@ def test_a_model_predicts_ordinary_files_and_rejects_the_rest(folder: Path, phot
     image = next((photos / "class_1").iterdir())
     done = shardmill("predict", "work/models", image, "page.jpg", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("predict: export work/models@1; ")
     found = json.loads(done.stdout)
     assert found[0]["label"].startswith("class_") and 0 < found[0]["probability"] <= 1
     assert found[1]["rejection"].startswith("not_an_image") and found[1]["label"] == ""

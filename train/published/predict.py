@@ -51,19 +51,25 @@ class Prediction:
     """What a model of numbers says."""
 
 
-def open_model(model: str) -> ExportedModel:
-    """`URI` (the current export of a models' root), `URI@3` (its export 3), or an export's folder `URI/artifacts/...`.
+def exact_name(model: str) -> str:
+    """`URI@3` for `URI` (the current export of a models' root) or an export's folder `URI/artifacts/...`.
 
-    Raises UsageError if there is none or this machine decodes images differently, IntegrityError for altered files.
+    Raises UsageError if there is none.
     """
     uri, number = split_version(model.rstrip("/"))
     root, artifacts, artifact = uri.rpartition(f"/{ARTIFACTS}/")
-    if number is not None:
-        exported = load_exported(uri, number)
-    elif artifacts:
-        exported = load_exported(root, number_of_artifact(root, artifact.split("/")[0]))
-    else:
-        exported = load_exported(uri, current_export(uri).number)
+    if artifacts:
+        return f"{root}@{number_of_artifact(root, artifact.split('/')[0])}"
+    return f"{uri}@{current_export(uri).number if number is None else number}"
+
+
+def open_model(model: str) -> ExportedModel:
+    """The export that a name stands for, as `exact_name` takes it.
+
+    Raises UsageError if there is none or this machine decodes images differently, IntegrityError for altered files.
+    """
+    uri, _, number = exact_name(model).rpartition("@")
+    exported = load_exported(uri, int(number))
     record = exported.export.record
     if normalization_fingerprint(record.normalize) != record.normalization_fingerprint:
         raise UsageError(
