@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -121,37 +119,26 @@ def test_a_training_runs_on_executors_of_yarn(dataset: Dataset, submitter: Submi
     assert (found["launcher"], found["world_size"], found["steps"]) == ("horovod_spark", 2, 8)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(root: str, dataset: Dataset, submitter: Submitter) -> Callable[[str], Steps]:
-    """The steps of a model's training on one rank here."""
-
-    @cache
-    def train(model: str) -> Steps:
-        chosen = chosen_for(root, "alone", model, "single", "local")
-        done = shardmill(
-            "train", "cluster.toml", "--run-id", model, *chosen, "--set", "train.num_workers=1", cwd=submitter.folder
-        )
-        assert done.returncode == 0, done.stderr
-        return steps_of(submitter.folder / "shardmill-work", model)
-
-    return train
-
-
 def chosen_for(root: str, models: str, model: str, strategy: str, launcher: str) -> list[str]:
     names = {"strategy": strategy, "launcher": launcher, "model": f"{model}:net"}
     chosen = [f"models.uri={root}/{models}", *RECORDED, *(f"train.{key}={value}" for key, value in names.items())]
     return [part for each in chosen for part in ("--set", each)]
 
 
+def undisturbed_steps(root: str, folder: Path, model: str) -> Steps:
+    """Of the same training, on one rank here."""
+    chosen = chosen_for(root, "alone", model, "single", "local")
+    done = shardmill("train", "cluster.toml", "--run-id", model, *chosen, "--set", "train.num_workers=1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return steps_of(folder / "shardmill-work", model)
+
+
 @pytest.mark.parametrize(
     ("mode", "model", "strategy", "launcher"),
-    [
-        ("cluster", "slow_torch", "torch_ddp", "spark_barrier"),
-        ("client", "slow_keras", "horovod", "horovod_spark"),
-    ],
+    [("cluster", "slow_torch", "torch_ddp", "spark_barrier"), ("client", "slow_keras", "horovod", "horovod_spark")],
 )
 def test_a_training_goes_on_after_its_executor_was_killed(
-    root: str, submitter: Submitter, yarn_cluster: YarnCluster, undisturbed: Callable[[str], Steps],
+    root: str, dataset: Dataset, submitter: Submitter, yarn_cluster: YarnCluster,
     mode: str, model: str, strategy: str, launcher: str,
 ):  # fmt: skip
     run_id = f"{launcher}-{mode}"
@@ -162,7 +149,7 @@ def test_a_training_goes_on_after_its_executor_was_killed(
         **({} if mode == "cluster" else {"spark__driver__host": "127.0.0.1"}),
     )  # fmt: skip
     kill_an_executor(yarn_cluster.mark, train, f"{root}/work", run_id)
-    alone = undisturbed(model)
+    alone = undisturbed_steps(root, submitter.folder, model)
     assert train.wait() == 0, train.output
     check_it_went_on(f"{root}/work", run_id, launcher, alone)
 

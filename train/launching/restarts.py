@@ -32,7 +32,7 @@ class Restart:
     """With which it went on."""
 
 
-# All attempts of a driver that may have one Spark application only share it.
+# Around all attempts, not each: where they have to share a Spark context, it must outlive the one that failed.
 @spark_for_retries()
 def launch_until_done(
     launch: Callable[[TrainConfig], TrainResult],
