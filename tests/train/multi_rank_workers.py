@@ -95,14 +95,14 @@ def last_rank_reads_nothing(task: WorkerTask, world: World, reporter: Reporter) 
     return run_worker(task, world, reporter)
 
 
-def no_answer_from(folder: str) -> None:
+def no_answer_from(folder: str, after_reads: int = 12) -> None:
     """In this process, once some of it has been read: like a mount whose server is gone."""
     from shardmill.stores.local import LocalStore
 
     sound, num_reads = LocalStore.read_range, itertools.count()
 
     def read_range(store: LocalStore, path: str, start: int, num_bytes: int) -> bytes:
-        if store.uri in folder and next(num_reads) >= 12:
+        if store.uri in folder and next(num_reads) >= after_reads:
             time.sleep(600)
         return sound(store, path, start, num_bytes)
 

@@ -24,7 +24,8 @@ from train.world import World
 
 SECONDS = {"silent_seconds": 0.5, "progress_timeout_seconds": 1.0, "start_timeout_seconds": 0.5}
 HERE = "tests.train.test_inline_watch"
-MANY_READS = {"strategy": "single", "launcher": "inline", "epochs": 50}
+# The start has its time: what has to stand still is a read.
+MANY_READS = {**SECONDS, "start_timeout_seconds": 60, "strategy": "single", "launcher": "inline", "epochs": 50}
 # Of a program that ends by its watch; a process that imports, on a busy machine.
 _HANG_SECONDS = 120
 
@@ -73,14 +74,16 @@ def test_a_read_without_an_answer_takes_the_process_with_it(tiny_uri, tmp_path):
     program = (
         f"from {HERE} import *\nfrom tests.train.multi_rank_workers import no_answer_from\n"
         "from tests.train.training import task_of\n"
-        f"no_answer_from({tiny_uri!r})\n"
-        f"launch_inline(task_of({tiny_uri!r}, {str(tmp_path)!r}, **SECONDS, **MANY_READS), SparkConfig(), Recorder())"
+        "from train.launching import inline_watch\ninline_watch.GRACE_SECONDS = 0.5\n"
+        f"no_answer_from({tiny_uri!r}, after_reads=50)\n"
+        f"launch_inline(task_of({tiny_uri!r}, {str(tmp_path)!r}, **MANY_READS), SparkConfig(), Recorder())"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=_HANG_SECONDS, check=False
     )
-    assert ended.returncode != 0 and "rank 0 (" in ended.stderr.splitlines()[-1], ended.stderr
-    assert "hangs" in ended.stderr.splitlines()[-1]
+    assert ended.returncode == 5, ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("ERROR 5: rank 0 (")
+    assert "hangs after step" in ended.stderr.splitlines()[-1]
 
 
 def test_a_person_at_a_breakpoint_may_take_as_long_as_they_like():
