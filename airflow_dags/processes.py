@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import stat
+import struct
 import subprocess
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -14,19 +17,34 @@ from typing import Any
 
 # A training writes a checkpoint, the ETL leaves its finished units. Airflow itself gives a task that it ends 5 s.
 END_SECONDS = 20.0
+# Linux's `struct ucred`: pid, uid, gid.
+_UCRED = struct.Struct("3i")
 
 
 def end_with_worker() -> None:
     """Let the kernel ask this process, a task's, to end when the worker that has forked it is gone, as Airflow would.
 
-    A task in the process of a command (`airflow dags test`), whose parent is a shell, has no worker.
+    A task in the process of a command (`airflow dags test`), whose parent is a shell, has no worker. Nor has one of
+    another user (`run_as_user`), whose parent is sudo.
     """
     from shardmill.parent_death import die_with_parent
 
     worker = os.getppid()
-    with suppress(OSError):  # of another user
-        if os.readlink(f"/proc/{worker}/exe") == os.readlink("/proc/self/exe"):
-            die_with_parent(worker, 1, by=signal.SIGTERM)
+    if _pid_behind_stdin() == worker:
+        die_with_parent(worker, 1, by=signal.SIGTERM)
+
+
+def _pid_behind_stdin() -> int | None:
+    """Who has made the socket that is this process's stdin (SO_PEERCRED in unix(7)); None if it is no such socket.
+
+    Airflow's supervisor talks to its task through one. It lets nobody look into its /proc, being non-dumpable.
+    """
+    with suppress(OSError):  # no stdin at all
+        if stat.S_ISSOCK(os.fstat(0).st_mode):
+            with socket.socket(fileno=os.dup(0)) as stdin:
+                if stdin.family == socket.AF_UNIX:
+                    return _UCRED.unpack(stdin.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
+    return None
 
 
 def tied_to_this_process() -> dict[str, Any]:

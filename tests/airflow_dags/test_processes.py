@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,16 +28,34 @@ from airflow_dags.processes import tied_to_this_process
 process = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], **tied_to_this_process())
 process.wait()
 """
-# Airflow's worker forks the task's process, which ends what it has started when it is asked to end itself.
+# Airflow's worker forks the task's process, whose stdin is a socket between the two, and lets nobody look into its own
+# /proc (PR_SET_DUMPABLE). The task ends what it has started when it is asked to end itself.
 WORKER = """
-import os, signal, subprocess, sys, time
+import ctypes, os, signal, socket, subprocess, sys, time
 from airflow_dags.processes import end_in_order, end_with_worker, tied_to_this_process
+ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+requests, ours = socket.socketpair()
 if os.fork():
     time.sleep(600)
+os.dup2(requests.fileno(), 0)
 end_with_worker()
-process = subprocess.Popen([sys.executable, "-c", sys.argv[1]], **tied_to_this_process())
+command = [sys.executable, "-c", sys.argv[1]]
+process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **tied_to_this_process())
 signal.signal(signal.SIGTERM, lambda *_: end_in_order(process))
+for line in process.stdout:
+    print(line, end="", flush=True)
 sys.exit(process.wait())
+"""
+SHELL = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+TASK_IN_A_COMMAND = """
+import os, time
+from airflow_dags.processes import end_with_worker
+end_with_worker()
+shell = os.getppid()
+print("ready", flush=True)
+while os.getppid() == shell:
+    time.sleep(0.02)
+print("goes on", flush=True)
 """
 JVM = """
 import subprocess, sys
@@ -57,10 +78,14 @@ except Terminated as ended:
 """
 
 
-def started(*arguments: str) -> subprocess.Popen[str]:
-    """A Python process that has said it is ready."""
-    command = [sys.executable, "-c", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+# As an ordinary user, from whom the kernel hides what root sees.
+ORDINARY = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"] if os.geteuid() == 0 else []
+
+
+def started(*arguments: str, **more: Any) -> subprocess.Popen[str]:
+    """A Python process that has said it is ready. `more`: arguments of Popen."""
+    command = [*ORDINARY, sys.executable, "-c", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, **more)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -99,5 +124,20 @@ def test_a_driver_ends_in_order_although_the_worker_of_its_task_is_killed():
     assert worker.stdout is not None
     os.kill(worker.pid, signal.SIGKILL)
     # As above: neither the task nor its driver is left.
-    assert worker.stdout.read() == "terminated by SIGTERM; what was under way has been finished\n"
+    told, _ = worker.communicate(timeout=_WAIT_SECONDS)
+    assert told == "terminated by SIGTERM; what was under way has been finished\n"
     assert worker.wait(_WAIT_SECONDS) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("kind", ["null", "closed", "pipe", "socket of another"])
+def test_a_task_whose_parent_is_a_shell_has_no_worker(kind: str):
+    of_another, theirs = socket.socketpair()
+    stdin = {"null": subprocess.DEVNULL, "pipe": subprocess.PIPE, "socket of another": theirs.fileno()}.get(kind)
+    shell = started(
+        SHELL, TASK_IN_A_COMMAND, stdin=stdin, preexec_fn=partial(os.close, 0) if kind == "closed" else None
+    )
+    assert shell.stdout is not None
+    with of_another, theirs:
+        os.kill(shell.pid, signal.SIGKILL)
+        assert shell.stdout.read() == "goes on\n"
+    shell.communicate()
