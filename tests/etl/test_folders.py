@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from etl.config import SourceConfig
+from etl.list_source import list_source
 from etl.listing import Listing
+from etl.sources.folders import FolderSource
 from shardmill.errors import UsageError
+from shardmill.jobs.observer import FieldValue, SilentObserver
 from shardmill.printable import printable
 from shardmill.values import RejectReason
 from tests.etl.building import images_of, list_images
@@ -215,6 +219,22 @@ def test_no_entry_is_lost_or_doubled(tmp_path: Path):
     on_disk = Counter(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert keys == on_disk
     assert [image.key for image in images_of(listing)] == sorted(image.key for image in images_of(listing))
+
+
+def test_a_long_walk_is_counted_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Counts(SilentObserver):
+        def __init__(self) -> None:
+            self.found: list[int] = []
+
+        def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+            if name == "list.progress":
+                self.found.append(int(fields["num_listed"]))
+
+    monkeypatch.setattr("etl.listed._BATCH_ROWS", 50)
+    make_tree(tmp_path, *(f"c{n % 7}/{n}.{'jpg' if n % 5 else 'txt'}" for n in range(150)))
+    source, counts = FolderSource(SourceConfig.model_validate({"uri": str(tmp_path)})), Counts()
+    listing = list_source(source, seed=0, max_source_bytes=MAX_BYTES, observer=counts)
+    assert counts.found[:3] == [50, 100, 150] and set(counts.found[3:]) == {150} == {listing.num_listed}
 
 
 @pytest.mark.parametrize(("make", "message"), [
