@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _NAMED = ("label", "extra")
 _FACTS = ("size_bytes", "mtime_ns", "etag", *_NAMED)
+# Of a row segment; sums and notes are half of it.
+_LISTED = ("source", "source_bytes", "source_mtime_ns", "source_etag")
+_COLUMNS = ("sample_id", *_LISTED, "source_sha256", "label", "extra")
 
 
 class OlderRows:
@@ -53,7 +56,7 @@ class OlderRows:
         self.sizes: list[int] = []
         facts, names, sha256s = [np.empty(0, "S16")], [np.empty(0, "S16")], [np.empty((0, 32), np.uint8)]
         for copies in shards:
-            rows = read_rows(store, copies[0], schema)
+            rows = read_rows(store, copies[0], schema, _COLUMNS)
             images = _as_listed(rows, schema)
             facts.append(_digests(images, _FACTS))
             self.sizes.append(rows.num_rows)
@@ -142,7 +145,7 @@ def _as_listed(rows: pa.Table, schema: RowSchema) -> pa.Table:
     names = pa.array([*schema.class_names, None], pa.string())
     labels = names.take(pc.fill_null(rows.column("label"), len(schema.class_names)).combine_chunks())
     extra = rows.column("extra") if schema.has_values else pa.array([""] * rows.num_rows, pa.string())
-    columns = [rows.column(name) for name in ("source", "source_bytes", "source_mtime_ns", "source_etag")]
+    columns = [rows.column(name) for name in _LISTED]
     # An id that another image had taken is a fact: without that image it is another one.
     return pa.table([*columns, labels, extra, rows.column("sample_id")], names=["key", *_FACTS, "sample_id"])
 

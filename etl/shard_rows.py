@@ -19,7 +19,7 @@ from etl.listing import limbs, sum_limbs
 from etl.segments import key_digests
 from shardmill.dataset.copy_rows import read_stored_rows
 from shardmill.dataset.index import ROWS, in_all_formats
-from shardmill.dataset.row_segments import count_pixels, read_rows, sizes_of
+from shardmill.dataset.row_segments import SOURCE_COLUMNS, count_pixels, read_rows, sizes_of
 from shardmill.dataset.segment import put_segment
 from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.unit_result import SplitSums, UnitResult
@@ -28,6 +28,11 @@ from shardmill.ids import format_digest
 from shardmill.storage import Store
 from shardmill.values import ShardInfo
 
+# Of a row segment, what a version adds up.
+_ADDED = (
+    "source", "label", "extra", "row_sha256", "notes", "channel_sums", "channel_square_sums", "height", "width",
+    *SOURCE_COLUMNS,
+)  # fmt: skip
 # Where a row segment says what a listing says of a source's state.
 _ROWS_COLUMN = {"size_bytes": "source_bytes", "mtime_ns": "source_mtime_ns", "etag": "source_etag"}
 
@@ -77,7 +82,7 @@ class RowCopier:
             shards = self.copy(copies, is_kept_N, restated)
         else:
             shards = (copies,) if restated is None else (tuple(self._restated(copy, restated) for copy in copies),)
-        rows = pa.concat_tables(read_rows(self.store, copies[0], self._schema) for copies in shards)
+        rows = pa.concat_tables(read_rows(self.store, copies[0], self._schema, _ADDED) for copies in shards)
         image_bytes = sum(chunk.image_bytes for copies in shards for chunk in copies[0].chunks)
         notes = Counter(note for text in rows.column("notes").to_pylist() for note in text.split(",") if note)
         keys = key_digests(pa.table([rows.column("source")], names=["key"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,25 +35,31 @@ ROWS_SCHEMA = pa.schema(
 
 
 # What the source was when it was read; an older shardmill wrote none of it.
-_SOURCE_COLUMNS = {"source_height": pa.int32(), "source_width": pa.int32(), "source_read_bytes": pa.int64()}
+SOURCE_COLUMNS = {"source_height": pa.int32(), "source_width": pa.int32(), "source_read_bytes": pa.int64()}
 
 
 def rows_schema(schema: RowSchema) -> pa.Schema:
     """The columns of the row segments of a dataset: sizes only if they differ, extra columns only if there are any."""
     sizes = {"height": pa.int32(), "width": pa.int32()} if schema.one_shape_HWC is None else {}
     extra = {"extra": pa.string()} if schema.has_values else {}
-    return pa.schema([*ROWS_SCHEMA, *(pa.field(*each) for each in (sizes | extra | _SOURCE_COLUMNS).items())])
+    return pa.schema([*ROWS_SCHEMA, *(pa.field(*each) for each in (sizes | extra | SOURCE_COLUMNS).items())])
 
 
-def read_rows(store: Store, shard: ShardInfo, schema: RowSchema) -> pa.Table:
-    """A shard's row segment, with all columns of `rows_schema`. Raises IntegrityError as `read_segment` does."""
-    return read_segment(store, rows_file(shard), rows_schema(schema), shard.num_rows, later=_SOURCE_COLUMNS)
+def read_rows(store: Store, shard: ShardInfo, schema: RowSchema, columns: Collection[str] = ()) -> pa.Table:
+    """A shard's row segment, with all columns of `rows_schema`, or those of `columns` that are among them.
+
+    Raises IntegrityError as `read_segment` does.
+    """
+    wanted = rows_schema(schema)
+    if columns:
+        wanted = pa.schema([field for field in wanted if field.name in columns])
+    return read_segment(store, rows_file(shard), wanted, shard.num_rows, later=SOURCE_COLUMNS)
 
 
 def sizes_of(rows: pa.Table, image_bytes: int, schema: RowSchema) -> ImageSizes:
     """Of a row segment, or of several; `image_bytes` is what their stored images take."""
     heights_N, widths_N = _stored_sides(rows, schema)
-    columns = {name: rows.column(name).to_numpy() for name in _SOURCE_COLUMNS}
+    columns = {name: rows.column(name).to_numpy() for name in SOURCE_COLUMNS}
     source_bytes = int(columns["source_read_bytes"].sum())
     return ImageSizes(
         source=count_sizes(columns["source_height"], columns["source_width"], source_bytes),

@@ -63,15 +63,15 @@ def read_segment(
     data = read_sealed(store, file, fix=RESTORE)
     where = join_uri(store.uri, file.path)
     try:
-        footer = pq.read_metadata(io.BytesIO(data))
+        # As dictionaries first: a long text that repeats is small until it is written out for each row.
+        texts = [field.name for field in schema if pa.types.is_string(field.type)]
+        # There may be thousands of small ones: `read_table` looks for a dataset in each, and takes half as long again.
+        file_of_it = pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts, pre_buffer=False)
+        footer = file_of_it.metadata
         absent = set(later).difference(footer.schema.names)
         stored = pa.schema([field for field in schema if field.name not in absent])
         _check_footer(footer, stored, max_rows, len(data), where)
-        # As dictionaries first: a long text that repeats is small until it is written out for each row.
-        texts = [field.name for field in schema if pa.types.is_string(field.type)]
-        table = pq.read_table(
-            io.BytesIO(data), columns=stored.names, read_dictionary=texts, use_threads=False, pre_buffer=False
-        )
+        table = file_of_it.read(columns=stored.names, use_threads=False)
         _check_size(sum(_plain_bytes(column) for column in table.columns), len(data), where)
         zeros = pa.repeat(0, table.num_rows)
         columns = [

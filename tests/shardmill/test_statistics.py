@@ -130,7 +130,7 @@ def test_a_child_version_counts_what_a_full_build_does(mode: str, tmp_path: Path
 def test_rows_of_an_older_shardmill_have_no_size_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     grow(tmp_path, random.Random(1), "", 30)
     with monkeypatch.context() as older:
-        older.setattr(row_segments, "_SOURCE_COLUMNS", {})
+        older.setattr(row_segments, "SOURCE_COLUMNS", {})
         build(tmp_path)
     change(tmp_path, random.Random(2))
     child = build(tmp_path)
