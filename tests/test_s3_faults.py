@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.failpoints import VARIABLE
 from shardmill.jobs.line_log import read_lines
 from shardmill.stores import open_store, s3_requests
+from tests.canaries import files_with_canaries
 from tests.services.fault_proxy import Fault, at_random, in_turn, proxying
 from tests.services.versitygw import Gateway, connect_to
 from tests.support import build_here, upload, write_images
@@ -120,17 +122,16 @@ def test_a_killed_driver_has_logged_every_step_that_is_not_done_again(gateway_bu
     assert not [file.path for file in root.list("work") if ".parts/" in file.path]
 
 
-def test_a_run_says_how_many_requests_were_sent_again(
-    gateway_bucket: str, gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    write_images(tmp_path / "images", num_images=60)
-    upload(tmp_path / "images", f"{gateway_bucket}/images")
-    config = tmp_path / "config.toml"
+def written_config(bucket: str, folder: Path) -> Path:
+    """Of a run with two processes that decode and two ranks; its images are uploaded."""
+    write_images(folder / "images", num_images=60)
+    upload(folder / "images", f"{bucket}/images")
+    config = folder / "config.toml"
     config.write_text(
         f"""
-        source.uri = "{gateway_bucket}/images"
-        dataset.uri = "{gateway_bucket}/dataset"
-        models.uri = "{gateway_bucket}/models"
+        source.uri = "{bucket}/images"
+        dataset.uri = "{bucket}/dataset"
+        models.uri = "{bucket}/models"
         [etl]
         engine = "local"
         image_size = 16
@@ -142,6 +143,18 @@ def test_a_run_says_how_many_requests_were_sent_again(
         global_batch_size = 16
         """
     )
+    return config
+
+
+def run(command: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "pipeline.cli", command, *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=280)
+
+
+def test_a_run_says_how_many_requests_were_sent_again(
+    gateway_bucket: str, gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config, of_run = written_config(gateway_bucket, tmp_path), ("--workdir", tmp_path / "work", "--run-id", "run")
     with proxying(gateway.endpoint) as proxy:
         connect_to(proxy.endpoint, monkeypatch)
         # By processes that read and write units, by ranks, and by one of them for the checkpoint.
@@ -153,11 +166,7 @@ def test_a_run_says_how_many_requests_were_sent_again(
         ]
         proxy.choose = lambda method, path: next(filter(None, (choose(method, path) for choose in spoiled)), None)
         for command in ("etl", "train", "report"):
-            words = [sys.executable, "-m", "pipeline.cli", command, *([] if command == "report" else [str(config)])]
-            done = subprocess.run(
-                [*words, "--workdir", str(tmp_path / "work"), "--run-id", "run"], capture_output=True, text=True,
-                timeout=280,
-            )  # fmt: skip
+            done = run(command, *([] if command == "report" else [config]), *of_run)
             assert done.returncode == 0, done.stderr[-2000:]
         assert proxy.told[Fault.SLOW_DOWN] + proxy.told[Fault.INTERNAL_ERROR] == 6
     stages = json.loads((tmp_path / "work/runs/run/summary.json").read_text())["stages"]
@@ -166,3 +175,70 @@ def test_a_run_says_how_many_requests_were_sent_again(
         "train": 3,
     }
     assert "requests sent again" in (tmp_path / "work/runs/run/report.html").read_text()
+
+
+@pytest.mark.parametrize(("command", "revoked_at"), [("etl", "/images/class_1"), ("train", "/dataset/shards/")])
+def test_keys_that_are_revoked_during_a_run_end_it_once(
+    command: str,
+    revoked_at: str,
+    gateway_bucket: str,
+    gateway: Gateway,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    config = written_config(gateway_bucket, tmp_path)
+    if command == "train":
+        assert run("etl", config, "--workdir", tmp_path / "work").returncode == 0
+    refused = Counter[str]()
+    is_meant = in_turn(None, None, Fault.FORBIDDEN, path=revoked_at)
+
+    def choose(method: str, path: str) -> Fault | None:
+        if not refused and is_meant(method, path) is None:
+            return None
+        refused[f"{method} {path}"] += 1
+        return Fault.FORBIDDEN
+
+    with proxying(gateway.endpoint) as proxy:
+        connect_to(proxy.endpoint, monkeypatch)
+        proxy.choose = choose
+        done = run(command, config, "--workdir", tmp_path / "work", "--debug")
+    assert done.returncode == 4, done.stderr[-3000:]
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ERROR 4: cannot access {gateway_bucket}{revoked_at}"), last
+    # No process asks for a thing again that was refused; two may ask for one.
+    assert max(refused.values()) <= 2, refused
+    assert "canary+" not in done.stdout + done.stderr
+    assert files_with_canaries(tmp_path / "work") == []
+    connect_to(gateway.endpoint, monkeypatch)
+    again = run(command, config, "--workdir", tmp_path / "work")
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert open_dataset(f"{gateway_bucket}/dataset").manifest.counts.accepted == 60
+
+
+def test_a_commit_that_may_have_happened_is_told_so_and_found_later(
+    gateway_bucket: str, gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config, bucket = written_config(gateway_bucket, tmp_path), open_store(gateway_bucket)
+    is_lost = in_turn(Fault.DROPPED, method="PUT", path="/manifests/00000001.json")
+    lost: list[Fault] = []
+
+    def choose(method: str, path: str) -> Fault | None:
+        if lost:
+            return Fault.INTERNAL_ERROR
+        lost.extend(filter(None, [is_lost(method, path)]))
+        return lost[0] if lost else None
+
+    with proxying(gateway.endpoint) as proxy:
+        monkeypatch.setenv(s3_requests.DEADLINE, "4")
+        connect_to(proxy.endpoint, monkeypatch)
+        proxy.choose = choose
+        done = run("etl", config, "--workdir", tmp_path / "work")
+    assert done.returncode == 4, done.stderr[-3000:]
+    last = done.stderr.splitlines()[-1]
+    assert "00000001.json was published cannot be told" in last and "nothing was deleted" in last
+    connect_to(gateway.endpoint, monkeypatch)
+    committed = open_dataset(f"{gateway_bucket}/dataset")
+    verify_dataset(committed, deep=True).raise_if_failed()
+    assert run("etl", config, "--workdir", tmp_path / "work").returncode == 0
+    assert open_dataset(f"{gateway_bucket}/dataset").pin == committed.pin
+    assert [file.path for file in bucket.list("dataset/manifests")] == ["dataset/manifests/00000001.json"]

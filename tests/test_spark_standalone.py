@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ from tests.services.lost_executor import (
     steps_of,
     until,
 )
-from tests.services.marked import MARK
-from tests.services.spark_standalone import NUM_SLOTS, SparkCluster
+from tests.services.marked import MARK, free_ports
+from tests.services.spark_standalone import NUM_SLOTS, SparkCluster, start_worker
 from tests.services.spark_submit import Submitter, make_bundle, summary_of
 from tests.support import write_images
 
@@ -196,3 +197,20 @@ def refusal(submitter: Submitter, run_id: str, launcher: str, *chosen: str, **co
     assert train.process.returncode == 2, train.output
     [line] = [line for line in train.our_lines() if line.startswith("ERROR")]
     return line
+
+
+def test_a_worker_with_another_secret_is_not_let_in(spark_cluster: SparkCluster, tmp_path: Path):
+    stranger = replace(spark_cluster, folder=tmp_path, secret="guessed")
+    stranger.write_conf()
+    worker = start_worker(stranger, 0, *free_ports(1))
+    said = tmp_path / "servers.log"
+    try:
+        deadline = time.monotonic() + 120
+        while "Exception while bootstrapping client" not in said.read_text():
+            assert time.monotonic() < deadline and worker.poll() is None, said.read_text()[-3000:]
+            time.sleep(0.1)
+    finally:
+        os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
+    assert "Successfully registered" not in said.read_text()
+    assert spark_cluster.num_workers() == NUM_SLOTS

@@ -29,6 +29,8 @@ class SparkCluster:
 
     master: str
     """`spark://127.0.0.1:port`."""
+    pages: str
+    """The master's, over HTTP."""
     folder: Path
     mark: str
     """In the environment of all its processes."""
@@ -39,6 +41,20 @@ class SparkCluster:
     def conf(self) -> Path:
         """The `SPARK_CONF_DIR` that holds the cluster's secret."""
         return self.folder / "conf"
+
+    def write_conf(self) -> None:
+        """Make `conf`, for who knows the secret."""
+        self.conf.mkdir()
+        defaults = self.conf / "spark-defaults.conf"
+        defaults.touch(mode=0o600)
+        defaults.write_text(
+            f"spark.authenticate true\nspark.network.crypto.enabled true\nspark.authenticate.secret {self.secret}\n"
+        )
+
+    def num_workers(self) -> int:
+        """Those that the master has let in and that are there."""
+        with urllib.request.urlopen(f"{self.pages}/json/", timeout=5) as answer:
+            return sum(each["state"] == "ALIVE" for each in json.load(answer)["workers"])
 
     def processes(self, part: str) -> dict[int, list[str]]:
         """The arguments of its processes that have one with `part`, by process id."""
@@ -54,27 +70,25 @@ class SparkCluster:
 def spark_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkCluster]:
     folder = tmp_path_factory.mktemp("spark")
     port, *ui_ports = free_ports(2 + NUM_SLOTS)
-    cluster = SparkCluster(f"spark://127.0.0.1:{port}", folder, f"spark-{secrets.token_hex(8)}", secrets.token_hex(16))
-    cluster.conf.mkdir()
-    defaults = cluster.conf / "spark-defaults.conf"
-    defaults.touch(mode=0o600)
-    defaults.write_text(
-        f"spark.authenticate true\nspark.network.crypto.enabled true\nspark.authenticate.secret {cluster.secret}\n"
-    )
+    master, pages = f"spark://127.0.0.1:{port}", f"http://127.0.0.1:{ui_ports[0]}"
+    cluster = SparkCluster(master, pages, folder, f"spark-{secrets.token_hex(8)}", secrets.token_hex(16))
+    cluster.write_conf()
     address = ("--host", "127.0.0.1", "--port", str(port), "--webui-port", str(ui_ports[0]))
     servers = [_start(cluster, "master.Master", *address)]
     try:
-        for number, ui_port in enumerate(ui_ports[1:]):
-            size = ("--host", "127.0.0.1", "--cores", "1", "--memory", "1g", "--webui-port", str(ui_port))
-            work = ("--work-dir", f"{folder}/work-{number}")
-            servers.append(_start(cluster, "worker.Worker", *size, *work, cluster.master))
-        state = f"http://127.0.0.1:{ui_ports[0]}/json/"
-        wait_until_up("Spark standalone", lambda: _has_workers(state), servers, folder, _START_SECONDS)
+        servers += [start_worker(cluster, number, ui_port) for number, ui_port in enumerate(ui_ports[1:])]
+        wait_until_up("Spark standalone", lambda: cluster.num_workers() == NUM_SLOTS, servers, folder, _START_SECONDS)
         yield cluster
     finally:
         end_marked(cluster.mark)
         for server in servers:
             server.wait()
+
+
+def start_worker(cluster: SparkCluster, number: int, ui_port: int) -> subprocess.Popen[bytes]:
+    """One of one slot, that asks the master to let it in."""
+    size = ("--host", "127.0.0.1", "--cores", "1", "--memory", "1g", "--webui-port", str(ui_port))
+    return _start(cluster, "worker.Worker", *size, "--work-dir", f"{cluster.folder}/work-{number}", cluster.master)
 
 
 def _start(cluster: SparkCluster, name: str, *arguments: str) -> subprocess.Popen[bytes]:
@@ -89,8 +103,3 @@ def _start(cluster: SparkCluster, name: str, *arguments: str) -> subprocess.Pope
               "SPARK_LOCAL_DIRS": str(cluster.folder / "scratch")}  # fmt: skip
     command = [home / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", *arguments]
     return start_server(command, cluster.folder / "servers.log", nodes)
-
-
-def _has_workers(master_json: str) -> bool:
-    with urllib.request.urlopen(master_json, timeout=5) as answer:
-        return sum(each["state"] == "ALIVE" for each in json.load(answer)["workers"]) == NUM_SLOTS
