@@ -31,6 +31,12 @@ SECRET_SETTINGS = {
     "spark.app.aws": "AKIACANARYCANARYCANA canary/canary+canary/canary+canary/cana1",
     "spark.app.header": "Authorization: Bearer canary.bearer.value",
 }
+# Variables of the driver alone.
+DRIVERS_OWN = {
+    "DATABASE_URL": "postgresql://etl:canary-database@db/images",
+    "HF_TOKEN": "canary-hugging-face",
+    "GOOGLE_APPLICATION_CREDENTIALS_JSON": '{"private_key": "canary-google"}',
+}
 PLAIN_SETTINGS = {
     "spark.executor.memory": "2g",
     "spark.sql.shuffle.partitions": "8",

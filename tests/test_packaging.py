@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.services.packed_environment import find_uv
 from tests.support import make_dataset, write_images
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,12 +49,6 @@ def run(*command: str | Path, cwd: Path, timeout: float = 240) -> str:
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def find_uv() -> str:
-    own = Path.home() / ".cache/shardmill/uv/bin/uv"
-    found = shutil.which("uv") or (str(own) if own.exists() else None) or str(Path.home() / ".local/bin/uv")
-    return found
 
 
 def pythons() -> list[str]:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,11 +9,12 @@ import pytest
 from etl.config import EtlConfig
 from shardmill.dataset.open import open_dataset
 from shardmill.stores import open_store
-from tests.canaries import SECRET_SETTINGS, files_with_canaries, toml_table
-from tests.services.marked import MARK, free_ports, marked
+from tests.canaries import DRIVERS_OWN, SECRET_SETTINGS, files_with_canaries, toml_table
+from tests.services.marked import MARK, free_ports
 from tests.services.spark_standalone import SparkCluster
 from tests.services.spark_submit import Submitter, make_bundle, summary_of
 from tests.services.versitygw import KEY, SECRET, Gateway
+from tests.services.watch import ON_EXECUTORS, watching
 from tests.support import build_here, upload, write_images
 from tests.test_remote_chain import shardmill
 
@@ -49,64 +45,6 @@ conf = {conf}
 [spark.train]
 conf = {conf}
 """
-# Of the driver alone, beside its keys of S3.
-DRIVERS_OWN = {
-    "DATABASE_URL": "postgresql://etl:canary-database@db/images",
-    "HF_TOKEN": "canary-hugging-face",
-    "GOOGLE_APPLICATION_CREDENTIALS_JSON": '{"private_key": "canary-google"}',
-}
-ON_EXECUTORS = ("CoarseGrainedExecutorBackend", "pyspark.daemon", "etl.engines", "train.launching")
-
-
-@dataclass(slots=True)
-class Watch:
-    """What everybody on the machine can see of a cluster's processes, sampled while a job runs."""
-
-    mark: str
-    ui_port: int
-    arguments: set[str] = field(default_factory=set)
-    """Each process that was seen, as its command line."""
-    pages: set[str] = field(default_factory=set)
-    """Of the driver's UI, those that came."""
-    pages_with_canaries: set[str] = field(default_factory=set)
-    hides_a_key: bool = False
-    """Whether a page names the setting of a planted key, whatever it shows as its value."""
-    has_drivers_key: set[str] = field(default_factory=set)
-    """Processes of executors with the driver's secret key in their environment."""
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def look(self) -> None:
-        while not self.ended.wait(0.2):
-            for pid, words in marked(self.mark).items():
-                line = " ".join(words)
-                self.arguments.add(line)
-                with contextlib.suppress(OSError):
-                    environ = Path(f"/proc/{pid}/environ").read_bytes()
-                    if SECRET.encode() in environ and any(part in line for part in ON_EXECUTORS):
-                        self.has_drivers_key.add(line)
-            for path in ("environment/", "executors/", "jobs/", "stages/"):
-                with contextlib.suppress(OSError):
-                    self._open(path)
-
-    def _open(self, path: str) -> None:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ui_port}/{path}", timeout=20) as answer:
-            page = answer.read()
-        self.pages.add(path)
-        self.hides_a_key |= b"spark.hadoop.fs.s3a.secret.key" in page
-        if b"canary" in page.lower():
-            self.pages_with_canaries.add(path)
-
-
-@contextlib.contextmanager
-def watching(mark: str, ui_port: int) -> Iterator[Watch]:
-    watch = Watch(mark, ui_port)
-    thread = threading.Thread(target=watch.look, daemon=True)
-    thread.start()
-    try:
-        yield watch
-    finally:
-        watch.ended.set()
-        thread.join(60)
 
 
 def test_executors_read_and_commit_with_their_own_profile_and_no_secret_is_shown(
@@ -145,7 +83,7 @@ def test_executors_read_and_commit_with_their_own_profile_and_no_secret_is_shown
     bundle, workdir = make_bundle(tmp_path), f"{gateway_bucket}/work"
     cluster = {"SPARK_CONF_DIR": str(spark_cluster.conf), "SPARK_LOCAL_IP": "127.0.0.1", MARK: spark_cluster.mark}
     submitter = Submitter(spark_cluster.master, {**cluster, **DRIVERS_OWN}, {}, (bundle,), job)
-    with watching(spark_cluster.mark, ui_port) as watch:
+    with watching(spark_cluster.mark, ui_port, SECRET) as watch:
         for script, *more in (("etl/job.py",), ("train/job.py", "--until", "train")):
             done = submitter.run(
                 script, "--config", str(node / "c.toml"), "--workdir", workdir, "--run-id", "run", "--debug", *more,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from etl.config import EtlConfig
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
+from tests.canaries import DRIVERS_OWN, SECRET_SETTINGS, files_with_canaries, toml_table
 from tests.pipeline.command import shardmill
 from tests.services.hadoop import pyspark_jars
 from tests.services.lost_executor import (
@@ -21,8 +23,10 @@ from tests.services.lost_executor import (
     kill_an_executor,
     steps_of,
 )
-from tests.services.marked import MARK, QUICK_JVM
+from tests.services.marked import MARK, QUICK_JVM, free_ports
+from tests.services.packed_environment import NAME, pack_environment
 from tests.services.spark_submit import Submitter, make_bundle, summary_of
+from tests.services.watch import ON_EXECUTORS, watching
 from tests.services.yarn import YarnCluster
 from tests.support import build_here, upload, write_images
 
@@ -67,8 +71,7 @@ def root(yarn_cluster: YarnCluster, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def submitter(root: str, yarn_cluster: YarnCluster, tmp_path_factory: pytest.TempPathFactory) -> Submitter:
     folder = tmp_path_factory.mktemp("submitted")
-    for dataset in ("cluster", "client"):
-        (folder / f"{dataset}.toml").write_text(CONFIG.format(root=root, dataset=dataset))
+    (folder / "cluster.toml").write_text(CONFIG.format(root=root, dataset="cluster"))
     for file in (SLOW_TORCH, SLOW_KERAS):
         shutil.copy(file, folder)
     conf = {
@@ -86,27 +89,60 @@ def submitter(root: str, yarn_cluster: YarnCluster, tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(scope="module")
-def dataset(root: str, submitter: Submitter) -> Dataset:
-    """What the ETL in cluster mode commits: the driver is in a container too."""
-    arguments = ("--config", "cluster.toml", "--workdir", f"{root}/work", "--run-id", "cluster")
-    etl = submitter.run("etl/job.py", *arguments, options=CLUSTER_MODE)
+def dataset(root: str, submitter: Submitter, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """What the ETL in cluster mode commits: the driver is in a container too; all have the packages that we sent."""
+    archive = pack_environment(tmp_path_factory.mktemp("packed"))
+    etl = submitter.run(
+        "etl/job.py", "--config", "cluster.toml", "--workdir", f"{root}/work", "--run-id", "cluster",
+        options=(*CLUSTER_MODE, "--archives", f"{archive}#{NAME}"),
+        # Relative to a container's working directory: nothing else has it.
+        spark__pyspark__python=f"{NAME}/bin/python",
+    )  # fmt: skip
     assert etl.process.returncode == 0, etl.output
     return open_dataset(f"{root}/cluster")
 
 
-def test_the_etl_gives_in_both_modes_what_it_gives_here(
-    root: str, dataset: Dataset, submitter: Submitter, tmp_path: Path
+def test_the_etl_gives_in_both_modes_what_it_gives_here_and_no_secret_is_shown(
+    root: str, dataset: Dataset, submitter: Submitter, yarn_cluster: YarnCluster, tmp_path: Path
 ):
-    client = submitter.run(
-        "etl/job.py", "--config", "client.toml", "--workdir", "work", "--run-id", "client",
-        spark__driver__host="127.0.0.1",
-    )  # fmt: skip
+    """But for the archive of settings that Spark itself puts beside containers, in folders of their user alone."""
+    [ui_port] = free_ports(1)
+    events = tmp_path / "events"
+    events.mkdir()
+    conf = {
+        # Those of executors' environments are in the scripts with which YARN starts containers.
+        **{name: value for name, value in SECRET_SETTINGS.items() if "executorEnv" not in name},
+        "spark.ui.enabled": "true",
+        "spark.ui.port": str(ui_port),
+        "spark.eventLog.enabled": "true",
+        "spark.eventLog.dir": events.as_uri(),
+        "spark.eventLog.compress": "false",
+        "spark.logConf": "true",
+    }
+    config = CONFIG.format(root=root, dataset="client") + f"[spark.etl]\nconf = {toml_table(conf)}\n"
+    (tmp_path / "client.toml").write_text(config)
+    with_secrets = replace(submitter, environment={**submitter.environment, **DRIVERS_OWN})
+    with watching(yarn_cluster.mark, ui_port, DRIVERS_OWN["HF_TOKEN"]) as watch:
+        client = with_secrets.run(
+            "etl/job.py", "--config", str(tmp_path / "client.toml"), "--workdir", "work", "--run-id", "client",
+            "--debug", options=("--verbose",), spark__driver__host="127.0.0.1",
+        )  # fmt: skip
     assert client.process.returncode == 0, client.output
     etl = EtlConfig(image_size=16, encoding="png", unit_min_images=20, chunk_bytes=8_000)
     here = build_here(f"{root}/images", str(tmp_path / "here"), etl)
     digests = {open_dataset(uri).manifest.content_digest for uri in (here, f"{root}/client")}
     assert digests == {dataset.manifest.content_digest}
     assert summary_of(f"{root}/work", "cluster")["dataset"]["content_digest"] in digests
+
+    assert watch.has_drivers_key == set()
+    seen = "\n".join(sorted(watch.arguments))
+    assert all(part in seen for part in ON_EXECUTORS if not part.startswith("train")), seen
+    assert "canary" not in seen.lower()
+    assert watch.hides_a_key and len(watch.pages) == 4 and watch.pages_with_canaries == set()
+    logs = yarn_cluster.container_logs
+    assert list(events.rglob("events_*")) and list(logs.rglob("stderr"))
+    assert files_with_canaries(events, logs, submitter.folder) == []
+    assert "canary" not in (yarn_cluster.folder / "servers.log").read_text().lower()
 
 
 def test_a_training_runs_on_executors_of_yarn(dataset: Dataset, submitter: Submitter):

@@ -43,6 +43,11 @@ class YarnCluster:
         """Its `HADOOP_CONF_DIR`, that of HDFS included."""
         return self.folder / "conf"
 
+    @property
+    def container_logs(self) -> Path:
+        """What the containers of all applications have printed, and how they were started."""
+        return self.folder / "logs"
+
 
 @pytest.fixture(scope="session")
 def yarn_cluster(hdfs_server: HdfsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[YarnCluster]:
@@ -83,7 +88,7 @@ def _configure(cluster: YarnCluster, addresses: list[str]) -> None:
         f"{node}.pmem-check-enabled": "false",
         f"{node}.disk-health-checker.enable": "false",
         f"{node}.local-dirs": f"{cluster.folder}/local",
-        f"{node}.log-dirs": f"{cluster.folder}/logs",
+        f"{node}.log-dirs": str(cluster.container_logs),
         # The logs of containers stay for who looks for a reason.
         f"{node}.delete.debug-delay-sec": "3600",
         f"{node}.env-whitelist": f"JAVA_HOME,{MARK}",

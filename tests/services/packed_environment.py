@@ -1,0 +1,36 @@
+"""uv, wherever the set-up has found it, and the packages of the ETL as an archive for the nodes of a cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from shardmill.images.kernel import NATIVE_ID
+from tests.pipeline.command import ROOT
+
+NAME = "environment"
+"""Of the folder beside each executor into which Spark unpacks the archive."""
+
+
+def find_uv() -> str:
+    own = Path.home() / ".cache/shardmill/uv/bin/uv"
+    found = shutil.which("uv") or (str(own) if own.exists() else None) or str(Path.home() / ".local/bin/uv")
+    return found
+
+
+def pack_environment(folder: Path) -> Path:
+    """As docs/clusters.md does, without compressing it; with the native kernel if it could be built here."""
+    environment = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(folder / NAME)}
+    packages = ("--frozen", "--no-dev", "--no-install-project", "--extra", "hdfs")
+    into = ("--python", folder / NAME)
+    for command in (
+        [find_uv(), "venv", "--relocatable", "--python", sys.executable, folder / NAME],
+        [find_uv(), "sync", *packages],
+        *([[find_uv(), "pip", "install", *into, "--no-deps", ROOT / "native"]] if NATIVE_ID else []),
+        ["tar", "-cf", folder / "environment.tar", "-C", folder / NAME, "."],
+    ):
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=240)
+    return folder / "environment.tar"
