@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,6 @@ class ShardmillSparkOperator(SparkSubmitOperator):
     def execute(self, context: Context) -> dict[str, Any]:
         end_with_worker()
         folder = RunFolder(self.workdir, self.shardmill_run_id)
-        folder.remove_summary()
         self.application_args = [*(self.application_args or ()), *chosen_flags(self.flags, context)]
         try:
             super().execute(context)
@@ -81,6 +81,14 @@ class ShardmillSparkOperator(SparkSubmitOperator):
             store.delete(self.external_id_key)
         return report_result(self, context, folder)
 
+    def poll_until_complete(self, external_id: Any, context: Context) -> None:
+        """Wait for an application on a cluster that this try has submitted or found; Airflow has its id by now."""
+        assert self._hook is not None
+        self._hook.follow(external_id)
+        # Asked to end, as until now, this process would end the application, which the next try is to find.
+        end_with_worker(by=signal.SIGKILL)
+        super().poll_until_complete(external_id, context)
+
     def on_kill(self) -> None:
         if self._hook is not None:
             self._hook.end(self.application)
@@ -89,6 +97,7 @@ class ShardmillSparkOperator(SparkSubmitOperator):
     def _get_hook(self) -> ShardmillSparkHook:
         return ShardmillSparkHook(
             config_master=self.master,
+            folder=RunFolder(self.workdir, self.shardmill_run_id),
             conf=self.conf,
             conn_id=self._conn_id,
             name=self.name,

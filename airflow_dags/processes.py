@@ -21,17 +21,17 @@ END_SECONDS = 20.0
 _UCRED = struct.Struct("3i")
 
 
-def end_with_worker() -> None:
+def end_with_worker(by: signal.Signals = signal.SIGTERM) -> None:
     """Let the kernel ask this process, a task's, to end when the worker that has forked it is gone, as Airflow would.
 
-    A task in the process of a command (`airflow dags test`), whose parent is a shell, has no worker. Nor has one of
-    another user (`run_as_user`), whose parent is sudo.
+    By SIGKILL it ends unasked, and leaves on a cluster what is there. A task in the process of a command (`airflow dags
+    test`), whose parent is a shell, has no worker. Nor has one of another user (`run_as_user`), whose parent is sudo.
     """
     from shardmill.parent_death import die_with_parent
 
     worker = os.getppid()
     if _pid_behind_stdin() == worker:
-        die_with_parent(worker, 1, by=signal.SIGTERM)
+        die_with_parent(worker, 1, by=by)
 
 
 def _pid_behind_stdin() -> int | None:

@@ -8,13 +8,15 @@ from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
 from airflow_dags.processes import children_that_run, end_in_order, tied_to_this_process
+from airflow_dags.run_folder import RunFolder
 
 
 class ShardmillSparkHook(SparkSubmitHook):
     """The config's `spark.master` goes before the connection's, which is `yarn` if nobody has chosen one."""
 
-    def __init__(self, *, config_master: str, **kwargs: Any) -> None:
+    def __init__(self, *, config_master: str, folder: RunFolder, **kwargs: Any) -> None:
         self._config_master = config_master
+        self._folder = folder
         super().__init__(**kwargs)
         # The id of an application that outlives this process is kept for the next try, which asks YARN about it.
         self._yarn_track_via_rm_api = self._is_yarn_cluster_mode
@@ -46,7 +48,13 @@ class ShardmillSparkHook(SparkSubmitHook):
 
     def submit(self, application: str = "", **kwargs: Any) -> str | None:
         """Run it to its end (client mode), or until the cluster has it. Raises AirflowException if that fails."""
+        # What is read after a failure is of this application. One that was found stays as it was.
+        self._folder.remove_summary()
         return super().submit(application, **tied_to_this_process(), **kwargs)
+
+    def follow(self, application_id: str) -> None:
+        """Let `on_kill` end an application on YARN, which an earlier try may have submitted."""
+        self._yarn_application_id = application_id
 
     def end(self, application: str) -> None:
         """End a driver of this machine in order, and spark-submit with it."""

@@ -31,6 +31,10 @@ def children_of_all_threads(pid: int) -> set[int]:
     return {int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()}
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -19,6 +19,7 @@ from shardmill.dataset.versions import latest_version
 from shardmill.stores import open_store
 from tests.canaries import SECRET_SETTINGS, files_with_canaries, toml_table
 from tests.pipeline.command import ROOT
+from tests.processes import parent_of
 from tests.services.airflow import Airflow, running_airflow
 from tests.services.marked import marked
 from tests.support import write_images
@@ -104,7 +105,7 @@ def test_scheduled_runs_publish_each_version_and_each_model_once(airflow: Airflo
     wait_until_nothing_is_left(airflow, DAG_ID, try_number=2)
     wait_for_ranks(airflow, folder, DAG_ID, try_number=3)
     (folder / "gate" / DAG_ID / "open").touch()
-    wait_for_end(airflow, DAG_ID, first_id)
+    airflow.wait_for_end(DAG_ID, first_id)
     assert (
         stage(folder, DAG_ID, first_id, "etl")["published"]
         and stage(folder, DAG_ID, first_id, "train", "dataset")["version"] == 1
@@ -114,13 +115,13 @@ def test_scheduled_runs_publish_each_version_and_each_model_once(airflow: Airflo
     arrived = airflow.wait_for(
         "a run with the new images", lambda: next_run_with(airflow, folder, first_id, status="done")
     )
-    wait_for_end(airflow, DAG_ID, arrived)
+    airflow.wait_for_end(DAG_ID, arrived)
     assert (
         stage(folder, DAG_ID, arrived, "etl")["published"]
         and stage(folder, DAG_ID, arrived, "train", "dataset")["version"] == 2
     )
     idle = airflow.wait_for("a run with nothing new", lambda: next_run_with(airflow, folder, arrived, status="skipped"))
-    wait_for_end(airflow, DAG_ID, idle)
+    airflow.wait_for_end(DAG_ID, idle)
     assert not stage(folder, DAG_ID, idle, "etl")["published"]
     assert (
         record(folder, DAG_ID, idle, "train")["status"]
@@ -132,7 +133,7 @@ def test_scheduled_runs_publish_each_version_and_each_model_once(airflow: Airflo
     airflow.clear(DAG_ID, arrived)
     if NUM_BACKFILLS:
         backfill(airflow, folder, NUM_BACKFILLS)
-    wait_for_end(airflow, DAG_ID, arrived)
+    airflow.wait_for_end(DAG_ID, arrived)
     assert all(task["try_number"] >= 2 for task in airflow.tasks(DAG_ID, arrived).values())
 
     # Two versions, two trainings, two exports, each made known once by the run that made it.
@@ -160,7 +161,7 @@ def test_each_new_version_starts_one_training_whose_lost_attempts_publish_nothin
 
     # A dataset version, which starts its training: of a DAG that nobody has started, on the version of the event.
     published = airflow.trigger(ASSET_ID)
-    wait_for_end(airflow, ASSET_ID, published)
+    airflow.wait_for_end(ASSET_ID, published)
     [training] = airflow.wait_for("the training of the version", lambda: airflow.runs(TRAINING_ID))
     assert training["run_type"] == "asset_triggered"
     run_id = training["dag_run_id"]
@@ -182,7 +183,7 @@ def test_each_new_version_starts_one_training_whose_lost_attempts_publish_nothin
     airflow.clear(TRAINING_ID, run_id, "train")
     wait_for_ranks(airflow, folder, TRAINING_ID, try_number=3)
     (folder / "gate" / TRAINING_ID / "open").touch()
-    wait_for_end(airflow, TRAINING_ID, run_id)
+    airflow.wait_for_end(TRAINING_ID, run_id)
     left = files_of(folder / "work" / "own")
     # Of the whole pipeline it is a part: the ETL was another run's.
     assert run_of(folder, TRAINING_ID, run_id).summary()["status"] == "partial"
@@ -200,7 +201,7 @@ def test_each_new_version_starts_one_training_whose_lost_attempts_publish_nothin
     assert airflow.tasks(TRAINING_ID, run_id)["train"]["state"] == "success"
 
     # A run with nothing new starts no training; one that is done again makes no other version and no other training.
-    wait_for_end(airflow, ASSET_ID, airflow.trigger(ASSET_ID))
+    airflow.wait_for_end(ASSET_ID, airflow.trigger(ASSET_ID))
     assert latest_version(open_store(str(folder / "own"))) == 1
     assert len(airflow.runs(TRAINING_ID)) == 1
     told = [(event["source_task_id"], event["source_run_id"]) for event in events(airflow, ASSET_ID, TRAINING_ID)]
@@ -231,10 +232,6 @@ def task_process(airflow: Airflow, dag_id: str, *, try_number: int) -> int:
     return parent_of(spark_submit)
 
 
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def wait_until_nothing_is_left(airflow: Airflow, dag_id: str, *, try_number: int) -> None:
     """No driver and no rank, after the documented time."""
     what, began = f"the end of all processes of try {try_number}", time.monotonic()
@@ -261,15 +258,6 @@ def backfill(airflow: Airflow, folder: Path, num_dates: int) -> None:
             == record(folder, DAG_ID, run_id, "train")["status"]
             == "skipped"
         )
-
-
-def wait_for_end(airflow: Airflow, dag_id: str, run_id: str) -> None:
-    def ended() -> bool:
-        state = next(run["state"] for run in airflow.runs(dag_id) if run["dag_run_id"] == run_id)
-        assert state != "failed", airflow.told()
-        return state == "success"
-
-    airflow.wait_for(f"the end of {run_id}", ended)
 
 
 def next_run_with(airflow: Airflow, folder: Path, after: str, *, status: str) -> str | None:

@@ -95,6 +95,16 @@ class Airflow:
             assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}; {error}\n{self.told()}"
             time.sleep(0.3)
 
+    def wait_for_end(self, dag_id: str, run_id: str) -> None:
+        """Of a run that ends well."""
+
+        def ended() -> bool:
+            state = next(run["state"] for run in self.runs(dag_id) if run["dag_run_id"] == run_id)
+            assert state != "failed", self.told()
+            return state == "success"
+
+        self.wait_for(f"the end of {run_id}", ended)
+
     def told(self) -> str:
         states = []
         for run in self.runs("~"):

@@ -24,9 +24,9 @@ SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").conf
 """
 
 
-def jars(*coordinates: str) -> list[Path]:
-    """These of Maven Central's, from the cache or fetched with what they need; pyspark's own come beside them."""
-    folder = CACHE / "jars"
+def jars(*coordinates: str, cache: Path = CACHE) -> list[Path]:
+    """These of Maven Central's, from the folder `jars` of the cache or fetched with what they need."""
+    folder = cache / "jars"
 
     def missing() -> list[str]:
         # Ivy names them group_name-version.jar.
@@ -36,15 +36,15 @@ def jars(*coordinates: str) -> list[Path]:
     # A jar that is still copied is none.
     with fetching("jars"):
         if missing():
-            command = [sys.executable, "-c", _FETCH, str(CACHE), ",".join(coordinates)]
+            command = [sys.executable, "-c", _FETCH, str(cache), ",".join(coordinates)]
             subprocess.run(command, check=True, timeout=_FETCH_SECONDS)
     assert not missing(), f"{missing()} are not in {folder}; they come from Maven Central"
     return sorted(folder.glob("*.jar"))
 
 
-def class_path(conf: Path, *coordinates: str) -> str:
-    """Of a server with its settings in `conf`."""
-    return ":".join(map(str, (conf, *jars(MINICLUSTER, *coordinates), f"{pyspark_jars()}/*")))
+def class_path(conf: Path) -> str:
+    """Of a server with its settings in `conf`, of the minicluster's one jar beside pyspark's."""
+    return ":".join(map(str, (conf, *jars(MINICLUSTER), f"{pyspark_jars()}/*")))
 
 
 def pyspark_jars() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shutil
 import subprocess
@@ -9,25 +10,25 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.services.hadoop import class_path, pyspark_jars, start_java, write_settings
+from tests.services.hadoop import jars, pyspark_jars, start_java, write_settings
 from tests.services.hdfs import HdfsServer
 from tests.services.marked import MARK, end_marked, free_ports
-from tests.services.servers import wait_until_up
+from tests.services.servers import CACHE, wait_until_up
 
 _START_SECONDS = 120.0
-# What Java 17 lacks of what YARN needs.
-_COORDINATES = (
-    "org.bouncycastle:bcprov-jdk18on:1.78.1",
-    "org.bouncycastle:bcutil-jdk18on:1.78.1",
-    "org.bouncycastle:bcpkix-jdk18on:1.78.1",
-    "javax.xml.bind:jaxb-api:2.3.1",
-    "org.glassfish.jaxb:jaxb-runtime:2.3.1",
-    "com.sun.istack:istack-commons-runtime:3.0.7",
-    "com.sun.activation:javax.activation:1.2.0",
-)
+# Not the one jar from which HDFS runs: half of it looks for JAXB under another name, and so its ResourceManager answers
+# in another form than documented, or breaks off.
+_COORDINATES = tuple(
+    f"org.apache.hadoop:hadoop-{name}:3.4.1"
+    for name in (
+        "common", "hdfs-client", "yarn-server-resourcemanager", "yarn-server-nodemanager",
+        "yarn-server-timelineservice",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,15 @@ class YarnCluster:
 
     folder: Path
     mark: str
+    url: str
+    """Of the ResourceManager's pages."""
     hdfs: HdfsServer
+
+    def applications(self, name: str) -> list[dict[str, Any]]:
+        """What the ResourceManager knows of those with this name, in the order in which they were submitted."""
+        with urllib.request.urlopen(f"{self.url}/ws/v1/cluster/apps", timeout=30) as answer:
+            found = json.load(answer)["apps"].get("app", [])
+        return sorted((each for each in found if each["name"] == name), key=lambda each: each["id"])
 
     @property
     def conf(self) -> Path:
@@ -52,17 +61,17 @@ class YarnCluster:
 @pytest.fixture(scope="session")
 def yarn_cluster(hdfs_server: HdfsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[YarnCluster]:
     folder = tmp_path_factory.mktemp("yarn")
-    cluster = YarnCluster(folder, f"yarn-{secrets.token_hex(8)}", hdfs_server)
     addresses = [f"127.0.0.1:{port}" for port in free_ports(8)]
+    cluster = YarnCluster(folder, f"yarn-{secrets.token_hex(8)}", f"http://{addresses[0]}", hdfs_server)
     _configure(cluster, addresses)
-    path = class_path(cluster.conf, *_COORDINATES)
+    path = ":".join(map(str, (cluster.conf, *jars(*_COORDINATES, cache=CACHE / "yarn"))))
     servers: list[subprocess.Popen[bytes]] = []
     try:
         for name in ("resourcemanager.ResourceManager", "nodemanager.NodeManager"):
             opened = ("--add-opens", "java.base/java.lang=ALL-UNNAMED", f"-Dhadoop.tmp.dir={folder}/tmp")
             main = f"org.apache.hadoop.yarn.server.{name}"
             servers.append(start_java(folder / "servers.log", path, main, options=opened, **{MARK: cluster.mark}))
-        nodes = f"http://{addresses[0]}/ws/v1/cluster/nodes"
+        nodes = f"{cluster.url}/ws/v1/cluster/nodes"
         wait_until_up("YARN", lambda: _has_node(nodes), servers, folder, _START_SECONDS)
         yield cluster
     finally:
@@ -108,5 +117,4 @@ def _configure(cluster: YarnCluster, addresses: list[str]) -> None:
 
 def _has_node(nodes_json: str) -> bool:
     with urllib.request.urlopen(nodes_json, timeout=5) as answer:
-        # Jackson or Jettison: which one writes it decides on the form of a list of one.
-        return '"state":"RUNNING"' in answer.read().decode()
+        return any(node["state"] == "RUNNING" for node in (json.load(answer)["nodes"] or {}).get("node", []))
