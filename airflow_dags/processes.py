@@ -30,7 +30,8 @@ def end_with_worker(by: signal.Signals = signal.SIGTERM) -> None:
     from shardmill.parent_death import die_with_parent
 
     worker = os.getppid()
-    if _pid_behind_stdin() == worker:
+    # 0: one outside of this container, whichever it is.
+    if worker and _pid_behind_stdin() == worker:
         die_with_parent(worker, 1, by=by)
 
 

@@ -140,6 +140,7 @@ AIMS = (
 _HEAD = """# The ETL beside its peers
 
     python benchmarks/etl_peers.py --images DIR --workload photos --num-images 5000,20000 --scratch /tmp/peers
+    python benchmarks/etl_peers.py --images DIR --workload big|small --rounds 3 --scratch /tmp/peers
 
 Whole jobs, from the start of the process to its end: images in folders of classes -> squares, JPEG of quality 95, in
 shards with labels; {num_workers} processes each. shardmill checks and records everything that it always does. The

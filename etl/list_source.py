@@ -61,7 +61,7 @@ def list_source(
             listing = _Segments(folder, seed, group)
             for batch in source.list():
                 listing.add(_judged(batch, max_source_bytes))
-                observer.event("list.progress", {"num_listed": listing.num_listed + batch.num_waiting})
+                observer.event("list.progress", {"num_listed": listing.num_listed + batch.num_found_ahead})
                 failpoint("list")
             found = listing.finish()
         if not found.num_images and not may_be_empty:

@@ -50,8 +50,8 @@ class ListingBatch:
     """The images' sample ids, int64, if they are unique already: those of a part of a listing."""
     extra_types: Mapping[str, str] = field(default_factory=dict)
     """The type of each extra column of the source, as far as its values have told; see `ARROW_TYPES`."""
-    num_waiting: int = 0
-    """Images that the source has found already and lists later: whoever waits sees them counted."""
+    num_found_ahead: int = 0
+    """How many images the source has found by now that are in later batches: whoever waits sees them counted."""
 
 
 def batches_of(

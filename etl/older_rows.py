@@ -33,7 +33,7 @@ _NAMED = ("label", "extra")
 _FACTS = ("size_bytes", "mtime_ns", "etag", *_NAMED)
 # Of a row segment; sums and notes are half of it.
 _LISTED = ("source", "source_bytes", "source_mtime_ns", "source_etag")
-_COLUMNS = ("sample_id", *_LISTED, "source_sha256", "label", "extra")
+_COMPARED_COLUMNS = ("sample_id", *_LISTED, "source_sha256", "label", "extra")
 
 
 class OlderRows:
@@ -56,7 +56,7 @@ class OlderRows:
         self.sizes: list[int] = []
         facts, names, sha256s = [np.empty(0, "S16")], [np.empty(0, "S16")], [np.empty((0, 32), np.uint8)]
         for copies in shards:
-            rows = read_rows(store, copies[0], schema, _COLUMNS)
+            rows = read_rows(store, copies[0], schema, _COMPARED_COLUMNS)
             images = _as_listed(rows, schema)
             facts.append(_digests(images, _FACTS))
             self.sizes.append(rows.num_rows)

@@ -29,7 +29,7 @@ from shardmill.storage import Store
 from shardmill.values import ShardInfo
 
 # Of a row segment, what a version adds up.
-_ADDED = (
+_SUMMED_COLUMNS = (
     "source", "label", "extra", "row_sha256", "notes", "channel_sums", "channel_square_sums", "height", "width",
     *SOURCE_COLUMNS,
 )  # fmt: skip
@@ -82,7 +82,7 @@ class RowCopier:
             shards = self.copy(copies, is_kept_N, restated)
         else:
             shards = (copies,) if restated is None else (tuple(self._restated(copy, restated) for copy in copies),)
-        rows = pa.concat_tables(read_rows(self.store, copies[0], self._schema, _ADDED) for copies in shards)
+        rows = pa.concat_tables(read_rows(self.store, copies[0], self._schema, _SUMMED_COLUMNS) for copies in shards)
         image_bytes = sum(chunk.image_bytes for copies in shards for chunk in copies[0].chunks)
         notes = Counter(note for text in rows.column("notes").to_pylist() for note in text.split(",") if note)
         keys = key_digests(pa.table([rows.column("source")], names=["key"]))

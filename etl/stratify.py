@@ -105,7 +105,7 @@ class WithStratifiedSplits:
         for batch in self._source.list():
             images = batch.images.filter(pc.is_null(batch.images.column("split")))
             num_listed += batch.images.num_rows + len(batch.rejections)
-            self._observer.event("list.progress", {"num_listed": num_listed + batch.num_waiting})
+            self._observer.event("list.progress", {"num_listed": num_listed + batch.num_found_ahead})
             ids_N = sample_ids(key_digests(images))
             encoded = images.column("label").combine_chunks().dictionary_encode(null_encoding="encode")
             labels = encoded.dictionary.to_pylist()

@@ -47,18 +47,18 @@ class FolderSource:
         The place of splits and classes follows from all names together, so the entries are spooled to a local file
         until the last of them is known.
         """
-        layout, num_waiting = _Layout(), 0
+        layout, num_found_ahead = _Layout(), 0
         with Spool() as spool:
             for batch in batches_of(self._found()):
                 for path in set(map(_folder_of, batch.images.column("key").to_numpy().tolist())):
                     layout.add(path)
                 spool.write(batch.images)
-                num_waiting += batch.images.num_rows
-                yield replace(batch, images=batch.images.slice(0, 0), num_waiting=num_waiting)
+                num_found_ahead += batch.images.num_rows
+                yield replace(batch, images=batch.images.slice(0, 0), num_found_ahead=num_found_ahead)
             place = layout.label_place(self._config.label_level)
             for table in spool.read():
-                num_waiting -= table.num_rows
-                yield replace(place.labelled(table), num_waiting=num_waiting)
+                num_found_ahead -= table.num_rows
+                yield replace(place.labelled(table), num_found_ahead=num_found_ahead)
         yield from place.warnings()
 
     def _found(self) -> Iterator[SourceImage | Rejection]:

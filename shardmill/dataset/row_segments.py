@@ -45,13 +45,14 @@ def rows_schema(schema: RowSchema) -> pa.Schema:
     return pa.schema([*ROWS_SCHEMA, *(pa.field(*each) for each in (sizes | extra | SOURCE_COLUMNS).items())])
 
 
-def read_rows(store: Store, shard: ShardInfo, schema: RowSchema, columns: Collection[str] = ()) -> pa.Table:
+def read_rows(store: Store, shard: ShardInfo, schema: RowSchema, columns: Collection[str] | None = None) -> pa.Table:
     """A shard's row segment, with all columns of `rows_schema`, or those of `columns` that are among them.
 
+    Sides and extra columns are not among those of every dataset.
     Raises IntegrityError as `read_segment` does.
     """
     wanted = rows_schema(schema)
-    if columns:
+    if columns is not None:
         wanted = pa.schema([field for field in wanted if field.name in columns])
     return read_segment(store, rows_file(shard), wanted, shard.num_rows, later=SOURCE_COLUMNS)
 

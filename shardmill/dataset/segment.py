@@ -63,24 +63,24 @@ def read_segment(
     data = read_sealed(store, file, fix=RESTORE)
     where = join_uri(store.uri, file.path)
     try:
-        # As dictionaries first: a long text that repeats is small until it is written out for each row.
-        texts = [field.name for field in schema if pa.types.is_string(field.type)]
-        # There may be thousands of small ones: `read_table` looks for a dataset in each, and takes half as long again.
-        file_of_it = pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts, pre_buffer=False)
-        footer = file_of_it.metadata
+        footer = pq.read_metadata(pa.BufferReader(data))
         absent = set(later).difference(footer.schema.names)
         stored = pa.schema([field for field in schema if field.name not in absent])
         _check_footer(footer, stored, max_rows, len(data), where)
-        table = file_of_it.read(columns=stored.names, use_threads=False)
+        # As dictionaries first: a long text that repeats is small until it is written out for each row. They must be
+        # there. And `read_table` would look for a dataset in each of thousands of small files.
+        texts = [field.name for field in schema if pa.types.is_string(field.type)]
+        parquet = pq.ParquetFile(pa.BufferReader(data), metadata=footer, read_dictionary=texts, pre_buffer=False)
+        table = parquet.read(columns=stored.names, use_threads=False)
+        # Places in dictionaries, UTF-8.
+        table.validate(full=True)
         _check_size(sum(_plain_bytes(column) for column in table.columns), len(data), where)
         zeros = pa.repeat(0, table.num_rows)
         columns = [
             zeros.cast(field.type) if field.name in absent else _plain(table.column(field.name)) for field in schema
         ]
-        plain = pa.table(columns, schema=schema)
-        plain.validate(full=True)
-        return plain
-    except (pa.ArrowException, OSError) as error:
+        return pa.table(columns, schema=schema)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise IntegrityError(f"{where} does not parse: {error}", "", RESTORE) from None
 
 

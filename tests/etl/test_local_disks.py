@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -13,20 +14,27 @@ import pytest
 
 from etl.engines import ENGINES
 from tests.pipeline.command import ENVIRONMENT
+from tests.services.marked import MARK, end_marked, marked
 from tests.support import write_images
 
 _NUM_IMAGES, _OF_A_UNIT, _IMAGE_BYTES = 144, 8, 256 * 256 * 3
 _NUM_WORKERS = 2
 
 
-def bytes_below(folder: Path) -> int:
-    found = 0
-    for directory, _, names in os.walk(folder):
-        for name in names:
-            # It may be gone by now.
-            with suppress(OSError):
-                found += os.stat(os.path.join(directory, name)).st_blocks * 512
-    return found
+def bytes_below(folder: Path, mark: str = "") -> int:
+    """Of its files; with those that processes with the mark still have open, and nobody can see."""
+    paths = [os.path.join(directory, name) for directory, _, names in os.walk(folder) for name in names]
+    for descriptors in (f"/proc/{pid}/fd" for pid in (marked(mark) if mark else ())):
+        # It may have ended.
+        with suppress(OSError):
+            paths += [f"{descriptors}/{number}" for number in os.listdir(descriptors)]
+    found: dict[int, int] = {}
+    for path in paths:
+        with suppress(OSError):
+            if not path.startswith("/proc/") or os.readlink(path).startswith(str(folder)):
+                status = os.stat(path)
+                found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "auto"])
@@ -36,7 +44,7 @@ def test_local_disks_hold_no_more_than_the_units_under_way(engine: str, tmp_path
     scratch.mkdir()
     settings = {
         "etl.engine": engine, "etl.image_size": 256, "etl.encoding": "raw", "etl.unit_min_images": _OF_A_UNIT,
-        "spark.master": f"local[{_NUM_WORKERS}]",
+        "spark.master": f"local[{_NUM_WORKERS}]", "etl.num_workers": _NUM_WORKERS,
     }  # fmt: skip
     chosen = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     command = [
@@ -48,13 +56,18 @@ def test_local_disks_hold_no_more_than_the_units_under_way(engine: str, tmp_path
         "--workdir",
         str(tmp_path / "work"),
     ]
-    own = {"TMPDIR": str(scratch), "SPARK_LOCAL_DIRS": str(scratch)}
+    mark = f"disks-{secrets.token_hex(8)}"
+    java = f"-Djava.io.tmpdir={scratch}"
+    own = {"TMPDIR": str(scratch), "SPARK_LOCAL_DIRS": str(scratch), "JAVA_TOOL_OPTIONS": java, MARK: mark}
     said, peak = tmp_path / "said", 0
-    with said.open("w") as output:
-        job = subprocess.Popen([*command, *chosen], env={**ENVIRONMENT, **own}, stdout=output, stderr=output)
-    while job.poll() is None:
-        peak = max(peak, bytes_below(scratch))
-        time.sleep(0.01)
+    try:
+        with said.open("w") as output:
+            job = subprocess.Popen([*command, *chosen], env={**ENVIRONMENT, **own}, stdout=output, stderr=output)
+        while job.poll() is None:
+            peak = max(peak, bytes_below(scratch, mark))
+            time.sleep(0.01)
+    finally:
+        end_marked(mark)
     assert job.returncode == 0, said.read_text()[-3000:]
     assert bytes_below(tmp_path / "work" / "dataset" / "shards") > _NUM_IMAGES * _IMAGE_BYTES
     assert 0 < peak < 2 * _NUM_WORKERS * _OF_A_UNIT * _IMAGE_BYTES, f"{peak:,} bytes of scratch"

@@ -32,5 +32,7 @@ def pack_environment(folder: Path) -> Path:
         *([[find_uv(), "pip", "install", *into, "--no-deps", ROOT / "native"]] if NATIVE_ID else []),
         ["tar", "-cf", folder / "environment.tar", "-C", folder / NAME, "."],
     ):
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=240)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
+    shutil.rmtree(folder / NAME)
     return folder / "environment.tar"

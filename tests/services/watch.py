@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -31,8 +32,16 @@ class Watch:
     has_drivers_key: set[str] = field(default_factory=set)
     """Processes of executors with that key, of the driver alone, in their environment."""
     ended: threading.Event = field(default_factory=threading.Event)
+    failed: Exception | None = None
 
     def look(self) -> None:
+        """Until `ended`; what it raises is in `failed`."""
+        try:
+            self._look()
+        except Exception as error:
+            self.failed = error
+
+    def _look(self) -> None:
         while not self.ended.wait(0.2):
             for pid, words in marked(self.mark).items():
                 line = " ".join(words)
@@ -42,7 +51,8 @@ class Watch:
                     if self.drivers_key.encode() in environ and any(part in line for part in ON_EXECUTORS):
                         self.has_drivers_key.add(line)
             for path in ("environment/", "executors/", "jobs/", "stages/"):
-                with contextlib.suppress(OSError):
+                # The UI ends with the job, in the middle of a page if so.
+                with contextlib.suppress(OSError, http.client.HTTPException):
                     self._open(path)
 
     def _open(self, path: str) -> None:
@@ -64,3 +74,5 @@ def watching(mark: str, ui_port: int, drivers_key: str) -> Iterator[Watch]:
     finally:
         watch.ended.set()
         thread.join(60)
+        looked = not thread.is_alive() and watch.failed is None
+    assert looked, watch.failed or "it still looks"
