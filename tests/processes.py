@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+import signal
 import socket
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -86,3 +87,9 @@ def listeners(mark: str) -> set[Listener]:
                 readable = socket.inet_ntop(family, address).removeprefix("::ffff:")
                 found.add(Listener(int(port, 16), readable, *inodes[fields[9]]))
     return found
+
+
+def hears_all_signals() -> None:
+    """For `preexec_fn`: as in a terminal, also if the tests run in the background or below nohup, which ignore some."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import hears_all_signals
+
 COMMAND = """
 import os, time
 from shardmill.jobs.ending import end_with_script
@@ -47,6 +49,7 @@ def started(arguments: list[str], expected: str) -> subprocess.Popen[str]:
         text=True,
         env=environment,
         start_new_session=True,
+        preexec_fn=hears_all_signals,
         cwd=Path(__file__).parents[2],
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import hears_all_signals
 from tests.services.marked import MARK
 from tests.train.driver_process import ROOT, Driver
 
@@ -50,6 +51,7 @@ def begun(folder: Path, dataset: str, command: tuple[str, ...], launcher: str) -
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=hears_all_signals,
     )
     driver, steps = Driver(process, mark), folder / "work/runs/run/steps.jsonl"
     try:
