@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from etl.engines import ENGINES
-from tests.pipeline.command import ENVIRONMENT
+from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.services.marked import MARK, end_marked, marked
 from tests.support import write_images
 
@@ -47,15 +46,7 @@ def test_local_disks_hold_no_more_than_the_units_under_way(engine: str, tmp_path
         "spark.master": f"local[{_NUM_WORKERS}]", "etl.num_workers": _NUM_WORKERS,
     }  # fmt: skip
     chosen = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-    command = [
-        sys.executable,
-        "-m",
-        "pipeline.cli",
-        "etl",
-        str(tmp_path / "images"),
-        "--workdir",
-        str(tmp_path / "work"),
-    ]
+    command = [str(BIN / "shardmill"), "etl", str(tmp_path / "images"), "--workdir", str(tmp_path / "work")]
     mark = f"disks-{secrets.token_hex(8)}"
     java = f"-Djava.io.tmpdir={scratch}"
     own = {"TMPDIR": str(scratch), "SPARK_LOCAL_DIRS": str(scratch), "JAVA_TOOL_OPTIONS": java, MARK: mark}
