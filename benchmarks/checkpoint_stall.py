@@ -79,17 +79,18 @@ def main() -> None:
         member.train_step(batch, 16, None)
         return time.perf_counter() - start
 
-    for _ in range(5):
-        step()
-    plain_steps = [step() for _ in range(10)]
     figures: dict[str, list[float]] = {name: [] for name in ("blocked", "complete after", "longest step", "by hand")}
     with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
         folder = CheckpointFolder(claim_attempt(open_store(scratch), "t", 1), keep_checkpoints=2)
         identity = TrainingIdentity(DatasetPin("u", 1, "s"), "plan", ModelIdentity("", ""), {})
         with CheckpointWriter(folder, member, SilentReporter()) as writer:
+            writer.copy_state()
+            for _ in range(5):
+                step()
+            plain_steps = [step() for _ in range(10)]
             for number in range(given.rounds):
                 start = time.perf_counter()
-                writer.begin(Moment(folder.path_of(number), member.state_files(), identity, Progress(), number, 1))
+                writer.begin(Moment(folder.path_of(number), writer.copy_state(), identity, Progress(), number, 1))
                 figures["blocked"].append(time.perf_counter() - start)
                 meanwhile = [step()]
                 while writer.is_writing:
@@ -97,6 +98,7 @@ def main() -> None:
                 written = writer.take()
                 assert written is not None and not written.problem, written
                 figures["complete after"].append(written.seconds)
+                del written
                 figures["longest step"].append(max(meanwhile))
 
                 os.sync()

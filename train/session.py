@@ -74,6 +74,8 @@ def resume(session: Session, begin: Callable[[Session], None]) -> FoundCheckpoin
     else:
         begin(session)
         session.member.start({}, 0, "")
+    # For nothing but its memory, which the first checkpoint's copy takes over.
+    session.writer.copy_state()
     if found:
         cursor = found.marker.progress.cursor
         fields = {"path": found.path, "epoch": cursor.epoch, "step": cursor.step, "world_size": found.marker.world_size}
@@ -137,7 +139,7 @@ def save(session: Session, progress: Progress) -> tuple[Progress, str]:
     global_step = session.global_step(progress)
     moment = Moment(
         path=session.checkpoints.path_of(global_step),
-        files=session.member.state_files(),
+        files=session.writer.copy_state(),
         identity=session.identity,
         progress=progress,
         global_step=global_step,

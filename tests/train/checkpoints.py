@@ -26,6 +26,9 @@ class OneRank:
     def gather_aside(self, data: bytes) -> list[bytes]:
         return [data]
 
+    def state_files(self) -> dict[str, list[np.ndarray]]:
+        return {WEIGHTS: [np.zeros(3, np.float32)]}
+
 
 class Silent:
     """Whom nobody listens to."""
@@ -39,9 +42,8 @@ class Silent:
 
 def write_checkpoint(folder: CheckpointFolder, step: int, identity: TrainingIdentity, progress: Progress) -> None:
     """One of a training of one rank, with one small file."""
-    weights = {WEIGHTS: [np.zeros(3, np.float32)]}
     with CheckpointWriter(folder, OneRank(), Silent()) as writer:
-        writer.begin(Moment(folder.path_of(step), weights, identity, progress, step, world_size=1))
+        writer.begin(Moment(folder.path_of(step), writer.copy_state(), identity, progress, step, world_size=1))
         written = writer.take()
     assert written is not None and not written.problem
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,33 @@ def test_whom_a_checkpoint_waits_for_is_told(tmp_path):
         assert told.get(timeout=60) == ("its own work", False)
         taken.join()
     assert open_checkpoint(open_store(tmp_path), folder.path_of(1)).marker.world_size == 2
+
+
+def test_there_is_memory_for_one_copy_from_before_the_first_step_on(tmp_path):
+    """It is held between checkpoints, and given up before the next copy is made, so that there are never two."""
+    copies: list[weakref.ref[np.ndarray]] = []
+
+    class Copying(OneRank):
+        def state_files(self) -> dict[str, list[np.ndarray]]:
+            assert not any(copy() is not None for copy in copies)
+            weights = np.zeros(3)
+            copies.append(weakref.ref(weights))
+            return {WEIGHTS: [weights]}
+
+    claim_attempt(open_store(tmp_path), "t", 1)
+    folder = CheckpointFolder(Attempt(open_store(tmp_path), "t", 1), 2)
+    identity = TrainingIdentity(DatasetPin("u", 1, ""), "plan", ModelIdentity("", ""), {})
+    with CheckpointWriter(folder, Copying(), Silent()) as writer:
+        writer.copy_state()
+        for step in (1, 2):
+            writer.begin(Moment(folder.path_of(step), writer.copy_state(), identity, Progress(), step, world_size=1))
+            writer.take()
+            # The thread that has written is about to end, and names the copy until then.
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":
+                    thread.join()
+            assert copies[-1]() is not None
+    assert len(copies) == 3
 
 
 def test_training_goes_on_while_the_store_is_slow(tiny_uri, tmp_path, whole, faulty):
