@@ -90,15 +90,16 @@ def _devices(train: TrainConfig, num_ranks_here: int) -> Iterator[Finding]:
 def _window_memory(tree: PipelineTree) -> Iterator[Finding]:
     """What the shuffle windows of one rank need on the committed dataset, if there is one."""
     from shardmill.dataset.open import open_dataset
-    from train.preflight import check_trainable, window_memory
+    from train.preflight import check_spread, check_trainable, window_memory
 
     subject = "train.window_budget_bytes"
     try:
         if not tree.dataset.uri or not has_version(tree.dataset.uri):
             return
         dataset = open_dataset(tree.dataset.uri)
-        check_trainable(tree.train, dataset, tree.gate)
-        memory = window_memory(tree.train, dataset)
+        train = check_spread(tree.train, tree.spark, dataset).config
+        check_trainable(train, dataset, tree.gate)
+        memory = window_memory(train, dataset)
     except ShardmillError as error:
         # No failure: the ETL of a run with this config may commit another version first.
         yield Finding("warn", subject, f"the committed dataset as it is: {error.what}; {error.expected}", error.fix)

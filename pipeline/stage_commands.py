@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.config import existing_path, load_for_dataset, load_for_models, require
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from pipeline.cli_options import Common
     from shardmill.dataset.verify import VerifyReport
     from train.changes import Again
-    from train.config import TrainConfig
     from train.published.export import ExportOutcome
 
 
@@ -47,7 +45,7 @@ def train_stage(dataset_or_config: str, common: Common, again: Again) -> StageRe
     from train.training import train_in_run, train_record
     from train.tree import TrainTree
 
-    config, common = _of_world(dataset_or_config, common)
+    config = load_for_dataset(dataset_or_config, common.overrides, common.workdir).train
     with attached(config), _open_dataset_run(dataset_or_config, common) as run:
         refuse_what_cannot_work(run.tree, common.workdir, ("train",))
         tree, pin = run.tree.part(TrainTree), open_dataset(_dataset_of_run(run)).pin
@@ -154,18 +152,6 @@ def report_again(common: Common) -> StageRecord:
     write_stage_record(workdir, run_id, record)
     write_summary(workdir, run_id, state, SUMMARY_SECTIONS)
     return record
-
-
-def _of_world(dataset_or_config: str, common: Common) -> tuple[TrainConfig, Common]:
-    """The section `train`, and options that say how many ranks it has if the processes of all have been started."""
-    from train.launching.attach import started_world_size
-
-    config = load_for_dataset(dataset_or_config, common.overrides, common.workdir).train
-    world_size = started_world_size()
-    if config.launcher != "attach" or world_size is None or "num_workers" in config.model_fields_set:
-        return config, common
-    common = replace(common, overrides=(*common.overrides, f"train.num_workers={world_size}"))
-    return load_for_dataset(dataset_or_config, common.overrides, common.workdir).train, common
 
 
 @contextmanager

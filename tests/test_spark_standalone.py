@@ -134,10 +134,12 @@ def test_the_command_line_on_a_cluster_shows_nothing_of_sparks(
 def test_horovod_on_the_cluster_gives_the_weights_of_local_ranks(
     folder: Path, submitter: Submitter, spark_cluster: SparkCluster
 ):
-    chosen = ["--set", "train.strategy=horovod", "--set", "train.model=small_cnn"]
+    """A rank on each executor is what `auto` chooses for a training that is long enough."""
+    chosen = ["--set", "train.strategy=horovod", "--set", "train.model=small_cnn", "--set", "train.epochs=13"]
     train = submitter.start(
         "train/job.py", "--config", "local.toml", "--workdir", "work", "--run-id", "horovod", "--until", "train",
-        *chosen, "--set", "train.launcher=horovod_spark",
+        *chosen, "--set", "train.launcher=horovod_spark", "--set", "train.num_workers=0",
+        spark__cores__max="2", spark__executor__cores="1",
     )  # fmt: skip
     seen = set()
     while train.process.poll() is None:
@@ -151,6 +153,7 @@ def test_horovod_on_the_cluster_gives_the_weights_of_local_ranks(
     there, here = (summary_of(folder / work, run)["train"]
                    for work, run in (("work", "horovod"), ("shardmill-work", "here")))  # fmt: skip
     assert (there["launcher"], there["world_size"]) == ("horovod_spark", 2)
+    assert "has places for 2" in there["strategy_reason"]
     assert there["weights_sha256"] == here["weights_sha256"]
     assert steps_of(folder / "work", "horovod") == steps_of(folder / "shardmill-work", "here")
 

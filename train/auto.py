@@ -1,83 +1,27 @@
-"""What `auto` stands for: strategy and launcher by one table of rules, from what is known before anything starts."""
+"""What `auto` stands for: ranks, strategy and launcher, by tables of rules, from what is known beforehand."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
+from train.auto_rules import LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts, Rule
 from train.choose_backend import choose_backend, framework_of
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.attach_place import find_place
 from train.launching.devices import gpus_here
+from train.launching.spark_slots import num_places_of
 from train.models.user import imported_packages
 from train.strategies import STRATEGIES, roles_of
 
 if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset
     from shardmill.jobs.config import SparkConfig
 
 AUTO = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """All that the rules look at."""
-
-    num_workers: int
-    num_ranks: int
-    """More than `num_workers` where a strategy that is set needs other processes, too."""
-    local_steps: int
-    backend: str
-    """That of the config, or of the model's own code; `keras` if either would do."""
-    is_keras_model: bool
-    num_devices: int
-    """`train.local_devices`, or the GPUs that this process may use."""
-    spark_master: str
-    installed: frozenset[str]
-    """The strategies and launchers of which every package is here."""
-
-    @property
-    def has_cluster(self) -> bool:
-        return not self.spark_master.startswith("local")
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One row of the table in docs/training.md; of a table the first row that applies counts."""
-
-    choice: str
-    applies: Callable[[Facts], bool]
-    because: str
-
-
-STRATEGY_RULES = (
-    Rule("local_sgd", lambda facts: facts.local_steps > 1, "train.local_steps = {local_steps}"),
-    Rule(
-        "mirrored",
-        lambda facts: facts.num_workers == 1 and facts.backend == "keras" and facts.num_devices > 1,
-        "one worker of TensorFlow on {num_devices} devices",
-    ),
-    Rule("single", lambda facts: facts.num_workers == 1, "one worker"),
-    Rule("torch_ddp", lambda facts: facts.backend == "torch", "{num_workers} workers of PyTorch"),
-    Rule("horovod", lambda facts: True, "{num_workers} workers of TensorFlow, one grouped allreduce a step"),
-    Rule("multi_worker_mirrored", lambda facts: True, "{num_workers} workers of TensorFlow, and Horovod is not here"),
-)
-LAUNCHER_RULES = (
-    Rule(
-        "inline",
-        lambda facts: facts.num_ranks == 1 and not (facts.is_keras_model and facts.backend == "torch"),
-        "in this process",
-    ),
-    Rule(
-        "spark_barrier",
-        lambda facts: facts.num_ranks > 1 and facts.has_cluster,
-        "as tasks of the Spark cluster {spark_master}",
-    ),
-    Rule("local", lambda facts: True, "in processes of this machine"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +31,24 @@ class Chosen:
     config: TrainConfig
     strategy_reason: str
     launcher_reason: str
+    ranks_reason: str = ""
+    """Empty if `train.num_workers` is set."""
 
     @property
     def reason(self) -> str:
-        """Why this strategy and this launcher, for people."""
-        return f"{self.config.strategy}: {self.strategy_reason}; {self.config.launcher}: {self.launcher_reason}"
+        """Why so many ranks, this strategy and this launcher, for people."""
+        of_ranks = f"{self.config.num_workers} rank(s): {self.ranks_reason}; " if self.ranks_reason else ""
+        of_strategy = f"{self.config.strategy}: {self.strategy_reason}"
+        return f"{of_ranks}{of_strategy}; {self.config.launcher}: {self.launcher_reason}"
 
     def spread(self, config: TrainConfig) -> TrainConfig:
         """The same training as in `config`, spread so."""
-        return config.model_copy(update={"strategy": self.config.strategy, "launcher": self.config.launcher})
+        names = ("num_workers", "strategy", "launcher")
+        return config.model_copy(update={name: getattr(self.config, name) for name in names})
+
+    def with_ranks(self, num_workers: int, reason: str) -> Chosen:
+        """Another number of them."""
+        return replace(self, config=self.config.model_copy(update={"num_workers": num_workers}), ranks_reason=reason)
 
     def with_strategy(self, strategy: str, reason: str) -> Chosen:
         """Another strategy."""
@@ -106,12 +59,17 @@ class Chosen:
         return replace(self, config=self.config.model_copy(update={"launcher": launcher}), launcher_reason=reason)
 
 
-def resolve(config: TrainConfig, spark: SparkConfig) -> Chosen:
-    """Replace `auto` for strategy, launcher and backend. Resolving what is resolved changes nothing.
+def resolve(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None = None) -> Chosen:
+    """Replace `auto` for ranks, strategy, launcher and backend. Resolving what is resolved changes nothing.
 
-    Raises UsageError if a choice, or what was set, cannot run; nothing is imported that trains.
+    Before there is a `dataset`, nothing follows from its size. Raises UsageError if a choice, or what was set, cannot
+    run; nothing is imported that trains.
     """
-    facts = _facts(config, spark)
+    why_ranks = ""
+    if not config.num_workers:
+        num_workers, why_ranks = choose_ranks(config, _facts(config, spark, dataset))
+        config = config.model_copy(update={"num_workers": num_workers})
+    facts = _facts(config, spark, dataset)
     strategy, why_strategy = config.strategy, "set by train.strategy"
     if strategy == AUTO:
         strategy, why_strategy = choose(STRATEGY_RULES, facts, "train.strategy")
@@ -122,7 +80,19 @@ def resolve(config: TrainConfig, spark: SparkConfig) -> Chosen:
         _refuse_started_by_others()
         launcher, why_launcher = choose(LAUNCHER_RULES, facts, "train.launcher")
     config = config.model_copy(update={"launcher": launcher})
-    return Chosen(config, why_strategy, why_launcher)
+    return Chosen(config, why_strategy, why_launcher, why_ranks)
+
+
+def choose_ranks(config: TrainConfig, facts: Facts) -> tuple[int, str]:
+    """How many the first row gives that applies, and why; fewer, if only fewer have equal shares of a step."""
+    rule = next(rule for rule in RANKS_RULES if rule.applies(facts))
+    most, because = rule.num_ranks(facts) or 1, rule.because.format(**asdict(facts))
+    if rule.choice in ("started", "named"):
+        return most, because
+    fitting = (each for each in range(min(most, config.num_streams), 1, -1) if _shares_equally(config, each))
+    num_ranks = next(fitting, 1)
+    equal = f", of which {num_ranks} get equal parts of train.num_streams = {config.num_streams}"
+    return num_ranks, because + (equal if num_ranks < most else "")
 
 
 def choose(rules: tuple[Rule, ...], facts: Facts, key: str) -> tuple[str, str]:
@@ -137,19 +107,62 @@ def choose(rules: tuple[Rule, ...], facts: Facts, key: str) -> tuple[str, str]:
     )
 
 
-def _facts(config: TrainConfig, spark: SparkConfig) -> Facts:
+def _shares_equally(config: TrainConfig, num_ranks: int) -> bool:
+    """Whether so many own equally many streams, and each enough for its parts of a step."""
+    is_enough = config.num_parts * config.local_steps <= config.smallest_share(num_ranks)
+    return config.num_streams % num_ranks == 0 and is_enough
+
+
+def _facts(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None) -> Facts:
     entries = {**STRATEGIES.entries, **LAUNCHERS.entries}
     backend = framework_of(config) or "keras"
+    gpus = gpus_here(config, backend)
+    # Of several GPUs a process of TensorFlow uses all, unless its strategy is set to one that gives each rank one.
+    takes_one = backend == "torch" if config.strategy == AUTO else STRATEGIES[config.strategy].devices_per_rank == "one"
     return Facts(
         num_workers=config.num_workers,
         num_ranks=config.num_workers if config.strategy == AUTO else len(roles_of(config)),
         local_steps=config.local_steps,
         backend=backend,
         is_keras_model="keras" in imported_packages(config.model),
-        num_devices=config.local_devices or len(gpus_here(config, backend)),
+        num_devices=config.local_devices or len(gpus),
         spark_master=spark.master,
         installed=frozenset(name for name, entry in entries.items() if not entry.missing_packages()),
+        num_started=_started_by_others() if config.launcher == "attach" else 0,
+        num_named=config.num_named,
+        only_one=_what_keeps_one(config),
+        num_gpus=len(gpus) if takes_one else 0,
+        may_use_cluster=config.launcher == AUTO or "pyspark" in LAUNCHERS.entry(config.launcher).packages,
+        num_places=num_places_of(spark.master, spark.train.conf),
+        num_steps=None if dataset is None else _num_steps(config, dataset),
     )
+
+
+def _num_steps(config: TrainConfig, dataset: Dataset) -> int | None:
+    """Of the whole training; None without a split to train on, which is refused elsewhere."""
+    split = dataset.manifest.splits.get("train")
+    return None if split is None else config.epochs * -(-split.num_rows // config.global_batch_size)
+
+
+def _what_keeps_one(config: TrainConfig) -> str:
+    """The setting, or an empty text."""
+    strategy = None if config.strategy == AUTO else STRATEGIES[config.strategy]
+    one = {
+        f"train.launcher = {config.launcher!r}": config.launcher == "inline",
+        # With another number of ranks some compute another training, which is for a person to ask for.
+        f"train.strategy = {config.strategy!r}": strategy is not None
+        and (strategy.max_world_size == 1 or not strategy.synchronous),
+        f"train.local_steps = {config.local_steps}": config.local_steps > 1,
+        # It shares out row groups, of which there may be fewer than ranks.
+        f"train.reader = {config.reader!r}": config.reader != "shardmill",
+    }
+    return next((setting for setting, is_set in one.items() if is_set), "")
+
+
+def _started_by_others() -> int:
+    """Processes of this command; 0 if it was started by itself."""
+    found = find_place(os.environ)
+    return found[1].world_size if found else 0
 
 
 def _refuse_started_by_others() -> None:

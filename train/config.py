@@ -73,8 +73,8 @@ class TrainConfig(Section):
     """Weights that are not trained: `all_but_head` (the last layer), or patterns of their names such as `conv*`."""
     unfreeze_epoch: Annotated[int, LATER] = Field(default=0, ge=0)
     """They are trained from this epoch on, counted from 0, with an optimizer that begins anew; 0: never."""
-    num_workers: Annotated[int, HOW] = Field(default=1, ge=1)
-    """Ranks: training processes."""
+    num_workers: Annotated[int, HOW] = Field(default=0, ge=0)
+    """Ranks: training processes; 0: as many as `auto` finds GPUs or hosts for (docs/training.md)."""
     rank_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], HOW] = ()
     """Relative speed of each rank, in rank order: a slow one gets fewer of the `num_streams` (at least one), and the
     global batches stay the same. Empty for equal shares."""
@@ -222,6 +222,16 @@ class TrainConfig(Section):
             return streams_by_weight(self.rank_weights, self.num_streams)[rank]
         return streams_of_rank(rank, world_size, self.num_streams)
 
+    def smallest_share(self, world_size: int) -> int:
+        """Samples of a step that the rank with the fewest streams has."""
+        fewest_streams = min(len(self.streams_of(rank, world_size)) for rank in range(world_size))
+        return fewest_streams * (self.global_batch_size // self.num_streams)
+
+    @property
+    def num_named(self) -> int:
+        """Ranks that this config names one by one, by their silos or weights."""
+        return len(self.silos or self.rank_weights)
+
     @property
     def num_parts(self) -> int:
         """In which a rank computes its share of a step."""
@@ -248,22 +258,21 @@ class TrainConfig(Section):
                 f"train.num_streams = {self.num_streams}; nearest: "
                 f"{max(1, round(self.global_batch_size / self.num_streams)) * self.num_streams}"
             )
-        if self.num_workers > self.num_streams:
+        num_ranks = self.num_workers or self.num_named or 1
+        if num_ranks > self.num_streams:
             raise ValueError(
-                f"train.num_workers = {self.num_workers} to be at most train.num_streams = {self.num_streams}; "
+                f"train.num_workers = {num_ranks} to be at most train.num_streams = {self.num_streams}; "
                 f"each rank owns at least one stream: raise train.num_streams, which makes another training"
             )
-        if self.rank_weights and len(self.rank_weights) != self.num_workers:
+        if self.rank_weights and len(self.rank_weights) != num_ranks:
             raise ValueError(
                 f"train.rank_weights = {list(self.rank_weights)} to have one weight for each of train.num_workers = "
-                f"{self.num_workers} ranks; set train.num_workers = {len(self.rank_weights)}"
+                f"{num_ranks} ranks; set train.num_workers = {len(self.rank_weights)}"
             )
-        fewest_streams = min(len(self.streams_of(rank, self.num_workers)) for rank in range(self.num_workers))
-        smallest_share = fewest_streams * (self.global_batch_size // self.num_streams)
-        if self.num_parts * self.local_steps > smallest_share:
+        if self.num_parts * self.local_steps > (share := self.smallest_share(num_ranks)):
             raise ValueError(
                 f"train.accumulation_steps = {self.accumulation_steps} times train.local_steps = {self.local_steps} to "
-                f"be at most {smallest_share}, the samples of a step that the rank with the fewest streams has"
+                f"be at most {share}, the samples of a step that the rank with the fewest streams has"
             )
         return self
 

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 CHOSEN = "chosen.json"
 """The `KeptChoice` of a training, in its folder."""
-_ASKED = ("num_workers", "local_devices", "devices")
+_ASKED = ("local_devices", "devices")
 _AS_BEGUN = "as this training was begun ({})"
 
 
 class KeptChoice(Section):
     """How the newest attempt at a training was spread, and the settings that it was asked with."""
 
+    ranks_reason: str = ""
+    """Empty if it was told how many."""
     strategy: str
     strategy_reason: str
     launcher: str
@@ -54,22 +56,28 @@ def as_begun(
 ) -> Chosen:
     """`chosen`, but of what is `auto` in `asked` what an earlier attempt had chosen, if that passes `check`.
 
-    Other workers, devices or another Spark master are a new question, and get a new answer. `check` raises UsageError
-    for what cannot run.
+    Other workers or devices that are set, or another Spark master, are a new question, and get a new answer. `check`
+    raises UsageError for what cannot run.
     """
     if kept is None:
         return chosen
     now, then = _choice_of(chosen, spark), chosen
-    same_spread = all(getattr(kept, name) == getattr(now, name) for name in _ASKED)
+    is_same_master = kept.spark_master == now.spark_master
+    may_be_other = is_same_master and not asked.num_workers
+    same_ranks = may_be_other or kept.num_workers == now.num_workers
+    same_spread = same_ranks and all(getattr(kept, name) == getattr(now, name) for name in _ASKED)
+    if same_spread and kept.num_workers != now.num_workers:
+        then = then.with_ranks(kept.num_workers, _AS_BEGUN.format(kept.ranks_reason or "as set"))
     if same_spread and asked.strategy == AUTO and kept.strategy != now.strategy:
         then = then.with_strategy(kept.strategy, _AS_BEGUN.format(kept.strategy_reason))
-    same_place = same_spread and kept.spark_master == now.spark_master
+    same_place = same_spread and is_same_master
     if same_place and asked.launcher == AUTO and kept.launcher != now.launcher:
         then = then.with_launcher(kept.launcher, _AS_BEGUN.format(kept.launcher_reason))
     try:
         check(then.config, spark)
     except UsageError as error:
-        was = f"this training was begun with {kept.strategy} ({kept.launcher}), which does not run now: {error}"
+        how = f"{kept.num_workers} rank(s), {kept.strategy} ({kept.launcher})"
+        was = f"this training was begun with {how}, which does not run now: {error}"
         observer.event("chosen_anew", {"rank": 0, WARNING: was})
         return chosen
     return then
@@ -79,7 +87,7 @@ def keep(store: Store, choice: TrainingChoice, chosen: Chosen, spark: SparkConfi
     """Write what this attempt is spread by, for those that go on."""
     now, before = _choice_of(chosen, spark), read_choice(store, choice)
     # The reasons of the first attempt hold as long as its choice does.
-    reasons = {"strategy_reason": now.strategy_reason, "launcher_reason": now.launcher_reason}
+    reasons = {name: getattr(now, name) for name in ("ranks_reason", "strategy_reason", "launcher_reason")}
     if before is None or before.model_copy(update=reasons) != now:
         store.put(f"{choice.training_dir}/{CHOSEN}", seal(now.model_dump_json().encode()))
 
@@ -87,6 +95,7 @@ def keep(store: Store, choice: TrainingChoice, chosen: Chosen, spark: SparkConfi
 def _choice_of(chosen: Chosen, spark: SparkConfig) -> KeptChoice:
     config = chosen.config
     return KeptChoice(
+        ranks_reason=chosen.ranks_reason,
         strategy=config.strategy,
         strategy_reason=chosen.strategy_reason,
         launcher=config.launcher,

@@ -98,7 +98,11 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
     Raises UsageError for what cannot run.
     """
     num_devices, kind = parse_devices(devices) if devices else (0, "")
-    chosen = check_terms(tree.train, tree.spark)
+    dataset = open_pinned(first_alike(open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin))
+    asked = tree.train
+    if num_devices > 1 and not asked.num_workers:
+        asked = asked.model_copy(update={"num_workers": num_devices})
+    chosen = check_terms(asked, tree.spark, dataset)
     config = chosen.config
     if num_devices not in (0, 1, config.num_workers):
         raise UsageError(
@@ -106,7 +110,6 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
             "expected a device for each rank",
             f"give --world-size {num_devices}, or --devices 1x{kind}",
         )
-    dataset = open_pinned(first_alike(open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin))
     check_trainable(config, dataset)
     # Before the step is measured: it refuses what cannot run.
     windows = window_memory(config, dataset)

@@ -50,19 +50,19 @@ class WindowMemory:
         return {**asdict(self), "bytes_per_rank": self.bytes_per_rank}
 
 
-def check_terms(config: TrainConfig, spark: SparkConfig) -> Chosen:
-    """What needs no dataset. -> what `auto` stands for.
+def check_terms(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None = None) -> Chosen:
+    """What needs no dataset; its size counts if it is there. -> what `auto` stands for.
 
     Raises UsageError for what cannot work. Nothing is imported that trains.
     """
-    chosen = check_spread(config, spark)
+    chosen = check_spread(config, spark, dataset)
     check_initial(chosen.config)
     return chosen
 
 
-def check_spread(config: TrainConfig, spark: SparkConfig) -> Chosen:
+def check_spread(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None = None) -> Chosen:
     """Strategy, launcher, backend and their numbers fit each other; raises and returns as `check_terms` does."""
-    chosen = resolve(config, spark)
+    chosen = resolve(config, spark, dataset)
     config = chosen.config
     find_strategy(config.strategy, config.num_workers, framework_of(config)).check(config)
     _check_exchange(config)

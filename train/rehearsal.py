@@ -36,7 +36,8 @@ def rehearse(tree: TrainTree) -> str:
     Memory is not measured: a step is computed in one part, unless the config says otherwise.
     Raises what the training would raise, and UsageError for ranks that this process cannot start.
     """
-    chosen = check_terms(tree.train, tree.spark)
+    dataset = open_dataset(require_uri("dataset.uri", tree.dataset.uri))
+    chosen = check_terms(tree.train, tree.spark, dataset)
     config = decided(pinned(chosen.config), 1, to_bfloat16=False)
     if config.launcher == "attach" or config.silos:
         raise UsageError(
@@ -44,7 +45,6 @@ def rehearse(tree: TrainTree) -> str:
             "expected ranks of one dataset that a single command starts",
             "leave --rehearse out",
         )
-    dataset = open_dataset(require_uri("dataset.uri", tree.dataset.uri))
     check_trainable(config, dataset, tree.gate)
     models = open_store(require_uri("models.uri", tree.models.uri))
     watch = _FirstStep()

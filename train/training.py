@@ -81,10 +81,9 @@ def train_model(
 ) -> TrainOutcome:  # fmt: skip
     """Resolve the dataset version once, and train on it; or go on with, or skip, what is there already.
 
-    `version` is the one that the caller has resolved for the whole run. `fresh_for` is the id of a run that wants a
-    training from step 0 whatever there is; asking again for the same run goes on with that training.
-    `again`: what becomes of an unfinished one with other settings. Raises UsageError (2), IntegrityError (3),
-    StorageError (4), or TrainingError (5), that of the first failed rank.
+    `version`: what the caller has resolved for the whole run. `fresh_for`: the id of a run that wants a training from
+    step 0 whatever there is; asked again, it goes on with that. `again`: what becomes of an unfinished one with other
+    settings. Raises UsageError (2), IntegrityError (3), StorageError (4), or TrainingError (5) of a failed rank.
     """
     # What can be said before anything starts: names, numbers, places.
     asked, chosen = tree.train, check_terms(tree.train, tree.spark)
@@ -93,7 +92,9 @@ def train_model(
 
     # The version: the latest, or the one that `dataset.uri` names. What is unfinished on another one stays as it is.
     choice = _choose(tree, version, fresh_for)
-    choice.report(tree.train, observer)
+    choice.report(asked, observer)
+    dataset = open_pinned(choice.dataset)
+    chosen = check_spread(asked, tree.spark, dataset)
     if choice.result is not None:
         return TrainOutcome(choice.result, models.uri, chosen, skipped=True)
 
@@ -101,7 +102,6 @@ def train_model(
     chosen = as_begun(read_choice(models, choice), asked, chosen, tree.spark, observer, check_spread)
     tree = tree.model_copy(update={"train": chosen.spread(tree.train)})
     launcher = LAUNCHERS[tree.train.launcher]
-    dataset = open_pinned(choice.dataset)
     check_trainable(tree.train, dataset, tree.gate)
     windows = window_memory(tree.train, dataset)
     _try_build(tree, choice, models, dataset, observer)

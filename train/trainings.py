@@ -90,7 +90,7 @@ class TrainingChoice:
             fields = {"rank": 0, "training_dir": self.continues.training_dir, "epochs_done": shorter}
             observer.event("continues", {**fields, "epochs": config.epochs, "note": note})
 
-        if self.result is not None and self.result.world_size != config.num_workers:
+        if self.result is not None and config.num_workers not in (0, self.result.world_size):
             sizes = {"world_size": self.result.world_size, "num_workers": config.num_workers}
             observer.event("other_world_size", {"rank": 0, **sizes})
 

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
-from shardmill.jobs.config import SparkConfig
-from train.auto import LAUNCHER_RULES, STRATEGY_RULES, Facts, choose, resolve
+from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
+from train.auto import choose, choose_ranks, resolve
+from train.auto_rules import FEW_STEPS, LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts
 from train.config import TrainConfig
 from train.exchange import EXCHANGE_RULES, ExchangeFacts, weigh
 from train.fit import FIT_RULES, MemoryFacts, fit
 from train.launching import LAUNCHERS
+from train.launching.spark_slots import num_places_of
 from train.strategies import STRATEGIES
 
 ALL = frozenset({*STRATEGIES.entries, *LAUNCHERS.entries})
@@ -25,6 +28,29 @@ ONE = Facts(
 FOUR = replace(ONE, num_workers=4, num_ranks=4)
 SERVED = replace(ONE, num_ranks=3)
 
+OPEN = replace(ONE, num_workers=0, num_ranks=0)
+ON_YARN = replace(OPEN, spark_master="yarn", num_places=8)
+
+RANKS_CASES = [
+    # Facts, row, ranks, and what must be among the words; 16 streams share 64 images of a step.
+    (OPEN, "one", 1, "one process uses what this machine has"),
+    (replace(OPEN, num_gpus=1), "one", 1, ""),
+    (replace(OPEN, num_gpus=4), "gpus", 4, "4 GPUs of this machine"),
+    (replace(OPEN, num_gpus=6), "gpus", 4, "6 GPUs of this machine, of which 4 get equal parts of train.num_streams"),
+    (replace(OPEN, num_gpus=64), "gpus", 16, "of which 16 get equal parts"),
+    (ON_YARN, "cluster", 8, "the Spark cluster yarn has places for 8"),
+    (replace(ON_YARN, num_gpus=2), "cluster", 8, ""),
+    (replace(ON_YARN, may_use_cluster=False), "one", 1, ""),
+    (replace(ON_YARN, num_places=None), "unknown_cluster", 1, "do not say how many executors yarn has"),
+    (replace(ON_YARN, num_steps=FEW_STEPS), "cluster", 8, ""),
+    (replace(ON_YARN, num_steps=FEW_STEPS - 1), "few_steps", 1, "99 steps in all are too few"),
+    (replace(OPEN, num_gpus=4, num_steps=5), "few_steps", 1, ""),
+    (replace(OPEN, num_gpus=1, num_steps=5), "one", 1, ""),
+    (replace(ON_YARN, num_places=None, num_steps=5), "unknown_cluster", 1, ""),
+    (replace(ON_YARN, only_one="train.launcher = 'inline'"), "one_unless_set", 1, "with train.launcher = 'inline'"),
+    (replace(ON_YARN, num_named=3, num_steps=5), "named", 3, "names as many"),
+    (replace(ON_YARN, num_started=3, num_steps=5), "started", 3, "others have started as many"),
+]  # fmt: skip
 STRATEGY_CASES = [
     (replace(FOUR, local_steps=4), "local_sgd"),
     (replace(ONE, num_devices=2), "mirrored"),
@@ -141,6 +167,66 @@ EXCHANGE_CASES = [
 ]
 
 
+@pytest.mark.parametrize(("facts", "row", "num_ranks", "words"), RANKS_CASES)
+def test_ranks(facts: Facts, row: str, num_ranks: int, words: str):
+    assert next(rule.choice for rule in RANKS_RULES if rule.applies(facts)) == row
+    found, because = choose_ranks(TrainConfig(num_streams=16, global_batch_size=64), facts)
+    assert found == num_ranks and words in because and "{" not in because
+
+
+def test_each_rank_has_enough_images_for_the_parts_of_its_step():
+    config = TrainConfig(num_streams=16, global_batch_size=64, accumulation_steps=8)
+    assert choose_ranks(config, replace(OPEN, num_gpus=16))[0] == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "spark", "expected"),
+    [
+        ({}, {}, (1, "single", "inline")),
+        ({"strategy": "horovod"}, {}, (1, "horovod", "inline")),
+        ({"rank_weights": (1.0, 2.0)}, {}, (2, "horovod", "local")),
+        ({}, {"spark.executor.instances": "4"}, (4, "horovod", "spark_barrier")),
+        ({"launcher": "local"}, {"spark.executor.instances": "4"}, (1, "single", "local")),
+        ({"strategy": "mirrored"}, {"spark.executor.instances": "4"}, (1, "mirrored", "inline")),
+        ({"epochs": 1}, {"spark.executor.instances": "4"}, (1, "single", "inline")),
+        ({"local_steps": 2}, {"spark.executor.instances": "4"}, (1, "local_sgd", "inline")),
+        ({"strategy": "parameter_server"}, {"spark.executor.instances": "4"}, (1, "parameter_server", "spark_barrier")),
+        ({"reader": "petastorm"}, {"spark.executor.instances": "4"}, (1, "single", "inline")),
+    ],
+)  # fmt: skip
+def test_ranks_follow_from_the_config_the_cluster_and_the_dataset(tiny_uri, settings, spark, expected):
+    section = SparkConfig(master="yarn" if spark else "local[*]", train=SparkApplicationConfig(conf=spark))
+    asked = TrainConfig(**{"epochs": 1000, **settings})
+    found = resolve(asked, section, open_dataset(tiny_uri)).config
+    assert (found.num_workers, found.strategy, found.launcher) == expected
+    if asked.epochs == 1:
+        assert resolve(asked, section).config.num_workers == 4, "before there is a dataset"
+
+
+@pytest.mark.parametrize(
+    ("master", "conf", "num_places"),
+    [
+        ("local[4]", {"spark.executor.instances": "3"}, None),
+        ("yarn", {}, None),
+        ("yarn", {"spark.executor.instances": "3", "spark.executor.cores": "8"}, 3),
+        ("yarn", {"spark.executor.instances": "3", "spark.dynamicAllocation.enabled": "true"}, None),
+        ("spark://a:7077", {"spark.cores.max": "8"}, None),
+        ("spark://a:7077", {"spark.cores.max": "8", "spark.executor.cores": "4"}, 2),
+        ("local-cluster[2,4,1024]", {}, 2),
+        ("yarn", {"spark.executor.instances": "3", "spark.executor.cores": "8",
+                  "spark.executor.resource.gpu.amount": "4", "spark.task.resource.gpu.amount": "1"}, 12),
+    ],
+)  # fmt: skip
+def test_places_of_a_cluster(master: str, conf: dict[str, str], num_places: int | None):
+    assert num_places_of(master, conf) == num_places
+
+
+def test_a_setting_of_spark_that_is_no_number_is_named():
+    conf = {"spark.executor.instances": "four"}
+    with pytest.raises(UsageError, match=r"spark.executor.instances = 'four'.*expected a whole number"):
+        resolve(TrainConfig(), SparkConfig(master="yarn", train=SparkApplicationConfig(conf=conf)))
+
+
 @pytest.mark.parametrize(("facts", "strategy"), STRATEGY_CASES)
 def test_strategies(facts: Facts, strategy: str):
     chosen, because = choose(STRATEGY_RULES, facts, "train.strategy")
@@ -156,8 +242,13 @@ def test_every_row_is_reached_by_a_case_and_stands_in_the_docs():
     documented = Path(__file__, "../../../docs/training.md").resolve().read_text()
     table = documented.partition("## What `auto` chooses")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert rows == [rule.choice for rule in (*STRATEGY_RULES, *LAUNCHER_RULES, *FIT_RULES, *EXCHANGE_RULES)]
-    reached = {name for _, name in (*STRATEGY_CASES, *LAUNCHER_CASES)}
+    of_ranks = {rule.choice for rule in RANKS_RULES}
+    assert rows == [
+        rule.choice for rule in (*RANKS_RULES, *STRATEGY_RULES, *LAUNCHER_RULES, *FIT_RULES, *EXCHANGE_RULES)
+    ]
+    reached = {case[1] for case in RANKS_CASES}
+    assert reached == of_ranks
+    reached |= {name for _, name in (*STRATEGY_CASES, *LAUNCHER_CASES)}
     reached |= {case[1] for case in FIT_CASES} | {case[2] for case in EXCHANGE_CASES}
     assert reached == set(rows)
     never = re.search(r"(.*) are never chosen", table)

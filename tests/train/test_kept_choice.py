@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardmill.errors import IntegrityError, TrainingError
@@ -16,6 +18,7 @@ from train.training import train_model, train_record
 
 HERE = SparkConfig(master="local[2]")
 TWO = TrainConfig(num_workers=2)
+ANY = TrainConfig()
 
 
 @pytest.fixture
@@ -61,11 +64,25 @@ def test_another_question_gets_another_answer(begun, asked, spark, strategy, lau
     assert (found.config.strategy, found.config.launcher) == (strategy, launcher)
 
 
+def test_ranks_that_were_chosen_stay_until_they_are_set_or_run_elsewhere(begun):
+    kept = replace(chosen_elsewhere(), ranks_reason="2 GPUs of this machine")
+    alone = resolve(ANY, HERE).config
+    assert (alone.num_workers, alone.strategy, alone.launcher) == (1, "single", "inline")
+    found, _ = begun(kept, ANY)
+    assert (found.config.num_workers, found.config.strategy) == (2, "multi_worker_mirrored")
+    assert found.reason.startswith("2 rank(s): as this training was begun (2 GPUs of this machine); multi_worker_mirr")
+    assert begun(kept, ANY.model_copy(update={"num_workers": 1}))[0].config.strategy == "single"
+    assert begun(kept, ANY, SparkConfig(master="local[3]"))[0].config == alone
+    # The one process of `inline` is set, so that two ranks cannot go on.
+    found, recorder = begun(kept, ANY.model_copy(update={"launcher": "inline"}))
+    assert found.config.num_workers == 1 and "begun with 2 rank(s)" in recorder.fields["chosen_anew"][WARNING]
+
+
 def test_what_no_longer_runs_is_chosen_anew_and_said(begun):
     found, recorder = begun(chosen_elsewhere(), TWO.model_copy(update={"compression": "fp16"}))
     assert found.config.strategy == "horovod"
     said = recorder.fields["chosen_anew"][WARNING]
-    assert "begun with multi_worker_mirrored (local), which does not run now: train.compression" in said
+    assert "begun with 2 rank(s), multi_worker_mirrored (local), which does not run now: train.compression" in said
 
 
 def test_a_training_keeps_its_choice_and_an_altered_one_is_refused(tiny_uri, tmp_path):
@@ -81,4 +98,5 @@ def test_a_training_keeps_its_choice_and_an_altered_one_is_refused(tiny_uri, tmp
     path.write_bytes(kept)
     outcome = train_model(tree, Recorder())
     assert path.read_bytes() == kept
-    assert train_record(outcome).sections["train"]["strategy_reason"] == "single: one worker; inline: in this process"
+    reason = train_record(outcome).sections["train"]["strategy_reason"]
+    assert reason.endswith("what this machine has; single: one worker; inline: in this process")

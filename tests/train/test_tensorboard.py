@@ -29,7 +29,7 @@ class UntilStep(ObserverReporter):
     """Reports to an observer, and ends as a crash would before global step `killed_at` is on record."""
 
     def __init__(self, observer, killed_at: int | None = None) -> None:
-        super().__init__(observer, InlineWatch(TrainConfig(strategy="single"), observer))
+        super().__init__(observer, InlineWatch(TrainConfig(strategy="single", num_workers=1), observer))
         self._recorder = Recorder(killed_at)
 
     def step(self, report) -> None:

@@ -92,12 +92,6 @@ def attached(config: TrainConfig) -> Iterator[None]:
             _gate = None
 
 
-def started_world_size() -> int | None:
-    """As how many processes this command was started, or None if it was started by itself."""
-    found = find_place(os.environ)
-    return found[1].world_size if found else None
-
-
 def check_world_size(world_size: int, spark: SparkConfig) -> None:
     """Raises UsageError if something has started this command, but not so many times."""
     found = find_place(os.environ)
@@ -116,7 +110,8 @@ def _ranks_here(world_size: int, spark: SparkConfig) -> int:
 
 
 def _place(config: TrainConfig) -> Place:
-    check_world_size(config.num_workers, SparkConfig())
+    if config.num_workers:
+        check_world_size(config.num_workers, SparkConfig())
     found = find_place(os.environ)
     if found is None:
         raise UsageError(

@@ -96,12 +96,16 @@ def _too_few(world_size: int, master: str, has: str) -> tuple[str, str, str]:
 
 def num_slots_of(master: str, conf: dict[str, str]) -> int | None:
     """Tasks that can run at the same time, or None if that is not known yet (dynamic allocation, defaults)."""
-    cpus_per_task = int(conf.get("spark.task.cpus", "1"))
+    cpus_per_task = _number(conf, "spark.task.cpus", "1")
 
     def slots_of_executor(cores: int) -> int:
         by_cores, gpus = cores // cpus_per_task, conf.get(GPUS_OF_EXECUTOR)
         # A share of a GPU (0.5) means that two tasks get the same one, which ranks refuse.
-        return by_cores if gpus is None else min(by_cores, int(int(gpus) / float(conf.get(GPUS_OF_TASK, "1"))))
+        return (
+            by_cores
+            if gpus is None
+            else min(by_cores, int(_number(conf, GPUS_OF_EXECUTOR) / float(conf.get(GPUS_OF_TASK, "1"))))
+        )
 
     if master == "local":
         return 1 // cpus_per_task
@@ -113,11 +117,35 @@ def num_slots_of(master: str, conf: dict[str, str]) -> int | None:
     if master.startswith("spark://"):
         # It gives cores, as many as there are, and knows no number of executors.
         most = conf.get("spark.cores.max")
-        return None if most is None else int(most) // cpus_per_task
+        return None if most is None else _number(conf, "spark.cores.max") // cpus_per_task
     is_fixed = conf.get("spark.dynamicAllocation.enabled", "false") == "false"
     if is_fixed and "spark.executor.instances" in conf and "spark.executor.cores" in conf:
-        return int(conf["spark.executor.instances"]) * slots_of_executor(int(conf["spark.executor.cores"]))
+        return _number(conf, "spark.executor.instances") * slots_of_executor(_number(conf, "spark.executor.cores"))
     return None
+
+
+def num_places_of(master: str, conf: dict[str, str]) -> int | None:
+    """Ranks that a cluster has room for: one for each GPU that it assigns, else one for each executor, which gives it
+    all its cores. None if the settings do not say; a local master is no cluster."""
+    if is_local_master(master):
+        return None
+    if GPUS_OF_TASK in conf:
+        return num_slots_of(master, conf)
+    if cluster := re.fullmatch(r"local-cluster\[(\d+),\d+,\d+\]", master):
+        return int(cluster[1])
+    if master.startswith("spark://"):
+        has_both = "spark.cores.max" in conf and "spark.executor.cores" in conf
+        return _number(conf, "spark.cores.max") // _number(conf, "spark.executor.cores") if has_both else None
+    is_fixed = conf.get("spark.dynamicAllocation.enabled", "false") == "false"
+    return _number(conf, "spark.executor.instances") if is_fixed and "spark.executor.instances" in conf else None
+
+
+def _number(conf: dict[str, str], name: str, default: str = "") -> int:
+    """Raises UsageError for what is no whole number above 0."""
+    value = conf.get(name, default)
+    if not re.fullmatch(r"0*[1-9]\d*", value):
+        raise UsageError(f"{name} = {value!r}", "expected a whole number above 0", "correct it in the Spark settings")
+    return int(value)
 
 
 def text_of(error: BaseException) -> str:

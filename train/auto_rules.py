@@ -1,0 +1,135 @@
+"""The tables of rules by which `auto` chooses, and the facts that they look at: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardmill.jobs.spark_settings import is_local_master
+
+FEW_STEPS = 100
+"""Of a whole training: at 50 ms each they take the 5 seconds that several ranks need to start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that the rules look at."""
+
+    num_workers: int
+    """0: not chosen yet."""
+    num_ranks: int
+    """More than `num_workers` where a strategy that is set needs other processes, too."""
+    local_steps: int
+    backend: str
+    """That of the config, or of the model's own code; `keras` if either would do."""
+    is_keras_model: bool
+    num_devices: int
+    """`train.local_devices`, or the GPUs that this process may use."""
+    spark_master: str
+    installed: frozenset[str]
+    """The strategies and launchers of which every package is here."""
+    num_started: int = 0
+    """Processes that others have started, for the launcher `attach`."""
+    num_named: int = 0
+    """Ranks that the config names one by one: silos, or weights of ranks."""
+    only_one: str = ""
+    """The setting with which several ranks are impossible, or for a person to ask for; empty if there is none."""
+    num_gpus: int = 0
+    """Of this machine, for ranks that take one each."""
+    may_use_cluster: bool = True
+    """The launcher is not one that starts ranks on this machine."""
+    num_places: int | None = None
+    """Executors of the Spark cluster, or GPUs if it assigns them; None if its settings do not say."""
+    num_steps: int | None = None
+    """Of the whole training; None as long as there is no dataset."""
+
+    @property
+    def has_cluster(self) -> bool:
+        return self.may_use_cluster and not is_local_master(self.spark_master)
+
+    @property
+    def has_room(self) -> bool:
+        """For several ranks."""
+        return (self.num_places or 0) > 1 if self.has_cluster else self.num_gpus > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the table in docs/training.md; of a table the first row that applies counts."""
+
+    choice: str
+    applies: Callable[[Facts], bool]
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class RanksRule:
+    """Likewise, for how many ranks there are."""
+
+    choice: str
+    applies: Callable[[Facts], bool]
+    because: str
+    num_ranks: Callable[[Facts], int | None] = lambda facts: 1
+
+
+RANKS_RULES = (
+    RanksRule(
+        "started",
+        lambda facts: facts.num_started > 0,
+        "others have started as many processes",
+        lambda facts: facts.num_started,
+    ),
+    RanksRule(
+        "named",
+        lambda facts: facts.num_named > 0,
+        "train.silos or train.rank_weights names as many",
+        lambda facts: facts.num_named,
+    ),
+    RanksRule("one_unless_set", lambda facts: facts.only_one != "", "with {only_one}, unless train.num_workers is set"),
+    RanksRule(
+        "few_steps",
+        lambda facts: facts.has_room and facts.num_steps is not None and facts.num_steps < FEW_STEPS,
+        "{num_steps} steps in all are too few to start more for",
+    ),
+    RanksRule(
+        "cluster",
+        lambda facts: facts.has_cluster and bool(facts.num_places),
+        "the Spark cluster {spark_master} has places for {num_places}",
+        lambda facts: facts.num_places,
+    ),
+    RanksRule(
+        "unknown_cluster",
+        lambda facts: facts.has_cluster,
+        "the settings do not say how many executors {spark_master} has (spark.executor.instances; or set "
+        "train.num_workers)",
+    ),
+    RanksRule(
+        "gpus", lambda facts: facts.num_gpus > 1, "{num_gpus} GPUs of this machine", lambda facts: facts.num_gpus
+    ),
+    RanksRule("one", lambda facts: True, "one process uses what this machine has"),
+)
+STRATEGY_RULES = (
+    Rule("local_sgd", lambda facts: facts.local_steps > 1, "train.local_steps = {local_steps}"),
+    Rule(
+        "mirrored",
+        lambda facts: facts.num_workers == 1 and facts.backend == "keras" and facts.num_devices > 1,
+        "one worker of TensorFlow on {num_devices} devices",
+    ),
+    Rule("single", lambda facts: facts.num_workers == 1, "one worker"),
+    Rule("torch_ddp", lambda facts: facts.backend == "torch", "{num_workers} workers of PyTorch"),
+    Rule("horovod", lambda facts: True, "{num_workers} workers of TensorFlow, one grouped allreduce a step"),
+    Rule("multi_worker_mirrored", lambda facts: True, "{num_workers} workers of TensorFlow, and Horovod is not here"),
+)
+LAUNCHER_RULES = (
+    Rule(
+        "inline",
+        lambda facts: facts.num_ranks == 1 and not (facts.is_keras_model and facts.backend == "torch"),
+        "in this process",
+    ),
+    Rule(
+        "spark_barrier",
+        lambda facts: facts.num_ranks > 1 and facts.has_cluster,
+        "as tasks of the Spark cluster {spark_master}",
+    ),
+    Rule("local", lambda facts: True, "in processes of this machine"),
+)
