@@ -18,26 +18,32 @@ import numpy as np
 import pyarrow as pa
 
 from etl.units import CopyUnit, UnitTask
+from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.row_segments import ROWS_SCHEMA
 from shardmill.dataset.segment import read_segment, rows_file
-from shardmill.dataset.unit_result import UnitResult
-from shardmill.ids import DIGEST_MODULUS
+from shardmill.dataset.statistics import ImageSizes
+from shardmill.dataset.unit_result import SplitSums, UnitResult
+from shardmill.ids import DIGEST_MODULUS, add_digests, format_digest, key_hash
 from shardmill.storage import Store
 
 if TYPE_CHECKING:
     from etl.changes import Changes, ShardRows
     from etl.shard_rows import RowCopier
+    from shardmill.dataset.manifest import Manifest
 
 
 Copy = Callable[[Sequence[CopyUnit], UnitTask], Iterator[UnitResult]]
 """Runs `etl.copy_unit.copy_rows` over units, in any order."""
 
 
-def carry(changes: Changes, copier: RowCopier, task: UnitTask, copy: Copy) -> Iterator[UnitResult]:
-    """One result for each shard of which a row is left. `copy` makes those that need new files.
+def carry(parent: Manifest, changes: Changes, copier: RowCopier, task: UnitTask, copy: Copy) -> Iterator[UnitResult]:
+    """One result for each shard of which a row is left, or for all of them. `copy` makes those that need new files.
 
     Raises IntegrityError if a shard that must be copied, or a row segment, is not what the older version vouches for.
     """
+    if _stays_whole(parent, changes, task):
+        yield _result_of_version(parent, changes, copier.store)
+        return
     units: list[CopyUnit] = []
     for index, shard in enumerate(changes.shards, start=-len(changes.shards)):
         if shard.is_whole and shard.restated is None:
@@ -48,6 +54,46 @@ def carry(changes: Changes, copier: RowCopier, task: UnitTask, copy: Copy) -> It
             units.append(_copy_unit(index, shard, task))
     if units:
         yield from copy(units, task)
+
+
+def _stays_whole(parent: Manifest, changes: Changes, task: UnitTask) -> bool:
+    """Whether all rows of `parent` stay as they are, so that its manifest has added them up already."""
+    is_untouched = all(shard.is_whole and shard.restated is None for shard in changes.shards)
+    num_rows = sum(len(shard.is_kept_N) for shard in changes.shards)  # without those of lost shards
+    has_its_classes = parent.class_names == task.row_schema.class_names
+    return is_untouched and num_rows == parent.counts.accepted and has_its_classes and parent.sizes is not None
+
+
+def _result_of_version(parent: Manifest, changes: Changes, store: Store) -> UnitResult:
+    """What one unit that had written all of `parent` would have returned, without reading a row."""
+    refused = (key_hash(each.key) for each in read_rejections(store, parent))
+    return UnitResult(
+        unit_index=-len(changes.shards),
+        fingerprint="",
+        shards=tuple(copy for shard in changes.shards for copy in shard.copies),
+        splits=tuple(_split_sums(parent, name) for name in parent.splits),
+        rejections=(),
+        accepted_key_sum=format_digest(add_digests(int(parent.source.key_sum, 16), -sum(refused))),
+        note_counts=tuple(parent.counts.by_note.items()),
+    )
+
+
+def _split_sums(parent: Manifest, name: str) -> SplitSums:
+    """A manifest has channel sums of the train split alone, and sizes of all splits: here they are the first one's."""
+    split, sums = parent.splits[name], parent.channel_sums
+    nothing = (0,) * parent.normalize.num_channels
+    is_first, is_train = name == next(iter(parent.splits)), name == "train"
+    return SplitSums(
+        split=name,
+        num_rows=split.num_rows,
+        image_bytes=split.image_bytes,
+        class_counts=split.class_counts,
+        row_digest_sum=split.row_digest_sum,
+        num_pixels=sums.num_pixels if is_train else 0,
+        channel_sums=sums.sums if is_train else nothing,
+        channel_square_sums=sums.square_sums if is_train else nothing,
+        sizes=parent.sizes if is_first and parent.sizes is not None else ImageSizes(),
+    )
 
 
 def _copy_unit(index: int, shard: ShardRows, task: UnitTask) -> CopyUnit:

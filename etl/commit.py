@@ -83,7 +83,7 @@ def _beside_parent(
     if has_its_rows and same_ledger and build.class_names == parent.class_names:
         return None
     assert copy is not None, "changes need it"
-    return build, [*carry(changes, copier, plan.task, _continued(copy, plan.store)), *results]
+    return build, [*carry(parent, changes, copier, plan.task, _continued(copy, plan.store)), *results]
 
 
 def _continued(copy: Copy, store: Store) -> Copy:

@@ -14,14 +14,17 @@ import cv2
 import numpy as np
 import pytest
 
+from etl.carry import carry
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.copy_unit import copy_rows
 from etl.finished import Finished
 from etl.job import BuildOutcome, build_dataset
 from etl.plan import plan_build, plan_changes
+from etl.shard_rows import RowCopier
 from etl.units import CopyUnit, UnitTask
 from shardmill.dataset.dataset import Dataset
+from shardmill.dataset.index import read_shards
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.dataset.verify import verify_dataset
@@ -83,6 +86,24 @@ def test_what_an_interrupted_run_has_copied_is_not_copied_again(tmp_path: Path):
     manifest = commit_results(plan, Finished(plan.work), changes, copy=copy)
     assert copied and len(set(copied)) == len(copied)
     assert manifest.content_digest == build(tmp_path, "whole").manifest.content_digest
+
+
+def test_a_version_that_stays_whole_is_added_up_without_reading_a_row(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=90)
+    parent = build(tmp_path).manifest
+    paint(tmp_path / "images" / "class_0" / "new.png", random.Random(0))
+    planned = plan_changes(plan_build(tree_for(tmp_path), run_id="second"), SilentObserver())
+    assert planned is not None
+    plan, changes = planned
+    shards = read_shards(plan.store, parent)
+    for file in (tmp_path / "dataset" / "rows").rglob("*.parquet"):
+        file.unlink()
+    copier = RowCopier(plan.store, plan.task.config, plan.row_schema)
+    (result,) = carry(parent, changes, copier, plan.task, lambda units, task: pytest.fail("nothing is to be copied"))
+    assert result.shards == shards
+    assert {part.split: part.row_digest_sum for part in result.splits} == {
+        name: split.row_digest_sum for name, split in parent.splits.items()
+    }
 
 
 def test_any_series_of_changes_ends_with_the_content_of_a_full_build(tmp_path: Path):
