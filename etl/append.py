@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from etl.shard_rows import RowCopier
     from shardmill.dataset.build import Build
 
-_COLUMNS = ["source", "sample_id", "row_sha256"]
+_READ = pa.schema([ROWS_SCHEMA.field(name) for name in ("source", "sample_id", "row_sha256")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ def _first_format(results: Sequence[UnitResult]) -> Iterator[ShardInfo]:
 
 
 def _rows(store: Store, shard: ShardInfo) -> pa.Table:
-    return read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows).select(_COLUMNS)
+    return read_segment(store, rows_file(shard), _READ, shard.num_rows)
 
 
 def _key_sum(rows: pa.Table) -> int:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest
 
 
+_DIGESTS = pa.schema([ROWS_SCHEMA.field("row_sha256")])
+
 Copy = Callable[[Sequence[CopyUnit], UnitTask], Iterator[UnitResult]]
 """Runs `etl.copy_unit.copy_rows` over units, in any order."""
 
@@ -117,7 +119,7 @@ def changes_nothing(store: Store, changes: Changes, results: Sequence[UnitResult
     balance: Counter[str] = Counter()
     for shard in changes.shards:
         if not shard.is_whole:
-            rows = read_segment(store, rows_file(shard.copies[0]), ROWS_SCHEMA, shard.copies[0].num_rows)
+            rows = read_segment(store, rows_file(shard.copies[0]), _DIGESTS, shard.copies[0].num_rows)
             removed = rows.filter(pa.array(~shard.is_kept_N)).column("row_sha256").to_pylist()
             balance[shard.copies[0].split] -= sum(int.from_bytes(digest, "big") for digest in removed)
     for part in (part for result in results for part in result.splits):

@@ -33,7 +33,7 @@ _NAMED = ("label", "extra")
 _FACTS = ("size_bytes", "mtime_ns", "etag", *_NAMED)
 # Of a row segment; sums and notes are half of it.
 _LISTED = ("source", "source_bytes", "source_mtime_ns", "source_etag")
-_COMPARED_COLUMNS = ("sample_id", *_LISTED, "source_sha256", "label", "extra")
+_COMPARED_COLUMNS = ("sample_id", *_LISTED, "label", "extra")
 
 
 class OlderRows:
@@ -55,8 +55,10 @@ class OlderRows:
         splits = _SplitsBuilder(listing, config) if listing.has_splits else None
         self.sizes: list[int] = []
         facts, names, sha256s = [np.empty(0, "S16")], [np.empty(0, "S16")], [np.empty((0, 32), np.uint8)]
+        needs_digests = self.compares_content or listing.has_splits
+        columns = (*_COMPARED_COLUMNS, "source_sha256") if needs_digests else _COMPARED_COLUMNS
         for copies in shards:
-            rows = read_rows(store, copies[0], schema, _COMPARED_COLUMNS)
+            rows = read_rows(store, copies[0], schema, columns)
             images = _as_listed(rows, schema)
             facts.append(_digests(images, _FACTS))
             self.sizes.append(rows.num_rows)

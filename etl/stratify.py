@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # Not the config's seed: another seed orders samples anew, and must not move them between splits.
 _SEED = 0x5711
 _UNKNOWN = -1
+_READ = pa.schema([ROWS_SCHEMA.field("sample_id")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class KnownSplits:
         """From the row segments of `shards`, in one format. Raises IntegrityError for a missing or altered one."""
         ids, splits = [np.empty(0, np.int64)], [np.empty(0, np.int8)]
         for shard in shards:
-            rows = read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows)
+            rows = read_segment(store, rows_file(shard), _READ, shard.num_rows)
             ids.append(rows.column("sample_id").to_numpy())
             splits.append(np.full(rows.num_rows, SPLITS.index(shard.split), np.int8))
         all_ids = np.concatenate(ids)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etl.segments import find_sorted
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from etl.plan import BuildPlan
     from shardmill.dataset.manifest import Manifest
     from shardmill.storage import Store
+
+
+_READ = pa.schema([ROWS_SCHEMA.field("sample_id")])
 
 
 def check_vanished(plan: BuildPlan, changes: Changes | None) -> None:
@@ -56,7 +60,7 @@ def _num_vanished(store: Store, parent: Manifest, listing: Listing) -> int:
         # Of lost row segments nothing can be said; the build makes their rows again.
         shard = next((each for each in group if rows_file(each).path in sizes), None)
         if shard is not None:
-            rows = read_segment(store, rows_file(shard), ROWS_SCHEMA, shard.num_rows)
+            rows = read_segment(store, rows_file(shard), _READ, shard.num_rows)
             ids.append(rows.column("sample_id").to_numpy())
     ids_N = np.sort(np.concatenate(ids))
     is_listed_N = np.zeros(len(ids_N), bool)

@@ -1,5 +1,8 @@
 """Segments: the Parquet tables behind a manifest, published under their digest, read only within their stated size."""
 
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import io
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shardmill.errors import IntegrityError
@@ -114,7 +118,7 @@ def _plain_bytes(column: pa.ChunkedArray) -> int:
         return column.nbytes
     num_bytes = 0
     for chunk in column.chunks:
-        lengths = np.array([len(text) for text in chunk.dictionary.to_pylist()], dtype=np.int64)
+        lengths = pc.binary_length(chunk.dictionary).to_numpy(zero_copy_only=False).astype(np.int64)
         num_bytes += int(lengths[chunk.indices.drop_null().to_numpy()].sum())
     return num_bytes
 
