@@ -81,6 +81,20 @@ class ShardmillSparkOperator(SparkSubmitOperator):
             store.delete(self.external_id_key)
         return report_result(self, context, folder)
 
+    def get_job_status(self, external_id: Any, context: Context) -> str:
+        """How the application of an earlier try stands: YARN's word, or `FORGOTTEN`, upon which there is another one.
+
+        Raises RuntimeError if YARN does not tell.
+        """
+        try:
+            return super().get_job_status(external_id, context)
+        except RuntimeError as error:
+            # YARN's own answer, not that of a proxy which does not find YARN.
+            if not ("HTTP 404" in str(error) and "NotFoundException" in str(error)):
+                raise
+            self.log.warning("YARN does not know %s any more (%s)", external_id, error)
+            return "FORGOTTEN"
+
     def poll_until_complete(self, external_id: Any, context: Context) -> None:
         """Wait for an application on a cluster that this try has submitted or found; Airflow has its id by now."""
         assert self._hook is not None

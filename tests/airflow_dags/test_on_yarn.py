@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.pipeline.command import ROOT
 from tests.processes import is_running, parent_of
 from tests.services.airflow import Airflow, running_airflow
 from tests.services.hadoop import pyspark_jars
-from tests.services.marked import QUICK_JVM, marked
+from tests.services.marked import QUICK_JVM, free_ports, marked
 from tests.services.spark_submit import make_bundle, summary_of
 from tests.services.yarn import YarnCluster
 from tests.support import build_here, upload, write_images
@@ -165,3 +166,30 @@ def following(airflow: Airflow, run_id: str, application: str, try_number: int) 
     log = airflow.home / "logs" / f"dag_id={DAG_ID}" / f"run_id={run_id}" / "task_id=etl" / f"attempt={try_number}.log"
     airflow.wait_for(f"try {try_number}", lambda: log.exists() and said in log.read_text())
     return airflow.tasks(DAG_ID, run_id)["etl"]["pid"]
+
+
+def test_an_application_that_yarn_has_forgotten_is_submitted_anew(yarn_cluster: YarnCluster, tmp_path: Path):
+    # As after a ResourceManager that was restarted without a state store. One that does not answer has forgotten
+    # nothing: the task fails, and its next try asks again.
+    asked = """
+import os
+from airflow_dags.operators import ShardmillSparkOperator
+operator = ShardmillSparkOperator(task_id="etl", stage="etl", workdir="w", shardmill_run_id="r", application="job.py",
+                                  conn_id=os.environ["ASKED"])
+operator._hook = operator._get_hook()
+status = operator.get_job_status("application_1700000000000_0001", {})
+print(status, operator.is_job_active(status), operator.is_job_succeeded(status))
+"""
+
+    def ask(address: str) -> subprocess.CompletedProcess[str]:
+        extra = {"deploy-mode": "cluster", "yarn_resourcemanager_webapp_address": address}
+        connection = json.dumps({"conn_type": "spark", "host": "yarn", "extra": json.dumps(extra)})
+        env = {"AIRFLOW_HOME": str(tmp_path), "AIRFLOW_CONN_FAR": connection, "ASKED": "far"}
+        return subprocess.run(
+            [sys.executable, "-c", asked], cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120
+        )
+
+    answered = ask(yarn_cluster.url)
+    assert answered.stdout.splitlines()[-1] == "FORGOTTEN False False", answered.stderr[-2000:]
+    silent = ask(f"http://127.0.0.1:{free_ports(1)[0]}")
+    assert silent.returncode == 1 and "failed" in silent.stderr.splitlines()[-1], silent.stderr[-2000:]
