@@ -31,7 +31,9 @@ _HANG_SECONDS = 120
 
 
 def task() -> WorkerTask:
-    return WorkerTask(TrainConfig(strategy="single", launcher="inline", **SECONDS), PIN, "/nowhere", "t", "")
+    return WorkerTask(
+        TrainConfig(num_workers=1, strategy="single", launcher="inline", **SECONDS), PIN, "/nowhere", "t", ""
+    )
 
 
 def holds_on(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

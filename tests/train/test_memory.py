@@ -118,7 +118,7 @@ def test_images_and_parts_follow_from_the_config():
     assert (images_at_once(three), most_parts(three)) == (24, 16)
     local = three.model_copy(update={"strategy": "local_sgd", "local_steps": 4})
     assert (images_at_once(local), most_parts(local)) == (6, 4)
-    mirrored = TrainConfig(global_batch_size=64, strategy="mirrored", local_devices=4)
+    mirrored = TrainConfig(num_workers=1, global_batch_size=64, strategy="mirrored", local_devices=4)
     assert (images_at_once(mirrored), most_parts(mirrored)) == (64, 16)
     assert (images_at_once(mirrored, 4), most_parts(mirrored, 4)) == (16, 16)
     assert most_parts(three.model_copy(update={"sync_batch_norm": True})) == 1
