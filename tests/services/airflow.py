@@ -65,8 +65,14 @@ class Airflow:
         return self.api("POST", f"dags/{dag_id}/dagRuns", {"logical_date": None})["dag_run_id"]
 
     def mark_failed(self, dag_id: str, run_id: str, task_id: str) -> None:
-        """What the button does, whether the task runs or not."""
+        """What the button does, whether the task runs or not; returns once that has ended its run.
+
+        Until then the scheduler changes the run's tasks. One that is cleared at that moment has another id, for which a
+        scheduler over SQLite, where nobody can lock a row, ends ("expected to update 1 row(s); 0 were matched").
+        """
         self.api("PATCH", f"dags/{dag_id}/dagRuns/{quote(run_id)}/taskInstances/{task_id}", {"new_state": "failed"})
+        run = {"dag_run_id": run_id, "state": "failed"}
+        self.wait_for(f"the end of {run_id}", lambda: any(run.items() <= each.items() for each in self.runs(dag_id)))
 
     def clear(self, dag_id: str, run_id: str, *task_ids: str) -> None:
         """What the button does: these tasks and those that follow, or all of a run's, are done again."""
