@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import IO
@@ -27,8 +28,12 @@ CLASS_NAMES_KEY = "shardmill.class_names"
 """In the file's key-value metadata: a JSON list, class number = position."""
 
 _MAGIC_BYTES = 4
-# The image comes first: a row group begins with its page.
-_READ_COLUMNS = ("image", "sample_id", "label", "source")
+_LENGTH = struct.Struct("<I")
+# Beside the image, which comes first: a row group begins with its page.
+_READ_COLUMNS = ("sample_id", "label", "source")
+# How the header of a data page begins: field 1, its type, is 0, and then comes field 2, its size.
+_DATA_PAGE = b"\x15\x00\x15"
+_MAX_PAGE_HEADER_BYTES = 64
 
 
 def parquet_schema(schema: RowSchema) -> pa.Schema:
@@ -84,17 +89,19 @@ def open_footer(footer: ByteRange, data: bytes) -> object:
 
 
 def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: bytes, schema: RowSchema) -> ChunkRows:
-    """Decode one row group from its bytes."""
+    """Decode one row group from its bytes; images are views of `data`."""
     assert isinstance(footer, pq.FileMetaData)
+    extra = [column.name for column in schema.extra]
     try:
+        images = _views_of_page(footer, chunk_in_shard, place, data)
+        columns = [*(("image",) if images is None else ()), *_READ_COLUMNS, *extra]
         source = _SparseFile(place.start + place.num_bytes, {place.start: data})
         file = pq.ParquetFile(source, metadata=footer, pre_buffer=False)
-        extra = [column.name for column in schema.extra]
-        table = file.read_row_group(chunk_in_shard, columns=[*_READ_COLUMNS, *extra], use_threads=False)
+        table = file.read_row_group(chunk_in_shard, columns=columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise IntegrityError(f"Parquet row group {chunk_in_shard} does not parse: {error}") from None
     return ChunkRows(
-        images=_views(table.column("image").combine_chunks()),
+        images=_views(table.column("image").combine_chunks()) if images is None else images,
         labels_N=_labels(table.column("label"), schema),
         sample_ids_N=table.column("sample_id").to_numpy(),
         sources=table.column("source").to_pylist(),
@@ -103,6 +110,58 @@ def read_chunk(footer: object, chunk_in_shard: int, place: ByteRange, data: byte
 
 
 PARQUET = ShardFormat("parquet", write_shard, open_footer, read_chunk)
+
+
+def _views_of_page(
+    footer: pq.FileMetaData, chunk_in_shard: int, place: ByteRange, data: bytes
+) -> list[memoryview] | None:
+    """The images of a row group where they lie in its bytes, which Arrow would copy: 0.5 to 1.3 ms for 4 MB.
+
+    None if they are not in one plain page, as `write_shard` writes them, or its lengths do not add up.
+    """
+    column, kind = footer.row_group(chunk_in_shard).column(0), footer.schema.column(0)
+    is_plain = column.compression == "UNCOMPRESSED" and not column.has_dictionary_page
+    begin, end = (column.data_page_offset - place.start + skipped for skipped in (0, column.total_compressed_size))
+    if not is_plain or kind.max_definition_level or kind.max_repetition_level or not 0 <= begin < end <= len(data):
+        return None
+    header = data[begin : begin + _MAX_PAGE_HEADER_BYTES]
+    # All that the column has beside its one page is that page's header.
+    first = end - _page_bytes(header)
+    if not begin < first <= begin + _MAX_PAGE_HEADER_BYTES:
+        return None
+    if kind.physical_type == "FIXED_LEN_BYTE_ARRAY":
+        starts = range(first, end + 1, kind.length)
+        view = memoryview(data)
+        images = [view[start:stop] for start, stop in itertools.pairwise(starts)]
+        return images if len(images) == column.num_values and starts[-1] == end else None
+    return _views_with_lengths(memoryview(data)[first:end], column.num_values)
+
+
+def _page_bytes(header: bytes) -> int:
+    """The size that a data page's header states; 0 for another header.
+
+    `PageHeader` of parquet.thrift in Thrift's compact protocol: 7 bits of a number in each byte, the lowest first, and
+    its sign in the last bit (zigzag).
+    """
+    number = 0
+    if header.startswith(_DATA_PAGE):
+        for place, byte in enumerate(header[len(_DATA_PAGE) :]):
+            number |= (byte & 0x7F) << (7 * place)
+            if byte < 0x80:
+                return number >> 1
+    return 0
+
+
+def _views_with_lengths(page: memoryview, num_values: int) -> list[memoryview] | None:
+    """Of values that follow their lengths, 4 bytes each, little-endian."""
+    images, stop = [], 0
+    for _ in range(num_values):
+        start = stop + _LENGTH.size
+        if start > len(page):
+            return None
+        stop = start + _LENGTH.unpack_from(page, stop)[0]
+        images.append(page[start:stop])
+    return images if stop == len(page) else None
 
 
 def _labels(column: pa.ChunkedArray, schema: RowSchema) -> np.ndarray:

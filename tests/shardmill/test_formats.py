@@ -8,15 +8,18 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from shardmill.errors import IntegrityError
 from shardmill.formats import SHARD_FORMATS
-from shardmill.formats.rows import RowSchema, StoredRow, WrittenShard, cut_chunks, cut_shards
+from shardmill.formats.parquet import PARQUET, parquet_schema
+from shardmill.formats.rows import ByteRange, RowSchema, StoredRow, WrittenShard, cut_chunks, cut_shards
 from shardmill.formats.tf_example import decode_example, encode_example
 from shardmill.values import ImageSample, SourceImage
 
+_SEED = random.SystemRandom().randrange(2**32)
 SHAPE_HWC = (4, 4, 3)
 CLASS_NAMES = ("a", "b", "c")
 SCHEMA = RowSchema("jpeg", SHAPE_HWC, CLASS_NAMES)
@@ -101,6 +104,60 @@ def test_plain_parquet_readers_need_nothing_of_ours():
     table = pq.read_table(io.BytesIO(write("parquet", [rows])[0]))
     assert table.column("image").to_pylist() == [row.sample.image for row in rows]
     assert table.column("label").to_pylist() == [row.label_id for row in rows]
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "raw"])
+def test_images_are_where_they_were_read(encoding: str):
+    schema = RowSchema(encoding, SHAPE_HWC, CLASS_NAMES)
+    chunks = list(cut_chunks(make_rows(60, encoding), 1_000))
+    data, written = write("parquet", chunks, schema)
+    footer = PARQUET.open_footer(written.footer, data[written.footer.start :])
+    for number, place in enumerate(written.chunks):
+        chunk = data[place.start : place.start + place.num_bytes]
+        assert all(
+            memoryview(image).obj is chunk for image in PARQUET.read_chunk(footer, number, place, chunk, schema).images
+        )
+
+
+OTHER_LAYOUTS = {
+    "pages": {"data_page_size": 64, "write_batch_size": 1},
+    "dictionary": {"use_dictionary": True},
+    "compressed": {"compression": "snappy"},
+    "version_2": {"data_page_version": "2.0"},
+    "optional": {"schema": parquet_schema(SCHEMA).remove(0).insert(0, pa.field("image", pa.binary()))},
+}
+
+
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_images_of_another_layout_are_read_all_the_same(layout: str):
+    rows = make_rows(40, "jpeg")
+    table = pq.read_table(io.BytesIO(write("parquet", [rows])[0]))
+    given = {"compression": "NONE", "use_dictionary": False, "schema": table.schema, **OTHER_LAYOUTS[layout]}
+    file = io.BytesIO()
+    with pq.ParquetWriter(file, **given) as writer:
+        writer.write_table(table.cast(given["schema"]))
+    data = file.getvalue()
+    place = ByteRange(4, len(data) - 4)
+    found = PARQUET.read_chunk(PARQUET.open_footer(ByteRange(0, len(data)), data), 0, place, data[4:], SCHEMA)
+    assert [bytes(image) for image in found.images] == [row.sample.image for row in rows]
+
+
+def test_a_page_that_does_not_add_up_is_an_integrity_error_or_other_images():
+    print(f"seed {_SEED}")
+    rng = random.Random(_SEED)
+    data, written = write("parquet", [make_rows(20, "jpeg")])
+    footer, (place,) = PARQUET.open_footer(written.footer, data[written.footer.start :]), written.chunks
+    page_bytes = pq.read_metadata(io.BytesIO(data)).row_group(0).column(0).total_compressed_size
+    num_refused = 0
+    for _ in range(200):
+        altered = bytearray(data[place.start : place.start + place.num_bytes])
+        # In the page's header or its first length, or anywhere in it.
+        altered[rng.randrange(rng.choice((30, page_bytes)))] = rng.randrange(256)
+        try:
+            assert len(PARQUET.read_chunk(footer, 0, place, bytes(altered), SCHEMA).images) == 20
+        except IntegrityError:
+            num_refused += 1
+    assert num_refused > 10
 
 
 @pytest.mark.parametrize("data", [b"\x0a", b"\xff\xff\xff", b"\x0a\xff\x01\x00", b"hello"])
