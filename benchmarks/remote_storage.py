@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,7 +31,10 @@ from tests.services.versitygw import KEY, SECRET, Gateway, versitygw
 from tests.support import upload
 
 _NUM_THREADS = 2
-_PARALLEL_DOWNLOADS = 8
+_PARALLEL_DOWNLOADS = 4
+_PART_BYTES = 8 << 20
+"""As `aws s3 cp` fetches a large object, by its own defaults."""
+_WAYS = ("download, whole", "download, parts", "bytes of chunks", "chunks, verified", "batches, decoded")
 
 
 def main() -> None:
@@ -39,6 +42,7 @@ def main() -> None:
     parser.add_argument("--images", required=True, type=Path)
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--encoding", default="jpeg", help="with `raw`, a training decodes nothing")
+    parser.add_argument("--copies", type=int, default=1, help="of each photograph: the more, the larger the shards")
     parser.add_argument("--etl-rounds", type=int, default=3)
     parser.add_argument("--reader-rounds", type=int, default=5)
     arguments = parser.parse_args()
@@ -46,19 +50,20 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         roots = {"local": str(folder / "local"), "s3": stack.enter_context(_s3(folder)),
                  "hdfs": stack.enter_context(_hdfs(folder))}  # fmt: skip
-        images = _in_classes(arguments.images, folder / "images")
+        images = _in_classes(arguments.images, folder / "images", arguments.copies)
         for root in roots.values():
             upload(images, f"{root}/images")
         _print_etl(roots, arguments)
         _print_readers(roots, arguments.reader_rounds)
 
 
-def _in_classes(images: Path, folder: Path) -> Path:
+def _in_classes(images: Path, folder: Path, copies: int) -> Path:
     """Links to photographs, which may lie anyhow, in a few class folders."""
     for number, file in enumerate(sorted(path for path in images.rglob("*") if path.is_file())):
-        target = folder / f"class_{number % 4}" / file.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.symlink_to(file.resolve())
+        for copy in range(copies):
+            target = folder / f"class_{number % 4}" / f"{copy}_{file.name}"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(file.resolve())
     return folder
 
 
@@ -88,7 +93,7 @@ def _print_etl(roots: dict[str, str], arguments: argparse.Namespace) -> None:
 
 
 def _print_readers(roots: dict[str, str], num_rounds: int) -> None:
-    """A plain download, the bytes of all chunks, all chunks, all batches.
+    """A plain download, whole and in parts, the bytes of all chunks, all chunks, all batches.
 
     We cache nothing; the machine's page cache has the servers' files.
     """
@@ -101,53 +106,61 @@ def _print_readers(roots: dict[str, str], num_rounds: int) -> None:
         shards = [file for file in open_store(uri).list("shards") if file.path.endswith(".parquet")]
         num_bytes = sum(file.size_bytes for file in shards)
         print(f"  {name}: {len(shards)} shards, {num_bytes / 1e6:.0f} MB")
+        wholes = [(file.path, 0, file.size_bytes) for file in shards]
+        parts = [
+            (path, start, min(_PART_BYTES, size - start))
+            for path, _, size in wholes
+            for start in range(0, size, _PART_BYTES)
+        ]
         ways = (
-            lambda number, u=uri, s=shards: _download(u, [file.path for file in s]),
+            lambda number, u=uri, s=wholes: _download(u, s),
+            lambda number, u=uri, s=parts: _download(u, s),
             lambda number, d=dataset: _get_ranges(d),
             lambda number, d=dataset: _fetch(d),
             lambda number, d=dataset: _read(d, number),
         )
         # The first time, modules are imported and connections made.
         rounds = [[_seconds(partial(way, number)) for way in ways] for number in range(num_rounds + 1)][1:]
-        for place, what in enumerate(("plain download", "bytes of chunks", "chunks, verified", "batches, decoded")):
+        for place, what in enumerate(_WAYS):
             rate = num_bytes / 1e6 / statistics.median(times[place] for times in rounds)
-            share = statistics.median(times[0] / times[place] for times in rounds)
-            print(f"  {name:6s} {what:17s} {rate:7.0f} MB/s   {share:.0%} of the download")
+            shares = [statistics.median(times[plain] / times[place] for times in rounds) for plain in (0, 1)]
+            print(f"  {name:6s} {what:17s} {rate:7.0f} MB/s   {shares[0]:.0%} and {shares[1]:.0%} of the downloads")
 
 
-def _download(uri: str, paths: list[str]) -> None:
-    """What the server gives: whole shards, several at once, by the clients' own means."""
+def _download(uri: str, places: Sequence[tuple[str, int, int]]) -> None:
+    """What the server gives: bytes from a start on, several requests at once, by the clients' own means."""
     if uri.startswith("s3://"):
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         client = s3_client(os.environ["AWS_ENDPOINT_URL"])
 
-        def get(path: str) -> int:
-            return len(client.get_object(Bucket=bucket, Key=f"{prefix}/{path}")["Body"].read())
+        def get(path: str, start: int, num_bytes: int) -> int:
+            place = {"Range": f"bytes={start}-{start + num_bytes - 1}"} if num_bytes == _PART_BYTES or start else {}
+            return len(client.get_object(Bucket=bucket, Key=f"{prefix}/{path}", **place)["Body"].read())
     elif uri.startswith("hdfs://"):
         from hdfs_native import Client
 
         authority, _, prefix = uri.removeprefix("hdfs://").partition("/")
         hdfs = Client(f"hdfs://{authority}")
 
-        def get(path: str) -> int:
-            file = hdfs.read(f"/{prefix}/{path}")
-            return len(file.read_range(0, len(file)))
+        def get(path: str, start: int, num_bytes: int) -> int:
+            return len(hdfs.read(f"/{prefix}/{path}").read_range(start, num_bytes))
     else:
 
-        def get(path: str) -> int:
-            return len(Path(uri, path).read_bytes())
+        def get(path: str, start: int, num_bytes: int) -> int:
+            with open(Path(uri, path), "rb") as file:
+                return len(os.pread(file.fileno(), num_bytes, start))
 
     with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
-        list(pool.map(get, paths))
+        assert list(pool.map(lambda place: get(*place), places)) == [num_bytes for _, _, num_bytes in places]
 
 
 def _get_ranges(dataset: Dataset) -> None:
     """The bytes of every chunk, each by a request."""
     index = dataset.index("train")
 
-    def get(chunk: int) -> bytes:
+    def get(chunk: int) -> int:
         place, shard = index.chunks[chunk], index.shards[int(index.shard_of_chunk[chunk])]
-        return dataset.store.read_range(shard.path, place.start, place.num_bytes)
+        return len(dataset.store.read_range(shard.path, place.start, place.num_bytes))
 
     with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
         list(pool.map(get, range(len(index.chunks))))
@@ -156,8 +169,12 @@ def _get_ranges(dataset: Dataset) -> None:
 def _fetch(dataset: Dataset) -> None:
     """Every chunk once, verified, not decoded."""
     fetcher = ChunkFetcher(dataset.store, dataset.index("train"), dataset.manifest.row_schema)
+
+    def fetch(chunk: int) -> int:
+        return len(fetcher.read_chunk(chunk).images)
+
     with ThreadPoolExecutor(_PARALLEL_DOWNLOADS) as pool:
-        list(pool.map(fetcher.read_chunk, range(len(fetcher.index.chunks))))
+        list(pool.map(fetch, range(len(fetcher.index.chunks))))
 
 
 def _read(dataset: Dataset, epoch: int) -> None:

@@ -25,6 +25,7 @@ from tenacity import RetryCallState, Retrying, stop_before_delay
 from shardmill.errors import UsageError
 from shardmill.stores.retries import count_retry, pause_seconds
 from shardmill.stores.s3_errors import Damaged, as_os_error, is_transient, status_of, was_not_sent
+from shardmill.stores.s3_signed_get import SignedGets
 
 DEADLINE = "SHARDMILL_S3_DEADLINE_SECONDS"
 """Of the environment: how long a request may take with all its repetitions; 120 if it is not set."""
@@ -75,7 +76,9 @@ class S3Requests:
             max_pool_connections=_MAX_CONNECTIONS,
         )
         # Now, not within the deadline of the first request: reading botocore's tables takes most of a second.
-        self._client = Session().create_client("s3", config=config)
+        session = Session()
+        self._client = session.create_client("s3", config=config)
+        self._signed = SignedGets(session, self._client, config)
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
         """One request of Amazon's API, by its snake_case name."""
@@ -83,14 +86,20 @@ class S3Requests:
             return self._call(method, **arguments)
 
     def get(self, bucket: str, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        """`num_bytes` from `start`, or all; fewer at the end of the object, none behind it. Raises Damaged."""
+        """`num_bytes` from `start`, or all; fewer at the end of the object, none behind it. All of it is compared with
+        the server's checksum, if it has one: raises Damaged."""
         size = PIECE_BYTES if num_bytes is None else min(num_bytes, PIECE_BYTES)
+        ask = self._client.get_object if num_bytes is None else self._signed.get_object
+
+        def get(at: int, num_bytes: int) -> _Piece:
+            return self._patiently(lambda deadline: _get_piece(ask, bucket, key, (at, num_bytes), deadline))
+
         with as_os_error():
-            first = self._get(bucket, key, start, size)
+            first = get(start, size)
             end = first.object_bytes if num_bytes is None else min(first.object_bytes, start + num_bytes)
             others = _a_few_at_once(
                 [
-                    lambda at=at: self._get(bucket, key, at, min(PIECE_BYTES, end - at))
+                    lambda at=at: get(at, min(PIECE_BYTES, end - at))
                     for at in range(start + PIECE_BYTES, end, PIECE_BYTES)
                 ]
             )
@@ -130,7 +139,8 @@ class S3Requests:
                     raise
                 is_unknown = True
                 try:
-                    return self._get_piece(bucket, key, 0, len(data) + 1, deadline).data == data
+                    ask = self._client.get_object
+                    return _get_piece(ask, bucket, key, (0, len(data) + 1), deadline).data == data
                 except botocore_errors.ClientError as absent:
                     if status_of(absent) != HTTPStatus.NOT_FOUND:
                         raise
@@ -187,31 +197,6 @@ class S3Requests:
             arguments["Body"] = io.BytesIO(data)
         return getattr(self._client, method)(**arguments)
 
-    def _get(self, bucket: str, key: str, start: int, num_bytes: int) -> _Piece:
-        return self._patiently(lambda deadline: self._get_piece(bucket, key, start, num_bytes, deadline))
-
-    def _get_piece(self, bucket: str, key: str, start: int, num_bytes: int, deadline: float) -> _Piece:
-        """Every read names a range: only then does the answer say how long the object is."""
-        place = f"bytes={start}-{start + num_bytes - 1}"
-        try:
-            answer = self._once("get_object", Bucket=bucket, Key=key, Range=place)
-        except botocore_errors.ClientError as error:
-            if status_of(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-                return _Piece(b"", 0, "")
-            raise
-        blocks: list[bytes] = []
-        with closing(answer["Body"]) as body:
-            # To the end, where botocore compares checksums.
-            while block := body.read(_BLOCK_BYTES):
-                blocks.append(block)
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{sum(map(len, blocks))} bytes came for {place}, slowly")
-        data = b"".join(blocks)
-        object_bytes = int(answer.get("ContentRange", "").rpartition("/")[2] or -1)
-        if len(data) != min(num_bytes, object_bytes - start):
-            raise ConnectionError(f"{len(data)} bytes came for {place} of {object_bytes}")
-        return _Piece(data, object_bytes, answer.get("ETag", ""))
-
     def _upload(self, bucket: str, key: str, num_bytes: int, read: Callable[[int, int], bytes]) -> None:
         if num_bytes <= PIECE_BYTES:
             self._call("put_object", Bucket=bucket, Key=key, Body=read(0, num_bytes))
@@ -243,6 +228,32 @@ class S3Requests:
             with suppress(Exception):
                 self._once("abort_multipart_upload", **place)
             raise
+
+
+def _get_piece(
+    ask: Callable[..., dict[str, Any]], bucket: str, key: str, place: tuple[int, int], deadline: float
+) -> _Piece:
+    """`place`: start, number of bytes. Every read names a range: only then does the answer tell the object's size."""
+    start, num_bytes = place
+    asked = f"bytes={start}-{start + num_bytes - 1}"
+    try:
+        answer = ask(Bucket=bucket, Key=key, Range=asked)
+    except botocore_errors.ClientError as error:
+        if status_of(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return _Piece(b"", 0, "")
+        raise
+    blocks: list[bytes] = []
+    with closing(answer["Body"]) as body:
+        # To the end, where botocore compares checksums.
+        while block := body.read(_BLOCK_BYTES):
+            blocks.append(block)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{sum(map(len, blocks))} bytes came for {asked}, slowly")
+    data = b"".join(blocks)
+    object_bytes = int(answer.get("ContentRange", "").rpartition("/")[2] or -1)
+    if len(data) != min(num_bytes, object_bytes - start):
+        raise ConnectionError(f"{len(data)} bytes came for {asked} of {object_bytes}")
+    return _Piece(data, object_bytes, answer.get("ETag", ""))
 
 
 def _a_few_at_once(requests: list[Callable[[], Value]]) -> list[Value]:

@@ -198,3 +198,17 @@ def test_a_server_that_was_never_there_is_told_soon(gateway: Gateway, monkeypatc
         open_store("s3://b").read("x")
     # Patience once, though a probe is to be removed after the first.
     assert time.monotonic() - started_seconds < 60
+
+
+@pytest.mark.parametrize("region", ["", "eu-west-1"])
+def test_ranges_are_read_whatever_region_is_set(
+    region: str, gateway: Gateway, gateway_bucket: str, monkeypatch: pytest.MonkeyPatch
+):
+    connect_to(gateway.endpoint, monkeypatch)
+    open_store(gateway_bucket).put("a b%20c#é", b"0123456789")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", region)
+    s3._connected.cache_clear()
+    store = open_store(gateway_bucket)
+    assert [store.read_range("a b%20c#é", start, 4) for start in (0, 8, 20)] == [b"0123", b"89", b""]
+    with pytest.raises(FileNotFoundError):
+        store.read_range("absent", 0, 1)
