@@ -44,7 +44,8 @@ class StepTimes(StepSums):
             return _compute(share, on_gpus=any(each.devices for each in placement))
         if input_share >= exchange_share:
             return _input(input_share, list(ranks.values()), config)
-        return _communication(exchange_share, self._exchange_seconds / next(iter(ranks.values())).num_steps, config)
+        seconds_per_step = self._exchange_seconds / next(iter(ranks.values())).num_steps
+        return _communication(exchange_share, seconds_per_step, len(ranks), config)
 
 
 def _input(share: float, ranks: list[RankTimes], config: TrainConfig) -> Verdict:
@@ -68,12 +69,12 @@ def _input(share: float, ranks: list[RankTimes], config: TrainConfig) -> Verdict
     return Verdict("input", f"input-bound: {cause}; {waiting}; {busy}: {fix}")
 
 
-def _communication(share: float, seconds: float, config: TrainConfig) -> Verdict:
+def _communication(share: float, seconds: float, num_ranks: int, config: TrainConfig) -> Verdict:
     return Verdict(
         "communication",
         f"communication-bound: {share:.0%} of a step ({1000 * seconds:.1f} ms) is the exchange between ranks, for "
         f"which none was late: raise train.global_batch_size (now {config.global_batch_size}) for fewer exchanges, or "
-        f"use fewer ranks (now {config.num_workers})",
+        f"use fewer ranks (now {num_ranks})",
     )
 
 

@@ -43,7 +43,7 @@ def judged(
             for rank, seconds in enumerate(seconds_of_ranks)
         )
         times.step(GlobalStep(0, number, num_steps, (0.5).hex(), (), reports))
-    return times.verdict(TrainConfig(num_workers=len(seconds_of_ranks)), [RankDevices(0, "a", devices)])
+    return times.verdict(TrainConfig(), [RankDevices(0, "a", devices)])
 
 
 def launched(task) -> Verdict:
@@ -63,7 +63,8 @@ def test_the_larger_of_two_waits_counts_and_small_ones_do_not():
     )
     assert "train.mixed_precision" in judged(busy, devices=("0",)).sentence
     assert judged(busy | {"input_wait": 0.1}, busy | {"input_wait": 0.1}).bound == "input"
-    assert judged(busy | {"allreduce": 0.1}, busy | {"allreduce": 0.1}).bound == "communication"
+    exchanging = judged(busy | {"allreduce": 0.1}, busy | {"allreduce": 0.1})
+    assert exchanging.bound == "communication" and exchanging.sentence.endswith("or use fewer ranks (now 2)")
     assert judged(busy | {"allreduce": 0.1, "input_wait": 0.11}).bound == "input"
 
 
