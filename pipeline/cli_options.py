@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -28,7 +29,13 @@ class Common:
     debug: bool
 
 
+SourceArgument = Annotated[
+    str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="Images of any source, or a TOML file.")
+]
 DatasetArgument = Annotated[str, typer.Argument(metavar="DATASET[@N]", help="Dataset folder or URI, or a TOML file.")]
+ReplaceSource = Annotated[
+    bool, typer.Option("--replace-source", help="The dataset's images may come from another source than before.")
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Train again although a result exists; the old one stays.")]
 AllowChange = Annotated[
     list[str],
@@ -93,9 +100,21 @@ class Command(TyperCommand):
             raise SystemExit(code) from None
 
 
-def command_without(*unused: str) -> type[Command]:
-    """A `Command` whose help leaves out the common options that do nothing in it."""
-    return type("Command", (Command,), {"unused": frozenset(unused)})
+def command(*unused: str) -> Callable[[Callable[..., Any]], TyperCommand]:
+    """Makes a command of a function; its name and its help are those of its entry in `pipeline.cli`.
+
+    `unused`: the common options that do nothing in it, which its help leaves out.
+    """
+    kind = type("Command", (Command,), {"unused": frozenset(unused)})
+
+    def make(function: Callable[..., Any]) -> TyperCommand:
+        only = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        only.command(cls=kind)(function)
+        made = typer.main.get_command(only)
+        assert isinstance(made, TyperCommand)
+        return made
+
+    return make
 
 
 def _recorded_run(common: Common) -> str | None:

@@ -8,16 +8,14 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli_options import Command, Common, DatasetArgument, command_without
+from pipeline.cli_options import Common, DatasetArgument, command
 from pipeline.printing import counted, flat_rows, print_result
 from shardmill.errors import UsageError
-
-dataset_app = typer.Typer()
 
 WholeDataset = Annotated[str, typer.Argument(metavar="DATASET", help="Dataset folder or URI, or a TOML file.")]
 
 
-@dataset_app.command(cls=command_without("run_id"))
+@command("run_id")
 def inspect(
     context: typer.Context,
     dataset: DatasetArgument,
@@ -34,7 +32,6 @@ def inspect(
         typer.Option(metavar="BITS", help="Images that look alike: at most 0-7 of 64 bits differ."),
     ] = None,
 ) -> None:
-    """What a dataset version holds, or (with --rejects and its path) the ledger of a build that failed."""
     from pipeline import inspection
     from shardmill.dataset.open import open_dataset
     from shardmill.dataset.versions import split_version
@@ -65,9 +62,8 @@ def inspect(
     print_result(common, facts, flat_rows(facts), title=title)
 
 
-@dataset_app.command(cls=Command)
+@command()
 def compact(context: typer.Context, dataset: WholeDataset) -> None:
-    """Merge small shards into full ones, as a new version with equal content."""
     from shardmill.dataset.maintenance.compact import compact_dataset
     from shardmill.dataset.open import open_dataset
 
@@ -96,9 +92,8 @@ def compact(context: typer.Context, dataset: WholeDataset) -> None:
     print_result(common, machine, rows, title="compact")
 
 
-@dataset_app.command(cls=Command)
+@command()
 def rollback(context: typer.Context, dataset: DatasetArgument) -> None:
-    """Make version N the latest again, as a new version that names its files."""
     from shardmill.dataset.maintenance.rollback import roll_back
     from shardmill.dataset.versions import split_version
     from shardmill.stores import open_store
@@ -117,7 +112,7 @@ def rollback(context: typer.Context, dataset: DatasetArgument) -> None:
     print_result(common, machine, [(f"{store.uri}@{latest}", said)], title="rollback")
 
 
-@dataset_app.command(cls=Command)
+@command()
 def gc(
     context: typer.Context,
     dataset: Annotated[
@@ -132,7 +127,6 @@ def gc(
     ] = "7d",
     delete: Annotated[bool, typer.Option("--delete", help="Do it; without this it is only listed.")] = False,
 ) -> None:
-    """Expire old versions, or trainings and exports, and delete files that nothing names, as killed runs leave them."""
     from pipeline.garbage import gc_document, gc_rows, models_document, models_rows
     from shardmill.dataset.maintenance.gc import collect_garbage, plan_gc
     from shardmill.dataset.maintenance.retention import Retention

@@ -7,28 +7,52 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from pipeline.choices import Chosen, chosen_entries, registries
+from pipeline.cli_options import Common, command
 from pipeline.config import load_pipeline
 from pipeline.doctor_network import applications_on_spark, network_findings
 from pipeline.doctor_ranks import has_version, model_findings, rank_findings
 from pipeline.finding import Finding, Status, failed, found_by
 from pipeline.preflight import Check, checks, clock_difference_seconds
+from pipeline.printing import plain, print_result
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
 from shardmill.images.kernel import HOW_TO_INSTALL, NATIVE_ID, resolve_kernel
 from shardmill.registry import Entry, install_hint
+from train.tree import TrainTree
 
 if TYPE_CHECKING:
     from etl.config import EtlConfig
 
 JAVA_VERSIONS = (17, 21)
 CLOCK_TOLERANCE_SECONDS = 30
+REHEARSAL = "rehearsal"
+
+
+@command("run_id")
+def doctor(
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file to check as well.")] = "",
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Also start the training's ranks on the committed dataset, for one step.")
+    ] = False,
+) -> None:
+    common: Common = context.obj
+    findings = diagnose(config, common.overrides, common.workdir)
+    if rehearse:
+        findings.append(rehearsed(findings, config, common.overrides, common.workdir))
+    rows = [(each.status, each.subject, each.found, each.fix) for each in findings]
+    print_result(common, [plain(each) for each in findings], rows, title="doctor")
+    if any(each.status == "fail" for each in findings):
+        raise typer.Exit(2)
 
 
 def diagnose(config: str, overrides: tuple[str, ...], workdir: str) -> list[Finding]:
@@ -219,3 +243,19 @@ def _run_check(check: Check) -> Finding:
         return Finding("ok", check.subject, check.look())
     except ShardmillError as error:
         return failed(check.subject, error)
+
+
+def rehearsed(findings: Sequence[Finding], config: str, overrides: tuple[str, ...], workdir: str) -> Finding:
+    """Not tried if an earlier row says already that the ranks could not run, or no dataset is there."""
+    if failing := [each.subject for each in findings if each.status == "fail"]:
+        return Finding("warn", REHEARSAL, f"not tried: {', '.join(failing)} would stop it", "fix that first")
+    from train.rehearsal import rehearse
+
+    try:
+        tree = load_pipeline(config or None, overrides, workdir)
+        if not tree.dataset.uri or not has_version(tree.dataset.uri):
+            where = tree.dataset.uri or "dataset.uri, which is not set,"
+            return Finding("warn", REHEARSAL, f"not tried: {where} has no version", "run `shardmill etl` first")
+        return Finding("ok", REHEARSAL, rehearse(tree.part(TrainTree)))
+    except ShardmillError as error:
+        return failed(REHEARSAL, error)

@@ -6,17 +6,15 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli_options import Common, DatasetArgument, command_without
+from pipeline.cli_options import Common, DatasetArgument, command
 from pipeline.printing import print_result
-
-plan_app = typer.Typer()
 
 WorldSize = Annotated[int | None, typer.Option(metavar="N", help="For so many ranks, not train.num_workers.", min=1)]
 Devices = Annotated[str, typer.Option(metavar="NxKIND", help="Such as 8xH200 in all, or 1xH200 for each rank.")]
 Bandwidth = Annotated[float, typer.Option(metavar="GBIT", help="Between two ranks, in Gbit/s.", min=0.001)]
 
 
-@plan_app.command(cls=command_without("run_id"))
+@command("run_id")
 def plan(
     context: typer.Context,
     dataset: DatasetArgument,
@@ -24,7 +22,6 @@ def plan(
     devices: Devices = "",
     bandwidth: Bandwidth = 10.0,
 ) -> None:
-    """What `train` would do: the choice of `auto`, its memory, its speed as measured here; trains nothing."""
     from pipeline.config import load_for_dataset
     from train.plan import plan_training
     from train.tree import TrainTree

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from pipeline.cli_options import command
+from pipeline.printing import plain, print_result
 from shardmill.errors import UsageError
 from shardmill.printable import printable, without_surrogates
 
@@ -15,6 +20,28 @@ if TYPE_CHECKING:
 
 # A cell that begins with one of these is a formula to a spreadsheet, which may run commands.
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+
+
+@command("overrides", "workdir", "run_id")
+def predict(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Models folder or URI (its current model), or one export.")
+    ],
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="The N most probable classes of each.")] = 1,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
+) -> None:
+    from train.published.predict import exact_name, predict_images
+
+    export = exact_name(model)
+    sys.stderr.write(f"predict: export {printable(export)}; its framework loads now\n")
+    predictions = predict_images(export, images, top)
+    if as_csv:
+        sys.stdout.write(prediction_csv(predictions))
+    else:
+        print_result(context.obj, [plain(each) for each in predictions], prediction_rows(predictions), title=export)
+    check_any_predicted(predictions)
 
 
 def prediction_rows(predictions: Sequence[Prediction]) -> list[tuple[str, ...]]:

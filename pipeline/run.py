@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import typer
 
 from etl.config import EtlTree
 from etl.job import build_dataset, stage_record
+from pipeline.cli_options import AllowChange, Common, Fresh, ReplaceSource, SourceArgument, command
 from pipeline.config import require
 from pipeline.preflight import check_one_process, refuse_what_cannot_work
+from pipeline.printing import print_result, summary_rows
 from pipeline.report.write import report_record, write_report
 from pipeline.running import Run, open_run, setting, verify_record
 from shardmill.dataset.open import open_dataset
@@ -31,8 +35,16 @@ from train.training import train_in_run, train_record
 from train.tree import TrainTree
 from train.trial_build import try_build
 
-if TYPE_CHECKING:
-    from pipeline.cli_options import Common
+
+@command()
+def run(
+    context: typer.Context, source_or_config: SourceArgument, replace_source: ReplaceSource = False,
+    fresh: Fresh = False, allow_change: AllowChange = [],  # noqa: B006  typer copies it
+) -> None:  # fmt: skip
+    common: Common = context.obj
+    again = Again(fresh, tuple(allow_change))
+    summary = run_pipeline(source_or_config, common, replace_source=replace_source, again=again)
+    print_result(common, summary, summary_rows(summary), title=f"run {summary['run_id']}")
 
 
 def run_pipeline(

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from pipeline.cli_options import Common, SourceArgument, command
 from pipeline.config import load_pipeline, require
 from pipeline.inspection import rejection_document, rejection_rows
+from pipeline.printing import print_result
 from pipeline.progress import RunProgress
 from shardmill.errors import ShardmillError
+from shardmill.jobs.ending import report_error
 from shardmill.jobs.observer import SilentObserver
 
 if TYPE_CHECKING:
     from etl.source_check import SourceCheck
-    from pipeline.cli_options import Common
     from pipeline.printing import Rows
+
+
+@command("run_id")
+def check_source(context: typer.Context, source_or_config: SourceArgument) -> None:
+    common: Common = context.obj
+    found, error = check_source_stage(source_or_config, common)
+    print_result(common, check_document(found), check_rows(found), title="check-source")
+    if error is not None:
+        # The table, or the document with --json, has been printed; an error's own document would be a second one.
+        raise typer.Exit(report_error(error, debug=common.debug))
 
 
 def check_source_stage(source_or_config: str, common: Common) -> tuple[SourceCheck, ShardmillError | None]:

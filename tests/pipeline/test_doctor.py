@@ -12,10 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.config import load_for_dataset, load_pipeline
-from pipeline.doctor import diagnose, examine
+from pipeline.doctor import diagnose, examine, rehearsed
 from pipeline.finding import Finding
 from pipeline.printing import stage_rows, stage_title
-from pipeline.rehearse import rehearsed
 from pipeline.tree import PipelineTree
 from shardmill.errors import StorageError
 from shardmill.jobs.config import load_tree

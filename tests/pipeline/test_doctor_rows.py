@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load_pipeline
-from pipeline.doctor import diagnose, examine
+from pipeline.doctor import diagnose, examine, rehearsed
 from pipeline.doctor_network import network_findings
 from pipeline.finding import Finding
-from pipeline.rehearse import rehearsed
 from pipeline.tree import PipelineTree
 from shardmill.errors import StorageError
 from shardmill.jobs.config import load_tree

@@ -1,0 +1,57 @@
+"""The commands that write a config file and show what one resolves to."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from pipeline.cli_options import Common, command
+from pipeline.printing import print_result
+from shardmill.errors import UsageError
+
+
+@command("workdir", "run_id")
+def init(
+    context: typer.Context,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Where to write it; must not exist.")] = "shardmill.toml",
+) -> None:
+    from pipeline.config_file import commented_toml
+    from pipeline.tree import PipelineTree
+    from shardmill.jobs.config import load_tree
+
+    common: Common = context.obj
+    tree = load_tree(PipelineTree, None, common.overrides)
+    uris = {"source.uri": tree.source.uri, "dataset.uri": tree.dataset.uri}
+    todo = "".join(f"set {name}, " for name, uri in uris.items() if not uri)
+    try:
+        with open(file, "x", encoding="utf-8") as target:
+            target.write(commented_toml(tree))
+    except FileExistsError:
+        raise UsageError(f"{file} exists already", "expected a new name", "shardmill init OTHER.toml") from None
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}", "expected a writable place") from None
+    print_result(common, {"file": file}, [(f"wrote {file}; {todo}then: shardmill run {file}",)])
+
+
+@command("run_id")
+def show(
+    context: typer.Context,
+    source_or_config: Annotated[str, typer.Argument(metavar="SOURCE_OR_CONFIG", help="A folder or TOML file.")] = "",
+) -> None:
+    from pipeline.config import load_pipeline, without_secrets
+    from pipeline.config_file import to_toml
+
+    common: Common = context.obj
+    tree = without_secrets(load_pipeline(source_or_config or None, common.overrides, common.workdir))
+    if common.json:
+        sys.stdout.write(json.dumps(tree.model_dump(mode="json"), indent=2) + "\n")
+    else:
+        sys.stdout.write(to_toml(tree, with_choices=True))
+
+
+show.help = "Print the resolved config with every default, as TOML."
+config = TyperGroup(name="config", commands={"show": show}, no_args_is_help=True)
