@@ -121,6 +121,9 @@ class SourceImage:
             self.etag,
             source_sha256=source_sha256,
             stage=stage,
+            container=self.container,
+            place=self.place,
+            block=self.block,
         )
 
 
@@ -158,6 +161,16 @@ class Rejection:
     source_sha256: str = ""
     stage: str = "decode"
     """`list`, `read` or `decode`."""
+    container: str = ""
+    """Where it can be read again, as its `SourceImage` says: so are `place` and `block`."""
+    place: int = 0
+    block: int = 0
+
+    @property
+    def source(self) -> SourceImage:
+        """The input as it was listed, as far as a reader needs it."""
+        where = {"container": self.container, "place": self.place, "block": self.block}
+        return SourceImage(self.key, self.size_bytes, self.mtime_ns, self.etag, **where)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class UriReader:
     def read(self, image: SourceImage) -> bytes | Rejection:
         """The file's bytes. Raises FileNotFoundError, AccessDenied, StorageError; never holds more than the limit."""
         uri = image.container or image.key
-        data = self._downloader.fetch(uri) if _is_on_the_web(uri) else self._read(uri)
+        data = self._downloader.fetch(uri) if is_on_the_web(uri) else self._read(uri)
         if isinstance(data, NotDownloaded):
             return image.rejected(data.reason, data.detail)
         if len(data) > self._max_source_bytes:
@@ -56,7 +56,7 @@ class UriReader:
 
         One URL that does not answer says nothing about this host; and where a table is, it may name what is not there.
         """
-        if _is_on_the_web(path):
+        if is_on_the_web(path):
             return True
         store, path = self._locate(path)
         return store.stat(path) is not None or (store is self._root and self._tables.are_there())
@@ -126,5 +126,6 @@ def _may_be_named(scheme: str) -> bool:
     return entry in STORES and entry not in _NOT_OF_ROWS
 
 
-def _is_on_the_web(uri: str) -> bool:
+def is_on_the_web(uri: str) -> bool:
+    """Whether it is fetched, from any server."""
     return uri.partition("://")[0] in HTTP_SCHEMES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +20,7 @@ from shardmill.jobs.run_files import StageRecord, read_stage_records, run_folder
 from shardmill.reader import read_samples
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
-from shardmill.values import Rejection, RejectReason, SourceImage
+from shardmill.values import Rejection, RejectReason
 from train.values import EpochRecord, Evaluation
 
 if TYPE_CHECKING:
@@ -64,11 +65,14 @@ def gather(workdir: str | Path, run_id: str, summary: dict[str, Any]) -> ReportD
         "evaluation": TypeAdapter(Evaluation).validate_python(evaluation) if evaluation else None,
     }
     failed_build = detail.get("etl", {}).get("ledger")
-    found = _of_failed_build(detail["etl"]) if failed_build else _of_dataset(summary.get("dataset") or {})
+    config = data["config_toml"]
+    found = (
+        _of_failed_build(detail["etl"], config) if failed_build else _of_dataset(summary.get("dataset") or {}, config)
+    )
     return ReportData(**data, **found)
 
 
-def _of_dataset(named: dict[str, Any]) -> dict[str, Any]:
+def _of_dataset(named: dict[str, Any], config_toml: str) -> dict[str, Any]:
     if not named.get("version"):
         return {}
     try:
@@ -88,8 +92,7 @@ def _of_dataset(named: dict[str, Any]) -> dict[str, Any]:
             "num_listed": dataset.manifest.counts.listed,
             "rejected": _rejected_groups(
                 read_rejections(dataset.store, dataset.manifest),
-                dataset.manifest.source.uri,
-                dataset.manifest.source.kind,
+                _reader(config_toml, dataset.manifest.source.kind, dataset.manifest.source.uri),
             ),
         }
     except (ShardmillError, FileNotFoundError):
@@ -97,13 +100,14 @@ def _of_dataset(named: dict[str, Any]) -> dict[str, Any]:
         return {}
 
 
-def _of_failed_build(detail: dict[str, Any]) -> dict[str, Any]:
+def _of_failed_build(detail: dict[str, Any], config_toml: str) -> dict[str, Any]:
     """What a build refused that broke a limit: no version names its ledger, the record of the stage does."""
     try:
         return {
             "num_listed": detail["num_listed"],
             "rejected": _rejected_groups(
-                read_ledger(detail["ledger"]), detail["source"], detail.get("source_kind", "folders")
+                read_ledger(detail["ledger"]),
+                _reader(config_toml, detail.get("source_kind", "folders"), detail["source"]),
             ),
         }
     except (ShardmillError, FileNotFoundError):
@@ -127,19 +131,24 @@ def _sample_pictures(dataset: Dataset, split: str) -> tuple[Picture, ...]:
     return tuple(pictures)
 
 
-def _rejected_groups(rejections: Iterable[Rejection], source_uri: str, kind: str) -> tuple[RejectedGroup, ...]:
+def _reader(config_toml: str, kind: str, uri: str) -> SourceReader | None:
+    """What reads this source as the tasks did, by the run's own config; None if it is gone, or cannot be opened."""
     from etl.config import SourceConfig
     from etl.sources import SOURCES
-    from etl.sources.files import FileReader
 
+    try:
+        given = tomllib.loads(config_toml).get("source", {})
+        # A training alone may have been given another source, or none.
+        same = SourceConfig(**given) if given.get("kind") == kind else SourceConfig(kind=kind)
+        is_one = kind != "several"
+        return SOURCES[kind](same.model_copy(update={"uri": uri}) if is_one else same).open(MAX_THUMBNAIL_SOURCE_BYTES)
+    except (ShardmillError, ValueError, OSError):
+        return None
+
+
+def _rejected_groups(rejections: Iterable[Rejection], source: SourceReader | None) -> tuple[RejectedGroup, ...]:
     rejections = sorted(rejections, key=lambda rejection: rejection.key)
     counts = Counter(rejection.reason for rejection in rejections)
-    # A table names files of their own, wherever they are. Of a container's image the ledger does not say where it lies.
-    source = (
-        SOURCES[kind](SourceConfig(uri=source_uri, kind=kind)).open(MAX_THUMBNAIL_SOURCE_BYTES)
-        if kind == "table"
-        else FileReader(source_uri)
-    )
     return tuple(
         RejectedGroup(
             str(reason),
@@ -153,13 +162,11 @@ def _rejected_groups(rejections: Iterable[Rejection], source_uri: str, kind: str
     )
 
 
-def _rejected_picture(source: SourceReader, rejection: Rejection) -> Picture:
-    is_small_file = rejection.size_bytes <= MAX_THUMBNAIL_SOURCE_BYTES and "\0" not in rejection.key
-    # A report fetches nothing from the web.
-    is_small_file = is_small_file and not rejection.key.startswith(("http://", "https://"))
-    if rejection.reason in REASONS_WITH_THUMBNAIL and is_small_file:
+def _rejected_picture(source: SourceReader | None, rejection: Rejection) -> Picture:
+    is_wanted = rejection.reason in REASONS_WITH_THUMBNAIL and rejection.size_bytes <= MAX_THUMBNAIL_SOURCE_BYTES
+    if source is not None and is_wanted and _is_near(rejection):
         try:
-            data = source.read(SourceImage(rejection.key, rejection.size_bytes))
+            data = source.read(rejection.source)
             image_HWC = None if isinstance(data, Rejection) else _decode_leniently(data)
         except (ShardmillError, OSError):
             image_HWC = None
@@ -167,6 +174,16 @@ def _rejected_picture(source: SourceReader, rejection: Rejection) -> Picture:
             png, is_small = thumbnail(image_HWC)
             return Picture("", rejection.key, png, is_small)
     return Picture("", rejection.key)
+
+
+def _is_near(rejection: Rejection) -> bool:
+    """A report fetches nothing from the web, and unpacks no archive up to the one image."""
+    from etl.sources.containers import is_packed
+    from etl.sources.uris import is_on_the_web
+
+    # Of several sources, the name of its own comes first.
+    file, container = (text.rpartition("\0")[2] for text in (rejection.key, rejection.container))
+    return not (is_packed(container) or is_on_the_web(container) or is_on_the_web(file))
 
 
 def _decode_leniently(data: bytes) -> np.ndarray | None:

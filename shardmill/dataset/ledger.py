@@ -36,8 +36,18 @@ LEDGER_SCHEMA = pa.schema(
         ("source_mtime_ns", pa.int64()),
         ("source_etag", pa.string()),
         ("source_sha256", pa.string()),
+        ("source_container", pa.string()),
+        ("source_place", pa.int64()),
+        ("source_block", pa.int64()),
     ]
 )
+_LATER = ("source_container", "source_place", "source_block")
+
+
+# Of a `Rejection`, in the order of the columns behind its key.
+_FIELDS = (
+    "reason", "detail", "stage", "size_bytes", "mtime_ns", "etag", "source_sha256", "container", "place", "block"
+)  # fmt: skip
 
 
 def write_ledger(store: Store, rejections: Iterable[Rejection]) -> tuple[SealedFile, ...]:
@@ -53,7 +63,9 @@ def read_rejections(store: Store, manifest: Manifest) -> Iterator[Rejection]:
     Raises IntegrityError, when it is read, for a ledger that is missing or altered.
     """
     for segment in manifest.ledger_segments:
-        yield from rejections_of_table(read_segment(store, segment, LEDGER_SCHEMA, manifest.counts.rejected))
+        yield from rejections_of_table(
+            read_segment(store, segment, LEDGER_SCHEMA, manifest.counts.rejected, later=_LATER)
+        )
 
 
 def read_ledger(uri: str) -> list[Rejection]:
@@ -72,7 +84,7 @@ def read_ledger(uri: str) -> list[Rejection]:
         expected = f"expected a file named {file.sha256[:32]}.parquet"
         raise IntegrityError(f"{uri} was altered, or is no ledger", expected)
     # No manifest counted its rows; a row takes at least a byte.
-    return rejections_of_table(read_segment(store, file, LEDGER_SCHEMA, max_rows=len(data)))
+    return rejections_of_table(read_segment(store, file, LEDGER_SCHEMA, max_rows=len(data), later=_LATER))
 
 
 def ledger_digest(rejections: Iterable[Rejection]) -> str:
@@ -91,10 +103,7 @@ def ledger_table(rejections: Iterable[Rejection]) -> pa.Table:
     columns = [
         [text for text, _, _ in records],
         [encoded for _, encoded, _ in records],
-        *(
-            [getattr(rejection, name) for _, _, rejection in records]
-            for name in ("reason", "detail", "stage", "size_bytes", "mtime_ns", "etag", "source_sha256")
-        ),
+        *([getattr(rejection, name) for _, _, rejection in records] for name in _FIELDS),
     ]
     columns[2] = [str(reason) for reason in columns[2]]
     # A detail may quote a name that is not UTF-8, such as a link's target.
@@ -120,6 +129,9 @@ def rejections_of_table(table: pa.Table) -> list[Rejection]:
                 etag=record["source_etag"],
                 source_sha256=record["source_sha256"],
                 stage=record["stage"],
+                container=record["source_container"],
+                place=record["source_place"],
+                block=record["source_block"],
             )
             for record in table.to_pylist()
         ]

@@ -60,9 +60,9 @@ def read_segment(
 ) -> pa.Table:
     """The columns of `schema` from a verified segment; `max_rows` is what the record that names it counted.
 
-    `later`: numbers that an older shardmill did not write; they are 0 in its segments. Further columns are not read: an
-    older one wrote two more into row segments. Raises IntegrityError if the segment is missing, altered, lacks a column
-    or is larger than it may be.
+    `later`: columns that an older shardmill did not write; they are 0 or empty in its segments. Further columns are not
+    read: an older one wrote two more into row segments. Raises IntegrityError if the segment is missing, altered, lacks
+    a column or is larger than it may be.
     """
     data = read_sealed(store, file, fix=RESTORE)
     where = join_uri(store.uri, file.path)
@@ -73,19 +73,23 @@ def read_segment(
         _check_footer(footer, stored, max_rows, len(data), where)
         # As dictionaries first: a long text that repeats is small until it is written out for each row. They must be
         # there. And `read_table` would look for a dataset in each of thousands of small files.
-        texts = [field.name for field in schema if pa.types.is_string(field.type)]
+        texts = [field.name for field in stored if pa.types.is_string(field.type)]
         parquet = pq.ParquetFile(pa.BufferReader(data), metadata=footer, read_dictionary=texts, pre_buffer=False)
         table = parquet.read(columns=stored.names, use_threads=False)
         # Places in dictionaries, UTF-8.
         table.validate(full=True)
         _check_size(sum(_plain_bytes(column) for column in table.columns), len(data), where)
-        zeros = pa.repeat(0, table.num_rows)
         columns = [
-            zeros.cast(field.type) if field.name in absent else _plain(table.column(field.name)) for field in schema
+            _empty(field.type, table.num_rows) if field.name in absent else _plain(table.column(field.name))
+            for field in schema
         ]
         return pa.table(columns, schema=schema)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise IntegrityError(f"{where} does not parse: {error}", "", RESTORE) from None
+
+
+def _empty(type: pa.DataType, num_rows: int) -> pa.Array:
+    return pa.repeat(pa.scalar("" if pa.types.is_string(type) else 0, type), num_rows)
 
 
 def _check_footer(footer: pq.FileMetaData, schema: pa.Schema, max_rows: int, size_bytes: int, where: str) -> None:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import re
 import shutil
+import tarfile
+import zipfile
 from pathlib import Path
 
+import cv2
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from etl.config import EtlConfig, SourceConfig
+from pipeline.config_file import to_toml
 from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, line_chart, nice_ticks, share_bar
 from pipeline.report.data import Picture, RejectedGroup, ReportData
 from pipeline.report.page import render
 from pipeline.report.write import gather
+from pipeline.tree import PipelineTree
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.run_files import StageRecord, write_stage_record
+from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason
 from tests.support import build_here, write_images
 from train.values import ClassFigures, Confusion, EpochRecord, Evaluation
@@ -112,9 +121,6 @@ def test_what_a_run_left_is_gathered(tmp_path: Path):
 
 
 def test_refused_files_are_shown_where_something_can_be_seen(tmp_path: Path):
-    import cv2
-    import numpy as np
-
     write_images(tmp_path / "images", num_images=40, num_classes=2)
     ok, jpeg = cv2.imencode(".jpg", np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
     assert ok
@@ -134,6 +140,42 @@ def test_refused_files_are_shown_where_something_can_be_seen(tmp_path: Path):
         [(picture, rejection)] = groups["truncated"].examples
         assert picture.png.startswith(b"\x89PNG") and rejection.key == key
         assert groups["empty_file"].examples[0][0].png == b""
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "zip", "parquet", "several"])
+def test_refused_images_of_containers_are_shown_as_well(kind: str, tmp_path: Path):
+    write_images(tmp_path / "images", num_images=40, num_classes=2)
+    ok, jpeg = cv2.imencode(".jpg", np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
+    assert ok
+    (tmp_path / "images/class_0/cut.jpg").write_bytes(jpeg.tobytes()[: len(jpeg) // 2])
+    files = sorted((tmp_path / "images").rglob("*.*"))
+    names = [str(file.relative_to(tmp_path / "images")) for file in files]
+    source = SourceConfig(uri=str(tmp_path / "images.tar"), kind="webdataset")
+    if kind in ("webdataset", "several"):
+        with tarfile.open(source.uri, "w") as tar:
+            for file, name in zip(files, names, strict=True):
+                tar.add(file, name)
+    if kind == "several":
+        source = SourceConfig(kind="several", parts={"of_a_tar": source})
+    elif kind == "zip":
+        source = SourceConfig(uri=str(tmp_path / "images.zip"), kind="zip")
+        with zipfile.ZipFile(source.uri, "w") as archive:
+            for file, name in zip(files, names, strict=True):
+                archive.write(file, name)
+    elif kind == "parquet":
+        source = SourceConfig(uri=str(tmp_path / "images.parquet"), kind="parquet", key_field="name")
+        columns = {
+            "image": [file.read_bytes() for file in files],
+            "name": names,
+            "label": [n.split("/")[0] for n in names],
+        }
+        pq.write_table(pa.table(columns), source.uri, row_group_size=10)
+    config = EtlConfig(image_size=16, max_reject_fraction=0.5)
+    uri = build_here(source, str(tmp_path / "dataset"), config)
+    open_store(tmp_path).put("runs/r/config.toml", to_toml(PipelineTree(source=source)).encode())
+    [group] = gather(tmp_path, "r", {"dataset": {"uri": uri, "version": 1}}).rejected
+    [(picture, rejection)] = group.examples
+    assert picture.png.startswith(b"\x89PNG") and rejection.key.endswith("\0class_0/cut.jpg")
 
 
 def test_words_of_a_refusal_stay_whole_on_a_narrow_page():
