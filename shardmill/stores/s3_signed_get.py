@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from botocore.config import Config
     from botocore.session import Session
 
-# The bucket is elsewhere, or is signed for in another way: the client knows how, and follows.
-_FOR_THE_CLIENT = (HTTPStatus.MOVED_PERMANENTLY, HTTPStatus.TEMPORARY_REDIRECT, HTTPStatus.BAD_REQUEST)
 _MAX_URLS = 1 << 10
-_OTHER_SIGNATURE = "SignatureDoesNotMatch"
 
 
 class SignedGets:
@@ -35,7 +32,8 @@ class SignedGets:
 
     def __init__(self, session: Session, client: BaseClient, config: Config) -> None:
         self._client = client
-        self._credentials = session.get_credentials()
+        # None where requests are not signed, or are in another way.
+        self._credentials = session.get_credentials() if client.meta.config.signature_version == "s3v4" else None
         # Without a region the client has one of its own name, which no server knows.
         self._region = client.meta.region_name.replace("aws-global", "us-east-1")
         certificates = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE") or True
@@ -66,7 +64,8 @@ class SignedGets:
             return {"Body": body, "ContentRange": headers.get("content-range", ""), "ETag": headers.get("etag", "")}
         answered = {"status_code": answer.status_code, "headers": answer.headers, "body": answer.content}
         told = self._parser.parse(answered, self._shape)
-        if answer.status_code in _FOR_THE_CLIENT or told.get("Error", {}).get("Code") == _OTHER_SIGNATURE:
+        if _is_elsewhere(answer.status_code, told.get("Error", {})):
+            # The client finds out where, and follows. Nothing else that is refused is asked for again.
             return self._client.get_object(**arguments)
         raise botocore_errors.ClientError(told, "GetObject")
 
@@ -78,3 +77,13 @@ class SignedGets:
 def _is_plain(bucket: str) -> bool:
     """Whether it is signed for as all are: not an access point's name, nor a directory bucket's."""
     return not (bucket.startswith("arn:") or bucket.endswith("--x-s3"))
+
+
+def _is_elsewhere(status: int, error: dict[str, str]) -> bool:
+    """Whether a server refers to another region: what botocore's client takes as that, for a GET."""
+    if status in (HTTPStatus.MOVED_PERMANENTLY, HTTPStatus.FOUND, HTTPStatus.TEMPORARY_REDIRECT):
+        return True
+    code = error.get("Code")
+    return code == "IllegalLocationConstraintException" or (
+        code == "AuthorizationHeaderMalformed" and "Region" in error
+    )

@@ -34,6 +34,8 @@ class Fault(StrEnum):
     """409 as of two conditional PUTs at once, and it was not done."""
     FORBIDDEN = auto()
     """403, and it was not done."""
+    EXPIRED = auto()
+    """400, as Amazon's servers answer a token that has expired; it was not done."""
     BARE_412 = auto()
     """Done, but a refused condition comes without a word in the body."""
     DROPPED = auto()
@@ -63,6 +65,7 @@ _ANSWERS = {
     Fault.ERROR_IN_200: (200, "InternalError"),
     Fault.CONFLICT: (409, "ConditionalRequestConflict"),
     Fault.FORBIDDEN: (403, "AccessDenied"),
+    Fault.EXPIRED: (400, "ExpiredToken"),
 }
 Choice = Callable[[str, str], Fault | None]
 
