@@ -68,6 +68,7 @@ epochs = 2
 global_batch_size = 16
 format = "{format_name}"
 checkpoint_every_steps = 2
+record_samples = true
 [train.augment]
 random_flip = false
 """)
@@ -86,6 +87,12 @@ random_flip = false
     events = [json.loads(line) for line in read_lines(runs, "run/events.jsonl")]
     [resumed] = [event for event in events if event["event"] == "train.resumed"]
     assert 2 < resumed["global_step"] < summary["train"]["steps"]
+    # Each step once, in order, though two processes wrote them.
+    steps = [json.loads(line) for line in read_lines(runs, "run/steps.jsonl")]
+    num_steps = summary["train"]["steps"] // 2
+    assert [(line["epoch"], line["step"]) for line in steps] == [
+        (epoch, n) for epoch in (0, 1) for n in range(num_steps)
+    ]
     assert summary["stages"]["etl"]["status"] == "skipped"
     assert summary["dataset"]["counts"]["listed"] == summary["dataset"]["counts"]["accepted"] == 60
     assert summary["export"]["path"].startswith(f"{root}/models/")
