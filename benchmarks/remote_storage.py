@@ -12,22 +12,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.servers import hdfs_root, s3_root
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.reader import ReaderOptions, read_batches
 from shardmill.stores import open_store
-from tests.services.hdfs import HdfsServer, hdfs_server
 from tests.services.s3 import s3_client
-from tests.services.versitygw import KEY, SECRET, Gateway, versitygw
 from tests.support import upload
 
 _NUM_THREADS = 2
@@ -48,8 +47,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        roots = {"local": str(folder / "local"), "s3": stack.enter_context(_s3(folder)),
-                 "hdfs": stack.enter_context(_hdfs(folder))}  # fmt: skip
+        roots = {"local": str(folder / "local"), "s3": stack.enter_context(s3_root(folder)),
+                 "hdfs": stack.enter_context(hdfs_root(folder))}  # fmt: skip
         images = _in_classes(arguments.images, folder / "images", arguments.copies)
         for root in roots.values():
             upload(images, f"{root}/images")
@@ -199,36 +198,6 @@ def _shardmill(*words: str) -> None:
 
 def _settings(settings: dict[str, str]) -> list[str]:
     return [word for item in settings.items() for word in ("--set", "=".join(item))]
-
-
-@contextmanager
-def _s3(folder: Path) -> Iterator[str]:
-    with _fixture(versitygw, folder / "versitygw") as server:
-        assert isinstance(server, Gateway)
-        os.environ |= {"AWS_ENDPOINT_URL": server.endpoint, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
-                       "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
-        s3_client(server.endpoint).create_bucket(Bucket="benchmark")
-        yield "s3://benchmark"
-
-
-@contextmanager
-def _hdfs(folder: Path) -> Iterator[str]:
-    with _fixture(hdfs_server, folder / "hdfs") as server:
-        assert isinstance(server, HdfsServer)
-        yield f"{server.uri}/benchmark"
-
-
-@contextmanager
-def _fixture(fixture: object, folder: Path) -> Iterator[object]:
-    """What a session's fixture of the tests yields, outside pytest."""
-
-    class Folders:
-        def mktemp(self, name: str) -> Path:
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder
-
-    with contextmanager(fixture.__wrapped__)(Folders()) as server:  # pyright: ignore[reportAttributeAccessIssue]
-        yield server
 
 
 if __name__ == "__main__":
