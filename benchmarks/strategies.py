@@ -6,6 +6,8 @@
 Epochs, global batch and learning rate are the same for all; each strategy starts from its own processes, in turn. A
 process has its share of this machine's cores, so on few cores more ranks are no faster: what differs is what the
 exchange costs, and what asynchronous and local updates do to the accuracy.
+
+`silos` is `local_sgd` on three datasets made of the same training images, each of which has some of the digits alone.
 """
 
 from __future__ import annotations
@@ -14,9 +16,16 @@ import argparse
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
+import cv2
+
+from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
+from etl.job import build_dataset
+from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
+from shardmill.reader import iterate_samples
 from train.config import TrainConfig
 from train.observer import GlobalStep
 from train.training import train_model
@@ -30,8 +39,10 @@ CONTESTANTS: dict[str, dict[str, object]] = {
     "mirrored": {"local_devices": 2},
     "parameter_server": {"num_workers": 2, "parameter_servers": 1},
     "local_sgd": {"num_workers": 2, "local_steps": 4, "global_batch_size": 256},
-    "torch_ddp": {"num_workers": 2},
+    "torch_ddp": {"num_workers": 2, "backend": "torch"},
+    "silos": {"strategy": "local_sgd", "num_workers": 3, "local_steps": 4, "global_batch_size": 192},
 }
+CLASSES_OF_SILOS = (("0", "1", "2", "3"), ("4", "5", "6"), ("7", "8", "9"))
 
 
 class FirstStep:
@@ -45,6 +56,30 @@ class FirstStep:
 
     def event(self, name: str, fields: object) -> None:
         return
+
+
+def build_silos(dataset_uri: str, folder: Path) -> tuple[str, ...]:
+    """The train split of a dataset as one dataset for each of CLASSES_OF_SILOS."""
+    dataset = open_dataset(dataset_uri)
+    names = dataset.manifest.class_names
+    for sample in iterate_samples(dataset, "train"):
+        name = names[sample.label or 0]
+        [silo] = [number for number, classes in enumerate(CLASSES_OF_SILOS) if name in classes]
+        target = folder / f"images{silo}" / name / f"{sample.sample_id}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # OpenCV's order of channels.
+        assert cv2.imwrite(str(target), sample.image_HWC[..., ::-1])
+    all_train = SplitFractions(train=1.0, validation=0.0, test=0.0)
+    height, width, _ = dataset.manifest.normalize.image_shape_HWC
+    assert height == width
+    for silo in range(len(CLASSES_OF_SILOS)):
+        tree = EtlTree(
+            source=SourceConfig(uri=str(folder / f"images{silo}")),
+            dataset=DatasetConfig(uri=str(folder / f"silo{silo}")),
+            etl=EtlConfig(engine="local", image_size=height, split_fractions=all_train),
+        )
+        build_dataset(tree, run_id=uuid.uuid4().hex)
+    return tuple(f"{folder}/silo{silo}@1" for silo in range(len(CLASSES_OF_SILOS)))
 
 
 def main() -> None:
@@ -62,9 +97,9 @@ def main() -> None:
     for name in given.only.split(","):
         # TensorFlow and PyTorch do not share a process, so the one rank of `single` gets its own too.
         settings = {**common, "strategy": name, "launcher": "local", **CONTESTANTS[name]}
-        if name == "torch_ddp":
-            settings["backend"] = "torch"
-        with tempfile.TemporaryDirectory() as models:
+        with tempfile.TemporaryDirectory() as models, tempfile.TemporaryDirectory() as silos:
+            if name == "silos":
+                settings["silos"] = build_silos(given.dataset, Path(silos))
             tree = TrainTree(
                 dataset=DatasetConfig(uri=str(Path(given.dataset).resolve())),
                 models=ModelsConfig(uri=models),

@@ -171,7 +171,7 @@ class TrainConfig(Section):
     record_samples: Annotated[bool, HOW] = False
     """Write `steps.jsonl`: loss and sample ids of every step."""
     tensorboard: Annotated[bool, HOW] = True
-    """Write scalars for TensorBoard (`tensorboard --logdir WORKDIR/runs`), if it is installed."""
+    """Write scalars for TensorBoard (`tensorboard --logdir WORKDIR/runs`)."""
     mlflow_uri: Annotated[ServerUri, HOW] = ""
     """Likewise at this MLflow tracking server, for instance `http://HOST:5000`; one that is away is a warning."""
     profile_steps: Annotated[StepRange, HOW] = ""

@@ -1,19 +1,17 @@
 """The scalars of a run for TensorBoard: losses and times of every step, figures of every epoch.
 
-Written in the driver, where no framework is imported: TensorBoard's own messages (tensorboard/compat/proto/event.proto)
-in the frames of a TFRecord file.
+Written in the driver, where no framework is imported and TensorBoard need not be installed: its messages
+(tensorboard/compat/proto/event.proto, summary.proto) in the frames of a TFRecord file.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
 
+from shardmill.formats.protobuf import bytes_field, double_field, float_field, integer_field
 from shardmill.formats.tfrecord import frame
 from shardmill.jobs.line_log import GrowingFile, Outage, Warn, warn_on_stderr
 from shardmill.jobs.observer import FieldValue
@@ -21,10 +19,11 @@ from shardmill.storage import Store
 from train.observer import GlobalStep
 from train.scalars import Scalars, of_event, of_step
 
-
-def is_installed() -> bool:
-    """Whether the package is there: it comes with TensorFlow."""
-    return importlib.util.find_spec("tensorboard") is not None
+# Fields of Event, of SessionLog (whose status 1 is a start), of Summary and of its values.
+_WALL_TIME, _STEP, _FILE_VERSION, _SUMMARY, _SESSION_LOG = 1, 2, 3, 5, 7
+_STATUS, _START = 1, 1
+_VALUE = 1
+_TAG, _SIMPLE_VALUE = 1, 2
 
 
 class TensorBoardLog:
@@ -64,22 +63,18 @@ class TensorBoardLog:
         if self._file is None:
             return
         self._num_files += 1
-        log = _messages("event").SessionLog
-        self._append(file_version="brain.Event:2")
+        self._append(bytes_field(_FILE_VERSION, b"brain.Event:2"))
         # TensorBoard drops what an earlier attempt wrote of this step and later ones.
-        self._append(step=global_step, session_log=log(status=log.START))
+        start = bytes_field(_SESSION_LOG, integer_field(_STATUS, _START))
+        self._append(integer_field(_STEP, global_step) + start)
 
     def _write(self, scalars: Scalars) -> None:
-        summary = _messages("summary").Summary
-        values = [summary.Value(tag=tag, simple_value=value) for tag, value in scalars.values.items()]
-        self._append(step=scalars.at, summary=summary(value=values))
+        values = [
+            bytes_field(_VALUE, bytes_field(_TAG, tag.encode()) + float_field(_SIMPLE_VALUE, value))
+            for tag, value in scalars.values.items()
+        ]
+        self._append(integer_field(_STEP, scalars.at) + bytes_field(_SUMMARY, b"".join(values)))
 
-    def _append(self, **fields: Any) -> None:
+    def _append(self, fields: bytes) -> None:
         if self._file is not None:
-            event = _messages("event").Event(wall_time=time.time(), **fields)
-            self._file.append(frame(event.SerializeToString()))
-
-
-def _messages(name: str) -> Any:
-    """A module of message classes, which exist only when it runs."""
-    return importlib.import_module(f"tensorboard.compat.proto.{name}_pb2")
+            self._file.append(frame(double_field(_WALL_TIME, time.time()) + fields))

@@ -43,7 +43,6 @@ from train.rank_times import RankRow, StragglerWatch
 from train.readers import reader_of
 from train.run_log import RunLog, Sink, StepsLog
 from train.tensorboard import TensorBoardLog
-from train.tensorboard import is_installed as tensorboard_is_installed
 from train.trainings import TrainingChoice, choose_training, read_result
 from train.tree import TrainTree
 from train.trial_build import try_build
@@ -195,7 +194,7 @@ def train_in_run(
     sinks.append(RanksLog(run.store, f"{run.folder}/ranks.log", warn))
     if tree.train.record_samples:
         sinks.append(StepsLog(run.store, f"{run.folder}/steps.jsonl", warn))
-    if tree.train.tensorboard and tensorboard_is_installed():
+    if tree.train.tensorboard:
         sinks.append(TensorBoardLog(run.store, f"{run.folder}/tensorboard", warn))
     tracked = _tracked(tree, run, observer)
     with closing(RunLog(observer, [*sinks, *tracked])) as log:

@@ -1,7 +1,6 @@
 """tf.Example messages without TensorFlow: the few lines of protocol buffers that a TFRecord shard needs.
 
 Message: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/example.proto
-Wire format: https://protobuf.dev/programming-guides/encoding/
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardmill.errors import IntegrityError
+from shardmill.formats.protobuf import FOUR_BYTES, LENGTH_DELIMITED, VARINT, bytes_field, varint
 
-_VARINT, _LENGTH_DELIMITED, _FOUR_BYTES = 0, 2, 5
 # Feature is a oneof of these.
 BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3
 
@@ -31,9 +30,10 @@ FeatureValue = bytes | int | FeatureList
 def encode_example(features: Mapping[str, FeatureValue]) -> bytes:
     """A serialized tf.Example with the features in the order given (so equal input, equal bytes)."""
     entries = b"".join(
-        _field(1, _field(1, name.encode()) + _field(2, _encode_feature(value))) for name, value in features.items()
+        bytes_field(1, bytes_field(1, name.encode()) + bytes_field(2, _encode_feature(value)))
+        for name, value in features.items()
     )
-    return _field(1, entries)
+    return bytes_field(1, entries)
 
 
 def decode_example(data: memoryview) -> dict[str, bytes | memoryview | int]:
@@ -72,7 +72,7 @@ def _integers(values: memoryview) -> Iterator[int]:
     position = 0
     while position < len(values):
         tag, position = _read_varint(values, position)
-        if tag & 7 == _LENGTH_DELIMITED:
+        if tag & 7 == LENGTH_DELIMITED:
             length, position = _read_varint(values, position)
             end = position + length
         else:
@@ -87,7 +87,7 @@ def _floats(values: memoryview) -> Iterator[float]:
     position = 0
     while position < len(values):
         tag, position = _read_varint(values, position)
-        length, position = (4, position) if tag & 7 == _FOUR_BYTES else _read_varint(values, position)
+        length, position = (4, position) if tag & 7 == FOUR_BYTES else _read_varint(values, position)
         yield from (value for (value,) in struct.iter_unpack("<f", values[position : position + length]))
         position += length
 
@@ -102,7 +102,7 @@ _READERS = {
 def _first_integer(values: memoryview) -> int:
     """Of an int64_list: packed as we and TensorFlow write it, or one varint after the other."""
     tag, position = _read_varint(values, 0)
-    if tag & 7 == _LENGTH_DELIMITED:
+    if tag & 7 == LENGTH_DELIMITED:
         _, position = _read_varint(values, position)
     value, _ = _read_varint(values, position)
     return value - (1 << 64) if value >> 63 else value
@@ -110,34 +110,21 @@ def _first_integer(values: memoryview) -> int:
 
 def _encode_feature(value: FeatureValue) -> bytes:
     if isinstance(value, FeatureList):
-        return _field(value.kind, _encode_list(value))
+        return bytes_field(value.kind, _encode_list(value))
     if isinstance(value, bytes):
-        return _field(BYTES_LIST, _field(1, value))
-    return _field(INT64_LIST, _encode_list(FeatureList(INT64_LIST, [value])))
+        return bytes_field(BYTES_LIST, bytes_field(1, value))
+    return bytes_field(INT64_LIST, _encode_list(FeatureList(INT64_LIST, [value])))
 
 
 def _encode_list(feature: FeatureList) -> bytes:
     if not feature.values:
         return b""  # as protocol buffers write it
     if feature.kind == BYTES_LIST:
-        return b"".join(_field(1, value) for value in feature.values)
+        return b"".join(bytes_field(1, value) for value in feature.values)
     if feature.kind == FLOAT_LIST:
-        return _field(1, struct.pack(f"<{len(feature.values)}f", *feature.values))
+        return bytes_field(1, struct.pack(f"<{len(feature.values)}f", *feature.values))
     # int64_list is packed; negative numbers are their 64-bit two's complement.
-    return _field(1, b"".join(_varint(value & 0xFFFFFFFFFFFFFFFF) for value in feature.values))
-
-
-def _field(number: int, payload: bytes) -> bytes:
-    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(len(payload)) + payload
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
+    return bytes_field(1, b"".join(varint(value & 0xFFFFFFFFFFFFFFFF) for value in feature.values))
 
 
 def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
@@ -156,10 +143,10 @@ def _fields(data: memoryview):
     position = 0
     while position < len(data):
         tag, position = _read_varint(data, position)
-        if tag & 7 == _VARINT:
+        if tag & 7 == VARINT:
             _, position = _read_varint(data, position)
             continue
-        if tag & 7 != _LENGTH_DELIMITED:
+        if tag & 7 != LENGTH_DELIMITED:
             raise ValueError(f"unexpected wire type {tag & 7}")
         length, position = _read_varint(data, position)
         if position + length > len(data):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import glob
 import json
+import sys
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from pipeline.cli import app
 from shardmill.jobs.line_log import read_lines
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
@@ -77,6 +81,27 @@ def test_every_step_and_epoch_is_there_once_also_after_a_crash(tiny_uri, tmp_pat
     assert second["epoch/validation_accuracy"][1] == last.validation.accuracy
     assert abs(second["epoch/train_loss"][1] - last.train_loss) < 1e-6
     assert all(value > 0 for value in second["step_seconds/compute"].values())
+
+
+def test_a_run_has_its_curves_where_tensorboard_is_not_installed(tiny_uri, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    settings = {"model": "tests.train.models_under_test:linear", "epochs": 1, "global_batch_size": 24}
+    given = [f"--set=train.{name}={value}" for name, value in settings.items()]
+    places = [f"--set=models.uri={tmp_path}/models", f"--workdir={tmp_path}/work", "--run-id=r"]
+    done = CliRunner().invoke(app, ["train", tiny_uri, *given, *places])
+    assert done.exit_code == 0, done.output
+    curves = scalars_of(tmp_path / "work/runs/r/tensorboard")
+    assert list(curves["step/loss"]) == [0, 1, 2, 3] and 0 <= curves["epoch/validation_accuracy"][0] <= 1
+
+
+def test_a_loss_without_bounds_is_in_the_curves_too(tmp_path):
+    """Among them one that has no place in the 32 bits that TensorBoard keeps."""
+    log = TensorBoardLog(LocalStore(str(tmp_path)), "run")
+    for number, loss in enumerate((float("nan"), float("-inf"), 1e300)):
+        log.step(global_step(number, loss))
+    log.close()
+    nan, *infinite = scalars_of(tmp_path / "run")["step/loss"].values()
+    assert nan != nan and infinite == [float("-inf"), float("inf")]
 
 
 def test_steps_that_a_restart_repeats_are_in_the_curves_once(tmp_path):

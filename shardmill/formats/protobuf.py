@@ -1,0 +1,45 @@
+"""Fields of a protocol buffers message as bytes: what tf.Example records and TensorBoard's events are made of.
+
+Wire format: https://protobuf.dev/programming-guides/encoding/
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+VARINT, EIGHT_BYTES, LENGTH_DELIMITED, FOUR_BYTES = 0, 1, 2, 5
+
+
+def bytes_field(number: int, payload: bytes) -> bytes:
+    """Of bytes, a string in UTF-8, or another message."""
+    return varint(number << 3 | LENGTH_DELIMITED) + varint(len(payload)) + payload
+
+
+def integer_field(number: int, value: int) -> bytes:
+    """Of an int64 or an enum."""
+    return varint(number << 3 | VARINT) + varint(value & 0xFFFFFFFFFFFFFFFF)
+
+
+def double_field(number: int, value: float) -> bytes:
+    """Of a float of 64 bits."""
+    return varint(number << 3 | EIGHT_BYTES) + struct.pack("<d", value)
+
+
+def float_field(number: int, value: float) -> bytes:
+    """Of a float of 32 bits; what they cannot hold is infinite."""
+    try:
+        payload = struct.pack("<f", value)
+    except OverflowError:
+        payload = struct.pack("<f", math.copysign(math.inf, value))
+    return varint(number << 3 | FOUR_BYTES) + payload
+
+
+def varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest ones first; for numbers from 0 on."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
