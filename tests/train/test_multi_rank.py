@@ -243,11 +243,12 @@ def test_evaluation_on_ranks_is_that_of_one(tiny_uri, tmp_path, strategy):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("strategy", [*WITH_A_MEETING_OF_THEIR_OWN, "local_sgd"])
+@pytest.mark.parametrize("strategy", EXACT)
 def test_every_strategy_trains_in_a_barrier_stage_as_it_does_in_processes_here(tiny_uri, tmp_path, strategy):
-    config = {**stateful(strategy), "num_workers": 2}
-    here, _ = train_on_ranks(tiny_uri, tmp_path / "here", 2, stateful(strategy))
-    task = task_of(tiny_uri, tmp_path / "spark", launcher="spark_barrier", **config)
+    world_size = 2 if STRATEGIES[strategy].allows_world_size(2) else 1
+    config = stateful(strategy) | ({"local_devices": 2} if strategy == "mirrored" else {})
+    here, _ = train_on_ranks(tiny_uri, tmp_path / "here", world_size, config)
+    task = task_of(tiny_uri, tmp_path / "spark", launcher="spark_barrier", num_workers=world_size, **config)
     watcher = Watcher()
     result = LAUNCHERS["spark_barrier"].launch(task, SparkConfig(master="local[2]"), watcher)
     assert (result.weights_sha256, result.final_loss_hex) == (here.weights_sha256, here.final_loss_hex)
