@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import shutil
@@ -26,6 +27,8 @@ from train.checkpoint_writer import CheckpointWriter, Moment
 from train.progress import Progress
 from train.state import WEIGHTS
 from train.values import RESULT, ModelIdentity
+
+NUM_KILLS = int(os.environ.get("SHARDMILL_KILLS", "30"))
 
 
 def test_a_store_that_cannot_say_whether_an_attempt_is_the_newest_costs_a_checkpoint(tiny_uri, tmp_path, whole, faulty):
@@ -138,12 +141,15 @@ def test_training_goes_on_while_the_store_is_slow(tiny_uri, tmp_path, whole, fau
         assert train_here(tiny_uri, models, **CONFIG).weights_sha256 == whole.weights_sha256
 
 
-@pytest.mark.parametrize("num_kills", [5, pytest.param(30, marks=pytest.mark.drill)])
+@pytest.mark.parametrize(
+    "num_kills", [5, pytest.param(NUM_KILLS, marks=[pytest.mark.drill, pytest.mark.timeout(600 + 10 * NUM_KILLS)])]
+)
 def test_no_kill_costs_a_complete_checkpoint(tiny_uri, tmp_path, num_kills):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     program = [sys.executable, "-m", "tests.programs.train_until_killed", tiny_uri, str(tmp_path), str(seed)]
     done = subprocess.run([*program, str(num_kills)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("newest checkpoint") == num_kills
     *_, killed, undisturbed = done.stdout.split()
     assert killed == undisturbed
