@@ -192,7 +192,7 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
                 done = member.train_step(batch, num_rows, _scheduled_learning_rate(session, progress))
             outcome, batch = done.outcome, done.batch or batch
             if not outcome.is_applied:
-                leave_out(session, progress, batch, outcome, state_before)
+                leave_out(session, progress, batch, outcome, num_rows, state_before)
             # What the member did not count as something else is computation.
             compute = lap() - done.allreduce_seconds - done.input_wait_seconds
             input_wait += done.input_wait_seconds

@@ -16,14 +16,25 @@ from shardmill.stores import open_store
 from train.backends.backend import Learner, StatePart
 from train.config import TrainConfig
 from train.state import dump_arrays
+from train.strategies.horovod import HOROVOD
 from train.strategies.member import Member
-from train.strategies.torch_ddp import TORCH_DDP, join_ddp
+from train.strategies.mirrored import MIRRORED
+from train.strategies.multi_worker_mirrored import MULTI_WORKER_MIRRORED
+from train.strategies.strategy import Strategy
+from train.strategies.torch_ddp import TORCH_DDP
 from train.task import WorkerTask
 from train.values import Reporter, StepReport, TrainResult
 from train.worker import run_worker
 from train.world import World
 
 KILL_AT = "SHARDMILL_TEST_KILL_AT_STEP"
+
+
+def _finish_checkpoint() -> None:
+    """Return when the checkpoint that was begun is written."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
 
 
 class DyingReporter:
@@ -44,10 +55,8 @@ class DyingReporter:
 
     def step(self, report: StepReport) -> None:
         if report.epoch * report.num_steps + report.step == self._killed_at:
-            # The checkpoint that was begun is written first, so that it is known where the next attempt goes on.
-            for thread in threading.enumerate():
-                if thread.name == "checkpoint":
-                    thread.join()
+            # So that it is known where the next attempt goes on.
+            _finish_checkpoint()
             os.kill(os.getpid(), self._signal)
         self._reporter.step(report)
 
@@ -123,19 +132,26 @@ joined: list[Member] = []
 """That of this process."""
 
 
-def _join_and_remember(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
-    joined.append(join_ddp(world, config, build, reporter))
-    return joined[-1]
+def _remembered(strategy: Strategy) -> Strategy:
+    def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+        joined.append(strategy.join(world, config, build, reporter))
+        return joined[-1]
+
+    return replace(strategy, join=join)
 
 
-REMEMBERED = replace(TORCH_DDP, join=_join_and_remember)
+REMEMBERED_TORCH_DDP = _remembered(TORCH_DDP)
+REMEMBERED_HOROVOD = _remembered(HOROVOD)
+REMEMBERED_MIRRORED = _remembered(MIRRORED)
+REMEMBERED_MULTI_WORKER_MIRRORED = _remembered(MULTI_WORKER_MIRRORED)
 
 
 def every_rank_tells_what_a_failure_leaves(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
-    """With the strategy `REMEMBERED`: the weights that a rank has when the loop has raised."""
+    """With a `REMEMBERED` strategy: the weights that a rank has when the loop has raised."""
     try:
         return run_worker(task, world, reporter)
     except TrainingError:
+        _finish_checkpoint()
         [member] = joined
         weights = dump_arrays(member.learner.arrays(StatePart.WEIGHTS))
         open_store(task.models_uri).put(f"left/rank-{world.rank}.npz", weights)

@@ -95,6 +95,10 @@ class ShardedMember(ReplicatedMember):
             addends = self.learner.gradients(batch, global_weight, 1.0)
             return MemberStep(self.learner.apply(addends, learning_rate), 0.0)
 
+    def own_gradient_is_finite(self, batch: Batch, global_weight: int) -> bool:
+        with self.learner.gathered():
+            return super().own_gradient_is_finite(batch, global_weight)
+
     def average_moving_statistics(self) -> None:
         """All have seen the same rows."""
 

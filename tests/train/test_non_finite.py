@@ -19,8 +19,10 @@ from tests.train.training import Recorder, task_of, train_here
 from train.checkpoint import complete_checkpoints
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
+from train.launching.rank import DEFAULT_WORKER
 from train.preflight import check_terms
-from train.state import WEIGHTS, load_arrays
+from train.state import WEIGHTS, load_arrays, rank_file
+from train.strategies import STRATEGIES
 
 LIMIT = "SHARDMILL_TEST_BRIGHTEST"
 NON_FINITE = "tests.train.torch_non_finite_models"
@@ -62,19 +64,36 @@ def test_too_many_in_a_row_stop_the_training(tiny_uri, tmp_path, monkeypatch):
 
 
 def test_a_finite_loss_with_a_gradient_without_bounds_stops_before_the_update(tiny_uri, tmp_path):
+    """Of every sample: as many are named as of answers."""
     recorder = Recorder()
+    first = planned(tiny_uri, TrainConfig(strategy="single", num_workers=1, global_batch_size=32, epochs=1))[0, 0]
     told = (
         r"^loss \d.*, gradient norm inf at epoch 0, step 0 .*; the update was not applied; .* finite for every sample"
+        rf"; the gradient by itself is not for at least 5 samples: {', '.join(first[:5])};"
     )
     with pytest.raises(TrainingError, match=told):
         train_here(tiny_uri, tmp_path, recorder, model=f"{NON_FINITE}:with_cliff")
     assert not recorder.steps
 
 
+def test_samples_whose_gradient_is_not_finite_are_named_and_left_out(tiny_uri, tmp_path, monkeypatch, by_brightness):
+    """Two of them, of which the model's answers are finite; a batch norm's statistics are as if they had not been."""
+    monkeypatch.setenv(LIMIT, str(by_brightness[-3][0] + 0.5))
+    recorder = Recorder()
+    config = {**CONFIG, "model": f"{NON_FINITE}:steep", "epochs": 1, "global_batch_size": 96}
+    result = train_here(tiny_uri, tmp_path, recorder, **config)
+    [event] = recorder.named("step_skipped")
+    ids = [name for name in recorder.steps[0].sample_ids if name in {name for _, name in by_brightness[-2:]}]
+    assert len(ids) == 2 and event["warning"].endswith(f"the gradient by itself is not for 2 samples: {', '.join(ids)}")
+    assert result.num_skipped_steps == len(recorder.steps) == 1
+    running_mean, running_var, num_batches, *_ = load_arrays((tmp_path / result.checkpoint / rank_file(0)).read_bytes())
+    assert not running_mean.any() and (running_var == 1).all() and num_batches == 0
+
+
 @pytest.mark.drill
 def test_all_ranks_leave_out_a_batch_and_stop_before_the_same_update(tiny_uri, tmp_path, monkeypatch, by_brightness):
     """Of the samples of a step one rank has the one that is too bright, and the other rank learns of it by the sum."""
-    config = {**CONFIG, "model": f"{NON_FINITE}:blinded", "strategy": f"{WORKERS}:REMEMBERED",
+    config = {**CONFIG, "model": f"{NON_FINITE}:blinded", "strategy": f"{WORKERS}:REMEMBERED_TORCH_DDP",
               "num_workers": 2, "launcher": "local", "global_batch_size": 8, "max_skipped_in_a_row": 1,
               "checkpoint_every_steps": 1}  # fmt: skip
     brightness_of = {name: brightness for brightness, name in by_brightness}
@@ -102,6 +121,59 @@ def test_all_ranks_leave_out_a_batch_and_stop_before_the_same_update(tiny_uri, t
     for rank in range(2):
         left = load_arrays((tmp_path / "left" / f"rank-{rank}.npz").read_bytes())
         assert [array.tobytes() for array in left] == [array.tobytes() for array in expected]
+
+
+# On two ranks, or two devices: the rank or device without the sample learns of it by the sum.
+ON_TWO: dict[str, dict] = {
+    "horovod": {"num_workers": 2},
+    "multi_worker_mirrored": {"num_workers": 2},
+    "mirrored": {"local_devices": 2},
+    "torch_ddp": {"num_workers": 2, "model": f"{NON_FINITE}:steep"},
+    "local_sgd": {"num_workers": 2, "local_steps": 2},
+    "parameter_server": {"num_workers": 2, "parameter_servers": 1},
+}
+
+
+def test_every_strategy_of_several_is_stopped_by_a_gradient():
+    assert set(ON_TWO) == set(STRATEGIES) - {"single"}
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("strategy", ON_TWO)
+def test_a_gradient_without_bounds_stops_all_ranks_and_its_sample_is_named(
+    tiny_uri, tmp_path, monkeypatch, by_brightness, strategy
+):
+    """Synchronous ranks have the weights that they had before the step; others have at least saved none of later."""
+    is_synchronous = STRATEGIES[strategy].synchronous
+    config = {"model": "tests.train.keras_non_finite_models:steep", "standardize": False, "launcher": "local",
+              "augment": {"random_crop_padding": 0}, "global_batch_size": 8, "checkpoint_every_steps": 1, "epochs": 1,
+              **ON_TWO[strategy], "strategy": strategy}  # fmt: skip
+    (second, _), (_, name) = by_brightness[-2:]
+    [stopped_at] = [step for (_, step), names in planned(tiny_uri, TrainConfig(**config)).items() if name in names]
+    assert stopped_at > 0
+    monkeypatch.setenv(LIMIT, str(second + 0.5))
+    if is_synchronous:
+        config["strategy"] = f"{WORKERS}:REMEMBERED_{strategy.upper()}"
+    worker = f"{WORKERS}:every_rank_tells_what_a_failure_leaves" if is_synchronous else DEFAULT_WORKER
+    said = (
+        rf"\(global step {stopped_at}\); the update was not applied; .* finite for every sample; "
+        rf"the gradient by itself is not for 1 samples: {name};"
+    )
+    watcher = Watcher()
+    with pytest.raises(TrainingError, match=said):
+        LAUNCHERS["local"].launch(task_of(tiny_uri, tmp_path, **config), SparkConfig(), watcher, worker=worker)
+    assert list(watcher.losses) == [(0, step) for step in range(stopped_at)]
+    newest = next(complete_checkpoints(open_store(tmp_path), "t"))
+    saved = load_arrays((tmp_path / newest.path / WEIGHTS).read_bytes())
+    assert all(np.isfinite(array).all() for array in saved)
+    if not is_synchronous:
+        # The last one may have been under way.
+        assert newest.marker.global_step in (stopped_at - 1, stopped_at)
+        return
+    assert newest.marker.global_step == stopped_at
+    for rank in range(config.get("num_workers", 1)):
+        left = load_arrays((tmp_path / "left" / f"rank-{rank}.npz").read_bytes())
+        assert [array.tobytes() for array in left] == [array.tobytes() for array in saved]
 
 
 def test_a_strategy_that_cannot_leave_a_batch_out_is_refused():

@@ -125,6 +125,10 @@ class Learner(Protocol):
         """
         ...
 
+    def are_finite(self, addends: list[Any]) -> bool:
+        """Whether `apply` would find their loss and the norm of their gradient finite."""
+        ...
+
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
         """Update the weights by the summed addends, unless the loss or the gradient is not finite.
 

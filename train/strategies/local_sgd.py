@@ -103,6 +103,11 @@ class LocalSgdMember(ReplicatedMember):
                 self.learner.assign(part, arrays, "the mean over all ranks")
         return MemberStep(outcome, stopwatch.lap())
 
+    def own_gradient_is_finite(self, batch: Batch, global_weight: int) -> bool:
+        # By the weights as its own updates of the round have left them.
+        parts = parts_of(batch, self._local_steps)
+        return all(self.learner.are_finite(self.learner.gradients(part, len(part.weights_N), 1.0)) for part in parts)
+
     def _mean(self, part: StatePart, weight_here: float) -> list[np.ndarray]:
         """The mean over ranks of a part of the state.
 

@@ -72,6 +72,11 @@ class Member(Protocol):
         """One update of the model by the global batch, of which this member has `batch`."""
         ...
 
+    def own_gradient_is_finite(self, batch: Batch, global_weight: int) -> bool:
+        """Whether what this member would add to a step of these rows is finite. No weight changes; moving statistics
+        and random generators do."""
+        ...
+
     def average_moving_statistics(self) -> None:
         """After an epoch: give all members the same moving statistics."""
         ...

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -88,12 +88,18 @@ class ReplicatedMember:
         return epoch.read(cursor.step)
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
-        with self._around_gradients():
-            addends = self.learner.gradients(batch, global_weight, self._streams.here / self._streams.total)
+        addends = self._addends(batch, global_weight)
         stopwatch = Stopwatch()
         sums = self._collective.sum_tensors(addends)
         allreduce_seconds = stopwatch.lap()
         return MemberStep(self.learner.apply(sums, learning_rate), allreduce_seconds)
+
+    def own_gradient_is_finite(self, batch: Batch, global_weight: int) -> bool:
+        return self.learner.are_finite(self._addends(batch, global_weight))
+
+    def _addends(self, batch: Batch, global_weight: int) -> list[Any]:
+        with self._around_gradients():
+            return self.learner.gradients(batch, global_weight, self._streams.here / self._streams.total)
 
     def sum_moments_by(self, sum_in_step: SumInStep, reporter: Reporter) -> None:
         """For sums inside a compiled step, where no single one can be announced: all of it may be waiting."""

@@ -66,6 +66,9 @@ class KerasLearner:
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
         return self.step.gradients(batch, global_weight, share_of_streams)
 
+    def are_finite(self, addends: list[Any]) -> bool:
+        return self.step.are_finite(addends)
+
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
         outcome = self.step.apply(sums, learning_rate)
         if self._averages and outcome.is_applied and not outcome.overflowed:

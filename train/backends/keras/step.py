@@ -139,6 +139,12 @@ class TrainStep:
         overflowed = bool(is_applied) and not math.isfinite(gradient_norm)
         return StepOutcome(loss, num_correct, float(gradient_norm), bool(is_applied), overflowed)
 
+    def are_finite(self, addends: list[Any]) -> bool:
+        import tensorflow as tf
+
+        *gradients, figures = addends
+        return math.isfinite(float(tf.linalg.global_norm(gradients))) and math.isfinite(float(figures[0]))
+
     def outputs(self, images_NHWC: np.ndarray) -> np.ndarray:
         import tensorflow as tf
 

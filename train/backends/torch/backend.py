@@ -18,7 +18,7 @@ from train.backends.torch.averages import WeightAverages
 from train.backends.torch.losses import per_sample_losses, right_of
 from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
-from train.backends.torch.optimizers import clear_state, create_state, state_tensors
+from train.backends.torch.optimizers import clear_state, create_state, norm_of, state_tensors
 from train.backends.torch.precision import Precision
 from train.backends.torch.profile import TorchRecording
 from train.backends.torch.recompute import Recomputed
@@ -75,11 +75,9 @@ class TorchLearner:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
-        torch = import_torch()
+        zeros_like = import_torch().zeros_like
         figures = self.differentiate(batch, global_weight, share_of_streams)
-        gradients = [
-            torch.zeros_like(weight) if weight.grad is None else weight.grad.float() for weight in self.weights
-        ]
+        gradients = [zeros_like(each) if each.grad is None else each.grad.float() for each in self.weights]
         return [*gradients, figures]
 
     def differentiate(
@@ -127,12 +125,14 @@ class TorchLearner:
             loss = loss + sum(self._built.model.losses) * share_of_streams
         return loss, (weights_N * right_of(kind, outputs_NK, labels_N, are_logits)).sum()
 
+    def are_finite(self, addends: list[Any]) -> bool:
+        return bool(np.isfinite(norm_of(self._precision.unscaled(addends))))
+
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
-        torch = import_torch()
         *gradients, figures = sums
         loss, num_correct = figures.tolist()
         gradients = self._precision.unscaled(gradients)
-        gradient_norm = float(torch.linalg.vector_norm(torch.stack([each.norm() for each in gradients])))
+        gradient_norm = norm_of(gradients)
         is_usable = np.isfinite(loss) and np.isfinite(gradient_norm)
         if np.isfinite(loss) and not is_usable and self._precision.lower():
             return StepOutcome(loss, num_correct, gradient_norm, is_applied=True, overflowed=True)

@@ -69,3 +69,9 @@ def state_tensors(optimizer: Any, weights: list[Any]) -> list[Any]:
     torch = import_torch()
     states = [optimizer.state[weight] for weight in weights]
     return [state[name] for state in states for name in sorted(state) if isinstance(state[name], torch.Tensor)]
+
+
+def norm_of(gradients: list[Any]) -> float:
+    """Of all of them as one vector."""
+    torch = import_torch()
+    return float(torch.linalg.vector_norm(torch.stack([each.norm() for each in gradients])))
