@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -156,6 +157,20 @@ def every_rank_tells_what_a_failure_leaves(task: WorkerTask, world: World, repor
         weights = dump_arrays(member.learner.arrays(StatePart.WEIGHTS))
         open_store(task.models_uri).put(f"left/rank-{world.rank}.npz", weights)
         raise
+
+
+def every_rank_tells_what_it_opens(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """The path of every file that its process opens from here on, as the interpreter sees it."""
+    opened: set[str] = set()
+
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
+            opened.add(os.path.realpath(os.fsdecode(arguments[0])))
+
+    sys.addaudithook(note)
+    result = run_worker(task, world, reporter)
+    open_store(task.models_uri).put(f"opened/rank-{world.rank}", "\n".join(sorted(opened)).encode())
+    return result
 
 
 def chief_tells_where_variables_are(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

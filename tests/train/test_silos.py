@@ -15,6 +15,7 @@ from etl.config import EtlConfig, SplitFractions
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.support import build_here, write_images
+from tests.train.test_multi_rank import WORKERS
 from tests.train.training import StepWatcher, task_of
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
@@ -87,6 +88,24 @@ def test_a_silo_away_for_two_rounds_comes_back_and_one_that_is_killed_does_not(t
     assert len(disturbing.steps) == 16 * steps.num_steps, "no round is left out or reported twice"
     assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
     assert not list((tmp_path / "t" / "silos").rglob("*.npz")), "the exchanged weights are taken away"
+
+
+def test_a_silo_opens_its_own_data_alone(tiny_uri, tmp_path, silos):
+    """Rank 0 also reads what it evaluates on; of that dataset the others open no image."""
+    config = {**TORCH, "silos": silos, "num_workers": 3, "global_batch_size": 48, "epochs": 1}
+    LAUNCHERS["local"].launch(
+        task_of(tiny_uri, tmp_path, **config), SparkConfig(), StepWatcher(), f"{WORKERS}:every_rank_tells_what_it_opens"
+    )
+    pinned, *of_silos = (Path(uri.rpartition("@")[0] or uri).resolve() for uri in (tiny_uri, *silos))
+    for rank, own in enumerate(of_silos):
+        opened = {Path(line) for line in (tmp_path / "opened" / f"rank-{rank}").read_text().splitlines()}
+        assert {path for path in opened if path.is_relative_to(own / "shards")} == set(
+            own.glob("shards/train/*.parquet")
+        )
+        assert not [path for other in of_silos if other != own for path in opened if path.is_relative_to(other)]
+        of_pinned = {path.relative_to(pinned).parts[0] for path in opened if path.is_relative_to(pinned)}
+        assert ("shards" in of_pinned) == (rank == 0)
+        assert rank == 0 or of_pinned == {"manifests", "indexes"}
 
 
 @pytest.mark.drill
