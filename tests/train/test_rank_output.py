@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import io
 import os
+import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TextIO
 
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.cli import app
 from shardmill.jobs.observer import FieldValue, SilentObserver
 from shardmill.stores import open_store
+from train.launching.inline_output import gathered
 from train.launching.output import MAX_LINE_BYTES, MAX_TOLD_BYTES, NUM_TAIL_LINES, RankOutput
+from train.observer import GlobalStep
 from train.rank_output import RanksLog
 from train.run_log import RunLog
 from train.values import OUTPUT
@@ -38,6 +47,65 @@ def test_what_never_ends_takes_little():
     told, tail = read(b"a line\n" * (MAX_TOLD_BYTES // 7 + 1000) + b"the last\n")
     assert MAX_TOLD_BYTES - 10 < len(told) < MAX_TOLD_BYTES + 100 and told.endswith("bytes: the rest is left out)\n")
     assert tail.endswith("a line\nthe last")
+
+
+class Told:
+    """An observer that prints as a driver does, and keeps what it is told that ranks print."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def step(self, step: GlobalStep) -> None:
+        print("progress of the driver")
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        print(f"the driver's event {name}")
+        if name == OUTPUT:
+            self.texts.append(str(fields["text"]))
+
+
+def test_what_is_printed_here_goes_where_it_went_and_is_told(capsys):
+    told, before = Told(), (sys.stdout, sys.stderr)
+    kept: list[TextIO] = []
+    with pytest.raises(ValueError, match="the model's"), gathered(told) as observer:
+        kept += [sys.stdout, sys.stderr]
+        print("one", 1)
+        assert not told.texts, "nobody who prints calls the observer"
+        thread = threading.Thread(target=lambda: sys.stderr.writelines(["of a thread\n", "no end"]))
+        thread.start()
+        thread.join()
+        observer.event("resumed", {"rank": 0})
+        assert "".join(told.texts) == "one 1\nof a thread\n"
+        assert (sys.stdout.isatty(), sys.stdout.encoding) == (before[0].isatty(), before[0].encoding)
+        raise ValueError("the model's")
+    assert "".join(told.texts) == "one 1\nof a thread\nno end\n"
+    assert (sys.stdout, sys.stderr) == before
+    # A handler of the user's that has kept a stream writes on.
+    kept[0].write("later\n")
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == "one 1" and out.endswith("later\n") and "the driver's event resumed" in out
+    assert err == "of a thread\nno end" and "later" not in "".join(told.texts)
+
+
+def test_what_never_ends_takes_little_here_too(capsys):
+    told = Told()
+    with gathered(told) as observer:
+        for _ in range(MAX_TOLD_BYTES // 7 + 1000):
+            print("a line")
+        observer.event("resumed", {"rank": 0})
+        print("the last")
+    text = "".join(told.texts)
+    assert MAX_TOLD_BYTES - 10 < len(text) < MAX_TOLD_BYTES + 100 and text.endswith("bytes: the rest is left out)\n")
+    assert "the last\n" in capsys.readouterr().out
+
+
+def test_a_run_in_the_commands_own_process_has_its_log(tiny_uri, tmp_path):
+    settings = {"model": "tests.train.launch_models:chatty", "epochs": 1, "launcher": "inline"}
+    given = [f"--set=train.{name}={value}" for name, value in settings.items()]
+    places = [f"--set=models.uri={tmp_path}/models", f"--workdir={tmp_path}/work", "--run-id=r"]
+    done = CliRunner().invoke(app, ["train", tiny_uri, *given, *places])
+    assert done.exit_code == 0 and "the first layer is built" in done.output, done.output
+    assert (tmp_path / "work/runs/r/ranks.log").read_text() == "rank 0: the first layer is built\n"
 
 
 def test_lines_have_their_rank_and_no_secret_and_attempts_add_up(tmp_path: Path):

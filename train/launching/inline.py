@@ -14,6 +14,7 @@ from shardmill.values import Cursor
 from train.launching import Launcher
 from train.launching.devices import agree_on_devices, device_environment
 from train.launching.faults import FaultKind, RankFault, error_of, failure_of
+from train.launching.inline_output import gathered
 from train.launching.inline_watch import InlineWatch, Stalled, watching
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER, load_worker
@@ -62,6 +63,11 @@ def launch_inline(
     """Run the only rank here. Raises UsageError for more than one, TrainingError for what is not a ShardmillError and
     for a rank that stands still; Terminated when SIGTERM has come and the training has stopped."""
     check_one_rank(task.config.num_workers, spark)
+    with gathered(observer) as heard:
+        return _train_here(task, heard, worker)
+
+
+def _train_here(task: WorkerTask, observer: TrainObserver, worker: str) -> TrainResult:
     place, config = Place(0, 1, 0, 1), task.config
     watch = InlineWatch(config, observer)
     reporter = ObserverReporter(observer, watch)

@@ -13,26 +13,27 @@ NUM_TAIL_LINES = 40
 _READ_BYTES = 1 << 16
 
 
-class RankOutput:
-    """The output of one process, read until it ends."""
+class OutputLines:
+    """The output of one process, cut into lines."""
 
-    def __init__(self, pipe: io.BufferedReader, tell: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str], None]) -> None:
         """`tell` is given one or more whole lines at a time; of a long one the end, of too many the first."""
-        self._pipe = pipe
         self._tell = tell
         self._num_left = MAX_TOLD_BYTES
+        self._unfinished = b""
         self._tail: collections.deque[bytes] = collections.deque(maxlen=NUM_TAIL_LINES)
 
-    def read(self) -> None:
-        """Return when nothing is left that holds the other end open."""
-        unfinished = b""
-        while data := self._pipe.read1(_READ_BYTES):
-            # User code may print anything, without line ends too.
-            *lines, unfinished = (unfinished + data).split(b"\n")
-            unfinished = unfinished[-MAX_LINE_BYTES:]
-            self._take(lines)
-        if unfinished:
-            self._take([unfinished])
+    def add(self, data: bytes) -> None:
+        """What comes next. User code may print anything, without line ends too."""
+        *lines, unfinished = (self._unfinished + data).split(b"\n")
+        self._unfinished = unfinished[-MAX_LINE_BYTES:]
+        self._take(lines)
+
+    def end(self) -> None:
+        """Nothing comes after this."""
+        if self._unfinished:
+            self._take([self._unfinished])
+            self._unfinished = b""
 
     def tail(self) -> str:
         """The last lines so far."""
@@ -49,3 +50,22 @@ class RankOutput:
             end = text.rfind(b"\n", 0, len(text) + self._num_left) + 1
             text = text[:end] + f"(more than {MAX_TOLD_BYTES:,} bytes: the rest is left out)\n".encode()
         self._tell(text.decode(errors="replace"))
+
+
+class RankOutput:
+    """What comes out of the pipe of one process, read until it ends."""
+
+    def __init__(self, pipe: io.BufferedReader, tell: Callable[[str], None]) -> None:
+        """`tell`: as that of `OutputLines`."""
+        self._pipe = pipe
+        self._lines = OutputLines(tell)
+
+    def read(self) -> None:
+        """Return when nothing is left that holds the other end open."""
+        while data := self._pipe.read1(_READ_BYTES):
+            self._lines.add(data)
+        self._lines.end()
+
+    def tail(self) -> str:
+        """The last lines so far."""
+        return self._lines.tail()

@@ -1,0 +1,110 @@
+"""What Python code prints while it trains in the command's own process: it goes where it went, and is told as well.
+
+By `sys.stdout` and `sys.stderr`, and not by their descriptors: a pipe in front of these would take the terminal from a
+debugger, and native code that fills it while it holds the interpreter's lock would wait for a reader that never runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TextIO
+
+from shardmill.jobs.observer import FieldValue
+from train.launching.output import MAX_TOLD_BYTES, OutputLines
+from train.observer import GlobalStep, TrainObserver
+from train.values import OUTPUT
+
+
+class TeedStream:
+    """A stream that is written as before, of which `output` hears."""
+
+    def __init__(self, stream: TextIO, output: InlineOutput) -> None:
+        self._stream = stream
+        self._output = output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        num_written = self._stream.write(text)
+        self._output.hear(text)
+        return num_written
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+
+class InlineOutput:
+    """Keeps what is printed until the thread that trains next calls the observer, and tells it first.
+
+    So nobody who prints waits for a store, gets its errors, or calls the observer from a thread of theirs.
+    """
+
+    def __init__(self, observer: TrainObserver) -> None:
+        self._observer = observer
+        self._lines = OutputLines(lambda text: observer.event(OUTPUT, {"rank": 0, "text": text}))
+        self._heard: deque[str] = deque()
+        self._num_heard = 0
+        self._trains = threading.current_thread()
+        # The driver prints in this process too, and is no rank.
+        self._driver = threading.local()
+
+    def hear(self, text: str) -> None:
+        """From any thread."""
+        # What comes then would not be told anyway.
+        if self._num_heard > MAX_TOLD_BYTES or getattr(self._driver, "speaks", False):
+            return
+        self._num_heard += len(text)
+        self._heard.append(text)
+
+    def step(self, step: GlobalStep) -> None:
+        """As the observer's."""
+        with self._driver_speaks():
+            self._observer.step(step)
+
+    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
+        """As the observer's."""
+        with self._driver_speaks():
+            self._observer.event(name, fields)
+
+    def end(self) -> None:
+        """The training is over; streams that somebody has kept are not heard any more."""
+        with self._driver_speaks():
+            self._lines.end()
+        self._num_heard = MAX_TOLD_BYTES + 1
+
+    @contextmanager
+    def _driver_speaks(self) -> Iterator[None]:
+        self._driver.speaks = True
+        try:
+            if threading.current_thread() is self._trains:
+                heard = [self._heard.popleft() for _ in range(len(self._heard))]
+                self._lines.add("".join(heard).encode(errors="replace"))
+            yield
+        finally:
+            self._driver.speaks = False
+
+
+@contextmanager
+def gathered(observer: TrainObserver) -> Iterator[TrainObserver]:
+    """An observer to train with, who tells what is printed inside.
+
+    In the main thread alone, as streams are the process's; and where there are streams.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or sys.stdout is None or sys.stderr is None:
+        yield observer
+        return
+    output = InlineOutput(observer)
+    out: Any = TeedStream(sys.stdout, output)
+    err: Any = TeedStream(sys.stderr, output)
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            yield output
+    finally:
+        output.end()
