@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,7 @@ launcher = "horovod_spark"
 nics = ["lo"]
 """
 CLUSTER_MODE = ("--deploy-mode", "cluster", "--files", "cluster.toml")
+IN_MODE = {"cluster": CLUSTER_MODE, "client": ("--conf", "spark.driver.host=127.0.0.1")}
 # Sixteen steps with a loss that stays away from 0, where a relative bound means nothing.
 RECORDED = ("train.epochs=4", "train.label_smoothing=0.1", "train.record_samples=true")
 
@@ -145,14 +147,38 @@ def test_the_etl_gives_in_both_modes_what_it_gives_here_and_no_secret_is_shown(
     assert "canary" not in (yarn_cluster.folder / "servers.log").read_text().lower()
 
 
-def test_a_training_runs_on_executors_of_yarn(dataset: Dataset, submitter: Submitter):
+@pytest.mark.parametrize(
+    ("mode", "launcher", "strategy"),
+    [("cluster", "horovod_spark", "horovod"), ("client", "spark_barrier", "torch_ddp")],
+)
+def test_a_training_runs_on_executors_of_yarn(
+    root: str, dataset: Dataset, submitter: Submitter, mode: str, launcher: str, strategy: str
+):
+    """The other two pairs are those of the drill that kills an executor."""
+    run_id = f"whole-{launcher}"
     train = submitter.run(
-        "train/job.py", "--config", "cluster.toml", "--workdir", "work", "--run-id", "train", "--until", "train",
-        spark__driver__host="127.0.0.1",
+        "train/job.py", "--config", "cluster.toml", "--workdir", f"{root}/work", "--run-id", run_id, "--until", "train",
+        "--set", f"train.launcher={launcher}", "--set", f"train.strategy={strategy}",
+        "--set", f"models.uri={root}/{run_id}", options=IN_MODE[mode],
     )  # fmt: skip
     assert train.process.returncode == 0, train.output
-    found = summary_of(submitter.folder / "work", "train")["train"]
-    assert (found["launcher"], found["world_size"], found["steps"]) == ("horovod_spark", 2, 8)
+    found = summary_of(f"{root}/work", run_id)["train"]
+    assert (found["launcher"], found["strategy"], found["world_size"]) == (launcher, strategy, 2)
+    assert found["steps"] == 8
+
+
+def test_more_ranks_than_slots_are_refused_with_both_numbers(dataset: Dataset, submitter: Submitter):
+    """Long before `train.start_timeout_seconds`; the cores of an executor are Spark's own default."""
+    started_seconds = time.monotonic()
+    train = submitter.run(
+        "train/job.py", "--config", "cluster.toml", "--workdir", "work", "--run-id", "few", "--until", "train",
+        "--set", "train.num_workers=4", "--set", "train.num_streams=12", options=IN_MODE["client"],
+    )  # fmt: skip
+    seconds = time.monotonic() - started_seconds
+    assert train.process.returncode == 2, train.output
+    [line] = [line for line in train.our_lines() if line.startswith("ERROR")]
+    assert line.startswith("ERROR 2: a training of 4 ranks, but Spark at 'yarn' runs 2 task(s) at a time; "), line
+    assert "spark.executor.instances" in line and seconds < 60, seconds
 
 
 def chosen_for(root: str, models: str, model: str, strategy: str, launcher: str) -> list[str]:
@@ -181,8 +207,7 @@ def test_a_training_goes_on_after_its_executor_was_killed(
     train = submitter.start(
         "train/job.py", "--config", "cluster.toml", "--workdir", f"{root}/work", "--run-id", run_id, "--until", "train",
         *chosen_for(root, run_id, model, strategy, launcher), *MAY_RESTART,
-        options=CLUSTER_MODE if mode == "cluster" else (),
-        **({} if mode == "cluster" else {"spark__driver__host": "127.0.0.1"}),
+        options=IN_MODE[mode],
     )  # fmt: skip
     kill_an_executor(yarn_cluster.mark, train, f"{root}/work", run_id)
     alone = undisturbed_steps(root, submitter.folder, model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -23,7 +22,6 @@ from tests.train.driver_process import PIN, WORKERS, Driver, start_driver
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.rank import EXIT_ABORTED
-from train.launching.spark_slots import num_slots_of
 from train.preflight import check_terms
 from train.run_log import RunLog
 from train.task import WorkerTask
@@ -259,35 +257,6 @@ def test_dynamic_allocation_is_refused_with_the_setting_to_change():
     spark = SparkConfig(master="yarn", train=SparkApplicationConfig(conf=conf))
     with pytest.raises(UsageError, match=r"set spark.dynamicAllocation.enabled = false and spark.executor.instances"):
         check_terms(config, spark)
-
-
-@pytest.mark.parametrize(
-    ("master", "conf", "expected"),
-    [
-        ("local", {}, 1),
-        ("local[4]", {"spark.task.cpus": "2"}, 2),
-        ("local[3,2]", {}, 3),
-        ("local[*]", {}, os.cpu_count()),
-        ("local-cluster[2,3,1024]", {"spark.task.cpus": "2"}, 2),
-        ("yarn", {"spark.executor.instances": "3", "spark.executor.cores": "4"}, 12),
-        ("yarn", {"spark.executor.instances": "3"}, None),
-        (
-            "yarn",
-            {
-                "spark.executor.instances": "3",
-                "spark.executor.cores": "4",
-                "spark.dynamicAllocation.enabled": "true",
-            },
-            None,
-        ),
-        ("spark://host:7077", {}, None),
-        # A standalone master does not know this setting, and starts as many executors as fit.
-        ("spark://host:7077", {"spark.executor.instances": "3", "spark.executor.cores": "4"}, None),
-        ("spark://host:7077", {"spark.cores.max": "6", "spark.task.cpus": "4"}, 1),
-    ],
-)
-def test_slots_are_counted_where_they_are_known(master, conf, expected):
-    assert num_slots_of(master, conf) == expected
 
 
 def test_unknown_launcher_gets_the_nearest_name():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.spark_settings import is_local_master
+from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -20,14 +20,16 @@ SLOT_SETTINGS = (
     GPUS_OF_TASK, GPUS_OF_EXECUTOR, "spark.task.cpus", "spark.cores.max", "spark.executor.instances",
     "spark.executor.cores", "spark.dynamicAllocation.enabled",
 )  # fmt: skip
+# What Spark takes on YARN and Kubernetes for what nobody sets; spark-defaults.conf may.
+_DEFAULTS = {"spark.executor.instances": "2", "spark.executor.cores": "1"}
 # A standalone master hands out at once all that it has; how far apart two executors start, on a busy machine.
 SETTLED_SECONDS = 15.0
 _POLL_SECONDS = 0.2
 
 
 def check_configured_slots(world_size: int, spark: SparkConfig) -> None:
-    """`check_slots` for the section `spark`, before Spark is asked."""
-    check_slots(world_size, spark.master, spark.train.conf)
+    """`check_slots` for the section `spark`, before Spark is asked; `spark-submit` has told all that holds."""
+    check_slots(world_size, spark.master, spark.train.conf, is_all=is_under_spark_submit())
 
 
 def ranks_on_this_machine(world_size: int, spark: SparkConfig) -> int:
@@ -40,12 +42,12 @@ def assigns_gpus(spark: SparkConfig) -> bool:
     return GPUS_OF_TASK in spark.train.conf
 
 
-def check_slots(world_size: int, master: str, conf: dict[str, str]) -> None:
+def check_slots(world_size: int, master: str, conf: dict[str, str], *, is_all: bool) -> None:
     """Raises UsageError with the numbers if fewer than `world_size` tasks can run at once, as far as that is known.
 
-    Spark would start as many as fit and wait forever with the rest.
+    Spark would start as many as fit and wait forever with the rest. `is_all`: as in `num_slots_of`.
     """
-    num_slots = num_slots_of(master, conf)
+    num_slots = num_slots_of(master, conf, is_all=is_all)
     if num_slots is not None and num_slots < world_size:
         raise UsageError(*_too_few(world_size, master, f"runs {num_slots} task(s) at a time"))
 
@@ -53,12 +55,12 @@ def check_slots(world_size: int, master: str, conf: dict[str, str]) -> None:
 def wait_for_slots(world_size: int, context: SparkContext, timeout_seconds: float) -> None:
     """Return when `world_size` tasks can run at once on the executors that are there.
 
-    Raises UsageError with the numbers if they never can, in seconds on a standalone cluster; TrainingError if
-    executors that were asked for are not there in time. Spark would wait with the first ranks in its slots, and looks
-    whether a barrier stage fits only every 15 s.
+    Raises UsageError with the numbers if they never can, at once on YARN and Kubernetes, in seconds on a standalone
+    cluster; TrainingError if executors that were asked for are not there in time. Spark would wait with the first ranks
+    in its slots, and looks whether a barrier stage fits only every 15 s.
     """
     master, conf = str(context.master), dict(context.getConf().getAll())
-    check_slots(world_size, master, conf)
+    check_slots(world_size, master, conf, is_all=True)
     # With dynamic allocation executors come for tasks that wait.
     if is_local_master(master) or conf.get("spark.dynamicAllocation.enabled", "false") == "true":
         return
@@ -85,17 +87,23 @@ def _slots_now(context: SparkContext) -> int:
 
 def _too_few(world_size: int, master: str, has: str) -> tuple[str, str, str]:
     """An error's three parts."""
+    if master.startswith("local"):
+        fix = f'set spark.master = "local[{world_size}]"'
+    else:
+        named = " (spark.executor.instances, spark.executor.cores)" if _has_defaults(master) else ""
+        fix = f"ask for more executors or cores{named}, or set train.num_workers lower"
     return (
         f"a training of {world_size} ranks, but Spark at {master!r} {has}",
         f"expected at least {world_size} slots: each rank is a Spark task, and all must run at once",
-        f'set spark.master = "local[{world_size}]"'
-        if master.startswith("local")
-        else "ask for more executors or cores, or set train.num_workers lower",
+        fix,
     )
 
 
-def num_slots_of(master: str, conf: dict[str, str]) -> int | None:
-    """Tasks that can run at the same time, or None if that is not known yet (dynamic allocation, defaults)."""
+def num_slots_of(master: str, conf: dict[str, str], *, is_all: bool = False) -> int | None:
+    """Tasks that can run at the same time, or None if that is not known yet (dynamic allocation, a standalone master).
+
+    `is_all`: `conf` is all that Spark has been given, so that its own defaults hold for the rest.
+    """
     cpus_per_task = _number(conf, "spark.task.cpus", "1")
 
     def slots_of_executor(cores: int) -> int:
@@ -118,6 +126,8 @@ def num_slots_of(master: str, conf: dict[str, str]) -> int | None:
         # It gives cores, as many as there are, and knows no number of executors.
         most = conf.get("spark.cores.max")
         return None if most is None else _number(conf, "spark.cores.max") // cpus_per_task
+    if is_all and _has_defaults(master):
+        conf = _DEFAULTS | conf
     is_fixed = conf.get("spark.dynamicAllocation.enabled", "false") == "false"
     if is_fixed and "spark.executor.instances" in conf and "spark.executor.cores" in conf:
         return _number(conf, "spark.executor.instances") * slots_of_executor(_number(conf, "spark.executor.cores"))
@@ -138,6 +148,11 @@ def num_places_of(master: str, conf: dict[str, str]) -> int | None:
         return _number(conf, "spark.cores.max") // _number(conf, "spark.executor.cores") if has_both else None
     is_fixed = conf.get("spark.dynamicAllocation.enabled", "false") == "false"
     return _number(conf, "spark.executor.instances") if is_fixed and "spark.executor.instances" in conf else None
+
+
+def _has_defaults(master: str) -> bool:
+    """Whether Spark asks there for `_DEFAULTS`."""
+    return master == "yarn" or master.startswith("k8s://")
 
 
 def _number(conf: dict[str, str], name: str, default: str = "") -> int:
