@@ -77,7 +77,7 @@ def check_appendable(parent: Manifest, build: Build, *, is_labelled: bool) -> No
 
 def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
     """The fields of the event `etl.inferred`."""
-    config, by_split = plan.task.config, _images_by_split(plan)
+    config, by_split = plan.task.config, images_by_split(plan)
     where = _how_split(plan)
     shape = " x ".join(map(str, config.one_shape_HWC)) if config.one_shape_HWC else f"different sizes, {config.color}"
     return {
@@ -135,7 +135,7 @@ def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
 
 def _thin_parts(plan: BuildPlan) -> Iterator[str]:
     """Splits and classes with few images, or none."""
-    by_split, about = _images_by_split(plan), "" if plan.listing.has_splits else "about "
+    by_split, about = images_by_split(plan), "" if plan.listing.has_splits else "about "
     fractions = plan.task.config.split_fractions
     by_class = _images_by_class(plan)
     for split in SPLITS:
@@ -216,7 +216,7 @@ def _examples(store: Store, manifest: Manifest) -> DuplicateExamples:
         return DuplicateExamples()
 
 
-def _images_by_split(plan: BuildPlan) -> Counter[str]:
+def images_by_split(plan: BuildPlan) -> Counter[str]:
     """Exact if the source names the splits; estimated from the shares as far as content hashes decide."""
     listing, fractions = plan.listing, plan.task.config.split_fractions
     counts: Counter[str | None] = Counter()
@@ -226,7 +226,7 @@ def _images_by_split(plan: BuildPlan) -> Counter[str]:
 
 
 def _images_by_class(plan: BuildPlan, split: str | None = None) -> Counter[str]:
-    """Of one split (exact or estimated like `_images_by_split`), or of all."""
+    """Of one split (exact or estimated like `images_by_split`), or of all."""
     listing = plan.listing
     by_source = listing.has_splits and split is not None
     counts: Counter[str] = Counter()

@@ -18,8 +18,9 @@ import typer
 from pipeline.choices import Chosen, chosen_entries, registries
 from pipeline.cli_options import Common, command
 from pipeline.config import load_pipeline
+from pipeline.doctor_dataset import dataset_findings, listing_findings
 from pipeline.doctor_network import applications_on_spark, network_findings
-from pipeline.doctor_ranks import has_version, model_findings, rank_findings
+from pipeline.doctor_ranks import model_findings, rank_findings
 from pipeline.finding import Finding, Status, failed, found_by
 from pipeline.preflight import Check, checks, clock_difference_seconds
 from pipeline.printing import plain, print_result
@@ -79,6 +80,7 @@ def examine(tree: PipelineTree, workdir: str, *, has_config: bool = True) -> lis
         _kernel(tree),
         *_preflight(tree, workdir, has_config=has_config),
         *rank_findings(tree),
+        *dataset_findings(tree),
         *network_findings(tree),
     ]
 
@@ -187,6 +189,8 @@ def _clock(subject: str, uri: str) -> Finding:
 
 def _unset(subject: str, tree: PipelineTree) -> Finding:
     """A run needs all of them; training needs no source if there is a version to train on."""
+    from shardmill.dataset.open import has_version
+
     fix = f"set {subject} in the config"
     try:
         is_built = subject != "dataset.uri" and bool(tree.dataset.uri) and has_version(tree.dataset.uri)
@@ -218,6 +222,7 @@ def _listing_findings(tree: PipelineTree) -> Iterator[Finding]:
         yield Finding("ok", f"source: {name}", str(facts[name]))
     for message in inferred_warnings(plan):
         yield Finding("warn", "source: warning", message)
+    yield from listing_findings(tree, plan)
     yield from model_findings(tree, plan.row_schema)
     if plan.store.local_root is not None:
         yield _room(plan.store.local_root, plan.num_images, tree.etl)
@@ -249,6 +254,7 @@ def rehearsed(findings: Sequence[Finding], config: str, overrides: tuple[str, ..
     """Not tried if an earlier row says already that the ranks could not run, or no dataset is there."""
     if failing := [each.subject for each in findings if each.status == "fail"]:
         return Finding("warn", REHEARSAL, f"not tried: {', '.join(failing)} would stop it", "fix that first")
+    from shardmill.dataset.open import has_version
     from train.rehearsal import rehearse
 
     try:

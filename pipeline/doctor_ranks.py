@@ -31,7 +31,6 @@ def rank_findings(tree: PipelineTree) -> Iterator[Finding]:
         return
     yield _slots(train, num_ranks, num_ranks_here)
     yield from _devices(train, num_ranks_here)
-    yield from _window_memory(tree)
 
 
 def model_findings(tree: PipelineTree, schema: RowSchema | None = None) -> Iterator[Finding]:
@@ -39,7 +38,7 @@ def model_findings(tree: PipelineTree, schema: RowSchema | None = None) -> Itera
 
     None if it could not fail to, or there is no dataset.
     """
-    from shardmill.dataset.open import open_dataset
+    from shardmill.dataset.open import has_version, open_dataset
     from train.labels import LabelSpec
     from train.run_log import RunLog
     from train.trial_build import try_build
@@ -55,14 +54,6 @@ def model_findings(tree: PipelineTree, schema: RowSchema | None = None) -> Itera
     if built is not None and schema is not None:
         for_what = f"for {LabelSpec.of_schema(schema)}, images of {' x '.join(map(str, schema.one_shape_HWC or ()))}"
         yield Finding("ok", subject, f"{for_what}: {built.num_trained:,} weights to train; {built.seconds:.1f} s")
-
-
-def has_version(uri: str) -> bool:
-    """Whether a dataset is there."""
-    from shardmill.dataset.versions import latest_version, split_version
-    from shardmill.stores import open_store
-
-    return latest_version(open_store(split_version(uri)[0])) > 0
 
 
 def _slots(train: TrainConfig, num_ranks: int, num_ranks_here: int) -> Finding:
@@ -85,24 +76,3 @@ def _devices(train: TrainConfig, num_ranks_here: int) -> Iterator[Finding]:
             yield Finding("ok", "devices", "; ".join(map(str, devices_here(train, num_ranks_here))))
         except ShardmillError as error:
             yield failed("devices", error)
-
-
-def _window_memory(tree: PipelineTree) -> Iterator[Finding]:
-    """What the shuffle windows of one rank need on the committed dataset, if there is one."""
-    from shardmill.dataset.open import open_dataset
-    from train.preflight import check_spread, check_trainable, window_memory
-
-    subject = "train.window_budget_bytes"
-    try:
-        if not tree.dataset.uri or not has_version(tree.dataset.uri):
-            return
-        dataset = open_dataset(tree.dataset.uri)
-        train = check_spread(tree.train, tree.spark, dataset).config
-        check_trainable(train, dataset, tree.gate)
-        memory = window_memory(train, dataset)
-    except ShardmillError as error:
-        # No failure: the ETL of a run with this config may commit another version first.
-        yield Finding("warn", subject, f"the committed dataset as it is: {error.what}; {error.expected}", error.fix)
-        return
-    found = f"{memory.bytes_per_rank:,} of {memory.budget_bytes:,} bytes on each rank for {dataset.pin.uri}"
-    yield Finding("ok", subject, f"{found}@{dataset.pin.version}")

@@ -84,14 +84,16 @@ def resolve(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None = N
 
 
 def choose_ranks(config: TrainConfig, facts: Facts) -> tuple[int, str]:
-    """How many the first row gives that applies, and why; fewer, if only fewer have equal shares of a step."""
+    """How many the first row gives that applies, and why; fewer, if only fewer have equal shares of a step and rows."""
     rule = next(rule for rule in RANKS_RULES if rule.applies(facts))
     most, because = rule.num_ranks(facts) or 1, rule.because.format(**asdict(facts))
     if rule.choice in ("started", "named"):
         return most, because
-    fitting = (each for each in range(min(most, config.num_streams), 1, -1) if _shares_equally(config, each))
+    most_with_rows = min(most, config.num_streams, most if facts.num_rows is None else facts.num_rows)
+    fitting = (each for each in range(most_with_rows, 1, -1) if _shares_equally(config, each))
     num_ranks = next(fitting, 1)
     equal = f", of which {num_ranks} get equal parts of train.num_streams = {config.num_streams}"
+    equal += f" and of {facts.num_rows} rows" if most_with_rows == facts.num_rows else ""
     return num_ranks, because + (equal if num_ranks < most else "")
 
 
@@ -135,13 +137,20 @@ def _facts(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None) -> 
         may_use_cluster=config.launcher == AUTO or "pyspark" in LAUNCHERS.entry(config.launcher).packages,
         num_places=num_places_of(spark.master, spark.train.conf),
         num_steps=None if dataset is None else _num_steps(config, dataset),
+        num_rows=None if dataset is None else _num_rows(dataset),
     )
 
 
 def _num_steps(config: TrainConfig, dataset: Dataset) -> int | None:
     """Of the whole training; None without a split to train on, which is refused elsewhere."""
+    num_rows = _num_rows(dataset)
+    return None if num_rows is None else config.epochs * -(-num_rows // config.global_batch_size)
+
+
+def _num_rows(dataset: Dataset) -> int | None:
+    """Of the split to train on, if there is one."""
     split = dataset.manifest.splits.get("train")
-    return None if split is None else config.epochs * -(-split.num_rows // config.global_batch_size)
+    return None if split is None else split.num_rows
 
 
 def _what_keeps_one(config: TrainConfig) -> str:

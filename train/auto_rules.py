@@ -42,6 +42,8 @@ class Facts:
     """Executors of the Spark cluster, or GPUs if it assigns them; None if its settings do not say."""
     num_steps: int | None = None
     """Of the whole training; None as long as there is no dataset."""
+    num_rows: int | None = None
+    """Of the train split, likewise."""
 
     @property
     def has_cluster(self) -> bool:

@@ -19,6 +19,7 @@ from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
 from train.models.user import imported_packages
 from train.readers import reader_of
+from train.row_shares import follows_plan, row_shares
 from train.strategies import STRATEGIES, find_strategy, roles_of, shares_streams, streams_per_rank
 from train.strategies.nics import ipv4_of
 
@@ -211,6 +212,8 @@ def check_trainable(config: TrainConfig, dataset: Dataset, gate: GateConfig | No
             f"it has {', '.join(splits) or 'none'}",
             "raise etl.split_fractions.train, or add images",
         )
+    if follows_plan(config):
+        row_shares(config, splits["train"].num_rows)
     reader_of(config).check(config, dataset)
     if config.early_stop_epochs and "validation" not in splits:
         raise UsageError(

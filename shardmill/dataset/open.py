@@ -31,6 +31,11 @@ def open_dataset(uri: str) -> Dataset:
     return Dataset(store, pin_of(store, version, data), parse_manifest(data, version, store.uri))
 
 
+def has_version(uri: str) -> bool:
+    """Whether a dataset is there."""
+    return latest_version(open_store(split_version(uri)[0])) > 0
+
+
 def first_alike(pin: DatasetPin) -> DatasetPin:
     """The first version that names the very files of this one, in their order: an expiry or a rollback copies nothing.
 

@@ -179,6 +179,12 @@ def test_each_rank_has_enough_images_for_the_parts_of_its_step():
     assert choose_ranks(config, replace(OPEN, num_gpus=16))[0] == 8
 
 
+def test_no_more_ranks_are_chosen_than_there_are_rows():
+    config = TrainConfig(num_streams=16, global_batch_size=64)
+    found, because = choose_ranks(config, replace(OPEN, num_gpus=16, num_rows=7))
+    assert found == 4 and because.endswith("of which 4 get equal parts of train.num_streams = 16 and of 7 rows")
+
+
 @pytest.mark.parametrize(
     ("settings", "spark", "expected"),
     [

@@ -1,0 +1,80 @@
+"""The rows of `shardmill doctor` about a dataset against the ranks that would train on it: rows, steps and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pipeline.finding import Finding, Status, found_by
+from pipeline.tree import PipelineTree
+from shardmill.errors import ShardmillError, UsageError
+
+if TYPE_CHECKING:
+    from etl.plan import BuildPlan
+    from shardmill.dataset.dataset import Dataset
+    from train.config import TrainConfig
+
+SPLIT, WINDOW = "train split", "train.window_budget_bytes"
+
+
+def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
+    """Of the committed version, if there is one: what a training on it would be refused for, or how it is shared out.
+
+    In a config with a source it is no more than a warning: a run builds another version first.
+    """
+    from shardmill.dataset.open import has_version, open_dataset
+    from train.preflight import check_spread, check_trainable, window_memory
+
+    status: Status = "warn" if any(tree.source.uris().values()) else "fail"
+    subject = SPLIT
+    try:
+        if not tree.dataset.uri or not has_version(tree.dataset.uri):
+            return
+        dataset = open_dataset(tree.dataset.uri)
+        train = check_spread(tree.train, tree.spark, dataset).config
+        check_trainable(train, dataset, tree.gate)
+        of_version = f"{dataset.pin.uri}@{dataset.pin.version}"
+        yield Finding("ok", subject, f"{of_version}: {_shares(train, dataset)}")
+        subject = WINDOW
+        memory = window_memory(train, dataset)
+    except ShardmillError as error:
+        yield Finding(status, subject, f"the committed dataset as it is: {found_by(error)}", error.fix)
+        return
+    found = f"{memory.bytes_per_rank:,} of {memory.budget_bytes:,} bytes on each rank for {of_version}"
+    yield Finding("ok", subject, found)
+
+
+def listing_findings(tree: PipelineTree, plan: BuildPlan) -> Iterator[Finding]:
+    """Of the version that a build of this listing would make: shares of a split by content hash are estimates.
+
+    None of an append, whose version has older rows, too.
+    """
+    from etl.checks import images_by_split
+    from train.auto import resolve
+    from train.row_shares import follows_plan, row_shares
+
+    train = resolve(tree.train, tree.spark).config
+    if plan.is_append or not follows_plan(train):
+        return
+    subject, num_rows = f"source: {SPLIT}", images_by_split(plan)["train"]
+    is_named = plan.listing.has_splits and not plan.listing.has_unnamed_splits
+    is_exact = is_named or tree.etl.split_fractions.train in (0, 1)
+    about = "" if is_exact else "about "
+    status: Status = "fail"
+    try:
+        row_shares(train, num_rows if is_exact else plan.num_images)
+        # All images together are enough.
+        status = "warn"
+        yield Finding("ok", subject, f"{about}{row_shares(train, num_rows)}")
+    except UsageError as error:
+        yield Finding(status, subject, f"{about}{found_by(error)}", error.fix)
+
+
+def _shares(train: TrainConfig, dataset: Dataset) -> str:
+    from train.readers import reader_of
+    from train.row_shares import follows_plan, row_shares
+
+    num_rows = dataset.manifest.splits["train"].num_rows
+    if follows_plan(train):
+        return str(row_shares(train, num_rows))
+    return reader_of(train).limits(train, dataset) or f"{num_rows:,} rows"

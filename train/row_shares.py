@@ -1,0 +1,58 @@
+"""How the rows of a train split are shared out: how many each rank reads in an epoch, and in how many steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardmill.epoch_plan import PlanSpec, plan_epoch
+from shardmill.errors import UsageError
+from train.strategies import shares_streams
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RowShares:
+    """Of one epoch."""
+
+    num_rows: int
+    num_steps: int
+    global_batch_size: int
+    num_streams: int
+    rows_of_ranks: tuple[int, ...]
+    """By rank; of one if ranks do not share the streams."""
+
+    def __str__(self) -> str:
+        fewest, most = min(self.rows_of_ranks), max(self.rows_of_ranks)
+        each = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+        return (
+            f"{self.num_rows:,} rows, {self.num_steps:,} step(s) an epoch of train.global_batch_size = "
+            f"{self.global_batch_size}; {each} rows on each of {len(self.rows_of_ranks)} rank(s), which own "
+            f"train.num_streams = {self.num_streams}"
+        )
+
+
+def follows_plan(config: TrainConfig) -> bool:
+    """Whether the epoch plan shares the rows out; silos and other readers have rules of their own."""
+    return config.reader == "shardmill" and not config.silos
+
+
+def row_shares(config: TrainConfig, num_rows: int) -> RowShares:
+    """Of a split with so many rows. Raises UsageError for more ranks than streams, and for a rank without a row."""
+    num_ranks = max(1, config.num_workers) if shares_streams(config) else 1
+    owned = [config.streams_of(rank, num_ranks) for rank in range(num_ranks)]
+    # Where chunks end decides which rows a stream has, not how many.
+    spec = PlanSpec("", "train", config.seed, config.global_batch_size, config.num_streams, 1, shuffle=False)
+    plan = plan_epoch(spec, np.array([num_rows]), 0)
+    rows_of_ranks = tuple(plan.stream_start(each.stop) - plan.stream_start(each.start) for each in owned)
+    if min(rows_of_ranks) == 0:
+        raise UsageError(
+            f"a train split of {num_rows} row(s) for {num_ranks} rank(s): rank {rows_of_ranks.index(0)} gets none",
+            "expected at least one row on each rank",
+            f"add images, raise etl.split_fractions.train, or set train.num_workers to {max(1, num_rows)} or less",
+        )
+    return RowShares(num_rows, plan.num_steps, config.global_batch_size, config.num_streams, rows_of_ranks)
