@@ -1,4 +1,4 @@
-"""The DAG's ETL in YARN's cluster mode: its application outlives a worker that is killed, and ends with a task."""
+"""Spark stages in YARN's cluster mode, by DAGs: an application outlives a killed worker, and ends with its task."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,20 +28,33 @@ from tests.services.spark_submit import make_bundle, summary_of
 from tests.services.yarn import YarnCluster
 from tests.support import build_here, upload, write_images
 
-DAG_ID = "shardmill_far"
+DAG_ID, TRAINED_ID = "shardmill_far", "shardmill_trained"
+TRAINING_ID = f"{TRAINED_ID}_train"
+# Names of the applications.
+BUILD, TRAIN = f"{DAG_ID}_etl", f"{TRAINED_ID}_train"
 CONFIG = """
 [source]
 uri = "{root}/images"
 [dataset]
-uri = "{root}/dataset"
+uri = "{root}/{dataset}"
 [models]
 uri = "{root}/models"
 [etl]
 image_size = 16
 encoding = "png"
-[spark.etl]
-conf = {conf}
+[train]
+epochs = 1
+global_batch_size = 16
+num_workers = 2
+strategy = "torch_ddp"
+launcher = "spark_barrier"
+# A driver that a test stops for a while hears nothing of its ranks.
+silent_seconds = 600
+[spark]
+etl.conf = {conf}
+train.conf = {conf}
 """
+ETL = EtlConfig(image_size=16, encoding="png")
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
 
@@ -58,7 +71,7 @@ def root(yarn_cluster: YarnCluster, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def airflow(root: str, yarn_cluster: YarnCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
-    """A scheduler whose connection is YARN in cluster mode; the ETL is a DAG without the training."""
+    """A scheduler whose connection is YARN in cluster mode; ETL and training are DAGs of their own."""
     folder = tmp_path_factory.mktemp("far")
     for name in ("airflow/dags", "configs"):
         (folder / name).mkdir(parents=True)
@@ -68,12 +81,15 @@ def airflow(root: str, yarn_cluster: YarnCluster, tmp_path_factory: pytest.TempP
         "spark.pyspark.python": sys.executable,
         "spark.yarn.jars": f"local:{pyspark_jars()}/*",
         "spark.executor.instances": "1",
+        "spark.executor.cores": "2",
         "spark.executor.memory": "512m",
         "spark.driver.memory": "512m",
         "spark.driver.extraJavaOptions": " ".join(QUICK_JVM),
         "spark.executor.extraJavaOptions": " ".join(QUICK_JVM),
     }
-    (folder / "configs" / "far.toml").write_text(CONFIG.format(root=root, conf=toml_table(conf)))
+    for name, dataset in ("far", "dataset"), ("trained", "trained"):
+        config = CONFIG.format(root=root, dataset=dataset, conf=toml_table(conf))
+        (folder / "configs" / f"{name}.toml").write_text(config)
     extra = {"deploy-mode": "cluster", "yarn_resourcemanager_webapp_address": yarn_cluster.url}
     settings = {
         "AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", "host": "yarn", "extra": json.dumps(extra)}),
@@ -97,15 +113,15 @@ def test_an_application_outlives_its_worker_and_ends_with_its_task(
 ):
     # The worker is killed, and the task with it. Airflow misses them; its next try follows what goes on.
     first = airflow.trigger(DAG_ID)
-    application, driver = held(airflow, yarn_cluster, number=1)
-    task = following(airflow, first, application, try_number=1)
+    application, driver = held(airflow, yarn_cluster, BUILD, number=1)
+    task = following(airflow, (DAG_ID, first, "etl"), application, try_number=1)
     os.kill(parent_of(task), signal.SIGKILL)
     airflow.wait_for("the end of the task's process", lambda: not is_running(task))
-    following(airflow, first, application, try_number=2)
+    following(airflow, (DAG_ID, first, "etl"), application, try_number=2)
     os.kill(driver, signal.SIGCONT)
     airflow.wait_for_end(DAG_ID, first)
-    assert states(yarn_cluster) == ["SUCCEEDED"]
-    here = build_here(f"{root}/images", str(tmp_path / "here"), EtlConfig(image_size=16, encoding="png"))
+    assert states(yarn_cluster, BUILD) == ["SUCCEEDED"]
+    here = build_here(f"{root}/images", str(tmp_path / "here"), ETL)
     assert open_dataset(f"{root}/dataset").manifest.content_digest == open_dataset(here).manifest.content_digest
     assert latest_version(open_store(f"{root}/dataset")) == 1
 
@@ -114,42 +130,71 @@ def test_an_application_outlives_its_worker_and_ends_with_its_task(
     write_images(tmp_path / "arriving", num_images=30, num_classes=1, seed=1)
     upload(tmp_path / "arriving" / "class_0", f"{root}/images/class_0/more")
     second = airflow.trigger(DAG_ID)
-    application, _ = held(airflow, yarn_cluster, number=2)
-    os.kill(following(airflow, second, application, try_number=1), signal.SIGKILL)
-    following(airflow, second, application, try_number=2)
+    application, _ = held(airflow, yarn_cluster, BUILD, number=2)
+    os.kill(following(airflow, (DAG_ID, second, "etl"), application, try_number=1), signal.SIGKILL)
+    following(airflow, (DAG_ID, second, "etl"), application, try_number=2)
     airflow.clear(DAG_ID, second, "etl")
-    airflow.wait_for("the end of what was cleared", lambda: states(yarn_cluster)[1] == "KILLED")
-    other, driver = held(airflow, yarn_cluster, number=3)
+    airflow.wait_for("the end of what was cleared", lambda: states(yarn_cluster, BUILD)[1] == "KILLED")
+    other, driver = held(airflow, yarn_cluster, BUILD, number=3)
 
     # The worker is killed, and the application ends before the next try, which finds it and what it has left.
-    task = following(airflow, second, other, try_number=3)
+    task = following(airflow, (DAG_ID, second, "etl"), other, try_number=3)
     os.kill(parent_of(task), signal.SIGKILL)
     os.kill(driver, signal.SIGCONT)
-    airflow.wait_for("the end of the application", lambda: states(yarn_cluster)[2] == "SUCCEEDED")
+    airflow.wait_for("the end of the application", lambda: states(yarn_cluster, BUILD)[2] == "SUCCEEDED")
     airflow.wait_for_end(DAG_ID, second)
     assert airflow.tasks(DAG_ID, second)["etl"]["try_number"] == 4
-    assert states(yarn_cluster) == ["SUCCEEDED", "KILLED", "SUCCEEDED"]
+    assert states(yarn_cluster, BUILD) == ["SUCCEEDED", "KILLED", "SUCCEEDED"]
     assert latest_version(open_store(f"{root}/dataset")) == 2
-    assert summary_of(f"{root}/work/far", second.replace(":", "").replace("+", "_"))["dataset"]["version"] == 2
+    assert summary_of(f"{root}/work/far", folder_name(second))["dataset"]["version"] == 2
 
 
-def applications(yarn: YarnCluster) -> list[dict[str, Any]]:
-    return yarn.applications(f"{DAG_ID}_etl")
+def test_a_training_outlives_its_worker_and_is_published_once(airflow: Airflow, root: str, yarn_cluster: YarnCluster):
+    build_here(f"{root}/images", f"{root}/trained", ETL)
+    airflow.wait_for(TRAINING_ID, lambda: airflow.api("GET", f"dags/{TRAINING_ID}"))
+    airflow.set_paused(TRAINING_ID, False)
+
+    # The worker is killed while the ranks start. Airflow misses it, and its next try follows what goes on.
+    run_id = airflow.trigger(TRAINING_ID)
+    application, driver = held(airflow, yarn_cluster, TRAIN, number=1)
+    task = following(airflow, (TRAINING_ID, run_id, "train"), application, try_number=1)
+    os.kill(parent_of(task), signal.SIGKILL)
+    airflow.wait_for("the end of the task's process", lambda: not is_running(task))
+    following(airflow, (TRAINING_ID, run_id, "train"), application, try_number=2)
+    os.kill(driver, signal.SIGCONT)
+    airflow.wait_for_end(TRAINING_ID, run_id)
+    assert airflow.tasks(TRAINING_ID, run_id)["train"]["try_number"] == 2
+    assert states(yarn_cluster, TRAIN) == ["SUCCEEDED"]
+
+    # One training of two ranks in one attempt, one export, one model that is made known.
+    found = summary_of(f"{root}/work/trained", folder_name(run_id))
+    assert (found["train"]["launcher"], found["train"]["world_size"]) == ("spark_barrier", 2)
+    models = open_store(f"{root}/models")
+    names = [file.path for file in models.list("")]
+    for pattern in "trainings/*/result.json", "trainings/*/attempts/*.json", "exports/*.json":
+        assert len([name for name in names if fnmatch(name, pattern)]) == 1, names
+    events = airflow.api("GET", "assets/events?limit=100")["asset_events"]
+    assert [event["source_task_id"] for event in events if event["source_dag_id"] == TRAINING_ID] == ["promote"]
 
 
-def states(yarn: YarnCluster) -> list[str]:
-    """How each of them has ended, in the order in which they were submitted."""
-    return [each["finalStatus"] for each in applications(yarn)]
+def folder_name(run_id: str) -> str:
+    """Of a run of Airflow, in the work directory."""
+    return run_id.replace(":", "").replace("+", "_")
 
 
-def held(airflow: Airflow, yarn: YarnCluster, number: int) -> tuple[str, int]:
+def states(yarn: YarnCluster, name: str) -> list[str]:
+    """How each application with this name has ended, in the order in which they were submitted."""
+    return [each["finalStatus"] for each in yarn.applications(name)]
+
+
+def held(airflow: Airflow, yarn: YarnCluster, name: str, number: int) -> tuple[str, int]:
     """The application that was submitted as the `number`th, as soon as it runs, and its driver, which is stopped."""
 
     def running() -> str:
-        found = applications(yarn)
+        found = yarn.applications(name)
         return found[-1]["id"] if len(found) == number and found[-1]["state"] == "RUNNING" else ""
 
-    application = airflow.wait_for(f"application {number}", running)
+    application = airflow.wait_for(f"application {number} of {name}", running)
     [driver] = [pid for pid, arguments in marked(yarn.mark).items() if is_driver(arguments)]
     os.kill(driver, signal.SIGSTOP)
     return application, driver
@@ -160,12 +205,13 @@ def is_driver(arguments: list[str]) -> bool:
     return Path(arguments[0]).name.startswith("python") and Path(arguments[1]).name == "job.py"
 
 
-def following(airflow: Airflow, run_id: str, application: str, try_number: int) -> int:
-    """The process of a try of the task, once it waits for the application."""
-    said = f"Tracking YARN application {application}"
-    log = airflow.home / "logs" / f"dag_id={DAG_ID}" / f"run_id={run_id}" / "task_id=etl" / f"attempt={try_number}.log"
+def following(airflow: Airflow, task: tuple[str, str, str], application: str, try_number: int) -> int:
+    """The process of a try of a task (DAG, run, task), once it waits for the application."""
+    (dag_id, run_id, task_id), said = task, f"Tracking YARN application {application}"
+    logs = airflow.home / "logs" / f"dag_id={dag_id}" / f"run_id={run_id}" / f"task_id={task_id}"
+    log = logs / f"attempt={try_number}.log"
     airflow.wait_for(f"try {try_number}", lambda: log.exists() and said in log.read_text())
-    return airflow.tasks(DAG_ID, run_id)["etl"]["pid"]
+    return airflow.tasks(dag_id, run_id)[task_id]["pid"]
 
 
 def test_an_application_that_yarn_has_forgotten_is_submitted_anew(yarn_cluster: YarnCluster, tmp_path: Path):
