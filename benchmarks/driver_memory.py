@@ -1,4 +1,4 @@
-"""What a commit costs the driver as a dataset grows: finding equal bytes among its rows, and what units left.
+"""What a commit costs the driver as a dataset grows: equal bytes among its rows, what units left, the version before.
 
 python benchmarks/driver_memory.py [--rows 1000000 10000000] [--engines local spark]
 
@@ -28,15 +28,16 @@ from etl.duplicates import count_copies, find_copies
 from etl.engines import ENGINES, EngineSettings
 from etl.finished import Finished
 from etl.listing import NUM_BUCKETS, Listing
-from shardmill.dataset.index import write_index
+from shardmill.dataset.index import INDEX_SCHEMA, shards_of_table, write_index
 from shardmill.dataset.layout import Layout
 from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.dataset.row_segments import ROWS_SCHEMA
-from shardmill.dataset.segment import put_segment
+from shardmill.dataset.segment import put_segment, read_segment
 from shardmill.dataset.statistics import ImageSizes, SizeCounts
 from shardmill.dataset.unit_result import SplitSums, UnitResult, decode_unit_result, encode_unit_result
 from shardmill.jobs.config import SparkConfig
+from shardmill.sealed import SealedFile
 from shardmill.stores import open_store
 from shardmill.values import ChunkInfo, Rejection, RejectReason, ShardInfo
 
@@ -59,7 +60,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             write_segments(Path(folder), num_rows)
             ways = [f"{kind}, {engine}" for kind in ("count", "find") for engine in arguments.engines]
-            for way in [*ways, "reject", "index"]:
+            for way in [*ways, "reject", "index", "load"]:
                 command = [sys.executable, __file__, "--measure", way, folder]
                 done = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
                 found, seconds, memory = done["found"], done["seconds"], done["rss_bytes"] / 1e6
@@ -78,8 +79,15 @@ def measured(way: str, folder: Path) -> dict[str, float]:
         finished = Finished(listing, map(unit_result, range(num_rows // (_CHUNKS_PER_UNIT * _ROWS_PER_CHUNK))))
         layout = Layout(shard for result in finished.results for shard in result.shards if shard.format == "parquet")
         layout.digest("", ())
-        write_index(store, (shard for result in finished.results for shard in result.shards))
+        index = write_index(store, (shard for result in finished.results for shard in result.shards))
+        (folder / "index.json").write_text(json.dumps([asdict(segment) for segment in index]))
         found = layout.num_chunks["train"]
+    elif way == "load":
+        # As a later run holds them, all at once.
+        index = [SealedFile(**each) for each in json.loads((folder / "index.json").read_text())]
+        tables = (read_segment(store, segment, INDEX_SCHEMA, num_rows) for segment in index)
+        loaded = tuple(shard for table in tables for shard in shards_of_table(table))
+        found = sum(len(shard.chunks) for shard in loaded)
     elif way == "reject":
         log = RejectionLog(folder, rejections(num_rows // 10))
         write_ledger(store, log)
@@ -146,7 +154,7 @@ def unit_result(place: int) -> UnitResult:
     )  # fmt: skip
     shards = tuple(
         ShardInfo(
-            "train", format_name, f"shards/{name}", chunk_bytes * _CHUNKS_PER_UNIT, "0" * 64, num_rows,
+            "train", format_name, f"shards/{name}", chunk_bytes * _CHUNKS_PER_UNIT + 9_000, "0" * 64, num_rows,
             chunk_bytes * _CHUNKS_PER_UNIT, 9_000, place, f"rows/{name}.parquet", 90_000, "0" * 64, chunks,
         )
         for format_name, name in zip(("parquet", "tfrecord"), names, strict=True)
