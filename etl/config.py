@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -34,6 +35,15 @@ class DownloadConfig(Section):
     """Of these, at most so many from one host."""
     allow_private_addresses: bool = False
     """Fetch from private networks and this machine too; without it such URLs are rejected."""
+    allow_networks: tuple[str, ...] = ()
+    """Private networks that may be fetched from without that, such as `10.1.0.0/16`."""
+
+    @field_validator("allow_networks")
+    @classmethod
+    def _are_networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
+        for network in networks:
+            ipaddress.ip_network(network)
+        return networks
 
 
 class SourceConfig(Section):

@@ -51,6 +51,7 @@ class Downloader:
     def __init__(self, config: DownloadConfig, max_bytes: int) -> None:
         self._config = config
         self._max_bytes = max_bytes
+        self._networks = [ipaddress.ip_network(each) for each in config.allow_networks]
         self._lock = threading.Lock()
         self._hosts: dict[str, threading.Semaphore] = defaultdict(
             lambda: threading.Semaphore(config.num_parallel_per_host)
@@ -73,15 +74,17 @@ class Downloader:
     def _follow(self, url: str) -> bytes | NotDownloaded:
         """One try, with its redirects."""
         deadline = time.monotonic() + self._config.timeout_seconds
+        base = ""
         for _ in range(_MAX_REDIRECTS + 1):
-            parts = urllib.parse.urlsplit(url)
-            if parts.scheme not in HTTP_SCHEMES or not parts.hostname:
+            found = _split(url, base)
+            if found is None:
                 return NotDownloaded(RejectReason.MISSING, f"leads to {printable(url)[:200]}, which is not on the web")
-            with self._slot(parts.hostname):
+            parts, host = found
+            with self._slot(host):
                 answer = self._ask(parts, deadline)
             if not isinstance(answer, str):
                 return answer
-            url = urllib.parse.urljoin(url, answer)
+            base, url = parts.geturl(), answer
         return NotDownloaded(RejectReason.MISSING, f"more than {_MAX_REDIRECTS} redirects")
 
     def _slot(self, host: str) -> threading.Semaphore:
@@ -110,7 +113,7 @@ class Downloader:
         """A connection to an address that was looked at: a name may stand for a machine behind our firewall."""
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         found = [str(each[4][0]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-        if not self._config.allow_private_addresses and not all(map(_is_public, found)):
+        if not all(map(self._may_ask, found)):
             return NotDownloaded(RejectReason.BAD_ROW, f"{printable(host)} is an address of a private network")
         connection = socket.create_connection((found[0], port), timeout_seconds)
         if parts.scheme == "http":
@@ -120,6 +123,11 @@ class Downloader:
         except BaseException:
             connection.close()
             raise
+
+    def _may_ask(self, address: str) -> bool:
+        parsed = _parsed(address)
+        is_allowed = self._config.allow_private_addresses or any(parsed in network for network in self._networks)
+        return is_allowed or _is_public(parsed)
 
     def _exchange(self, parts: urllib.parse.SplitResult, connected: socket.socket) -> bytes | NotDownloaded | str:
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
@@ -152,6 +160,20 @@ class Downloader:
         return bytes(data[: self._max_bytes + 1])
 
 
+def _split(url: str, base: str) -> tuple[urllib.parse.SplitResult, str] | None:
+    """Its parts, and of these the host; None for what is no URL of the web.
+
+    That is another scheme, a port that is no number, or a host that can be no name.
+    """
+    try:
+        parts = urllib.parse.urlsplit(urllib.parse.urljoin(base, url))
+        host, _ = parts.hostname or "", parts.port
+        host.encode("idna")
+    except ValueError:
+        return None
+    return (parts, host) if parts.scheme in HTTP_SCHEMES and host else None
+
+
 def opt_out_of(values: list[str]) -> str:
     """The directive of `X-Robots-Tag` headers that forbids us to use the image, or nothing.
 
@@ -168,11 +190,14 @@ def opt_out_of(values: list[str]) -> str:
     return ""
 
 
-def _is_public(address: str) -> bool:
+def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     found = ipaddress.ip_address(address.partition("%")[0])
     # ::ffff:127.0.0.1 is this machine.
-    found = getattr(found, "ipv4_mapped", None) or found
-    return found.is_global and not found.is_multicast
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address.is_global and not address.is_multicast
 
 
 def _hang_up(connected: socket.socket) -> None:

@@ -7,14 +7,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
+from pydantic import ValidationError
 
 from etl.config import DownloadConfig
 from etl.read_ahead import read_ahead
-from etl.sources.download import Downloader, NotDownloaded, _is_public, opt_out_of
+from etl.sources.download import Downloader, NotDownloaded, _is_public, _parsed, opt_out_of
 from shardmill.values import RejectReason, SourceImage
 from tests.etl.building import build_source
 from tests.etl.test_sources_table import write_table
@@ -25,9 +28,10 @@ LOCAL = DownloadConfig(allow_private_addresses=True, timeout_seconds=60.0, num_r
 
 @dataclass
 class Web:
-    """A server whose paths say what it does."""
+    """A server on two addresses, whose paths say what it does."""
 
     url: str = ""
+    other_url: str = ""
     requests: Counter[str] = field(default_factory=Counter)
     at_once: int = 0
     most_at_once: int = 0
@@ -55,7 +59,7 @@ def web() -> Iterator[Web]:
             data = bytes(10_000_000) if word == "huge" else picture(int(rest) if rest.isdigit() else 0)
             self.send_response(302 if word == "to" else 200)
             if word == "to":
-                self.send_header("Location", rest if "://" in rest else f"/{rest}")
+                self.send_header("Location", unquote(rest) if "//" in rest else f"/{rest}")
             if word == "robots":
                 self.send_header("X-Robots-Tag", rest)
             self.send_header("Content-Length", str(len(data) + (word == "cut")))
@@ -79,14 +83,19 @@ def web() -> Iterator[Web]:
         def log_message(self, format: str, *args: object) -> None:
             """Silent."""
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    yield state
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving("127.0.0.1", Handler) as state.url, serving("127.0.0.2", Handler) as state.other_url:
+        yield state
+
+
+@contextmanager
+def serving(host: str, handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Its URL."""
+    with http.server.ThreadingHTTPServer((host, 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://{host}:{server.server_port}"
+        server.shutdown()
+        thread.join()
 
 
 def fetch(web: Web, path: str, config: DownloadConfig = LOCAL) -> bytes | NotDownloaded:
@@ -126,7 +135,17 @@ def test_nothing_larger_than_the_limit_is_held(web: Web):
     assert isinstance(answer, bytes) and len(answer) == 5_001
 
 
-@pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://host/x", "gopher://x/"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "file:///etc/passwd",
+        "ftp://host/x",
+        "gopher://x/",
+        "http://host:port/",
+        "http://[::1",
+        f"http://{'x' * 64}.org/",
+    ],
+)
 def test_redirects_lead_to_the_web_only(target: str, web: Web):
     answer = fetch(web, f"to/{target}")
     assert isinstance(answer, NotDownloaded) and "not on the web" in answer.detail
@@ -144,8 +163,32 @@ def test_private_addresses_are_refused_unless_allowed(web: Web):
     assert not web.requests
     private = ["127.0.0.1", "10.1.2.3", "169.254.169.254", "192.168.0.1", "::1", "fe80::1%eth0", "::ffff:127.0.0.1"]
     private += ["0.0.0.0", "224.0.0.1", "fd00::1", "100.64.0.1"]
-    assert [address for address in private if _is_public(address)] == []
-    assert _is_public("8.8.8.8") and _is_public("2001:4860:4860::8888")
+    assert [address for address in private if _is_public(_parsed(address))] == []
+    assert _is_public(_parsed("8.8.8.8")) and _is_public(_parsed("2001:4860:4860::8888"))
+
+
+def test_a_redirect_leads_into_no_network_that_is_not_allowed(web: Web, tmp_path: Path):
+    """Each hop is looked at: of two servers on private addresses one may be asked, and it points to the other."""
+    first_alone = DownloadConfig(allow_networks=("127.0.0.1/32", "fd00::/8"))
+    inside = f"{web.other_url}/image/7"
+    assert fetch(web, f"to/{inside}") == picture(7)
+    web.requests.clear()
+    for target in (inside, "http://169.254.169.254/latest/meta-data/", "http://[::1]/", "//10.1.2.3/"):
+        answer = fetch(web, f"to/{target}", first_alone)
+        assert isinstance(answer, NotDownloaded) and answer.reason is RejectReason.BAD_ROW, target
+        assert answer.detail.endswith("is an address of a private network")
+        assert len(web.requests) == 1
+        web.requests.clear()
+
+    urls = [f"{web.url}/image/{number}" for number in range(40)] + [f"{web.url}/to/{inside}"]
+    source = write_table(tmp_path / "t.csv", {"url": urls, "label": ["x"] * 41})
+    manifest = build_source(source.model_copy(update={"download": first_alone}), tmp_path / "d")
+    assert (manifest.counts.by_reason, manifest.counts.accepted) == ({"bad_row": 1}, 40)
+
+
+def test_networks_that_are_none_are_refused():
+    with pytest.raises(ValidationError, match="10.1.2.3/8 has host bits set"):
+        DownloadConfig(allow_networks=("10.1.2.3/8",))
 
 
 def test_opt_outs_are_honoured_when_they_speak_to_us():
