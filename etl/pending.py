@@ -5,9 +5,8 @@ A record vouches for shards that nobody has read since: it is used only if it is
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
@@ -35,7 +34,7 @@ class Unit(Protocol):
 PENDING = "pending"
 # A run that nobody has resumed for so long loses nothing but time.
 _ABANDONED_SECONDS = 7 * 86_400.0
-_NUM_READERS = 8
+_NUM_AT_ONCE = 8
 
 
 def pending_path(unit: Unit) -> str:
@@ -55,19 +54,22 @@ def kept_results(store: Store, units: Sequence[Unit]) -> Iterator[UnitResult]:
     """
     present = {file.path for file in store.list(PENDING)}
     recorded = [unit for unit in units if pending_path(unit) in present]
-    with ThreadPoolExecutor(_NUM_READERS, "shardmill-kept") as pool:
-        for unit, result in zip(recorded, pool.map(lambda unit: kept_result(store, unit), recorded), strict=True):
-            if result is not None:
-                yield result
-            else:
-                store.delete(pending_path(unit))
+
+    def kept_or_removed(unit: Unit) -> UnitResult | None:
+        result = kept_result(store, unit)
+        if result is None:
+            store.delete(pending_path(unit))
+        return result
+
+    with ThreadPoolExecutor(_NUM_AT_ONCE, "shardmill-kept") as pool:
+        yield from (result for result in pool.map(kept_or_removed, recorded) if result is not None)
 
 
 def finished_units(store: Store, units: Sequence[Unit]) -> Iterator[UnitResult]:
     """The results of those of `units` that have finished by now, as their own tasks recorded them."""
     present = {file.path for file in store.list(PENDING)}
     recorded = [unit for unit in units if pending_path(unit) in present]
-    with ThreadPoolExecutor(_NUM_READERS, "shardmill-finished") as pool:
+    with ThreadPoolExecutor(_NUM_AT_ONCE, "shardmill-finished") as pool:
         results = pool.map(lambda unit: _read_if_there(store, pending_path(unit)), recorded)
         for unit, result in zip(recorded, results, strict=True):
             if result is not None and _is_of(result, unit):
@@ -109,33 +111,41 @@ def clear_pending(store: Store, units: Sequence[Unit], version: int) -> None:
     with other units that was interrupted, or runs at this moment, stay: it need not repeat them.
     """
     own = {pending_path(unit) for unit in units}
-    # Looked up only if there is a record that is not ours.
-    committed = functools.cache(lambda: _committed_shards(store, version))
-    for file in list(store.list(PENDING)):
-        if file.path in own or _is_abandoned(file) or _is_settled(store, file, committed):
+    files = list(store.list(PENDING))
+    others = {file.path for file in files if file.path not in own and not _is_abandoned(file)}
+    committed = _committed_shards(store, version) if others else frozenset()
+
+    def clear(file: StoredFile) -> None:
+        if file.path not in others or _is_settled(store, file, committed):
             store.delete(file.path)
+
+    with ThreadPoolExecutor(_NUM_AT_ONCE, "shardmill-clear") as pool:
+        for _ in pool.map(clear, files):
+            pass
 
 
 def _committed_shards(store: Store, version: int) -> frozenset[str]:
-    """Paths of the shards of a version and of its parent, which was the latest one when our run began."""
-    manifest = read_manifest(store, version)
-    parent = manifest.parent_version
-    older = read_shards(store, read_manifest(store, parent)) if parent else ()
-    return frozenset(shard.path for shard in (*read_shards(store, manifest), *older))
+    """Paths of the shards of a version and of its parent, which was the latest one when our run began.
+
+    Empty if the parent is damaged: `verify` says so; tidying up is no reason to fail.
+    """
+    try:
+        manifest = read_manifest(store, version)
+        parent = manifest.parent_version
+        older = read_shards(store, read_manifest(store, parent)) if parent else ()
+        return frozenset(shard.path for shard in (*read_shards(store, manifest), *older))
+    except IntegrityError:
+        return frozenset()
 
 
-def _is_settled(store: Store, file: StoredFile, committed: Callable[[], frozenset[str]]) -> bool:
+def _is_settled(store: Store, file: StoredFile, committed: frozenset[str]) -> bool:
     try:
         record = _read_record(store, file.path)
     except (FileNotFoundError, IntegrityError):
         # Nobody can ever use a damaged record.
         return True
-    try:
-        # A record without shards may be of a run that is at work: nothing in a version tells.
-        return bool(record.shards) and all(shard.path in committed() for shard in record.shards)
-    except IntegrityError:
-        # The parent is damaged: `verify` says so; tidying up is no reason to fail.
-        return False
+    # A record without shards may be of a run that is at work: nothing in a version tells.
+    return bool(record.shards) and all(shard.path in committed for shard in record.shards)
 
 
 def _is_of(result: UnitResult, unit: Unit) -> bool:

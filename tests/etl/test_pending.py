@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.finished import Finished
 from etl.job import build_dataset
-from etl.pending import PENDING, finished_units, keep_result, kept_results, pending_path
+from etl.pending import PENDING, clear_pending, finished_units, keep_result, kept_results, pending_path
 from etl.plan import BuildPlan, plan_build
 from etl.units import WorkUnit
 from etl.write_unit import write_unit
@@ -24,6 +27,7 @@ from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded
 from shardmill.jobs.config import DatasetConfig
 from shardmill.stores import open_store
+from tests.services.faulty_store import FaultyStore
 from tests.support import write_images
 
 _SEED = random.SystemRandom().randrange(2**32)
@@ -153,3 +157,23 @@ def test_inputs_known_by_name_alone_that_were_repaired_after_a_refusal_are_read_
     assert pending(tmp_path)
     (tmp_path / names[0]).write_bytes(whole)
     assert build_dataset(tree, run_id="repaired").manifest.counts.accepted == 40
+
+
+def test_records_go_several_at_once(folder: Path, faulty: dict[str, Any]):
+    """After a commit there may be one of each of 65,536 units, and a distant store takes a while for each."""
+    plan = plan_build(tree_for(folder), run_id="a")
+    finish(plan)
+    assert len(pending(folder)) > 2
+    both, calls = threading.Barrier(2), itertools.count()
+
+    def together(store: FaultyStore, path: str) -> None:
+        if next(calls) < 2:
+            both.wait(20)
+        store.sound.delete(path)
+
+    shutil.copytree(folder / "dataset" / PENDING, folder / "left")
+    commit_results(plan, Finished(plan.listing, finished_units(plan.store, plan.units)))
+    shutil.copytree(folder / "left", folder / "dataset" / PENDING)
+    faulty["delete"] = together
+    clear_pending(open_store(f"faulty://{folder}/dataset"), plan.units, 1)
+    assert pending(folder) == []

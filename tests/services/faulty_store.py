@@ -39,6 +39,9 @@ class FaultyStore(LocalStore):
     def put_if_absent(self, path: str, data: bytes) -> bool:
         return _ANSWERS.get("put_if_absent", LocalStore.put_if_absent)(self, path, data)
 
+    def delete(self, path: str) -> None:
+        return _ANSWERS.get("delete", LocalStore.delete)(self, path)
+
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Callable[..., Any]]]:
