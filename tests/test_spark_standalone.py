@@ -15,7 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from shardmill.dataset.maintenance.gc import collect_garbage
+from shardmill.dataset.maintenance.retention import Retention
 from shardmill.dataset.open import open_dataset
+from shardmill.dataset.verify import verify_dataset
+from shardmill.stores import open_store
 from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.pipeline.test_spark_terminal import SPARK_LINES, Terminal
 from tests.processes import LOCAL, listeners
@@ -29,6 +33,7 @@ from tests.services.lost_executor import (
     until,
 )
 from tests.services.marked import MARK, free_ports
+from tests.services.slowed_attempt import SlowedAttempt
 from tests.services.spark_standalone import NUM_SLOTS, SparkCluster, start_worker
 from tests.services.spark_submit import Submitter, make_bundle, summary_of
 from tests.support import write_images
@@ -54,6 +59,11 @@ label_smoothing = 0.1
 record_samples = true
 nics = ["lo"]
 """
+# Units of 30 images, and a shard for each of them, so that a unit takes a while to publish its shards.
+SMALL_SHARDS = (
+    "--set", "etl.resize_mode=none", "--set", "etl.unit_min_images=24", "--set", "etl.chunk_bytes=1",
+    "--set", "etl.shard_max_bytes=40000",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +117,45 @@ def test_a_killed_executor_costs_the_etl_time_and_nothing_else(
     assert summary["dataset"]["content_digest"] == open_dataset(f"{folder}/local").manifest.content_digest
     # The master has started another one in its place.
     assert len(spark_cluster.work_folders()) - before == NUM_SLOTS + 1
+
+
+def test_of_two_attempts_at_a_unit_one_is_committed_and_gc_removes_the_other(
+    folder: Path, submitter: Submitter, spark_cluster: SparkCluster
+):
+    """Speculation: Spark tries again, beside it, what takes much longer than the other tasks."""
+    write_images(folder / "large", num_images=240, image_size=128)
+    chosen = (*SMALL_SHARDS, "--set", f"source.uri={folder}/large")
+    shardmill(folder, "etl", "local.toml", *chosen, "--set", f"dataset.uri={folder}/once", "--set", "etl.engine=local")
+    ui_port, *free = free_ports(2)
+    # It does so on another host only.
+    other_host = start_worker(spark_cluster, NUM_SLOTS, *free, host="127.0.0.2")
+    try:
+        etl = submitter.start(
+            "etl/job.py", "--config", "local.toml", "--workdir", "work", "--run-id", "twice", *chosen,
+            "--set", f"dataset.uri={folder}/twice", spark__ui__enabled="true", spark__ui__port=f"{ui_port}",
+            spark__speculation="true", spark__speculation__interval="50ms", spark__speculation__quantile="0.5",
+        )  # fmt: skip
+        slowed = SlowedAttempt(spark_cluster, f"http://127.0.0.1:{ui_port}", folder / "twice", etl)
+        first, second = slowed.slow_down()
+        assert etl.wait() == 0, etl.output
+    finally:
+        os.killpg(other_host.pid, signal.SIGKILL)
+        other_host.wait()
+    assert (first["speculative"], second["speculative"]) == (False, True) and first["host"] != second["host"]
+    assert not spark_cluster.processes("etl.engines.unit_worker")
+
+    dataset = open_dataset(f"{folder}/twice")
+    assert dataset.manifest.content_digest == open_dataset(f"{folder}/once").manifest.content_digest
+    verify_dataset(dataset, deep=True).raise_if_failed()
+    store, named = (
+        open_store(dataset.pin.uri),
+        {path for each in dataset.shards for path in (each.path, each.rows_path)},
+    )
+    assert named < {file.path for name in ("shards", "rows") for file in store.list(name)}
+    collect_garbage(store, Retention(None, 0.0), "gc")
+    assert named == {file.path for name in ("shards", "rows") for file in store.list(name)}
+    assert not list(store.list("pending"))
+    verify_dataset(dataset, deep=True).raise_if_failed()
 
 
 def test_the_command_line_on_a_cluster_shows_nothing_of_sparks(

@@ -85,9 +85,9 @@ def spark_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkClu
             server.wait()
 
 
-def start_worker(cluster: SparkCluster, number: int, ui_port: int) -> subprocess.Popen[bytes]:
+def start_worker(cluster: SparkCluster, number: int, ui_port: int, host: str = "127.0.0.1") -> subprocess.Popen[bytes]:
     """One of one slot, that asks the master to let it in."""
-    size = ("--host", "127.0.0.1", "--cores", "1", "--memory", "1g", "--webui-port", str(ui_port))
+    size = ("--host", host, "--cores", "1", "--memory", "1g", "--webui-port", str(ui_port))
     return _start(cluster, "worker.Worker", *size, "--work-dir", f"{cluster.folder}/work-{number}", cluster.master)
 
 
