@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 import threading
@@ -64,7 +65,7 @@ class Told:
             self.texts.append(str(fields["text"]))
 
 
-def test_what_is_printed_here_goes_where_it_went_and_is_told(capsys):
+def test_what_is_printed_here_goes_to_stderr_and_is_told(capsys):
     told, before = Told(), (sys.stdout, sys.stderr)
     kept: list[TextIO] = []
     with pytest.raises(ValueError, match="the model's"), gathered(told) as observer:
@@ -76,15 +77,16 @@ def test_what_is_printed_here_goes_where_it_went_and_is_told(capsys):
         thread.join()
         observer.event("resumed", {"rank": 0})
         assert "".join(told.texts) == "one 1\nof a thread\n"
-        assert (sys.stdout.isatty(), sys.stdout.encoding) == (before[0].isatty(), before[0].encoding)
+        assert (sys.stdout.isatty(), sys.stdout.encoding) == (before[1].isatty(), before[1].encoding)
         raise ValueError("the model's")
     assert "".join(told.texts) == "one 1\nof a thread\nno end\n"
     assert (sys.stdout, sys.stderr) == before
     # A handler of the user's that has kept a stream writes on.
     kept[0].write("later\n")
     out, err = capsys.readouterr()
-    assert out.splitlines()[0] == "one 1" and out.endswith("later\n") and "the driver's event resumed" in out
-    assert err == "of a thread\nno end" and "later" not in "".join(told.texts)
+    assert out == "the driver's event output\n", "what the driver itself says once the training is over"
+    assert err.splitlines()[0] == "one 1" and err.endswith("later\n")
+    assert "the driver's event resumed" in err and "of a thread\nno end" in err and "later" not in "".join(told.texts)
 
 
 def test_what_never_ends_takes_little_here_too(capsys):
@@ -96,15 +98,16 @@ def test_what_never_ends_takes_little_here_too(capsys):
         print("the last")
     text = "".join(told.texts)
     assert MAX_TOLD_BYTES - 10 < len(text) < MAX_TOLD_BYTES + 100 and text.endswith("bytes: the rest is left out)\n")
-    assert "the last\n" in capsys.readouterr().out
+    assert "the last\n" in capsys.readouterr().err
 
 
 def test_a_run_in_the_commands_own_process_has_its_log(tiny_uri, tmp_path):
     settings = {"model": "tests.train.launch_models:chatty", "epochs": 1, "launcher": "inline"}
     given = [f"--set=train.{name}={value}" for name, value in settings.items()]
     places = [f"--set=models.uri={tmp_path}/models", f"--workdir={tmp_path}/work", "--run-id=r"]
-    done = CliRunner().invoke(app, ["train", tiny_uri, *given, *places])
-    assert done.exit_code == 0 and "the first layer is built" in done.output, done.output
+    done = CliRunner().invoke(app, ["train", tiny_uri, "--json", *given, *places])
+    assert done.exit_code == 0 and "the first layer is built" in done.stderr, done.output
+    assert json.loads(done.stdout)["stage"] == "train", "a program reads stdout"
     assert (tmp_path / "work/runs/r/ranks.log").read_text() == "rank 0: the first layer is built\n"
 
 

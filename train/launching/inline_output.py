@@ -1,4 +1,6 @@
-"""What Python code prints while it trains in the command's own process: it goes where it went, and is told as well.
+"""What Python code prints while it trains in the command's own process: it goes to stderr, and is recorded as well.
+
+Not to stdout, which belongs to the command's result: with `--json` a program reads it.
 
 By `sys.stdout` and `sys.stderr`, and not by their descriptors: a pipe in front of these would take the terminal from a
 debugger, and native code that fills it while it holds the interpreter's lock would wait for a reader that never runs.
@@ -20,7 +22,7 @@ from train.values import OUTPUT
 
 
 class TeedStream:
-    """A stream that is written as before, of which `output` hears."""
+    """A stream that is written as before, and to `output` as well."""
 
     def __init__(self, stream: TextIO, output: InlineOutput) -> None:
         self._stream = stream
@@ -101,10 +103,9 @@ def gathered(observer: TrainObserver) -> Iterator[TrainObserver]:
         yield observer
         return
     output = InlineOutput(observer)
-    out: Any = TeedStream(sys.stdout, output)
-    err: Any = TeedStream(sys.stderr, output)
+    teed: Any = TeedStream(sys.stderr, output)
     try:
-        with redirect_stdout(out), redirect_stderr(err):
+        with redirect_stdout(teed), redirect_stderr(teed):
             yield output
     finally:
         output.end()
