@@ -42,7 +42,7 @@ from train.strategies import STRATEGIES
 from train.strategies.member import DataIndex, Member
 from train.strategies.replicated import StreamShare
 from train.task import WorkerTask
-from train.values import ModelIdentity, Reporter, TimeShares, TrainResult
+from train.values import Activity, ModelIdentity, Reporter, TimeShares, TrainResult
 from train.world import World
 
 LOCAL_BATCH_SIZE = 32
@@ -146,7 +146,7 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     seconds: dict[str, list[float]] = {each: [] for each in contestants}
     cpu_seconds: dict[str, list[float]] = {each: [] for each in contestants}
     for block in range(NUM_BLOCKS + 1):
-        reporter.doing(f"block {block}")
+        reporter.doing(Activity(f"block {block}"))
         for each, step in contestants.items():
             num_steps = STEPS_OF_BLOCK // (num_parts if each == ACCUMULATED else 1)
             member.barrier()

@@ -36,7 +36,7 @@ from train.observer import GlobalStep
 from train.task import WorkerTask
 from train.training import train_model
 from train.tree import TrainTree
-from train.values import Reporter, StepReport, TrainResult
+from train.values import Activity, Reporter, StepReport, TrainResult
 from train.worker import run_worker
 from train.world import World
 
@@ -116,8 +116,8 @@ class Beating:
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         self._reporter.event(name, fields)
 
-    def doing(self, what: str, *, waits: bool = False) -> None:
-        self._reporter.doing(what, waits=waits)
+    def doing(self, activity: Activity) -> Activity:
+        return self._reporter.doing(activity)
 
     def _beat(self) -> None:
         while self._beats.wait():

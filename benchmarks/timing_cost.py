@@ -33,7 +33,7 @@ from train.progress import Progress
 from train.rank_times import StragglerWatch
 from train.stopwatch import Stopwatch
 from train.task import WorkerTask
-from train.values import Reporter, StepReport, TrainResult
+from train.values import Activity, Reporter, StepReport, TrainResult
 from train.verdict import StepTimes
 from train.world import World
 
@@ -76,8 +76,8 @@ class PerStep:
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         self._reporter.event(name, fields)
 
-    def doing(self, what: str, *, waits: bool = False) -> None:
-        self._reporter.doing(what, waits=waits)
+    def doing(self, activity: Activity) -> Activity:
+        return self._reporter.doing(activity)
 
 
 def timed_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:

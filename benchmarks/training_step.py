@@ -25,7 +25,7 @@ from train.backends.backend import InputScale, ModelSpec
 from train.config import TrainConfig
 from train.labels import LabelSpec
 from train.strategies import STRATEGIES
-from train.values import StepReport
+from train.values import Activity, StepReport
 from train.world import World
 
 SHAPE = (64, 64, 3)
@@ -42,8 +42,8 @@ class SilentReporter:
     def event(self, name: str, fields: object) -> None:
         return
 
-    def doing(self, what: str, *, waits: bool = False) -> None:
-        return
+    def doing(self, activity: Activity) -> Activity:
+        return activity
 
 
 def torch_net(image_shape: tuple[int, int, int], num_classes: int) -> object:

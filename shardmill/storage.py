@@ -32,6 +32,12 @@ class Store(Protocol):
     local_root: Path | None
     """The root as a folder that this machine's programs can open; None for remote storage."""
 
+    @property
+    def deadline_seconds(self) -> float | None:
+        """How long a request may take with all its repetitions: then it has failed. 0 if none is repeated; None if
+        that is up to another package, which does not say."""
+        ...
+
     def read(self, path: str) -> bytes:
         """The whole file. Raises FileNotFoundError if there is none, StorageError for anything else; IntegrityError if
         the storage itself says that these are not the bytes that it was given.

@@ -25,10 +25,11 @@ from shardmill.storage import Store
 from train.checkpoint import MARKER, CheckpointFolder, CheckpointMarker, TrainingIdentity, delete_older
 from train.progress import Progress
 from train.state import dump_arrays
-from train.values import BEFORE_CHECKPOINT, Reporter, from_json, to_json
+from train.values import BEFORE_CHECKPOINT, Activity, Reporter, from_json, to_json, waiting
 
 # How long a training that fails waits for a checkpoint that was begun: ranks that fail for one reason can complete it.
 GRACE_SECONDS = 10.0
+STORING, OF_ALL_RANKS = Activity("storing a checkpoint"), waiting("the checkpoint of all ranks")
 
 
 class Ranks(Protocol):
@@ -125,14 +126,16 @@ class CheckpointWriter:
             return None
         with self._changed:
             told: bool | None = None
+            was_doing: Activity | None = None
             while not running.done():
                 # Whom the driver may blame for the wait.
                 if told != self._waits:
                     told = self._waits
-                    self._reporter.doing("the checkpoint of all ranks" if told else "storing a checkpoint", waits=told)
+                    before = self._reporter.doing(OF_ALL_RANKS if told else STORING)
+                    was_doing = was_doing or before
                 self._changed.wait()
-            if told is not None:
-                self._reporter.doing("its own work")
+            if was_doing is not None:
+                self._reporter.doing(was_doing)
         self._running = None
         return running.result()
 

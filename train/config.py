@@ -184,12 +184,12 @@ class TrainConfig(Section):
     """Bound of the queue of decoded batches in each rank."""
     reader_threads: Annotated[int, HOW] = Field(default=2, ge=1)
     """Threads in each rank that read, verify, decode and augment."""
-    silent_seconds: Annotated[float, HOW] = Field(default=60.0, gt=0)
-    """A rank without heartbeats for this long is lost, and the job ends; one without progress is named in a warning."""
+    silent_seconds: Annotated[float, HOW] = Field(default=55.0, gt=0)
+    """A rank is lost, and the job ends, after so long without heartbeats, or in what ranks repeat: a step, reading a
+    batch (and 10 times the longest so far, a straggler is spared). Elsewhere one without progress is named."""
     progress_timeout_seconds: Annotated[float, HOW] = Field(default=600.0, gt=0)
-    """A rank that is alive but makes no progress for this long (and for 10 times the longest pause of any rank so far,
-    so that a straggler is spared) counts as hung and the job ends; before its first step it also has
-    `start_timeout_seconds`."""
+    """Elsewhere a rank without progress has this long (likewise), and before its first step `start_timeout_seconds`
+    as well. If it is less than `silent_seconds`, or than what a store may take for a batch, it counts there, too."""
     start_timeout_seconds: Annotated[float, HOW] = Field(default=300.0, gt=0)
     """All ranks must have started within this time."""
     max_restarts: Annotated[int, HOW] = Field(default=0, ge=0)

@@ -11,8 +11,8 @@ from shardmill.reader import read_batches
 from shardmill.values import Batch
 from train.evaluate import evaluate_batches, write_confusion
 from train.reading import reader_options
-from train.session import Session
-from train.values import Evaluation
+from train.session import Session, each_announced
+from train.values import Activity, Evaluation, during, reading
 
 
 def evaluate_split(session: Session, split: str) -> Evaluation:
@@ -27,14 +27,17 @@ def evaluate_split(session: Session, split: str) -> Evaluation:
         shuffle=False,
     )
 
+    reporter, evaluating = session.reporter, Activity(f"the evaluation on {split}", repeats=True)
+
     def outputs_of(images_NHWC: np.ndarray) -> np.ndarray:
-        session.reporter.doing(f"the evaluation on {split}")
-        return session.member.learner.outputs(images_NHWC)
+        with during(reporter, evaluating):
+            return session.member.learner.outputs(images_NHWC)
 
     plan, options = dataset.plan_epoch(spec, 0), reader_options(config)
     # A silo that may not read the pinned dataset adds nothing.
-    reading = read_batches(dataset, plan, streams=session.streams, options=options) if session.streams else None
-    with reading or nullcontext(()) as batches:
+    opened = read_batches(dataset, plan, streams=session.streams, options=options) if session.streams else None
+    with opened or nullcontext(()) as read:
+        batches = each_announced(reporter, reading(f"reading a batch of {split}", dataset.store), read)
         return evaluate_batches(
             outputs_of,
             batches if session.member.data.is_first else map(_without_rows, batches),

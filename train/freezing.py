@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
 from shardmill.values import Cursor
+from train.values import Activity
 
 if TYPE_CHECKING:
     from train.backends.backend import Learner
@@ -24,6 +25,12 @@ def hold_still(learner: Learner, config: TrainConfig, cursor: Cursor) -> None:
         learner.freeze()
     elif cursor.epoch == config.unfreeze_epoch > 0 and cursor.step == 0:
         learner.unfreeze()
+
+
+def step_activity(config: TrainConfig, epoch: int) -> Activity:
+    """What a step of that epoch is announced as. With more weights it is another one: it is traced again."""
+    has_more = 0 < config.unfreeze_epoch <= epoch
+    return Activity("a step with what was frozen" if has_more else "a step", repeats=True)
 
 
 def never_unfrozen(config: TrainConfig) -> str:

@@ -13,7 +13,7 @@ from shardmill.storage import Store
 from train.initial import read_pinned
 from train.match_weights import Initialized, listed, match_weights
 from train.records import read_if_whole
-from train.values import to_json
+from train.values import Activity, during, to_json
 
 if TYPE_CHECKING:
     from train.session import Session
@@ -30,8 +30,8 @@ def initialize(session: Session) -> None:
     config, learner = session.task.config, session.member.learner
     if not config.init_from or session.member.rank != 0:
         return
-    session.reporter.doing("reading train.init_from")
-    file, data = read_pinned(config)
+    with during(session.reporter, Activity("reading train.init_from")):
+        file, data = read_pinned(config)
     given = learner.read_weights(data, file.suffix, file.uri)
     named = learner.named_weights(given.keys())
     other_classes = file.class_names is not None and file.class_names != session.dataset.manifest.class_names

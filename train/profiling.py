@@ -19,7 +19,7 @@ from train.backends.backend import Recording
 from train.choose_backend import choose_backend
 from train.strategies import STRATEGIES
 from train.task import WorkerTask
-from train.values import PROFILES, Reporter
+from train.values import PROFILES, Activity, Reporter, during
 from train.written_forms import steps_of
 
 
@@ -44,8 +44,7 @@ class StepProfiler:
         """Called before each step: starts to record, if it is time. -> whether it did."""
         if global_step not in self._steps or self._recording is not None:
             return False
-        self._reporter.doing("starting a profile")
-        with self._told(), ExitStack() as stack:
+        with during(self._reporter, Activity("starting a profile")), self._told(), ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardmill-profile-")))
             stack.callback(self._upload, folder)
             recording = BACKENDS[choose_backend(self._config)].record(folder)
@@ -81,9 +80,8 @@ class StepProfiler:
             self._warn(f"{missing} of {len(self._steps)} steps were not trained by this attempt; {counted}")
 
     def _finish(self) -> None:
-        self._reporter.doing("writing a profile")
         self._recording = None
-        with self._told():
+        with during(self._reporter, Activity("writing a profile")), self._told():
             self._exchange.close()
             self._here.close()
             if self._rank == 0:

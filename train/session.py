@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import IntegrityError, StorageError
@@ -27,8 +28,10 @@ from train.readers.reader import Epochs
 from train.stopwatch import Stopwatch
 from train.strategies.member import Member
 from train.task import WorkerTask
-from train.values import Reporter, from_json, to_json
+from train.values import Activity, Reporter, during, from_json, to_json
 from train.world import World
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,28 @@ class Session:
     def global_step(self, progress: Progress) -> int:
         return progress.cursor.epoch * self.epochs.num_steps + progress.cursor.step
 
+    def learning_rate(self, progress: Progress) -> float | None:
+        """Of the next step by the schedule; None if the learner has its own."""
+        if not self.member.learner.follows_schedule:
+            return None
+        return self.task.config.learning_rate_at(self.global_step(progress), self.epochs.num_steps)
+
     def event(self, name: str, fields: dict[str, str | int | float]) -> None:
         """Report an event, once for all ranks."""
         if self.member.rank == 0:
             self.reporter.event(name, fields)
+
+
+def each_announced(reporter: Reporter, activity: Activity, items: Iterable[Item]) -> Iterator[Item]:
+    """The same items; waiting for each is `activity`."""
+    iterator: Iterator[Item] = iter(items)
+    end: Any = object()
+    while True:
+        with during(reporter, activity):
+            item = next(iterator, end)
+        if item is end:
+            return
+        yield item
 
 
 def resume(session: Session, begin: Callable[[Session], None]) -> FoundCheckpoint | None:

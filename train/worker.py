@@ -25,7 +25,7 @@ from train.checkpoint_writer import CheckpointWriter
 from train.choose_backend import choose_backend
 from train.config import settings_that_matter
 from train.evaluate_split import evaluate_finally, evaluate_split
-from train.freezing import hold_still
+from train.freezing import hold_still, step_activity
 from train.initialize import initialize
 from train.models.identity import check_source, inputs_hint
 from train.non_finite import leave_out, own_state
@@ -33,19 +33,21 @@ from train.profiling import StepProfiler
 from train.progress import BestEpoch, EarlyStop, Progress, TimeSpent, has_not_learned
 from train.readers import reader_of
 from train.readers.reader import Epochs
-from train.session import Session, load_best, report_checkpoint, resume, save, save_last, stop
+from train.session import Session, each_announced, load_best, report_checkpoint, resume, save, save_last, stop
 from train.strategies import find_strategy
 from train.strategies.member import evaluated_streams
 from train.task import WorkerTask
 from train.values import (
     EXCHANGED_FILES,
     RESULT,
+    Activity,
     EpochRecord,
     Evaluation,
     ModelIdentity,
     Reporter,
     StepReport,
     TrainResult,
+    during,
     from_json,
     to_json,
 )
@@ -162,8 +164,8 @@ def _build(backend: Backend, task: WorkerTask, manifest: Manifest, world: World,
     learner = backend.build(task.config, model_spec(manifest, task.config))
     if world.rank == 0:
         # Now, not after hours of training.
-        reporter.doing("a trial of the export")
-        learner.check_exportable()
+        with during(reporter, Activity("a trial of the export")):
+            learner.check_exportable()
     return learner
 
 
@@ -175,9 +177,9 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
     member = session.member
     epoch, first_step = progress.cursor.epoch, progress.cursor.step
     hold_still(member.learner, session.task.config, progress.cursor)
-    plan, lap = session.epochs[epoch], session.stopwatch.lap
+    plan, lap, activity = session.epochs[epoch], session.stopwatch.lap, step_activity(session.task.config, epoch)
     with member.batches(plan, progress.cursor) as reader:
-        batches = iter(reader)
+        batches = each_announced(session.reporter, session.epochs.reading, reader)
         checkpoint_seconds = 0.0
         for step in range(first_step, plan.num_steps):
             if not session.world.may_begin(session.global_step(progress)):
@@ -188,8 +190,8 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
             input_wait = lap()
 
             num_rows, state_before = plan.num_rows_of_step(step), own_state(session)
-            with session.profiler.step(session.global_step(progress)):
-                done = member.train_step(batch, num_rows, _scheduled_learning_rate(session, progress))
+            with during(session.reporter, activity), session.profiler.step(session.global_step(progress)):
+                done = member.train_step(batch, num_rows, session.learning_rate(progress))
             outcome, batch = done.outcome, done.batch or batch
             if not outcome.is_applied:
                 leave_out(session, progress, batch, outcome, num_rows, state_before)
@@ -284,12 +286,6 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
         warning = f"{stuck}: change train.learning_rate{inputs_hint(config)}"
         session.event("loss_stuck", {"epoch": record.epoch, "train_loss": record.train_loss, WARNING: warning})
     return after
-
-
-def _scheduled_learning_rate(session: Session, progress: Progress) -> float | None:
-    if not session.member.learner.follows_schedule:
-        return None
-    return session.task.config.learning_rate_at(session.global_step(progress), session.epochs.num_steps)
 
 
 def _told_sample_ids(session: Session, batch: Batch) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ from shardmill.stores.read_only import ReadOnlyStore
 class FsspecStore(ReadOnlyStore):
     """`scheme://...` as fsspec's own tools take it; who asks, and where, is for the scheme's package to say."""
 
+    deadline_seconds = None
+
     def __init__(self, uri: str) -> None:
         self.uri = uri.rstrip("/")
         self.local_root: Path | None = None

@@ -19,6 +19,8 @@ from shardmill.storage_errors import as_storage_error
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 """How long a NameNode may take to accept the first connection; the client alone would try for minutes."""
+REPEATED_SECONDS = 180.0
+"""For so long the client repeats a request of which nobody answers the address; measured (docs/LOG.md)."""
 _BLOCK_BYTES = 1 << 22
 # What a NameNode answers beyond absence: `RPCError("<Java class>", "<message>\n\tat <stack>")`.
 _REFUSAL = re.compile(r'^RPCError\("(?:[\w.]+[.$])?(\w+)", "(.*?)(?:\\n|"\)$)', re.DOTALL)
@@ -36,6 +38,8 @@ class HdfsStore:
 
     The user is `HADOOP_USER_NAME` or this process's; delegation tokens come from `HADOOP_TOKEN_FILE_LOCATION`.
     """
+
+    deadline_seconds = REPEATED_SECONDS
 
     def __init__(self, uri: str) -> None:
         self.uri = uri.rstrip("/") if uri != "hdfs:///" else uri

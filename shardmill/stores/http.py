@@ -47,6 +47,9 @@ class HttpStore(ReadOnlyStore):
     Raises UsageError for an address with a user, a query or a fragment.
     """
 
+    # The last repetition may stall for an eighth.
+    deadline_seconds = DEADLINE_SECONDS * 9 / 8
+
     def __init__(self, uri: str) -> None:
         parts = urllib.parse.urlsplit(uri)
         plain = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

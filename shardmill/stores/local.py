@@ -21,6 +21,8 @@ _MAX_TRIES = 100
 class LocalStore:
     """A folder of a POSIX file system."""
 
+    deadline_seconds = 0.0
+
     def __init__(self, uri: str) -> None:
         path = urllib.parse.unquote(uri[len("file://") :]) if uri.startswith("file://") else uri
         self._root = Path(os.path.abspath(os.path.expanduser(path)))

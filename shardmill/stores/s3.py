@@ -29,6 +29,13 @@ class S3Store:
         self._root = f"{root}/" if root else ""
         self._is_conditional = False
 
+    @property
+    def deadline_seconds(self) -> float:
+        from shardmill.stores.s3_requests import given_deadline_seconds
+
+        # The last repetition may stall for an eighth.
+        return given_deadline_seconds() * 9 / 8
+
     def read(self, path: str) -> bytes:
         return self._get(path, 0, None)
 

@@ -66,7 +66,7 @@ class S3Requests:
         from botocore.config import Config
         from botocore.session import Session
 
-        self._deadline_seconds = _deadline_seconds()
+        self._deadline_seconds = given_deadline_seconds()
         self._has_answered = self._is_given_up = False
         # A stall is noticed early enough for further requests.
         config = Config(
@@ -269,7 +269,7 @@ def _a_few_at_once(requests: list[Callable[[], Value]]) -> list[Value]:
         return [future.result() for future in futures]
 
 
-def _deadline_seconds() -> float:
+def given_deadline_seconds() -> float:
     """Raises UsageError for what the environment has, if that is no time."""
     given = os.environ.get(DEADLINE) or "120"
     try:

@@ -12,6 +12,7 @@ from train.checkpoint import CheckpointFolder, TrainingIdentity, complete_checkp
 from train.checkpoint_writer import CheckpointWriter, Moment
 from train.progress import Progress
 from train.state import WEIGHTS
+from train.values import Activity
 
 CONFIG = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 1, "keep_checkpoints": 3}
 KILLED_AT = 4
@@ -37,7 +38,8 @@ class Silent:
 
     def event(self, name: str, fields: object) -> None: ...
 
-    def doing(self, what: str, *, waits: bool = False) -> None: ...
+    def doing(self, activity: Activity) -> Activity:
+        return activity
 
 
 def write_checkpoint(folder: CheckpointFolder, step: int, identity: TrainingIdentity, progress: Progress) -> None:

@@ -12,7 +12,7 @@ from shardmill.errors import IntegrityError
 from shardmill.jobs.process import Terminated
 from shardmill.values import Cursor
 from train.task import WorkerTask
-from train.values import ModelIdentity, Reporter, StepReport, TimeShares, TrainResult
+from train.values import Activity, ModelIdentity, Reporter, StepReport, TimeShares, TrainResult, during, waiting
 from train.world import World
 
 NUM_STEPS = 4
@@ -98,6 +98,7 @@ def is_stopped(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     _one_step(world, reporter)
     if world.rank == world.world_size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
+    reporter.doing(waiting("an allreduce"))
     time.sleep(600)
     raise AssertionError
 
@@ -106,9 +107,21 @@ def hangs(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """The last rank stands still in its own work; its heartbeats go on, and the others wait for it."""
     _one_step(world, reporter)
     if world.rank == world.world_size - 1:
-        reporter.doing("its own work")
+        reporter.doing(Activity())
     else:
-        reporter.doing("an allreduce", waits=True)
+        reporter.doing(waiting("an allreduce"))
+    time.sleep(600)
+    raise AssertionError
+
+
+def sleeps_in_a_step(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """As `hangs`, after many steps: how long one takes is known."""
+    step = Activity("a step", repeats=True)
+    _one_step(world, reporter)
+    for _ in range(30):
+        with during(reporter, step):
+            time.sleep(0.01)
+    reporter.doing(step if world.rank == world.world_size - 1 else waiting("an allreduce"))
     time.sleep(600)
     raise AssertionError
 
@@ -122,7 +135,7 @@ def plods(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     limit_seconds = task.config.progress_timeout_seconds
     for step in range(NUM_STEPS):
         if world.rank == world.world_size - 1:
-            reporter.doing("its own work")
+            reporter.doing(Activity())
             time.sleep(limit_seconds * (2 if step else 2.5))
         reporter.step(StepReport(world.rank, 0, step, NUM_STEPS, (0.5).hex()))
     return result_of(task, world)

@@ -24,7 +24,7 @@ from train.strategies.multi_worker_mirrored import MULTI_WORKER_MIRRORED
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP
 from train.task import WorkerTask
-from train.values import Reporter, StepReport, TrainResult
+from train.values import Activity, Reporter, StepReport, TrainResult
 from train.worker import run_worker
 from train.world import World
 
@@ -64,8 +64,8 @@ class DyingReporter:
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         self._reporter.event(name, fields)
 
-    def doing(self, what: str, *, waits: bool = False) -> None:
-        self._reporter.doing(what, waits=waits)
+    def doing(self, activity: Activity) -> Activity:
+        return self._reporter.doing(activity)
 
 
 class FreezingReporter(DyingReporter):

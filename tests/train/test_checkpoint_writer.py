@@ -23,10 +23,10 @@ from tests.train.checkpoints import CONFIG, OneRank, Silent
 from tests.train.training import Recorder, train_here
 from train.attempts import Attempt, claim_attempt
 from train.checkpoint import CheckpointFolder, TrainingIdentity, open_checkpoint
-from train.checkpoint_writer import CheckpointWriter, Moment
+from train.checkpoint_writer import OF_ALL_RANKS, STORING, CheckpointWriter, Moment
 from train.progress import Progress
 from train.state import WEIGHTS
-from train.values import RESULT, ModelIdentity
+from train.values import RESULT, Activity, ModelIdentity
 
 NUM_KILLS = int(os.environ.get("SHARDMILL_KILLS", "30"))
 
@@ -49,12 +49,16 @@ def test_a_store_that_cannot_say_whether_an_attempt_is_the_newest_costs_a_checkp
 
 def test_whom_a_checkpoint_waits_for_is_told(tmp_path):
     """Its own store, first for a file and then for the marker; or other ranks, whose files it names."""
-    told: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
+    told: queue.SimpleQueue[Activity] = queue.SimpleQueue()
     go_on = threading.Semaphore(0)
 
     class Telling(Silent):
-        def doing(self, what, *, waits=False) -> None:
-            told.put((what, waits))
+        now = Activity()
+
+        def doing(self, activity: Activity) -> Activity:
+            before, self.now = self.now, activity
+            told.put(activity)
+            return before
 
     class SlowStore(LocalStore):
         def put(self, path: str, data: bytes) -> None:
@@ -75,11 +79,10 @@ def test_whom_a_checkpoint_waits_for_is_told(tmp_path):
         writer.begin(Moment(folder.path_of(1), {WEIGHTS: [np.zeros(3)]}, identity, Progress(), 1, world_size=2))
         taken = threading.Thread(target=writer.take)
         taken.start()
-        storing, waiting = ("storing a checkpoint", False), ("the checkpoint of all ranks", True)
-        for expected in (storing, waiting, storing, waiting):
+        for expected in (STORING, OF_ALL_RANKS, STORING, OF_ALL_RANKS):
             assert told.get(timeout=60) == expected
             go_on.release()
-        assert told.get(timeout=60) == ("its own work", False)
+        assert told.get(timeout=60) == Activity()
         taken.join()
     assert open_checkpoint(open_store(tmp_path), folder.path_of(1)).marker.world_size == 2
 

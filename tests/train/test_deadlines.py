@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
+from shardmill.stores.local import LocalStore
 from shardmill.values import Cursor
 from train.config import TrainConfig
-from train.launching.deadlines import PATIENCE, Deadlines
+from train.launching.activity_clock import UNTIMED, ActivityClock
+from train.launching.deadlines import PATIENCE, TRUSTED, Deadlines
 from train.launching.faults import FaultKind, error_of
-from train.launching.wire import Heartbeat, Hello
+from train.launching.wire import Heartbeat, Hello, heartbeat_of
+from train.values import Activity, reading, waiting
 
 
 def started(world_size: int, **limits: float) -> Deadlines:
@@ -27,7 +32,7 @@ def test_the_rank_that_holds_up_the_others_is_named():
     deadlines = started(4, progress_timeout_seconds=100)
     for rank in deadlines.ranks:
         # Rank 2 comes latest of all and then stands; the others have long been waiting for it.
-        beat = Heartbeat(1, "its own work") if rank.number == 2 else Heartbeat(1, "an allreduce", waits=True)
+        beat = Heartbeat(1, Activity("its own work")) if rank.number == 2 else Heartbeat(1, waiting("an allreduce"))
         deadlines.heartbeat(rank, beat, 2.0 + (rank.number == 2))
     assert deadlines.missed(103.0) == []
     (fault,) = deadlines.missed(104.0)
@@ -41,7 +46,7 @@ def test_a_long_pause_is_told_once_before_it_is_a_fault():
     deadlines = started(3, silent_seconds=60, progress_timeout_seconds=600)
     for rank in deadlines.ranks:
         rank.seen_seconds = 1e9
-        beat = Heartbeat(1, "reading a batch") if rank.number == 1 else Heartbeat(1, "an allreduce", waits=True)
+        beat = Heartbeat(1, Activity("reading a batch")) if rank.number == 1 else Heartbeat(1, waiting("an allreduce"))
         deadlines.heartbeat(rank, beat, 2.0)
     assert deadlines.paused(62.0) == []
     ((rank, sentence),) = deadlines.paused(63.0)
@@ -59,17 +64,17 @@ def test_a_long_pause_is_told_once_before_it_is_a_fault():
 
 def test_a_rank_that_works_while_the_others_wait_may_take_as_long_as_it_moves():
     deadlines = started(2, progress_timeout_seconds=10)
-    waiting, working = deadlines.ranks
-    deadlines.heartbeat(waiting, Heartbeat(1, "a gather", waits=True), 2.0)
+    waits, working = deadlines.ranks
+    deadlines.heartbeat(waits, Heartbeat(1, waiting("a gather")), 2.0)
     for second in range(2, 10_000, 5):
-        deadlines.heartbeat(working, Heartbeat(second, "the evaluation on test"), float(second))
+        deadlines.heartbeat(working, Heartbeat(second, Activity("the evaluation on test")), float(second))
         assert deadlines.missed(second + 4.0) == []
 
 
 def test_ranks_that_all_wait_for_each_other_are_a_fault_of_none():
     deadlines = started(2, progress_timeout_seconds=10)
     for rank, place in zip(deadlines.ranks, ("an allreduce", "a barrier"), strict=True):
-        deadlines.heartbeat(rank, Heartbeat(1, place, waits=True), 2.0)
+        deadlines.heartbeat(rank, Heartbeat(1, waiting(place)), 2.0)
     (fault,) = deadlines.missed(13.0)
     assert fault.rank == -1
     told = str(error_of(fault))
@@ -78,9 +83,9 @@ def test_ranks_that_all_wait_for_each_other_are_a_fault_of_none():
 
 def test_ranks_that_wait_for_one_that_has_finished_are_found():
     deadlines = started(2, progress_timeout_seconds=10)
-    left, waiting = deadlines.ranks
+    left, waits = deadlines.ranks
     left.is_connected = False
-    deadlines.heartbeat(waiting, Heartbeat(1, "an allreduce", waits=True), 2.0)
+    deadlines.heartbeat(waits, Heartbeat(1, waiting("an allreduce")), 2.0)
     assert deadlines.missed(11.0) == []
     (fault,) = deadlines.missed(13.0)
     assert (fault.kind, fault.rank) == (FaultKind.STALLED, -1)
@@ -93,9 +98,9 @@ def test_neither_the_start_nor_waiting_makes_the_driver_patient():
     other.last_step = None
     deadlines.progress(other, 50.0)
     other.last_step = Cursor(0, 0)
-    deadlines.heartbeat(one, Heartbeat(1, "an allreduce", waits=True), 2.0)
+    deadlines.heartbeat(one, Heartbeat(1, waiting("an allreduce")), 2.0)
     deadlines.progress(one, 50.0)
-    one.doing = Heartbeat(1, "its own work")
+    one.doing = Heartbeat(1, Activity("its own work"))
     assert deadlines.missed(59.0) == []
     assert len(deadlines.missed(61.0)) == 2
 
@@ -116,6 +121,137 @@ def test_patience_grows_with_the_longest_pause_so_far():
         if longest > 1e6:
             break
     assert len(deadlines.missed(now + PATIENCE * longest + 1)) == 3
+
+
+STEP, READ = Activity("a step", repeats=True), Activity("reading a batch", repeats=True)
+ALLREDUCE = waiting("an allreduce")
+OFTEN = TRUSTED + UNTIMED
+
+
+class Rank:
+    """One as its process is: its own clock, and heartbeats each time it begins something."""
+
+    def __init__(self, deadlines: Deadlines, number: int, now: float = 1.0) -> None:
+        self.clock = ActivityClock(now)
+        self.now = now
+        self._deadlines, self._state = deadlines, deadlines.ranks[number]
+        # Its heartbeats go on.
+        self._state.seen_seconds = 1e9
+
+    def begins(self, activity: Activity) -> None:
+        self.clock.begin(activity, self.now)
+        self._deadlines.heartbeat(self._state, heartbeat_of(self.clock), self.now)
+
+    def takes(self, seconds: float, activity: Activity) -> None:
+        self.begins(activity)
+        self.now += seconds
+        self.begins(Activity())
+
+    def steps(self, num_steps: int, seconds: float) -> None:
+        for _ in range(num_steps):
+            self.takes(seconds, STEP)
+
+
+def test_a_step_that_sleeps_is_named_and_ended_within_a_minute_by_the_defaults():
+    deadlines = started(2, silent_seconds=TrainConfig().silent_seconds)
+    ranks = [Rank(deadlines, 0), Rank(deadlines, 1)]
+    for rank in ranks:
+        # The first one is traced.
+        rank.takes(40.0, STEP)
+        rank.steps(OFTEN, 0.2)
+    ranks[0].begins(ALLREDUCE)
+    ranks[1].begins(STEP)
+    began = ranks[1].now
+    for second in range(55):
+        assert deadlines.missed(began + second) == deadlines.paused(began + second) == []
+    (fault,) = deadlines.missed(began + 59)
+    assert (fault.kind, fault.rank) == (FaultKind.STALLED, 1)
+    told = str(error_of(fault))
+    assert "rank 1 (host host1, pid 1) hangs after step 0 of epoch 0: no progress for 59 s" in told
+    assert "(train.silent_seconds = 55, the longest so far took 0.2 s; 55 s are allowed here) in a step; rank 0" in told
+
+
+@pytest.mark.parametrize("activity", [Activity("a trial of the export"), Activity(), STEP, READ])
+def test_what_was_not_repeated_often_has_longer(activity: Activity):
+    """A first step, a first evaluation, an export, a checkpoint: nobody knows yet what it takes."""
+    deadlines = started(1, silent_seconds=60)
+    rank = Rank(deadlines, 0)
+    for _ in range(OFTEN - 1):
+        rank.takes(0.1, activity)
+    rank.begins(activity)
+    assert deadlines.missed(rank.now + 599) == []
+    ((_, sentence),) = deadlines.paused(rank.now + 61)
+    assert "after 600 s it is ended (train.progress_timeout_seconds = 600)" in sentence
+    assert len(deadlines.missed(rank.now + 601)) == 1
+
+
+def test_a_straggler_is_spared_by_what_any_rank_took_for_the_same():
+    deadlines = started(2, silent_seconds=60)
+    fast, slow = Rank(deadlines, 0), Rank(deadlines, 1)
+    for rank in (fast, slow):
+        rank.steps(OFTEN, 20.0)
+        for _ in range(OFTEN):
+            rank.takes(1.0, READ)
+    # Eight times as long as before; what the others waited for it tells nothing.
+    slow.begins(STEP)
+    fast.takes(170.0, ALLREDUCE)
+    assert deadlines.missed(slow.now + 160.0) == []
+    slow.takes(160.0, STEP)
+    slow.begins(STEP)
+    assert deadlines.missed(slow.now + 1599.0) == []
+    # That a step takes so long is no reason to wait as long for a batch.
+    slow.begins(READ)
+    fast.begins(ALLREDUCE)
+    assert [fault.rank for fault in deadlines.missed(slow.now + 61.0)] == [1]
+
+
+class Retrying(LocalStore):
+    deadline_seconds = 135.0
+
+
+class Unknown(LocalStore):
+    deadline_seconds = None
+
+
+@pytest.mark.parametrize(
+    ("store", "timeout_seconds", "limit_seconds"),
+    [
+        (LocalStore, 600, 60),
+        # It fails at its deadline, with an error that says more than a timeout.
+        (Retrying, 600, 165),
+        # Whose package does not say how long it repeats.
+        (Unknown, 600, 600),
+        # What a person allows is all there is.
+        (LocalStore, 30, 30),
+        (Retrying, 100, 100),
+    ],
+)
+def test_a_read_has_the_time_that_its_store_may_take(store, timeout_seconds, limit_seconds, tmp_path):
+    deadlines = started(1, silent_seconds=60, progress_timeout_seconds=timeout_seconds)
+    rank, read = Rank(deadlines, 0), reading("reading a batch", store(str(tmp_path)))
+    for _ in range(OFTEN):
+        rank.takes(0.1, read)
+    rank.begins(read)
+    assert deadlines.missed(rank.now + limit_seconds - 1) == []
+    assert len(deadlines.missed(rank.now + limit_seconds + 1)) == 1
+
+
+def test_a_rank_that_may_wait_unseen_for_one_with_time_left_is_not_blamed():
+    """Inside a step, on a GPU's stream, for a rank whose storage repeats a request."""
+    deadlines = started(2, silent_seconds=60)
+    waits_unseen, reads = Rank(deadlines, 0), Rank(deadlines, 1)
+    patient = Activity("reading a batch", repeats=True, may_take_seconds=165)
+    for _ in range(OFTEN):
+        waits_unseen.takes(0.1, STEP)
+        reads.takes(0.1, patient)
+    waits_unseen.begins(STEP)
+    reads.begins(patient)
+    assert deadlines.missed(reads.now + 160.0) == []
+    assert [fault.rank for fault in deadlines.missed(reads.now + 166.0)] == [0, 1]
+    # One that goes on has nothing to do with it.
+    reads.now += 150
+    reads.begins(patient)
+    assert [fault.rank for fault in deadlines.missed(reads.now + 1.0)] == [0]
 
 
 def test_the_first_step_has_the_time_of_the_start_as_well():

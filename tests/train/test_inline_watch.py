@@ -19,7 +19,7 @@ from tests.train.test_job import Recorder
 from train.config import TrainConfig
 from train.launching.inline import launch_inline
 from train.task import WorkerTask
-from train.values import Reporter, StepReport, TrainResult
+from train.values import Activity, Reporter, StepReport, TrainResult, during
 from train.world import World
 
 SECONDS = {"silent_seconds": 0.5, "progress_timeout_seconds": 1.0, "start_timeout_seconds": 0.5}
@@ -57,6 +57,24 @@ def test_a_rank_that_stands_still_is_told_of_and_ended():
         launch_inline(task(), SparkConfig(), recorder, worker=f"{WORKERS}:sleeps")
     assert "has made no progress for" in recorder.fields["rank_paused"][WARNING]
     assert signal.getsignal(signal.SIGUSR2) is handler
+
+
+def sleeps_in_a_step(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
+    """After many of them."""
+    for _ in range(30):
+        with during(reporter, Activity("a step", repeats=True)):
+            reporter.step(StepReport(0, 0, 0, 9, (0.5).hex()))
+    reporter.doing(Activity("a step", repeats=True))
+    time.sleep(600)
+    raise AssertionError
+
+
+def test_a_step_that_sleeps_is_ended_by_what_steps_took():
+    config = TrainConfig(num_workers=1, strategy="single", launcher="inline", silent_seconds=0.5)
+    with pytest.raises(TrainingError, match="rank 0 .* hangs .*silent_seconds = 0.5, the longest .* in a step"):
+        launch_inline(
+            WorkerTask(config, PIN, "/nowhere", "t", ""), SparkConfig(), Recorder(), f"{HERE}:sleeps_in_a_step"
+        )
 
 
 def test_one_that_no_signal_reaches_takes_the_process_with_it():

@@ -120,6 +120,12 @@ def test_every_rank_runs_and_rank_0_answers(start, launcher, world_size):
                 "in its own work; rank 0 waiting in an allreduce",
             ],
         ),
+        # By nothing but what steps took: without progress a rank has 600 s.
+        (
+            "sleeps_in_a_step",
+            "RankLost",
+            ["rank 1 (host ", "train.silent_seconds = 3, the longest so far took 0.0", "in a step; rank 0 waiting in"],
+        ),
         ("exits_early", "TrainingError", ["rank 1", "ended by itself with exit code 7", "no licence found"]),
     ],
 )

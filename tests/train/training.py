@@ -14,7 +14,7 @@ from train.config import TrainConfig
 from train.models.user import source_sha256
 from train.observer import GlobalStep
 from train.task import WorkerTask
-from train.values import StepReport, TrainResult
+from train.values import Activity, StepReport, TrainResult
 from train.worker import run_worker
 from train.world import World
 
@@ -42,8 +42,8 @@ class Recorder:
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         self.events.append((name, dict(fields)))
 
-    def doing(self, what: str, *, waits: bool = False) -> None:
-        return
+    def doing(self, activity: Activity) -> Activity:
+        return activity
 
     @property
     def losses(self) -> dict[tuple[int, int], str]:

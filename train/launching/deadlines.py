@@ -1,6 +1,8 @@
 """What the driver knows of each rank, and which deadlines it has missed: pure, the clock is an argument.
 
 A rank is late in one of three ways: not started, silent (no heartbeat), or stalled (its main thread makes no progress).
+How long that may stand still follows from what it does: of what ranks repeat (a step, waiting for a batch) it is known
+how long it takes.
 """
 
 from __future__ import annotations
@@ -15,10 +17,14 @@ from train.strategies import roles_of
 from train.values import TrainResult
 from train.world import Role
 
-# A rank may pause this many times longer than the longest pause of any rank so far: a straggler is no fault.
+# A rank may take this many times longer than any rank so far: a straggler is no fault.
 PATIENCE = 10.0
 # And this many times longer before people are told.
 NOTABLE = 2.0
+# So often a rank must have finished what it repeats before the times of it are trusted.
+TRUSTED = 20
+# Ranks that wait for each other are seen to stand still at moments that differ by some heartbeats.
+APART_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -68,16 +74,20 @@ class Deadlines:
         self._config = config
         self._started_seconds = now
         self._longest_pause_seconds = 0.0
+        self._longest_of: dict[str, float] = {}
+        """Seconds that any rank took for what it repeats, by its name."""
 
     def heartbeat(self, rank: RankState, beat: Heartbeat, now: float) -> None:
         """Record what the rank does now; a new activity counts as progress."""
         if beat.num_calls != rank.doing.num_calls:
             self.progress(rank, now)
         rank.doing = beat
+        for each in beat.timed:
+            self._longest_of[each.what] = max(self._longest_of.get(each.what, 0.0), each.longest_seconds)
 
     def progress(self, rank: RankState, now: float) -> None:
         # Neither the start nor waiting for another rank is a measure of how long a step may take.
-        if rank.last_step is not None and not rank.doing.waits:
+        if rank.last_step is not None and not rank.doing.activity.waits:
             self._longest_pause_seconds = max(self._longest_pause_seconds, now - rank.progress_seconds)
         rank.progress_seconds = max(rank.progress_seconds, now)
 
@@ -92,26 +102,30 @@ class Deadlines:
 
     def paused(self, now: float) -> list[tuple[RankState, str]]:
         """Ranks that hold up the others for long, but are no fault yet, each with a sentence; a pause is told once."""
-        limit_seconds = max(self._config.silent_seconds, NOTABLE * self._longest_pause_seconds)
         late = [
             rank
             for rank in self.ranks
             # Until its first step a rank builds and compiles, which takes what it takes.
-            if rank.is_at_work and rank.last_step is not None and not rank.doing.waits
+            if rank.is_at_work and rank.last_step is not None and not rank.doing.activity.waits
             # Still heard: who is not, is silent soon.
-            if min(now, rank.seen_seconds) - rank.progress_seconds > limit_seconds
+            if self._notable_seconds(rank) < min(now, rank.seen_seconds) - rank.progress_seconds
+            if now - rank.progress_seconds <= self._limit_seconds(rank)
             if rank.told_seconds != rank.progress_seconds
         ]
         for rank in late:
             rank.told_seconds = rank.progress_seconds
         return [(rank, self._paused(rank, now)) for rank in late]
 
+    def _notable_seconds(self, rank: RankState) -> float:
+        longest_seconds = self._longest_seconds(rank)
+        longest_seconds = self._longest_pause_seconds if longest_seconds is None else longest_seconds
+        return max(self._config.silent_seconds, NOTABLE * longest_seconds)
+
     def _paused(self, rank: RankState, now: float) -> str:
         return (
             f"rank {rank.number} ({rank.where}) has made no progress for {now - rank.progress_seconds:.0f} s"
             f"{_while(rank)} (train.silent_seconds = {self._config.silent_seconds:g}); after "
-            f"{self._limit_seconds(rank):.0f} s it is ended (train.progress_timeout_seconds = "
-            f"{self._config.progress_timeout_seconds:g})"
+            f"{self._limit_seconds(rank):.0f} s it is ended ({self._why_limited(rank)})"
         )
 
     def _absent(self, now: float) -> list[RankFault]:
@@ -140,9 +154,19 @@ class Deadlines:
     def _stalled(self, now: float) -> list[RankFault]:
         """Ranks that hold up the others. Those that wait for them in a collective are late too, but not the cause."""
         at_work = [rank for rank in self.ranks if rank.is_at_work]
-        waiting = [rank for rank in at_work if rank.doing.waits]
+        waiting = [rank for rank in at_work if rank.doing.activity.waits]
         late = [rank for rank in at_work if now - rank.progress_seconds > self._limit_seconds(rank)]
-        causes = [rank for rank in late if not rank.doing.waits]
+        # Not every collective can be announced (inside a graph, on a GPU's stream): while another rank stands still
+        # that has time left, the late one may be waiting for it.
+        has_time = any(
+            now - rank.progress_seconds > APART_SECONDS and rank not in late and rank not in waiting for rank in at_work
+        )
+        causes = [
+            rank
+            for rank in late
+            if rank not in waiting
+            if not has_time or now - rank.progress_seconds > self._untimed_limit_seconds(rank)
+        ]
         if causes:
             behind_it = f"; {_named(waiting)}" if waiting else ""
             return [
@@ -158,23 +182,45 @@ class Deadlines:
         return []
 
     def _limit_seconds(self, rank: RankState) -> float:
+        longest_seconds = self._longest_seconds(rank)
+        if longest_seconds is None:
+            return self._untimed_limit_seconds(rank)
+        enough_seconds = max(self._config.silent_seconds, rank.doing.activity.may_take_seconds)
+        return max(min(enough_seconds, self._config.progress_timeout_seconds), PATIENCE * longest_seconds)
+
+    def _untimed_limit_seconds(self, rank: RankState) -> float:
         limit_seconds = max(self._config.progress_timeout_seconds, PATIENCE * self._longest_pause_seconds)
         # Before its first step a rank builds and compiles its model and reads a checkpoint back.
         return limit_seconds + (self._config.start_timeout_seconds if rank.last_step is None else 0.0)
 
+    def _longest_seconds(self, rank: RankState) -> float | None:
+        """What any rank took for what this one does; None unless it repeats that and has finished it often enough."""
+        what = rank.doing.activity.what
+        num_finished = next((each.num_finished for each in rank.doing.timed if each.what == what), 0)
+        return self._longest_of[what] if rank.doing.activity.repeats and num_finished >= TRUSTED else None
+
     def _pause(self, rank: RankState, now: float) -> str:
-        given = f"train.progress_timeout_seconds = {self._config.progress_timeout_seconds:g}"
         pause_seconds, limit_seconds = now - rank.progress_seconds, self._limit_seconds(rank)
-        return f"no progress for {pause_seconds:.0f} s ({given}; {limit_seconds:.0f} s are allowed here)"
+        return (
+            f"no progress for {pause_seconds:.0f} s ({self._why_limited(rank)}; {limit_seconds:.0f} s are allowed here)"
+        )
+
+    def _why_limited(self, rank: RankState) -> str:
+        longest_seconds = self._longest_seconds(rank)
+        if longest_seconds is None:
+            return f"train.progress_timeout_seconds = {self._config.progress_timeout_seconds:g}"
+        return (
+            f"train.silent_seconds = {self._config.silent_seconds:g}, the longest so far took {longest_seconds:.1f} s"
+        )
 
 
 def _while(rank: RankState) -> str:
-    return f" in {rank.doing.what}" if rank.doing.what else ""
+    return f" in {rank.doing.activity.what}"
 
 
 def _named(ranks: list[RankState]) -> str:
     """`rank 0, 2 waiting in allreduce; rank 1 waiting in barrier`."""
     numbers_of: dict[str, list[str]] = {}
     for rank in ranks:
-        numbers_of.setdefault(rank.doing.what, []).append(str(rank.number))
+        numbers_of.setdefault(rank.doing.activity.what, []).append(str(rank.number))
     return "; ".join(f"rank {', '.join(numbers)} waiting in {what}" for what, numbers in numbers_of.items())

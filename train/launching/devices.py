@@ -18,7 +18,7 @@ from train.backends.gpu_builds import why_no_gpu
 from train.config import TrainConfig
 from train.launching.place import Place
 from train.strategies import STRATEGIES, roles_of
-from train.values import Reporter
+from train.values import Reporter, during, waiting
 from train.world import RankDevices
 
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -144,8 +144,8 @@ def agree_on_devices(
 ) -> tuple[RankDevices, ...]:
     """What every rank got, the same on all ranks; rank 0 reports it. Raises as `check_devices` does, on all alike."""
     mine = tuple(filter(None, os.environ.get(DEVICES_VARIABLE, "").split(",")))
-    reporter.doing("the ranks' first meeting", waits=True)
-    told = exchange(json.dumps([place.rank, socket.gethostname(), mine]).encode())
+    with during(reporter, waiting("the ranks' first meeting")):
+        told = exchange(json.dumps([place.rank, socket.gethostname(), mine]).encode())
     ranks = tuple(RankDevices(rank, host, tuple(devices)) for rank, host, devices in map(json.loads, told))
     check_devices(config.devices, _computing(ranks, config))
     if place.rank == 0:

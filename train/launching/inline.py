@@ -20,7 +20,7 @@ from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER, load_worker
 from train.observer import StepAssembler, TrainObserver
 from train.task import WorkerTask
-from train.values import StepReport, TrainResult
+from train.values import Activity, StepReport, TrainResult
 from train.world import World
 
 
@@ -43,8 +43,8 @@ class ObserverReporter:
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         self._observer.event(name, {"rank": 0, **fields})
 
-    def doing(self, what: str, *, waits: bool = False) -> None:
-        self._watch.doing(what)
+    def doing(self, activity: Activity) -> Activity:
+        return self._watch.doing(activity)
 
 
 def check_one_rank(world_size: int, spark: SparkConfig) -> None:

@@ -14,15 +14,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 
 from shardmill.jobs.observer import WARNING
 from shardmill.values import Cursor
 from train.config import TrainConfig
+from train.launching.activity_clock import ActivityClock
 from train.launching.deadlines import Deadlines
 from train.launching.faults import RankFault, error_of
-from train.launching.wire import Heartbeat, Hello
+from train.launching.wire import Hello, heartbeat_of
 from train.observer import TrainObserver
+from train.values import Activity
 
 TICK_SECONDS = 0.2
 # For the exception to end what the main thread does; native code may not let it.
@@ -42,6 +45,7 @@ class InlineWatch:
         self.fault: RankFault | None = None
         self._observer = observer
         self._deadlines = Deadlines(config, time.monotonic())
+        self._clock = ActivityClock(time.monotonic())
         [self._rank] = self._deadlines.ranks
         self._rank.hello = Hello("rank", 0, socket.gethostname(), os.getpid(), "", "")
         self._rank.is_connected = True
@@ -52,10 +56,9 @@ class InlineWatch:
         self._deadlines.progress(self._rank, time.monotonic())
         self._rank.last_step = step
 
-    def doing(self, what: str) -> None:
+    def doing(self, activity: Activity) -> Activity:
         # There is no other rank that it could wait for.
-        beat = Heartbeat(self._rank.doing.num_calls + 1, what)
-        self._deadlines.heartbeat(self._rank, beat, time.monotonic())
+        return self._clock.begin(replace(activity, waits=False), time.monotonic())
 
     def watch(self, trains: threading.Thread, is_over: threading.Event) -> None:
         """Until it is over, or the rank has to be ended."""
@@ -66,6 +69,7 @@ class InlineWatch:
             if now - ticked_seconds > self._max_tick_seconds or _is_in_debugger(trains):
                 self._deadlines.restart_clocks(now)
             ticked_seconds = self._rank.seen_seconds = now
+            self._deadlines.heartbeat(self._rank, heartbeat_of(self._clock), now)
             for rank, pause in self._deadlines.paused(now):
                 self._observer.event("rank_paused", {"rank": 0, "where": rank.where, WARNING: pause})
             missed = self._deadlines.missed(now)

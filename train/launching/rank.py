@@ -20,6 +20,7 @@ from shardmill.jobs.process import Terminated
 from shardmill.jobs.reach import check_nonce
 from shardmill.parent_death import die_with_parent
 from shardmill.stores.retries import num_retried
+from train.launching.activity_clock import ActivityClock
 from train.launching.devices import agree_on_devices
 from train.launching.exchanges import LANES, Exchanged, Lane, RankExchange
 from train.launching.faults import failure_of
@@ -36,11 +37,12 @@ from train.launching.wire import (
     Heartbeat,
     Step,
     call_driver,
+    heartbeat_of,
 )
 from train.strategies import STRATEGIES
 from train.strategies.nics import ipv4_of
 from train.task import WorkerTask
-from train.values import Reporter, StepReport, TrainResult, from_json
+from train.values import Activity, Reporter, StepReport, TrainResult, from_json
 from train.world import World
 
 DEFAULT_WORKER = "train.worker:run_worker"
@@ -60,7 +62,7 @@ class DriverReporter:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self.heartbeat = Heartbeat()
+        self._clock = ActivityClock(time.monotonic())
 
     def step(self, report: StepReport) -> None:
         self._connection.send(Step(report))
@@ -68,8 +70,13 @@ class DriverReporter:
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         self._connection.send(Event(name, dict(fields)))
 
-    def doing(self, what: str, *, waits: bool = False) -> None:
-        self.heartbeat = Heartbeat(self.heartbeat.num_calls + 1, what, waits)
+    def doing(self, activity: Activity) -> Activity:
+        return self._clock.begin(activity, time.monotonic())
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """For any thread."""
+        return heartbeat_of(self._clock)
 
 
 def main() -> NoReturn:

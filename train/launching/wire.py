@@ -25,12 +25,13 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from shardmill.jobs.observer import FieldValue
+from train.launching.activity_clock import ActivityClock, Timed
 from train.launching.attach_messages import Admitted, AttachMessage
 from train.launching.exchanges import Exchange, Exchanged
 from train.launching.faults import Failure
 from train.launching.keeper_messages import Output, RankExit
 from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
-from train.values import StepReport, TrainResult
+from train.values import Activity, StepReport, TrainResult
 
 ADDRESS_VARIABLE = "SHARDMILL_DRIVER_ADDRESS"
 TOKEN_VARIABLE = "SHARDMILL_DRIVER_TOKEN"
@@ -85,9 +86,15 @@ class Heartbeat:
 
     num_calls: int = 0
     """Of `Reporter.doing` so far: a rank for which it does not grow makes no progress."""
-    what: str = ""
-    waits: bool = False
+    activity: Activity = field(default_factory=Activity)
+    timed: tuple[Timed, ...] = ()
+    """How long this rank has taken for what it repeats."""
     kind: Literal["heartbeat"] = "heartbeat"
+
+
+def heartbeat_of(clock: ActivityClock) -> Heartbeat:
+    """What a rank's clock says now, whichever thread asks."""
+    return Heartbeat(clock.num_begun, clock.current, clock.timed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
+from shardmill.stores import open_store
+from train.strategies.member import SiloIndex
+from train.values import Activity, reading
+
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from train.config import TrainConfig
@@ -54,6 +58,12 @@ class Epochs:
     def num_rows(self) -> int:
         """Of each epoch, on all ranks."""
         return self[0].num_rows
+
+    @cached_property
+    def reading(self) -> Activity:
+        """Waiting for a batch: from the store of what this member reads."""
+        store = open_store(self.data.uri) if isinstance(self.data, SiloIndex) else self.dataset.store
+        return reading("reading a batch", store)
 
     @property
     def checkpoint_every_steps(self) -> int:

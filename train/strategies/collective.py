@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
-from train.values import Reporter
+from train.values import Reporter, during, waiting
 from train.world import World
 
 
@@ -45,44 +44,36 @@ class Collective(Protocol):
         ...
 
 
-@contextmanager
-def announced(reporter: Reporter, where: str) -> Iterator[None]:
-    """Around what may wait for other ranks; not if it fails: what it was doing then is what an error reports."""
-    reporter.doing(where, waits=True)
-    yield
-    reporter.doing("its own work")
-
-
 class AnnouncedCollective:
     """A collective that reports each operation, so that the driver knows which rank waits for which."""
 
     def __init__(self, join: Callable[[World], Collective], world: World, reporter: Reporter) -> None:
         self._reporter = reporter
-        with announced(self._reporter, "joining the world"):
+        with during(self._reporter, waiting("joining the world")):
             self._collective = join(world)
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
-        with announced(self._reporter, "an allreduce"):
+        with during(self._reporter, waiting("an allreduce")):
             return self._collective.sum_tensors(tensors)
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
-        with announced(self._reporter, "an allreduce"):
+        with during(self._reporter, waiting("an allreduce")):
             return self._collective.sum_array(array)
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        with announced(self._reporter, "a broadcast"):
+        with during(self._reporter, waiting("a broadcast")):
             return self._collective.broadcast_bytes(data)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        with announced(self._reporter, "a gather"):
+        with during(self._reporter, waiting("a gather")):
             return self._collective.gather_bytes(data)
 
     def barrier(self) -> None:
-        with announced(self._reporter, "a barrier"):
+        with during(self._reporter, waiting("a barrier")):
             self._collective.barrier()
 
     def close(self) -> None:
-        with announced(self._reporter, "leaving the world"):
+        with during(self._reporter, waiting("leaving the world")):
             self._collective.close()
 
 

@@ -29,7 +29,7 @@ from train.strategies.parameter_server_step import Dispatched, RemoteSteps
 from train.strategies.parameter_server_worker import serve
 from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
 from train.strategies.strategy import Strategy
-from train.values import Reporter
+from train.values import Activity, Reporter, during, waiting
 from train.world import Role, World, alone
 
 # Dispatched and not yet answered, for each worker: one that it computes, and one that waits.
@@ -78,9 +78,8 @@ class ChiefMember(ReplicatedMember):
         done = self._pending.popleft()
         assert done.step == batch.step
         stopwatch = Stopwatch()
-        self._reporter.doing("workers' steps", waits=True)
-        answer = self._work.answer_of(done)
-        self._reporter.doing("its own work")
+        with during(self._reporter, waiting("workers' steps")):
+            answer = self._work.answer_of(done)
         outcome = StepOutcome(answer.loss, answer.num_correct, answer.gradient_norm, answer.is_applied)
         if outcome.is_applied:
             no_images = np.zeros((0, *batch.images_NHWC.shape[1:]), np.uint8)
@@ -88,7 +87,7 @@ class ChiefMember(ReplicatedMember):
         else:
             # To name the samples, the chief reads them itself.
             assert self._epoch is not None
-            with self._epoch.read(batch.step) as batches:
+            with during(self._reporter, Activity("reading a step again")), self._epoch.read(batch.step) as batches:
                 trained = next(iter(batches))
         # Workers read and wait at the same time: a step of the loop has the mean of it.
         num_workers = self._config.num_workers
@@ -145,9 +144,8 @@ def join_chief(world: World, config: TrainConfig, build: Callable[[], Learner], 
     import tensorflow as tf
 
     start_threads()
-    reporter.doing("joining the world", waits=True)
-    _, *others = world.exchange(b"")
-    reporter.doing("its own work")
+    with during(reporter, waiting("joining the world")):
+        _, *others = world.exchange(b"")
     cluster = [ClusterTask.from_json(each) for each in others]
     addresses = {
         job: [each.address for each in cluster if each.role is role]

@@ -26,7 +26,7 @@ from train.reading import reader_options
 from train.stopwatch import Stopwatch
 from train.strategies.parameter_server_cluster import ClusterTask, start_threads
 from train.task import WorkerTask
-from train.values import Reporter
+from train.values import Reporter, during, reading, waiting
 from train.world import Role, World
 
 
@@ -36,6 +36,7 @@ class StepReader:
     def __init__(self, dataset: Dataset, config: TrainConfig, reporter: Reporter) -> None:
         self._dataset, self._config, self._reporter = dataset, config, reporter
         self._plan_spec = config.plan_spec(dataset)
+        self._reading = reading("reading a batch", dataset.store)
         self._lock = threading.Lock()
         self._epoch = -1
         self._num_steps = 0
@@ -49,10 +50,9 @@ class StepReader:
         try:
             with self._lock:
                 stopwatch = Stopwatch()
-                self._reporter.doing(f"reading step {int(step)} of epoch {int(epoch)}")
-                batch, read = self._read(int(epoch), int(step))
+                with during(self._reporter, self._reading):
+                    batch, read = self._read(int(epoch), int(step))
                 wait_seconds = stopwatch.lap()
-                self._reporter.doing("a step of the chief, or for the next one", waits=True)
         except BaseException as error:
             # This process tells its driver what it was; to the chief it is a failed operation.
             self.errors.put(error)
@@ -111,7 +111,8 @@ def serve(task: WorkerTask, world: World, reporter: Reporter) -> NoReturn:
             label_shape=label_shape(schema.label_type, len(schema.class_names)),
         )
     world.exchange(own.to_json())
-    reporter.doing("for the chief", waits=True)
+    # What it computes of a step is the chief's.
+    reporter.doing(waiting("the chief's steps"))
     errors = read.errors if read is not None else queue.SimpleQueue[BaseException]()
     raise errors.get()
 

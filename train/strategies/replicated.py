@@ -19,10 +19,10 @@ from train.backends.backend import Learner, StatePart, SumInStep
 from train.config import TrainConfig
 from train.state import OPTIMIZER, WEIGHTS, dump_arrays, load_arrays, rank_file
 from train.stopwatch import Stopwatch
-from train.strategies.collective import AnnouncedCollective, Collective, announced
+from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.strategy import CheckpointLayout, Join, WholeModel
-from train.values import Reporter
+from train.values import Reporter, during, waiting
 from train.world import Gather, World
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class ReplicatedMember:
     def sum_moments_by(self, sum_in_step: SumInStep, reporter: Reporter) -> None:
         """For sums inside a compiled step, where no single one can be announced: all of it may be waiting."""
         self.learner.sum_moments_by(sum_in_step)
-        self._around_gradients = partial(announced, reporter, "an allreduce in its step")
+        self._around_gradients = partial(during, reporter, waiting("an allreduce in its step"))
 
     def average_moving_statistics(self) -> None:
         """Their mean, weighted by the streams of each rank: batch norm updates them from local batches.

@@ -18,18 +18,21 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from shardmill.stores import open_store
 from train.state import dump_arrays, load_arrays
-from train.values import Reporter
+from train.values import Activity, Reporter, during, waiting
 from train.world import World
 
 POLL_SECONDS = 0.05
 # Older means are deleted; a silo that is further behind goes on with the next one that is there.
 MEANS_KEPT = 3
 BACK = "back/back-"
+# Through a store that may have to repeat its requests.
+EXCHANGING = Activity("exchanging weights with the other silos")
 
 Arrays = list[np.ndarray]
 """Of a silo: its figures, then its weights."""
@@ -67,6 +70,16 @@ class SiloPost:
 
         It is not called if the round is over already: this silo was away.
         """
+        step = self._reporter.doing(EXCHANGING)
+        found = self._average(partial(self._computed, step, compute))
+        self._reporter.doing(step)
+        return found
+
+    def _computed(self, step: Activity, compute: Callable[[], Arrays]) -> Arrays:
+        with during(self._reporter, step):
+            return compute()
+
+    def _average(self, compute: Callable[[], Arrays]) -> Round:
         self._number += 1
         if self._rank == 0:
             contributions = {0: compute()}
@@ -154,8 +167,8 @@ class SiloPost:
         return self._store.read(self._path("told"))
 
     def _wait(self, what: str) -> None:
-        self._reporter.doing(what, waits=True)
-        time.sleep(POLL_SECONDS)
+        with during(self._reporter, waiting(what)):
+            time.sleep(POLL_SECONDS)
 
     def _path(self, name: str) -> str:
         return f"{self._folder}/{self._number:08d}/{name}"

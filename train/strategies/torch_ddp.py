@@ -22,14 +22,14 @@ from train.backends.backend import Learner
 from train.compression import sent_bytes
 from train.config import TrainConfig
 from train.stopwatch import Stopwatch
-from train.strategies.collective import AnnouncedCollective, announced
+from train.strategies.collective import AnnouncedCollective
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.nics import nic_with
 from train.strategies.powersgd import LowRankSums
 from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
 from train.strategies.strategy import GLOO_ECHO, Strategy
 from train.strategies.torch_buckets import BucketSums
-from train.values import Reporter
+from train.values import Reporter, during, waiting
 from train.world import Gather, World
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class DdpMember(ReplicatedMember):
         share_of_streams = self._streams.here / self._streams.total
         figures = self._torch_learner.differentiate(batch, global_weight, share_of_streams, begin_to_sum)
         # What is left of the exchange after the backward pass could not be hidden behind it.
-        with announced(self._reporter, "an allreduce"):
+        with during(self._reporter, waiting("an allreduce")):
             stopwatch = Stopwatch()
             sums = self._sums.finish()
             for work in summing:
@@ -185,7 +185,7 @@ def _sum_in_step(reporter: Reporter, tensor: Any, name: str) -> Any:
     """`SumInStep`. In the group of the gradients: with NCCL two groups at a time could wait for each other."""
     import torch.distributed as dist
 
-    with announced(reporter, "an allreduce"):
+    with during(reporter, waiting("an allreduce")):
         dist.all_reduce(tensor)
     return tensor
 

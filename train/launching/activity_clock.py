@@ -1,0 +1,45 @@
+"""How long a rank takes for what it repeats: it times itself, and its heartbeats say so; the clock is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from train.values import Activity
+
+UNTIMED = 4
+"""Of each activity so many are not timed: frameworks trace and compile in the first ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An activity of one rank that repeats, so far; the first `UNTIMED` ones are left out."""
+
+    what: str
+    num_finished: int = 0
+    longest_seconds: float = 0.0
+
+
+class ActivityClock:
+    """What this rank does now, and its times. The main thread begins activities; any thread may look."""
+
+    def __init__(self, now: float) -> None:
+        self.num_begun = 0
+        self.current = Activity()
+        self._began_seconds = now
+        self._timed: dict[str, Timed] = {}
+
+    def begin(self, activity: Activity, now: float) -> Activity:
+        """-> the one that has ended with it."""
+        ended, seconds = self.current, now - self._began_seconds
+        if ended.repeats:
+            before = self._timed.get(ended.what, Timed(ended.what, -UNTIMED))
+            longest_seconds = max(before.longest_seconds, seconds) if before.num_finished >= 0 else 0.0
+            # Another one, not the same one changed: a thread may be reading that.
+            self._timed = {**self._timed, ended.what: Timed(ended.what, before.num_finished + 1, longest_seconds)}
+        self.current, self._began_seconds = activity, now
+        self.num_begun += 1
+        return ended
+
+    @property
+    def timed(self) -> tuple[Timed, ...]:
+        return tuple(self._timed.values())
