@@ -27,6 +27,7 @@ from etl.pending import finished_units
 from etl.plan import plan_build
 from etl.shard_rows import RowCopier
 from etl.units import WorkUnit
+from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result
 from shardmill.dataset.verify import verify_dataset
@@ -35,6 +36,18 @@ from shardmill.jobs.config import DatasetConfig, SparkConfig
 from shardmill.stores import open_store
 from tests.etl.building import COLLIDING, ETL, digests
 from tests.support import build_here
+
+CRASHING_OPENCV = """
+import os, signal
+import cv2
+decode = cv2.imdecode
+def crash_or_decode(data, *flags):
+    image = decode(data, *flags)
+    if image.shape[:2] == (19, 23):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return image
+cv2.imdecode = crash_or_decode
+"""
 
 
 def local_tree(folder: Path, **etl: object) -> EtlTree:
@@ -95,6 +108,22 @@ def test_an_image_that_needs_too_much_memory_is_refused_by_name(images: Path):
     assert cv2.imwrite(str(images / "images" / "class_1" / "bomb.png"), np.zeros((7000, 7000, 3), np.uint8))
     outcome = build_dataset(local_tree(images, decode_memory_bytes=100_000_000), run_id="r")
     assert outcome.manifest.counts.by_reason == {"decoder_memory": 1, "not_an_image": 1, "not_an_image_name": 1}
+
+
+@pytest.mark.parametrize("engine", ["local", "spark"])
+def test_an_image_that_crashes_its_decoder_is_refused_and_no_neighbour_is(
+    engine: str, images: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """No file is known that crashes OpenCV, so every process of the job gets one that crashes at images of 23 x 19."""
+    (images / "sitecustomize.py").write_text(CRASHING_OPENCV)
+    monkeypatch.syspath_prepend(images)
+    assert cv2.imwrite(str(images / "images" / "class_1" / "crashing.png"), np.zeros((19, 23, 3), np.uint8))
+    outcome = build_dataset(local_tree(images, engine=engine), run_id="r")
+    assert outcome.manifest.counts.by_reason == {"decoder_crash": 1, "not_an_image": 1, "not_an_image_name": 1}
+    assert outcome.manifest.counts.accepted == 160
+    refused = {each.key: each for each in read_rejections(open_store(str(images / "dataset")), outcome.manifest)}
+    assert refused["class_1/crashing.png"].detail == "ends the decoding process by SIGSEGV"
+    verify_dataset(open_dataset(str(images / "dataset")), deep=True).raise_if_failed()
 
 
 def test_a_workers_error_reaches_the_driver_as_itself_and_no_worker_is_left(images: Path):
