@@ -166,22 +166,29 @@ def test_each_new_version_starts_one_training_whose_lost_attempts_publish_nothin
     assert training["run_type"] == "asset_triggered"
     run_id = training["dag_run_id"]
 
-    # The worker that supervises its task is killed: no driver and no rank is left, before Airflow knows of it.
+    # Its task is marked as failed while it runs: its driver and its ranks end, too.
     wait_for_ranks(airflow, folder, TRAINING_ID, try_number=1)
-    os.kill(parent_of(task_process(airflow, TRAINING_ID, try_number=1)), signal.SIGKILL)
-    wait_until_nothing_is_left(airflow, TRAINING_ID, try_number=1)
+    began_seconds = time.monotonic()
+    airflow.mark_failed(TRAINING_ID, run_id, "train")
+    wait_until_nothing_is_left(airflow, TRAINING_ID, try_number=1, began_seconds=began_seconds)
+    airflow.clear(TRAINING_ID, run_id, "train")
+
+    # The worker that supervises it is killed: no driver and no rank is left, before Airflow knows of it.
+    wait_for_ranks(airflow, folder, TRAINING_ID, try_number=2)
+    os.kill(parent_of(task_process(airflow, TRAINING_ID, try_number=2)), signal.SIGKILL)
+    wait_until_nothing_is_left(airflow, TRAINING_ID, try_number=2)
     airflow.mark_failed(TRAINING_ID, run_id, "train")
     airflow.clear(TRAINING_ID, run_id, "train")
 
     # Airflow loses sight of the next attempt, which is frozen, with all that runs it; another one ends the run.
-    wait_for_ranks(airflow, folder, TRAINING_ID, try_number=2)
-    task = task_process(airflow, TRAINING_ID, try_number=2)
+    wait_for_ranks(airflow, folder, TRAINING_ID, try_number=3)
+    task = task_process(airflow, TRAINING_ID, try_number=3)
     watchers = [parent_of(task), task]
-    lost = list(airflow.processes_of(TRAINING_ID, "train", try_number=2))
+    lost = list(airflow.processes_of(TRAINING_ID, "train", try_number=3))
     send(signal.SIGSTOP, *watchers, *lost)
     airflow.mark_failed(TRAINING_ID, run_id, "train")
     airflow.clear(TRAINING_ID, run_id, "train")
-    wait_for_ranks(airflow, folder, TRAINING_ID, try_number=3)
+    wait_for_ranks(airflow, folder, TRAINING_ID, try_number=4)
     (folder / "gate" / TRAINING_ID / "open").touch()
     airflow.wait_for_end(TRAINING_ID, run_id)
     left = files_of(folder / "work" / "own")
@@ -190,12 +197,12 @@ def test_each_new_version_starts_one_training_whose_lost_attempts_publish_nothin
 
     # It wakes up: refused, and what the run has left stays as it is, on disk and in Airflow.
     send(signal.SIGCONT, *lost)
-    wait_until_nothing_is_left(airflow, TRAINING_ID, try_number=2)
+    wait_until_nothing_is_left(airflow, TRAINING_ID, try_number=3)
     send(signal.SIGCONT, *watchers)
     logs = airflow.home / "logs" / f"dag_id={TRAINING_ID}"
     airflow.wait_for(
         "the end of the lost attempt",
-        lambda: any("ERROR 6: attempt 2 at" in log.read_text() for log in logs.glob("**/task_id=train/attempt=2.log")),
+        lambda: any("ERROR 6: attempt 3 at" in log.read_text() for log in logs.glob("**/task_id=train/attempt=3.log")),
     )
     assert files_of(folder / "work" / "own") == left
     assert airflow.tasks(TRAINING_ID, run_id)["train"]["state"] == "success"
@@ -232,10 +239,13 @@ def task_process(airflow: Airflow, dag_id: str, *, try_number: int) -> int:
     return parent_of(spark_submit)
 
 
-def wait_until_nothing_is_left(airflow: Airflow, dag_id: str, *, try_number: int) -> None:
-    """No driver and no rank, after the documented time."""
-    what, began = f"the end of all processes of try {try_number}", time.monotonic()
-    airflow.wait_for(what, lambda: not airflow.processes_of(dag_id, "train", try_number), LEFT_SECONDS)
+def wait_until_nothing_is_left(
+    airflow: Airflow, dag_id: str, *, try_number: int, began_seconds: float | None = None
+) -> None:
+    """No driver and no rank, after the documented time. `began_seconds`: since then, on the monotonic clock."""
+    what, began = f"the end of all processes of try {try_number}", began_seconds or time.monotonic()
+    left = began + LEFT_SECONDS - time.monotonic()
+    airflow.wait_for(what, lambda: not airflow.processes_of(dag_id, "train", try_number), left)
     print(f"{what}: {time.monotonic() - began:.1f} s")
 
 
