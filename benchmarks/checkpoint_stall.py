@@ -24,13 +24,13 @@ from benchmarks.training_step import NUM_CLASSES, SHAPE, SPEC, SilentReporter
 from shardmill.sealed import seal_file
 from shardmill.stores import open_store
 from shardmill.values import Batch, DatasetPin
-from train.attempts import claim_attempt
 from train.backends import BACKENDS
-from train.checkpoint import CheckpointFolder, TrainingIdentity
-from train.checkpoint_writer import CheckpointWriter, Moment
+from train.checkpoints.attempts import claim_attempt
+from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity
+from train.checkpoints.checkpoint_writer import CheckpointWriter, Moment
+from train.checkpoints.state import dump_arrays
 from train.config import TrainConfig
 from train.progress import Progress
-from train.state import dump_arrays
 from train.strategies import STRATEGIES
 from train.values import ModelIdentity
 from train.world import World

@@ -34,10 +34,10 @@ from shardmill.jobs.observer import FieldValue
 from shardmill.values import Batch, DatasetPin
 from train.backends import BACKENDS
 from train.backends.backend import Learner
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
-from train.observer import GlobalStep
-from train.preflight import check_terms
+from train.reporting.observer import GlobalStep
 from train.strategies import STRATEGIES
 from train.strategies.member import DataIndex, Member
 from train.strategies.replicated import StreamShare

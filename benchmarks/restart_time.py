@@ -32,7 +32,7 @@ from shardmill.jobs.observer import FieldValue
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.rank import HEARTBEAT_SECONDS
-from train.observer import GlobalStep
+from train.reporting.observer import GlobalStep
 from train.task import WorkerTask
 from train.training import train_model
 from train.tree import TrainTree

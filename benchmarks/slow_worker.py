@@ -31,7 +31,7 @@ from tests.support import make_dataset
 from train.backends.backend import Learner
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
-from train.observer import GlobalStep
+from train.reporting.observer import GlobalStep
 from train.strategies import horovod, parameter_server, parameter_server_worker
 from train.strategies.member import Member, MemberStep
 from train.task import WorkerTask

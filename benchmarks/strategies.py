@@ -27,7 +27,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.reader import iterate_samples
 from train.config import TrainConfig
-from train.observer import GlobalStep
+from train.reporting.observer import GlobalStep
 from train.training import train_model
 from train.tree import TrainTree
 

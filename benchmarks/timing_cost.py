@@ -28,13 +28,13 @@ from shardmill.reader import BatchReader
 from train import worker
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
-from train.observer import GlobalStep
 from train.progress import Progress
-from train.rank_times import StragglerWatch
+from train.reporting.observer import GlobalStep
+from train.reporting.rank_times import StragglerWatch
+from train.reporting.verdict import StepTimes
 from train.stopwatch import Stopwatch
 from train.task import WorkerTask
 from train.values import Activity, Reporter, StepReport, TrainResult
-from train.verdict import StepTimes
 from train.world import World
 
 STRATEGIES = ("horovod", "torch_ddp")

@@ -27,7 +27,7 @@ from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.spark import one_spark
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
-from train.observer import GlobalStep
+from train.reporting.observer import GlobalStep
 from train.task import WorkerTask
 
 CASES = (("local", "horovod"), ("local", "torch_ddp"), ("spark_barrier", "torch_ddp"), ("spark_barrier", "horovod"),

@@ -211,7 +211,7 @@ def _listing_findings(tree: PipelineTree) -> Iterator[Finding]:
     from etl.config import EtlTree
     from etl.limits import check_limits
     from etl.plan import plan_build
-    from train.preflight import check_schema
+    from train.checks.preflight import check_schema
 
     plan = plan_build(tree.part(EtlTree), run_id="preflight")
     check_limits(plan, plan.build.list_rejections)
@@ -255,7 +255,7 @@ def rehearsed(findings: Sequence[Finding], config: str, overrides: tuple[str, ..
     if failing := [each.subject for each in findings if each.status == "fail"]:
         return Finding("warn", REHEARSAL, f"not tried: {', '.join(failing)} would stop it", "fix that first")
     from shardmill.dataset.open import has_version
-    from train.rehearsal import rehearse
+    from train.checks.rehearsal import rehearse
 
     try:
         tree = load_pipeline(config or None, overrides, workdir)

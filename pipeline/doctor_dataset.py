@@ -23,7 +23,7 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
     In a config with a source it is no more than a warning: a run builds another version first.
     """
     from shardmill.dataset.open import has_version, open_dataset
-    from train.preflight import check_spread, check_trainable, window_memory
+    from train.checks.preflight import check_spread, check_trainable, window_memory
 
     status: Status = "warn" if any(tree.source.uris().values()) else "fail"
     subject = SPLIT
@@ -50,7 +50,7 @@ def listing_findings(tree: PipelineTree, plan: BuildPlan) -> Iterator[Finding]:
     None of an append, whose version has older rows, too.
     """
     from etl.checks import images_by_split
-    from train.auto import resolve
+    from train.choosing.auto import resolve
     from train.row_shares import follows_plan, row_shares
 
     train = resolve(tree.train, tree.spark).config

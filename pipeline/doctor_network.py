@@ -27,7 +27,7 @@ SPARKS_PORT_RETRIES = 16
 
 def network_findings(tree: PipelineTree) -> Iterator[Finding]:
     """Nothing of a config that cannot run, which other rows tell. Listens for an instant, and calls itself."""
-    from train.auto import resolve
+    from train.choosing.auto import resolve
     from train.launching import LAUNCHERS
     from train.strategies import roles_of
 
@@ -106,7 +106,7 @@ def applications_on_spark(tree: PipelineTree) -> dict[str, dict[str, str]]:
     """The settings of each application that would be one of Spark, by name, as far as the config alone tells."""
     from etl.engines import ENGINES, EngineSettings
     from etl.engines.auto import choose_engine
-    from train.auto import resolve
+    from train.choosing.auto import resolve
     from train.launching import LAUNCHERS
 
     found: dict[str, dict[str, str]] = {}

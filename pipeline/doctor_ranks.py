@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def rank_findings(tree: PipelineTree) -> Iterator[Finding]:
     """Nothing of a launcher that cannot be loaded, or a config that cannot run, which other rows tell."""
-    from train.auto import resolve
+    from train.choosing.auto import resolve
     from train.launching import LAUNCHERS
     from train.strategies import roles_of
 
@@ -39,9 +39,9 @@ def model_findings(tree: PipelineTree, schema: RowSchema | None = None) -> Itera
     None if it could not fail to, or there is no dataset.
     """
     from shardmill.dataset.open import has_version, open_dataset
+    from train.checks.trial_build import try_build
     from train.labels import LabelSpec
-    from train.run_log import RunLog
-    from train.trial_build import try_build
+    from train.reporting.run_log import RunLog
 
     subject = "train.model: built"
     try:

@@ -23,7 +23,7 @@ def plan(
     bandwidth: Bandwidth = 10.0,
 ) -> None:
     from pipeline.config import load_for_dataset
-    from train.plan import plan_training
+    from train.checks.plan import plan_training
     from train.tree import TrainTree
 
     common: Common = context.obj

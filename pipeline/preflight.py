@@ -158,16 +158,16 @@ def _look_at_model(tree: PipelineTree) -> str:
 
 
 def _look_at_launch(tree: PipelineTree) -> str:
-    from train.preflight import check_spread
+    from train.checks.preflight import check_spread
 
     train = check_spread(tree.train, tree.spark).config
     return f"{train.num_workers} rank(s) by {train.launcher}, strategy {train.strategy}, backend {train.backend}"
 
 
 def _look_at_initial(tree: PipelineTree) -> str:
-    from train.auto import resolve
+    from train.choosing.auto import resolve
     from train.freezing import never_unfrozen
-    from train.initial import check_initial
+    from train.initialization.initial import check_initial
 
     config = resolve(tree.train, tree.spark).config
     check_initial(config)

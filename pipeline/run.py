@@ -25,15 +25,15 @@ from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.run_files import RunState, failed_stage, write_stage_record
-from train.changes import AS_USUAL, Again
-from train.preflight import check_schema
+from train.checks.changes import AS_USUAL, Again
+from train.checks.preflight import check_schema
+from train.checks.trial_build import try_build
 from train.published.candidate import promote_export, promotion_record
 from train.published.evaluation import evaluate_on, evaluation_record
 from train.published.export import export_record, export_training
-from train.run_log import RunLog
+from train.reporting.run_log import RunLog
 from train.training import train_in_run, train_record
 from train.tree import TrainTree
-from train.trial_build import try_build
 
 
 @command()

@@ -89,7 +89,7 @@ def verify_record(report: VerifyReport) -> StageRecord:
 
 def setting(tree: PipelineTree, workdir: str) -> str:
     """What was inferred before anything is listed: sizes, model, ranks, device, and where results go."""
-    from train.auto import resolve
+    from train.choosing.auto import resolve
 
     train = resolve(tree.train, tree.spark).config
     ranks = f"{train.num_workers} rank{'s' * (train.num_workers > 1)} by {train.launcher}"

@@ -92,7 +92,7 @@ def train(
     allow_change: AllowChange = [],  # noqa: B006  typer copies it
 ) -> None:  # fmt: skip
     from shardmill.dataset.open import open_dataset
-    from train.changes import Again
+    from train.checks.changes import Again
     from train.launching.attach import EndedWithJob, attached
     from train.training import train_in_run, train_record
     from train.tree import TrainTree

@@ -119,4 +119,4 @@ class AugmentOptions(Section):
     random_crop_padding: int = Field(default=4, ge=0)
     """Pad by this many pixels (edges repeated), then crop back at a random offset; 0 switches it off."""
     random_flip: bool = True
-    """Mirror left to right half of the time; switch it off where left and right differ (digits, text)."""
+    """Mirror left to right half of the time; switch it off if left and right differ (digits, text)."""

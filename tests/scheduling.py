@@ -56,7 +56,7 @@ class ScopeScheduling(LoadScopeScheduling):
     def remove_node(self, node: Any) -> str | None:
         """What a process that died has finished is not handed out again.
 
-        xdist would: a process that is given nothing but finished scopes waits for ever, and so did the whole run.
+        xdist would: a process that is given nothing but finished scopes waits forever, and so did the whole run.
         """
         workload = self.assigned_work[node]
         for scope in [scope for scope, tests in workload.items() if all(tests.values())]:

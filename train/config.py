@@ -98,7 +98,7 @@ class TrainConfig(Section):
     launcher: Annotated[str, OneOf(LAUNCHERS, also=("auto",)), HOW] = "auto"
     """How ranks start; `auto`: one in this process, several on the Spark cluster of `spark.master`, else here."""
     devices: Annotated[Literal["auto", "cpu", "gpu"], HOW] = "auto"
-    """What ranks compute on, each on a device of its own: `auto` takes GPUs where there are some and the framework was
+    """What ranks compute on, each on a device of its own: `auto` takes GPUs if there are some and the framework was
     built for them."""
     format: Annotated[str, OneOf(SHARD_FORMATS, also=("auto",)), HOW] = "auto"
     """Which of the dataset's formats to read; `auto` takes Parquet if there is a choice."""
@@ -151,10 +151,10 @@ class TrainConfig(Section):
     """How much the loss of a class counts, by its name; those that are not named count 1. `balanced`: the rarer a
     class, the more, so that all together count alike. Figures of evaluation are not weighted."""
     mixed_precision: Literal["off", "bfloat16", "float16", "auto"] = "off"
-    """Compute precision; weights stay float32. `auto`: off, but bfloat16 where memory is too short for that."""
+    """Compute precision; weights stay float32. `auto`: off, but bfloat16 if memory is too short for that."""
     activation_checkpointing: Annotated[Literal["off", "on", "auto"], HOW] = "auto"
     """Keep for the backward pass what goes into a block of layers, and compute the rest again: less memory, more time.
-    `auto`: where nothing else makes a step fit."""
+    `auto`: if nothing else makes a step fit."""
     early_stop_epochs: Annotated[int, SAFE] = Field(default=0, ge=0)
     """Stop after so many epochs without a better validation loss; 0 switches it off."""
     export: Annotated[Literal["best", "last"], LENGTH] = "best"

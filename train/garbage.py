@@ -16,9 +16,9 @@ from shardmill.errors import CommitConflict, IntegrityError, UsageError
 from shardmill.failpoints import failpoint
 from shardmill.jobs.reach import REACH, planted
 from shardmill.storage import Store, StoredFile
-from train.attempts import ATTEMPTS
-from train.checkpoint import MARKER, complete_checkpoints
-from train.initialize import INITIALIZED
+from train.checkpoints.attempts import ATTEMPTS
+from train.checkpoints.checkpoint import MARKER, complete_checkpoints
+from train.initialization.initialize import INITIALIZED
 from train.published.current import CURRENT, read_history
 from train.published.exported import ARTIFACTS, EXPORTS, Export, read_export
 from train.records import record_numbers, record_path

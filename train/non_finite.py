@@ -45,7 +45,7 @@ def leave_out(
     config, cursor, learner = session.task.config, progress.cursor, session.member.learner
     if state_before:
         learner.assign(StatePart.OWN, state_before, "the step before")
-    what = _told(session, progress, batch, outcome, num_rows)
+    what = _what_happened(session, progress, batch, outcome, num_rows)
     in_a_row = progress.skipped.in_a_row
     if config.on_non_finite == "stop" or in_a_row == config.max_skipped_in_a_row:
         raise TrainingError(
@@ -58,7 +58,7 @@ def leave_out(
     session.event("step_skipped", {**fields, ("reason" if progress.skipped.total else WARNING): what})
 
 
-def _told(session: Session, progress: Progress, batch: Batch, outcome: StepOutcome, num_rows: int) -> str:
+def _what_happened(session: Session, progress: Progress, batch: Batch, outcome: StepOutcome, num_rows: int) -> str:
     """What happened, and for which samples: the model answers for this very batch once more."""
     cursor, member = progress.cursor, session.member
     is_bad_N = ~np.isfinite(member.learner.outputs(batch.images_NHWC)).all(axis=1) & (batch.weights_N > 0)
@@ -66,7 +66,7 @@ def _told(session: Session, progress: Progress, batch: Batch, outcome: StepOutco
     bad = [each for of_rank in member.gather_bytes(json.dumps(here).encode()) for each in json.loads(of_rank)]
     samples = f"the model's outputs are not finite for {len(bad)} samples: {', '.join(bad[:MAX_NAMED_SAMPLES])}"
     if not bad:
-        samples = f"the model's outputs are finite for every sample; {_told_of_gradients(session, batch, num_rows)}"
+        samples = f"the model's outputs are finite for every sample; {_what_gradients_show(session, batch, num_rows)}"
     return (
         f"loss {outcome.loss}, gradient norm {outcome.gradient_norm} at epoch {cursor.epoch}, step {cursor.step} "
         f"(global step {session.global_step(progress)}); the update was not applied; {samples}"
@@ -85,12 +85,12 @@ class OwnGradient:
     """Of all its samples."""
 
 
-def _told_of_gradients(session: Session, batch: Batch, num_rows: int) -> str:
+def _what_gradients_show(session: Session, batch: Batch, num_rows: int) -> str:
     """Of which samples the gradient is not finite, as far as that can be found out by computing it again."""
     member = session.member
     mine = _search(session, batch, num_rows)
-    told = member.gather_bytes(to_json(mine) if member.data.is_first else b"null")
-    ranks = {rank: from_json(OwnGradient, each) for rank, each in enumerate(told) if each != b"null"}
+    gathered = member.gather_bytes(to_json(mine) if member.data.is_first else b"null")
+    ranks = {rank: from_json(OwnGradient, each) for rank, each in enumerate(gathered) if each != b"null"}
     found = {rank: each for rank, each in ranks.items() if not each.is_finite}
     bad = [name for each in found.values() for name in each.bad]
     if bad:

@@ -11,7 +11,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.errors import IntegrityError, StorageError
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated
-from train.checkpoint import (
+from train.checkpoints.checkpoint import (
     CheckpointFolder,
     FoundCheckpoint,
     TrainingIdentity,
@@ -20,11 +20,11 @@ from train.checkpoint import (
     delete_checkpoint,
     open_checkpoint,
 )
-from train.checkpoint_writer import CheckpointWriter, Moment
+from train.checkpoints.checkpoint_writer import CheckpointWriter, Moment
 from train.labels import LabelSpec
-from train.profiling import StepProfiler
 from train.progress import BestEpoch, Progress, TimeSpent
 from train.readers.reader import Epochs
+from train.reporting.profiling import StepProfiler
 from train.stopwatch import Stopwatch
 from train.strategies.member import Member
 from train.task import WorkerTask

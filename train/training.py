@@ -21,33 +21,33 @@ from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
-from train.auto import Chosen, resolve
-from train.changes import AS_USUAL, Again, BegunTraining, going_on
-from train.checkpoint import complete_checkpoints
+from train.checkpoints.checkpoint import complete_checkpoints
+from train.checks.changes import AS_USUAL, Again, BegunTraining, going_on
+from train.checks.preflight import WindowMemory, check_ranks, check_spread, check_terms, check_trainable, window_memory
+from train.checks.trial_build import try_build
+from train.choosing.auto import Chosen, resolve
+from train.choosing.exchange import FirstSteps
+from train.choosing.kept_choice import as_begun, keep, read_choice
+from train.choosing.memory import Fitted, look_at_memory
 from train.config import TrainConfig
-from train.evaluate import evaluation_section
-from train.exchange import FirstSteps
+from train.evaluation.evaluate import evaluation_section
 from train.freezing import never_unfrozen
-from train.initial import pinned
-from train.initialize import read_initialized
-from train.kept_choice import as_begun, keep, read_choice
+from train.initialization.initial import pinned
+from train.initialization.initialize import read_initialized
+from train.initialization.match_weights import Initialized
 from train.launching import LAUNCHERS
 from train.launching.restarts import Restart, launch_until_done
-from train.match_weights import Initialized
-from train.memory import Fitted, look_at_memory
-from train.mlflow_log import MlflowLog
-from train.observer import TrainObserver
-from train.preflight import WindowMemory, check_ranks, check_spread, check_terms, check_trainable, window_memory
-from train.rank_output import RanksLog
-from train.rank_times import RankRow, StragglerWatch
 from train.readers import reader_of
-from train.run_log import RunLog, Sink, StepsLog
-from train.tensorboard import TensorBoardLog
+from train.reporting.mlflow_log import MlflowLog
+from train.reporting.observer import TrainObserver
+from train.reporting.rank_output import RanksLog
+from train.reporting.rank_times import RankRow, StragglerWatch
+from train.reporting.run_log import RunLog, Sink, StepsLog
+from train.reporting.tensorboard import TensorBoardLog
+from train.reporting.verdict import StepTimes, Verdict
 from train.trainings import TrainingChoice, choose_training, read_result
 from train.tree import TrainTree
-from train.trial_build import try_build
 from train.values import TrainResult
-from train.verdict import StepTimes, Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from shardmill.sealed import check_relative_path, unseal
 from shardmill.section import Section
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin, Nonce
-from train.checkpoint import MARKER
+from train.checkpoints.checkpoint import MARKER
 from train.config import TrainConfig, settings_that_matter
 from train.models.user import source_sha256
-from train.observer import TrainObserver
 from train.records import put_record, read_record, record_numbers
+from train.reporting.observer import TrainObserver
 from train.schedules import SCHEDULES
 from train.task import WorkerTask
 from train.values import RESULT, TrainResult, from_json
@@ -65,7 +65,7 @@ class TrainingChoice:
     """Older dataset versions on which the same training was begun and not finished."""
 
     resumes: str = ""
-    """The checkpoint of an unfinished training with other settings from which this one goes on (train/changes.py)."""
+    """The checkpoint of an unfinished training with other settings, from which this one goes on."""
     changes: tuple[str, ...] = ()
     """How that one differs."""
     allowed: tuple[str, ...] = ()

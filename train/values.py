@@ -126,7 +126,7 @@ class Evaluation:
     mean_absolute_error: float | None = None
     """Of numbers."""
     confused: Confusion | None = None
-    """None where it is kept apart (`train.evaluate.write_confusion`), or known for no class."""
+    """None if it is kept apart (`train.evaluation.evaluate.write_confusion`), or known for no class."""
 
     @property
     def metric(self) -> Metric:

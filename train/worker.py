@@ -17,22 +17,22 @@ from shardmill.sealed import seal
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import Batch
-from train.attempts import Attempt, claim_attempt
 from train.backends import BACKENDS
 from train.backends.backend import Backend, Learner, model_spec
-from train.checkpoint import CheckpointFolder, FoundCheckpoint, TrainingIdentity
-from train.checkpoint_writer import CheckpointWriter
+from train.checkpoints.attempts import Attempt, claim_attempt
+from train.checkpoints.checkpoint import CheckpointFolder, FoundCheckpoint, TrainingIdentity
+from train.checkpoints.checkpoint_writer import CheckpointWriter
 from train.choose_backend import choose_backend
 from train.config import settings_that_matter
-from train.evaluate_split import evaluate_finally, evaluate_split
+from train.evaluation.evaluate_split import evaluate_finally, evaluate_split
 from train.freezing import hold_still, step_activity
-from train.initialize import initialize
+from train.initialization.initialize import initialize
 from train.models.identity import check_source, inputs_hint
 from train.non_finite import leave_out, own_state
-from train.profiling import StepProfiler
 from train.progress import BestEpoch, EarlyStop, Progress, TimeSpent, has_not_learned
 from train.readers import reader_of
 from train.readers.reader import Epochs
+from train.reporting.profiling import StepProfiler
 from train.session import Session, each_announced, load_best, report_checkpoint, resume, save, save_last, stop
 from train.strategies import find_strategy
 from train.strategies.member import evaluated_streams
@@ -231,7 +231,7 @@ def _step_report(
         step=progress.cursor.step - 1,
         num_steps=session.epochs.num_steps,
         loss_hex=loss.hex(),
-        sample_ids=_told_sample_ids(session, batch),
+        sample_ids=_recorded_sample_ids(session, batch),
         seconds={
             "input_wait": spent.input_wait,
             "compute": spent.compute,
@@ -288,7 +288,7 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
     return after
 
 
-def _told_sample_ids(session: Session, batch: Batch) -> tuple[str, ...]:
+def _recorded_sample_ids(session: Session, batch: Batch) -> tuple[str, ...]:
     if not (session.task.config.record_samples and session.member.data.is_first):
         return ()
     return tuple(format_sample_id(sample_id) for sample_id in batch.sample_ids_N[batch.weights_N > 0].tolist())

@@ -77,7 +77,7 @@ class World:
     """Asked by every rank before each global step, by a chief also ahead of it; False: the training is to stop before
     this step, and then it is so on all ranks (train/launching/stop_point.py)."""
     placement: tuple[RankDevices, ...] = ()
-    """All ranks, in rank order; empty where nothing was asked of devices."""
+    """All ranks, in rank order; empty if nothing was asked of devices."""
     files_uri: str = ""
     """A folder of this training in which ranks may leave files for each other."""
     role: Role = Role.MEMBER

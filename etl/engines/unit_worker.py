@@ -107,7 +107,7 @@ def _work(requests: int, answers: int) -> None:
             return
         task = decode_task(first[1])
         decoder = (
-            _TellingDecoder(sandbox_of_process(task.config), lambda key: _answer(pipe, {"begun": key}))
+            _AnnouncingDecoder(sandbox_of_process(task.config), lambda key: _answer(pipe, {"begun": key}))
             if first[0]["is_careful"]
             else OwnProcessDecoder(task.config.decode_limits())
         )
@@ -124,16 +124,16 @@ def _work(requests: int, answers: int) -> None:
                 _answer(pipe, {"error": type(error).__name__, "parts": parts, "detail": error.detail})
 
 
-class _TellingDecoder:
+class _AnnouncingDecoder:
     """A decoder that says which image it begins with: if the process ends, its parent can name it."""
 
-    def __init__(self, decoder: Decoder, tell: Callable[[str], None]) -> None:
+    def __init__(self, decoder: Decoder, announce: Callable[[str], None]) -> None:
         self._decoder = decoder
-        self._tell = tell
+        self._announce = announce
 
     def start(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> PendingImage:
         """As the decoder's."""
-        self._tell(source.key)
+        self._announce(source.key)
         return self._decoder.start(source, data, options)
 
     def finish(self, pending: PendingImage) -> ImageSample | Rejection:

@@ -150,7 +150,7 @@ def _absent(store: Store, version: int) -> ShardmillError:
 
 
 def _has_files(store: Store) -> bool:
-    """Whether there is anything of what a build writes; no, where nothing can be listed."""
+    """Whether there is anything of what a build writes; no, if nothing can be listed."""
     with suppress(CannotList):
         return any(next(iter(store.list(folder)), None) is not None for folder in _FOLDERS)
     return False

@@ -38,30 +38,30 @@ class Outage:
     def __init__(self, warn: Warn, clock: Callable[[], float] = time.monotonic) -> None:
         self._warn = warn
         self._clock = clock
-        self._is_told = False
+        self._is_reported = False
         self._next_call = 0.0
 
     def may_call(self) -> bool:
         """Whether the last call succeeded, or was long enough ago."""
-        return not self._is_told or self._clock() >= self._next_call
+        return not self._is_reported or self._clock() >= self._next_call
 
     @contextmanager
-    def told(self, if_refused: str) -> Iterator[None]:
+    def reported(self, if_refused: str) -> Iterator[None]:
         """Around a call: a StorageError is a warning that begins with `if_refused`."""
         started = self._clock()
         try:
             yield
-            self._is_told = False
+            self._is_reported = False
         except StorageError as error:
-            if not self._is_told:
+            if not self._is_reported:
                 self._warn(f"{if_refused}: {error.what}")
-            self._is_told = True
+            self._is_reported = True
             ended = self._clock()
             self._next_call = ended + pause_seconds(ended - started)
 
     def forget(self) -> None:
         """The next refusal is told, whatever was told before."""
-        self._is_told = False
+        self._is_reported = False
 
 
 class GrowingFile:
@@ -114,7 +114,7 @@ class GrowingFile:
         """What was appended outlives this process from here on, unless the store refuses it."""
         if self._file is None and self._unsaved and self._outage.may_call():
             data = b"".join(self._unsaved)
-            with self._outage.told(f"{self._path} is behind, and is tried again"):
+            with self._outage.reported(f"{self._path} is behind, and is tried again"):
                 self._store.put(f"{self._path}{_PARTS}/{self._saved_bytes:015d}", data)
                 self._saved_bytes += len(data)
                 self._unsaved = []
@@ -129,7 +129,7 @@ class GrowingFile:
 
     def _write(self, if_refused: str) -> None:
         started = self._clock()
-        with self._outage.told(if_refused):
+        with self._outage.reported(if_refused):
             if self._file is not None:
                 self._add_to(self._file)
             else:

@@ -13,8 +13,8 @@ from pipeline.finding import Finding
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from tests.support import build_here, make_dataset, write_images
+from train.checks.preflight import check_trainable
 from train.config import TrainConfig
-from train.preflight import check_trainable
 from train.row_shares import row_shares
 
 SPLIT = "train split"

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from shardmill.errors import UsageError
-from train.side_process import answer
+from train.launching.side_process import answer
 
 
 @dataclass(frozen=True)

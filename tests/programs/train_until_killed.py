@@ -15,7 +15,7 @@ import torch.export._trace
 from shardmill.failpoints import VARIABLE
 from shardmill.stores import open_store
 from tests.train.training import train_here
-from train.checkpoint import complete_checkpoints
+from train.checkpoints.checkpoint import complete_checkpoints
 
 PLACES = ("checkpoint_file", "checkpoint_marker", "checkpoint_done")
 

@@ -9,7 +9,7 @@ from shardmill.jobs.observer import SilentObserver
 from tests.train.test_watchdog import task_of
 from train.launching.watchdog import Watchdog
 from train.launching.wire import ADDRESS_VARIABLE, Challenge, Connection
-from train.run_log import RunLog
+from train.reporting.run_log import RunLog
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 with Watchdog(task_of(2), "none:none", RunLog(SilentObserver()), "127.0.0.1") as watchdog:

@@ -8,10 +8,10 @@ import numpy as np
 
 from shardmill.stores import open_store
 from tests.train.training import MODELS
-from train.checkpoint import CheckpointFolder, TrainingIdentity, complete_checkpoints
-from train.checkpoint_writer import CheckpointWriter, Moment
+from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, complete_checkpoints
+from train.checkpoints.checkpoint_writer import CheckpointWriter, Moment
+from train.checkpoints.state import WEIGHTS
 from train.progress import Progress
-from train.state import WEIGHTS
 from train.values import Activity
 
 CONFIG = {"model": f"{MODELS}:stateful", "checkpoint_every_steps": 1, "keep_checkpoints": 3}

@@ -13,7 +13,7 @@ from shardmill.stores import open_store
 from tests.support import make_dataset
 from tests.train.checkpoints import CONFIG, KILLED_AT
 from tests.train.training import Killed, Recorder, train_here
-from train.auto import resolve
+from train.choosing.auto import resolve
 from train.trainings import choose_training
 
 

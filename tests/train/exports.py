@@ -15,7 +15,7 @@ from shardmill.stores import open_store
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.keras.backend import SAVED_MODEL
 from train.backends.keras.serving import ServingModel, load_saved_model, write_saved_model
-from train.evaluate import evaluate_predictions
+from train.evaluation.evaluate import evaluate_predictions
 from train.labels import LabelSpec
 from train.published.exported import ARTIFACTS, EXPORTS, Export, ExportRecord
 from train.records import put_record, record_numbers

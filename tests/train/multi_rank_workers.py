@@ -15,8 +15,8 @@ from shardmill.errors import TrainingError
 from shardmill.jobs.observer import FieldValue
 from shardmill.stores import open_store
 from train.backends.backend import Learner, StatePart
+from train.checkpoints.state import dump_arrays
 from train.config import TrainConfig
-from train.state import dump_arrays
 from train.strategies.horovod import HOROVOD
 from train.strategies.member import Member
 from train.strategies.mirrored import MIRRORED

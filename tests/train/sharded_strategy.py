@@ -14,8 +14,8 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart
+from train.checkpoints.state import dump_arrays, load_arrays, rank_file
 from train.config import TrainConfig
-from train.state import dump_arrays, load_arrays, rank_file
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.replicated import ReplicatedMember, StreamShare

@@ -12,8 +12,8 @@ from shardmill.errors import CommitConflict
 from shardmill.stores import open_store
 from tests.train.driver_process import start_driver
 from tests.train.training import MODELS
-from train.attempts import claim_attempt
-from train.checkpoint import MARKER, complete_checkpoints
+from train.checkpoints.attempts import claim_attempt
+from train.checkpoints.checkpoint import MARKER, complete_checkpoints
 from train.trainings import read_result
 
 

@@ -11,11 +11,11 @@ import pytest
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
-from train.auto import choose, choose_ranks, resolve
-from train.auto_rules import FEW_STEPS, LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts
+from train.choosing.auto import choose, choose_ranks, resolve
+from train.choosing.auto_rules import FEW_STEPS, LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts
+from train.choosing.exchange import EXCHANGE_RULES, ExchangeFacts, weigh
+from train.choosing.fit import FIT_RULES, MemoryFacts, fit
 from train.config import TrainConfig
-from train.exchange import EXCHANGE_RULES, ExchangeFacts, weigh
-from train.fit import FIT_RULES, MemoryFacts, fit
 from train.launching import LAUNCHERS
 from train.launching.spark_slots import num_places_of
 from train.strategies import STRATEGIES

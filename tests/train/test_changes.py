@@ -17,7 +17,7 @@ from shardmill.stores import open_store
 from shardmill.values import Cursor
 from tests.support import build_here, make_dataset, write_images
 from tests.train.test_job import ETL, Recorder, tree_of
-from train.changes import Again, BegunTraining, check_allowed
+from train.checks.changes import Again, BegunTraining, check_allowed
 from train.config import HOW, LENGTH, SAFE, TrainConfig, settings_of
 from train.training import train_model
 

@@ -18,15 +18,15 @@ from shardmill.stores import STORES, open_store
 from tests.counting_store import BYTES_READ, ENTRY, SCHEME
 from tests.train.checkpoints import CONFIG, KILLED_AT, newest, write_checkpoint
 from tests.train.training import Killed, Recorder, train_here
-from train.attempts import claim_attempt
-from train.checkpoint import (
+from train.checkpoints.attempts import claim_attempt
+from train.checkpoints.checkpoint import (
     MARKER,
     CheckpointFolder,
     complete_checkpoints,
     open_checkpoint,
 )
+from train.checkpoints.state import OPTIMIZER, WEIGHTS
 from train.progress import BestEpoch, Progress
-from train.state import OPTIMIZER, WEIGHTS
 from train.trainings import read_result
 
 

@@ -10,7 +10,7 @@ from shardmill.sealed import seal
 from tests.support import make_dataset
 from tests.train.checkpoints import CONFIG, newest
 from tests.train.training import Killed, Recorder, train_here
-from train.checkpoint import (
+from train.checkpoints.checkpoint import (
     MARKER,
 )
 from train.config import HOW, LATER, LENGTH, TrainConfig, settings_of, settings_that_matter

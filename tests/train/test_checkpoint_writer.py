@@ -21,11 +21,11 @@ from shardmill.stores.local import LocalStore
 from shardmill.values import DatasetPin
 from tests.train.checkpoints import CONFIG, OneRank, Silent
 from tests.train.training import Recorder, train_here
-from train.attempts import Attempt, claim_attempt
-from train.checkpoint import CheckpointFolder, TrainingIdentity, open_checkpoint
-from train.checkpoint_writer import OF_ALL_RANKS, STORING, CheckpointWriter, Moment
+from train.checkpoints.attempts import Attempt, claim_attempt
+from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, open_checkpoint
+from train.checkpoints.checkpoint_writer import OF_ALL_RANKS, STORING, CheckpointWriter, Moment
+from train.checkpoints.state import WEIGHTS
 from train.progress import Progress
-from train.state import WEIGHTS
 from train.values import RESULT, Activity, ModelIdentity
 
 NUM_KILLS = int(os.environ.get("SHARDMILL_KILLS", "30"))

@@ -13,10 +13,10 @@ from shardmill.jobs.config import load_tree
 from tests.train.test_models import SHAPE, batch_of
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
-from train.class_weights import class_weights
+from train.backends.class_weights import class_weights
+from train.checks.preflight import check_trainable
 from train.config import TrainConfig
 from train.labels import LabelSpec
-from train.preflight import check_trainable
 from train.tree import TrainTree
 from train.world import World
 

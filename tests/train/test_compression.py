@@ -8,8 +8,8 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.train.test_multi_rank import SMOOTH_MODEL, train_on_ranks
 from tests.train.training import Recorder, train_here
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
-from train.preflight import check_terms
 from train.strategies import STRATEGIES
 
 # Momentum alone: Adam would blow the rounding of small gradients up.

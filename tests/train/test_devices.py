@@ -20,12 +20,12 @@ from shardmill.jobs.observer import FieldValue
 from tests.support import make_dataset
 from tests.train.driver_process import PIN, WORKERS
 from train.backends.gpu_builds import why_no_gpu
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.devices import CUDA_VARIABLE, check_devices, share_of_rank, visible_gpus
 from train.launching.place import Place
 from train.launching.spark_slots import num_slots_of
-from train.preflight import check_terms
 from train.task import WorkerTask
 from train.values import TrainResult
 from train.world import RankDevices

@@ -15,10 +15,10 @@ from tests.train.test_models import batch_of
 from tests.train.training import Killed, Recorder, task_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import Learner, StatePart
+from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
+from train.checks.preflight import check_terms
 from train.config import TrainConfig, settings_that_matter
-from train.preflight import check_terms
 from train.published.export import export_training
-from train.state import OPTIMIZER, WEIGHTS, load_arrays
 
 
 def in_model(one: Learner) -> list[np.ndarray]:

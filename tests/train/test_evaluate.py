@@ -13,7 +13,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError
 from shardmill.reader import read_batches, read_samples, read_split
 from tests.support import make_dataset
-from train.evaluate import evaluate_batches, evaluate_predictions
+from train.evaluation.evaluate import evaluate_batches, evaluate_predictions
 from train.labels import LabelSpec
 from train.strategies.collective import SingleCollective
 from train.values import Evaluation

@@ -13,9 +13,9 @@ from tests.train.test_multi_rank import TORCH_MODELS, train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.backends import BACKENDS
 from train.backends.backend import Learner, StatePart
+from train.checkpoints.state import WEIGHTS, load_arrays
 from train.config import TrainConfig
-from train.initial import pinned
-from train.state import WEIGHTS, load_arrays
+from train.initialization.initial import pinned
 
 
 def step(one: Learner) -> dict[str, np.ndarray]:

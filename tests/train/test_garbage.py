@@ -16,8 +16,8 @@ from shardmill.sealed import seal, seal_file
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from tests.train.checkpoints import write_checkpoint
-from train.attempts import claim_attempt
-from train.checkpoint import CheckpointFolder, TrainingIdentity
+from train.checkpoints.attempts import claim_attempt
+from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity
 from train.garbage import ModelsReport, collect_models, plan_models
 from train.progress import BestEpoch, Progress
 from train.published.current import CURRENT, Pointer

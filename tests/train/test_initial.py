@@ -23,16 +23,16 @@ from tests.train.test_models import THREE, batch_of
 from tests.train.training import MODELS, Recorder, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
+from train.backends.weight_files import read_arrays
+from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
+from train.checks.preflight import check_terms
 from train.config import TrainConfig, settings_that_matter
-from train.initial import pinned, read_pinned
-from train.initialize import read_initialized
-from train.match_weights import match_weights
-from train.preflight import check_terms
+from train.initialization.initial import pinned, read_pinned
+from train.initialization.initialize import read_initialized
+from train.initialization.match_weights import match_weights
 from train.published.export import export_training
 from train.published.exported import read_export
-from train.state import WEIGHTS, load_arrays, rank_file
 from train.trainings import training_dir
-from train.weight_files import read_arrays
 from train.world import World
 
 SHAPE = (16, 16, 3)

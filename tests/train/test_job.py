@@ -24,7 +24,7 @@ from train.config import TrainConfig
 from train.published.candidate import promote_export
 from train.published.export import export_training
 from train.published.predict import predict_images
-from train.run_log import RunLog
+from train.reporting.run_log import RunLog
 from train.training import finished_training, train_model
 from train.trainings import choose_training, training_id
 from train.tree import TrainTree

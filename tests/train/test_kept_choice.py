@@ -10,10 +10,10 @@ from shardmill.errors import IntegrityError, TrainingError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import WARNING
 from tests.train.test_job import Recorder, tree_of
-from train.auto import Chosen, resolve
+from train.checks.preflight import check_spread
+from train.choosing.auto import Chosen, resolve
+from train.choosing.kept_choice import CHOSEN, as_begun, keep, read_choice
 from train.config import TrainConfig
-from train.kept_choice import CHOSEN, as_begun, keep, read_choice
-from train.preflight import check_spread
 from train.training import train_model, train_record
 
 HERE = SparkConfig(master="local[2]")

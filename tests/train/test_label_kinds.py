@@ -27,15 +27,15 @@ from tests.train.test_models import batch_of
 from tests.train.training import MODELS, task_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
+from train.checks.preflight import check_trainable
 from train.config import TrainConfig
 from train.gate_config import GateConfig
 from train.labels import LabelSpec, check_gate, check_labels
 from train.launching import LAUNCHERS
-from train.preflight import check_trainable
 from train.published.candidate import judge_export, promote_export
 from train.published.export import export_training
 from train.published.predict import open_model, predict_files
-from train.run_log import RunLog
+from train.reporting.run_log import RunLog
 from train.values import EpochRecord, Evaluation
 from train.world import World
 

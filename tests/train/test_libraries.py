@@ -12,10 +12,10 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig, load_tree
 from shardmill.registry import Entry, load_object
 from tests.train.test_models import THREE, batch_of, step_of
-from train.auto import resolve
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.keras.build import build_model
+from train.choosing.auto import resolve
 from train.config import TrainConfig
 from train.models import MODELS
 from train.tree import TrainTree

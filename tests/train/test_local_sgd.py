@@ -9,9 +9,9 @@ from shardmill.jobs.config import SparkConfig
 from tests.train.test_multi_rank import SMOOTH_MODEL, train_on_ranks
 from tests.train.training import Recorder, train_here
 from train.backends import BACKENDS
+from train.checkpoints.state import WEIGHTS, load_arrays
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
-from train.preflight import check_terms
-from train.state import WEIGHTS, load_arrays
 
 # 96 samples in three streams of 32: at two ranks one has twice as many samples as the other, and a step has padding.
 CONFIG = {"num_streams": 3, "global_batch_size": 30, "epochs": 4, "optimizer": "sgd", "learning_rate": 0.05,

@@ -15,9 +15,9 @@ from shardmill.jobs.observer import WARNING
 from shardmill.sealed import seal
 from tests.train import torch_models
 from tests.train.test_job import Recorder, tree_of
+from train.choosing.host_memory import free_bytes
+from train.choosing.memory import MEMORY, MemoryRecord, images_at_once, look_at_memory, most_parts
 from train.config import TrainConfig
-from train.host_memory import free_bytes
-from train.memory import MEMORY, MemoryRecord, images_at_once, look_at_memory, most_parts
 from train.training import train_model, train_record
 from train.trainings import TrainingChoice
 

@@ -19,8 +19,8 @@ from tests.train.test_multi_rank import (
     train_on_ranks,
 )
 from tests.train.training import Recorder, train_here
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
-from train.preflight import check_terms
 from train.strategies.mirrored import check_rows
 
 # 100 steps and more; 24 rows are 6 for each of 4 devices, and 4 or 5 for each of 5.

@@ -20,10 +20,10 @@ from pipeline.cli import app
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.stores import open_store
-from train import mlflow_log
 from train.config import TrainConfig
-from train.mlflow_log import MlflowLog
-from train.observer import GlobalStep
+from train.reporting import mlflow_log
+from train.reporting.mlflow_log import MlflowLog
+from train.reporting.observer import GlobalStep
 from train.tree import TrainTree
 from train.values import StepReport
 

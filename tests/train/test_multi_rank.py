@@ -18,10 +18,10 @@ from shardmill.errors import TrainingError
 from shardmill.jobs.config import SparkConfig
 from tests.train.multi_rank_workers import KILL_AT
 from tests.train.training import MODELS, Recorder, task_of, train_here
-from train.checkpoint import MARKER
+from train.checkpoints.checkpoint import MARKER
+from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.launching import LAUNCHERS
-from train.observer import GlobalStep
-from train.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
+from train.reporting.observer import GlobalStep
 from train.strategies import STRATEGIES
 from train.strategies.strategy import all_members
 from train.values import BEFORE_CHECKPOINT, TrainResult

@@ -16,12 +16,12 @@ from shardmill.stores import open_store
 from tests.train.test_multi_rank import WORKERS, Watcher
 from tests.train.test_parameter_server import planned
 from tests.train.training import Recorder, task_of, train_here
-from train.checkpoint import complete_checkpoints
+from train.checkpoints.checkpoint import complete_checkpoints
+from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.rank import DEFAULT_WORKER
-from train.preflight import check_terms
-from train.state import WEIGHTS, load_arrays, rank_file
 from train.strategies import STRATEGIES
 
 LIMIT = "SHARDMILL_TEST_BRIGHTEST"

@@ -19,13 +19,13 @@ from shardmill.stores import open_store
 from tests.train.driver_process import start_driver
 from tests.train.test_multi_rank import MODELS, WORKERS, Watcher
 from tests.train.training import task_of
-from train.checkpoint import complete_checkpoints
+from train.checkpoints.checkpoint import complete_checkpoints
+from train.checkpoints.state import load_arrays, rank_file
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.restarts import launch_until_done
-from train.preflight import check_terms
-from train.state import load_arrays, rank_file
 from train.strategies import roles_of
 from train.strategies.parameter_server import STEPS_AHEAD
 from train.world import Role

@@ -9,7 +9,7 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from tests.pipeline.command import shardmill
-from train.plan import exchange_time, parse_devices, plan_training
+from train.checks.plan import exchange_time, parse_devices, plan_training
 from train.tree import TrainTree
 
 

@@ -13,9 +13,9 @@ from shardmill.dataset.open import open_dataset
 from shardmill.reader import read_samples
 from tests.processes import in_own_process
 from tests.train.test_multi_rank import kill_on_ranks, train_on_ranks
+from train.checkpoints.state import dump_arrays
 from train.compression import matrix_of, remembered_bytes, sent_bytes
 from train.config import TrainConfig
-from train.state import dump_arrays
 from train.strategies.powersgd import DIRECTIONS, LowRankSums
 
 ROWS, COLUMNS, RANK = 24, 40, 2

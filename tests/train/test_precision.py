@@ -14,7 +14,7 @@ from tests.train.test_multi_rank import train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.backends.backend import Learner, StatePart
 from train.backends.torch.precision import FIRST_SCALE, LARGEST_SCALE, NUM_UPDATES_TO_DOUBLE, Precision
-from train.state import OPTIMIZER, load_arrays
+from train.checkpoints.state import OPTIMIZER, load_arrays
 
 MODELS = "tests.train.torch_models"
 STEEPNESS = "SHARDMILL_TEST_STEEPNESS"

@@ -25,7 +25,7 @@ from train.published.candidate import promote_export
 from train.published.export import export_training
 from train.published.load import load_exported
 from train.published.predict import MAX_BATCH_SIZE, open_model, predict_files, predict_images
-from train.run_log import RunLog
+from train.reporting.run_log import RunLog
 from train.training import finished_training, train_model
 from train.tree import TrainTree
 

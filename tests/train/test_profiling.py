@@ -14,8 +14,8 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig, load_tree
 from tests.train.training import MODELS, Killed, Recorder, train_here
 from train.backends import BACKENDS
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
-from train.preflight import check_terms
 from train.tree import TrainTree
 
 LINEAR = {"keras": f"{MODELS}:linear", "torch": "tests.train.torch_models:linear"}

@@ -19,9 +19,9 @@ from shardmill.jobs.observer import FieldValue, SilentObserver
 from shardmill.stores import open_store
 from train.launching.inline_output import gathered
 from train.launching.output import MAX_LINE_BYTES, MAX_TOLD_BYTES, NUM_TAIL_LINES, RankOutput
-from train.observer import GlobalStep
-from train.rank_output import RanksLog
-from train.run_log import RunLog
+from train.reporting.observer import GlobalStep
+from train.reporting.rank_output import RanksLog
+from train.reporting.run_log import RunLog
 from train.values import OUTPUT
 
 

@@ -11,9 +11,9 @@ from shardmill.epoch_plan import streams_by_weight
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.train.training import Recorder, StepWatcher, task_of, train_here
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
-from train.preflight import check_terms
 
 CONFIG = {"model": "tests.train.torch_models:smooth", "num_streams": 8, "global_batch_size": 24, "epochs": 4,
           "label_smoothing": 0.1, "record_samples": True}  # fmt: skip

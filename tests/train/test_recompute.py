@@ -16,12 +16,12 @@ from tests.train.test_models import batch_of
 from tests.train.training import MODELS
 from train.backends import BACKENDS
 from train.backends.backend import StatePart
+from train.checks.preflight import check_terms
+from train.choosing.fit import decided, fit
+from train.choosing.host_memory import Limit
+from train.choosing.memory import considered, facts_of, record_of
+from train.choosing.probe import ProbeTask, StepCost, probe
 from train.config import TrainConfig, settings_that_matter
-from train.fit import decided, fit
-from train.host_memory import Limit
-from train.memory import considered, facts_of, record_of
-from train.preflight import check_terms
-from train.probe import ProbeTask, StepCost, probe
 from train.training import train_model
 
 BLOCKS = "tests.train.torch_recompute_models"

@@ -17,8 +17,8 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.processes import LOCAL, listeners
 from tests.train.test_launchers import dataset, start
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
-from train.preflight import check_terms
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS, GuardedRendezvous, address_variables, listening_on, places
 
 __all__ = ["dataset", "start"]

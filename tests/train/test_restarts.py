@@ -12,11 +12,11 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.values import Cursor
 from tests.train.multi_rank_workers import KILL_AT
 from tests.train.training import Recorder, StepWatcher, task_of, train_here
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.faults import FaultKind, RankFault, RankLost, error_of_all, failure_of
 from train.launching.restarts import launch_until_done
-from train.preflight import check_terms
 from train.strategies import STRATEGIES
 
 GELU = "tests.train.torch_models:smooth"

@@ -10,9 +10,9 @@ from tests.train.sharded_strategy import SHARDED_PARTS, shard_file
 from tests.train.test_multi_rank import SMOOTH_MODEL, kill_on_ranks, train_on_ranks
 from tests.train.training import Recorder, task_of, train_here
 from train.backends.backend import StatePart
-from train.checkpoint import MARKER
+from train.checkpoints.checkpoint import MARKER
+from train.checkpoints.state import load_arrays, rank_file
 from train.published.export import export_training
-from train.state import load_arrays, rank_file
 
 STRATEGY = f"{sharded_strategy.__name__}:SHARDED"
 CONFIG = {"model": SMOOTH_MODEL["torch"], "num_streams": 6, "global_batch_size": 24, "epochs": 3, "export": "best",

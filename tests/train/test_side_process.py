@@ -9,7 +9,7 @@ import pytest
 from shardmill.errors import ShardmillError, TrainingError, UsageError
 from tests.processes import is_running
 from tests.programs.answer_in_every_way import Task
-from train.side_process import Question, ask
+from train.launching.side_process import Question, ask
 from train.values import to_json
 
 PROGRAM = "tests.programs.answer_in_every_way"

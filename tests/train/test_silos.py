@@ -17,11 +17,11 @@ from shardmill.jobs.config import SparkConfig
 from tests.support import build_here, write_images
 from tests.train.test_multi_rank import WORKERS
 from tests.train.training import StepWatcher, task_of
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
-from train.observer import GlobalStep
-from train.preflight import check_terms
 from train.readers.silos import SiloSteps
+from train.reporting.observer import GlobalStep
 from train.strategies.silo_post import mean_of
 
 ALL_TRAIN = SplitFractions(train=1.0, validation=0.0, test=0.0)

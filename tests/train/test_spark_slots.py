@@ -8,9 +8,9 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.launching.spark_slots import num_slots_of
-from train.preflight import check_terms
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.stores import open_store
 from tests.train.driver_process import WORKERS, start_driver
 from tests.train.training import MODELS
-from train.checkpoint import complete_checkpoints
+from train.checkpoints.checkpoint import complete_checkpoints
 from train.launching.stop_point import StopAgreement, StopPoint
 
 TORCH = "tests.train.torch_models:stateful"

@@ -11,8 +11,8 @@ from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.registry import Entry
 from tests.processes import in_own_process
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
-from train.preflight import check_terms
 from train.strategies import STRATEGIES, find_strategy
 from train.strategies.collective import Collective
 from train.strategies.horovod import HorovodCollective

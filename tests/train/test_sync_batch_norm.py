@@ -19,10 +19,10 @@ from tests.train.test_multi_rank import Watcher, train_on_ranks
 from tests.train.training import MODELS, Recorder, train_here
 from train.backends import BACKENDS
 from train.backends.backend import Learner, StatePart
+from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
+from train.checks.preflight import check_terms
 from train.config import TrainConfig, settings_that_matter
-from train.preflight import check_terms
 from train.published.export import export_training
-from train.state import WEIGHTS, load_arrays, rank_file
 from train.strategies import STRATEGIES
 from train.values import TrainResult
 

@@ -18,9 +18,9 @@ from tests.train.training import Killed, Recorder, train_here
 from train.config import TrainConfig
 from train.launching.inline import ObserverReporter
 from train.launching.inline_watch import InlineWatch
-from train.observer import GlobalStep
-from train.run_log import RunLog, StepsLog
-from train.tensorboard import TensorBoardLog
+from train.reporting.observer import GlobalStep
+from train.reporting.run_log import RunLog, StepsLog
+from train.reporting.tensorboard import TensorBoardLog
 from train.values import StepReport
 
 

@@ -21,9 +21,9 @@ from shardmill.stores import open_store
 from tests.train.training import Recorder as Reporter
 from train.backends.backend import model_spec
 from train.backends.keras.standardize import standardize
+from train.checks.preflight import window_memory
 from train.config import TrainConfig
 from train.models.user import source_sha256
-from train.preflight import window_memory
 from train.published.export import export_training
 from train.training import train_model
 from train.trainings import RESULT, choose_training, read_result

@@ -11,10 +11,10 @@ from shardmill.errors import UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
 from tests.train.test_job import Recorder, tree_of
+from train.checks.trial_build import may_not_build, try_build
 from train.config import TrainConfig
 from train.models import MODELS
 from train.training import train_model
-from train.trial_build import may_not_build, try_build
 
 
 def test_ours_are_tried_where_they_may_not_fit():

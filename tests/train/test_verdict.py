@@ -16,16 +16,16 @@ from shardmill.registry import Entry
 from shardmill.stores import STORES
 from shardmill.stores.local import LocalStore
 from tests.train.training import task_of
+from train.choosing.exchange import FirstSteps
 from train.config import TrainConfig
-from train.exchange import FirstSteps
 from train.launching import LAUNCHERS
-from train.observer import GlobalStep
-from train.rank_times import MIN_STEPS, RankRow, StragglerWatch
-from train.run_log import RunLog
+from train.reporting.observer import GlobalStep
+from train.reporting.rank_times import MIN_STEPS, RankRow, StragglerWatch
+from train.reporting.run_log import RunLog
+from train.reporting.verdict import StepTimes, Verdict
 from train.strategies.replicated import replicated
 from train.strategies.torch_ddp import TORCH_DDP, TorchCollective
 from train.values import StepReport
-from train.verdict import StepTimes, Verdict
 from train.world import RankDevices
 
 TORCH_MODELS = "tests.train.torch_models"

@@ -43,8 +43,8 @@ from train.launching.wire import (
     new_token,
     proof_of,
 )
-from train.observer import StepAssembler
-from train.run_log import RunLog
+from train.reporting.observer import StepAssembler
+from train.reporting.run_log import RunLog
 from train.task import WorkerTask
 from train.values import StepReport, from_json
 from train.world import World

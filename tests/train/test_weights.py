@@ -9,7 +9,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from train.backends.keras.runtime import assign_variables
-from train.state import arrays_sha256, dump_arrays, load_arrays
+from train.checkpoints.state import arrays_sha256, dump_arrays, load_arrays
 
 
 def small_model(seed: int = 0):

@@ -17,9 +17,9 @@ from shardmill.stores import open_store
 from tests.processes import in_own_process
 from tests.support import build_here, make_dataset, write_images
 from tests.train.training import MODELS, Killed, Recorder, task_of, train_here
-from train.checkpoint import complete_checkpoints, open_checkpoint
+from train.checkpoints.checkpoint import complete_checkpoints, open_checkpoint
+from train.checks.preflight import check_trainable
 from train.config import TrainConfig
-from train.preflight import check_trainable
 from train.trainings import read_result
 from train.values import RESULT
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from shardmill.values import Batch
-from train.class_weights import class_weights
+from train.backends.class_weights import class_weights
 from train.labels import LabelSpec
 from train.world import World
 

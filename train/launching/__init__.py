@@ -14,7 +14,7 @@ from shardmill.registry import Entry, Registry
 
 if TYPE_CHECKING:
     from shardmill.jobs.config import SparkConfig
-    from train.observer import TrainObserver
+    from train.reporting.observer import TrainObserver
     from train.task import WorkerTask
     from train.values import TrainResult
 

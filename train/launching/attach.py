@@ -31,7 +31,7 @@ from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE, Connection, ProtocolError, proof_of
-from train.observer import TrainObserver
+from train.reporting.observer import TrainObserver
 from train.task import WorkerTask
 from train.values import TrainResult
 
@@ -206,7 +206,7 @@ def _keep(connection: Connection, place: Place, environment: dict[str, str]) -> 
 
 
 def _join(keeping: threading.Thread | None) -> None:
-    # The rank hears of the end from the watchdog, or that its connection is closed. Past this it is killed with us.
+    # The rank learns of the end from the watchdog, or that its connection is closed. Past this it is killed with us.
     if keeping is not None:
         keeping.join(RANK_EXIT_SECONDS)
 

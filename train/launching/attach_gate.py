@@ -36,7 +36,7 @@ PATIENCE_SECONDS = 10.0
 
 
 class Gate:
-    """Listens from its construction; every process that comes hears what has been said so far."""
+    """Listens from its construction; every process that comes receives what has been sent so far."""
 
     def __init__(self, host: str, port: int, token: str, world_size: int) -> None:
         """Raises OSError if it cannot listen there."""
@@ -75,7 +75,7 @@ class Gate:
                 self._changed.notify_all()
                 begin = self._begin
             if begin is not None:
-                # Whoever was there already has heard it: a process that hears it twice starts one rank.
+                # Whoever was there already has received it: a process that receives it twice starts one rank.
                 self._listener.send_to_all(begin)
         elif isinstance(message, Stop) and message.why:
             self._lost(message.why)
@@ -96,7 +96,7 @@ class Gate:
 
 def call_gate(address: str, token: str, rank: int, until_seconds: float) -> Connection:
     """Wait for rank 0 at `host:port` and introduce this process. Raises OSError or ProtocolError at `until_seconds`."""
-    tell_seconds = time.monotonic() + PATIENCE_SECONDS
+    report_seconds = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             return _call_gate(address, token, rank, until_seconds)
@@ -105,11 +105,11 @@ def call_gate(address: str, token: str, rank: int, until_seconds: float) -> Conn
             now = time.monotonic()
             if now > until_seconds:
                 raise
-            if now > tell_seconds:
+            if now > report_seconds:
                 left = f"for {until_seconds - now:.0f} s more"
                 sys.stderr.write(f"shardmill: rank {rank} waits {left} for rank 0 at {address}: {error}\n")
                 sys.stderr.flush()
-                tell_seconds = now + PATIENCE_SECONDS * 6
+                report_seconds = now + PATIENCE_SECONDS * 6
             time.sleep(0.2)
 
 

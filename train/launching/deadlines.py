@@ -42,7 +42,7 @@ class RankState:
     seen_seconds: float = 0.0
     progress_seconds: float = 0.0
     """When its last progress was seen."""
-    told_seconds: float = 0.0
+    reported_seconds: float = 0.0
     """The `progress_seconds` at which the pause began that people were told of last."""
     doing: Heartbeat = field(default_factory=Heartbeat)
     is_lost: bool = False
@@ -107,13 +107,13 @@ class Deadlines:
             for rank in self.ranks
             # Until its first step a rank builds and compiles, which takes what it takes.
             if rank.is_at_work and rank.last_step is not None and not rank.doing.activity.waits
-            # Still heard: who is not, is silent soon.
+            # Its heartbeats still come: without them it is silent soon.
             if self._notable_seconds(rank) < min(now, rank.seen_seconds) - rank.progress_seconds
             if now - rank.progress_seconds <= self._limit_seconds(rank)
-            if rank.told_seconds != rank.progress_seconds
+            if rank.reported_seconds != rank.progress_seconds
         ]
         for rank in late:
-            rank.told_seconds = rank.progress_seconds
+            rank.reported_seconds = rank.progress_seconds
         return [(rank, self._paused(rank, now)) for rank in late]
 
     def _notable_seconds(self, rank: RankState) -> float:

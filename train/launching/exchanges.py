@@ -1,4 +1,4 @@
-"""What ranks tell each other by way of the driver: the messages, the driver's side, and a rank's.
+"""What ranks exchange by way of the driver: the messages, the driver's side, and a rank's.
 
 It needs no collective, so it works before the ranks have one, and beside it: a thread that writes checkpoints exchanges
 in a lane of its own, whatever the thread that trains is waiting for.
@@ -63,5 +63,5 @@ class RankExchange:
         return [bytes.fromhex(each) for each in self._answers.get().data_hex_of_ranks]
 
     def answer(self, message: Exchanged) -> None:
-        """Called by the thread that hears the driver."""
+        """Called by the thread that receives from the driver."""
         self._answers.put(message)

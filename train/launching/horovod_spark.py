@@ -32,7 +32,7 @@ from train.launching.spark_slots import (
 )
 from train.launching.watchdog import Watchdog
 from train.launching.wire import ADDRESS_VARIABLE, TOKEN_VARIABLE
-from train.observer import TrainObserver
+from train.reporting.observer import TrainObserver
 from train.strategies.horovod_rendezvous import (
     GLOO_ADDRESS,
     GLOO_PORT,

@@ -18,7 +18,7 @@ from train.launching.inline_output import gathered
 from train.launching.inline_watch import InlineWatch, Stalled, watching
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER, load_worker
-from train.observer import StepAssembler, TrainObserver
+from train.reporting.observer import StepAssembler, TrainObserver
 from train.task import WorkerTask
 from train.values import Activity, StepReport, TrainResult
 from train.world import World
@@ -63,8 +63,8 @@ def launch_inline(
     """Run the only rank here. Raises UsageError for more than one, TrainingError for what is not a ShardmillError and
     for a rank that stands still; Terminated when SIGTERM has come and the training has stopped."""
     check_one_rank(task.config.num_workers, spark)
-    with gathered(observer) as heard:
-        return _train_here(task, heard, worker)
+    with gathered(observer) as recorded:
+        return _train_here(task, recorded, worker)
 
 
 def _train_here(task: WorkerTask, observer: TrainObserver, worker: str) -> TrainResult:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from shardmill.jobs.observer import FieldValue
 from train.launching.output import MAX_TOLD_BYTES, OutputLines
-from train.observer import GlobalStep, TrainObserver
+from train.reporting.observer import GlobalStep, TrainObserver
 from train.values import OUTPUT
 
 
@@ -33,7 +33,7 @@ class TeedStream:
 
     def write(self, text: str) -> int:
         num_written = self._stream.write(text)
-        self._output.hear(text)
+        self._output.record(text)
         return num_written
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -50,19 +50,19 @@ class InlineOutput:
     def __init__(self, observer: TrainObserver) -> None:
         self._observer = observer
         self._lines = OutputLines(lambda text: observer.event(OUTPUT, {"rank": 0, "text": text}))
-        self._heard: deque[str] = deque()
-        self._num_heard = 0
+        self._printed: deque[str] = deque()
+        self._num_printed = 0
         self._trains = threading.current_thread()
         # The driver prints in this process too, and is no rank.
         self._driver = threading.local()
 
-    def hear(self, text: str) -> None:
+    def record(self, text: str) -> None:
         """From any thread."""
         # What comes then would not be told anyway.
-        if self._num_heard > MAX_TOLD_BYTES or getattr(self._driver, "speaks", False):
+        if self._num_printed > MAX_TOLD_BYTES or getattr(self._driver, "speaks", False):
             return
-        self._num_heard += len(text)
-        self._heard.append(text)
+        self._num_printed += len(text)
+        self._printed.append(text)
 
     def step(self, step: GlobalStep) -> None:
         """As the observer's."""
@@ -75,18 +75,18 @@ class InlineOutput:
             self._observer.event(name, fields)
 
     def end(self) -> None:
-        """The training is over; streams that somebody has kept are not heard any more."""
+        """The training is over; streams that somebody has kept are not printed any more."""
         with self._driver_speaks():
             self._lines.end()
-        self._num_heard = MAX_TOLD_BYTES + 1
+        self._num_printed = MAX_TOLD_BYTES + 1
 
     @contextmanager
     def _driver_speaks(self) -> Iterator[None]:
         self._driver.speaks = True
         try:
             if threading.current_thread() is self._trains:
-                heard = [self._heard.popleft() for _ in range(len(self._heard))]
-                self._lines.add("".join(heard).encode(errors="replace"))
+                printed = [self._printed.popleft() for _ in range(len(self._printed))]
+                self._lines.add("".join(printed).encode(errors="replace"))
             yield
         finally:
             self._driver.speaks = False

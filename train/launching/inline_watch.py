@@ -24,7 +24,7 @@ from train.launching.activity_clock import ActivityClock
 from train.launching.deadlines import Deadlines
 from train.launching.faults import RankFault, error_of
 from train.launching.wire import Hello, heartbeat_of
-from train.observer import TrainObserver
+from train.reporting.observer import TrainObserver
 from train.values import Activity
 
 TICK_SECONDS = 0.2

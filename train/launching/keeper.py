@@ -37,8 +37,8 @@ class RankProcess:
     It also has its own temporary folder: a rank always ends without the clean-up of Python and TensorFlow.
     """
 
-    def __init__(self, environment: dict[str, str], tell: Callable[[str], None]) -> None:
-        """`tell`: as in `RankOutput`, called in a thread of its own."""
+    def __init__(self, environment: dict[str, str], emit: Callable[[str], None]) -> None:
+        """`emit`: as in `RankOutput`, called in a thread of its own."""
         self._scratch = Scratch()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "train.launching.rank", str(os.getpid())],
@@ -49,7 +49,7 @@ class RankProcess:
             start_new_session=True,
         )
         assert isinstance(self._process.stdout, io.BufferedReader)
-        self._output = RankOutput(self._process.stdout, tell)
+        self._output = RankOutput(self._process.stdout, emit)
         self._reader = threading.Thread(target=self._output.read, name="rank-output", daemon=True)
         self._reader.start()
 

@@ -1,4 +1,4 @@
-"""What the driver hears of a rank from whoever has started its process: what it prints, and how it ended."""
+"""What the driver receives about a rank from whoever has started its process: what it prints, and how it ended."""
 
 from __future__ import annotations
 

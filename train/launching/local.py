@@ -12,7 +12,7 @@ from train.launching.keeper import rank_processes
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
-from train.observer import TrainObserver
+from train.reporting.observer import TrainObserver
 from train.task import WorkerTask
 from train.values import TrainResult
 from train.world import LOOPBACK

@@ -15,7 +15,7 @@ from train.world import Role
 
 if TYPE_CHECKING:
     from train.launching.deadlines import RankState
-    from train.observer import TrainObserver
+    from train.reporting.observer import TrainObserver
 
 # Those that are still there when the others have finished have this long to leave too.
 LEAVE_SECONDS = 5.0
@@ -76,8 +76,8 @@ class Losses:
         self._observer.event("rank_lost", fields)
         return True
 
-    def heard_of(self, rank: RankState) -> None:
-        """Tell it if a rank that was away makes progress again."""
+    def progressed(self, rank: RankState) -> None:
+        """Report it if a rank that was away makes progress again."""
         if rank.progress_seconds > self._away_since.get(rank.number, float("inf")):
             del self._away_since[rank.number]
             self._observer.event("rank_back", {"rank": rank.number})

@@ -16,9 +16,9 @@ _READ_BYTES = 1 << 16
 class OutputLines:
     """The output of one process, cut into lines."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        """`tell` is given one or more whole lines at a time; of a long one the end, of too many the first."""
-        self._tell = tell
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        """`emit` is given one or more whole lines at a time; of a long one the end, of too many the first."""
+        self._emit = emit
         self._num_left = MAX_TOLD_BYTES
         self._unfinished = b""
         self._tail: collections.deque[bytes] = collections.deque(maxlen=NUM_TAIL_LINES)
@@ -49,16 +49,16 @@ class OutputLines:
         if self._num_left <= 0:
             end = text.rfind(b"\n", 0, len(text) + self._num_left) + 1
             text = text[:end] + f"(more than {MAX_TOLD_BYTES:,} bytes: the rest is left out)\n".encode()
-        self._tell(text.decode(errors="replace"))
+        self._emit(text.decode(errors="replace"))
 
 
 class RankOutput:
     """What comes out of the pipe of one process, read until it ends."""
 
-    def __init__(self, pipe: io.BufferedReader, tell: Callable[[str], None]) -> None:
-        """`tell`: as that of `OutputLines`."""
+    def __init__(self, pipe: io.BufferedReader, emit: Callable[[str], None]) -> None:
+        """`emit`: as that of `OutputLines`."""
         self._pipe = pipe
-        self._lines = OutputLines(tell)
+        self._lines = OutputLines(emit)
 
     def read(self) -> None:
         """Return when nothing is left that holds the other end open."""

@@ -90,8 +90,8 @@ def main() -> NoReturn:
     task = from_json(WorkerTask, welcome.task_json)
     exchanges: dict[Lane, RankExchange] = {lane: RankExchange(connection.send, lane) for lane in LANES}
     stop_point = StopPoint()
-    hearing = (connection, exchanges, stop_point)
-    threading.Thread(target=_hear_driver, args=hearing, name="rank-abort", daemon=True).start()
+    receiving = (connection, exchanges, stop_point)
+    threading.Thread(target=_receive_from_driver, args=receiving, name="rank-abort", daemon=True).start()
     reporter = DriverReporter(connection)
     threading.Thread(target=_beat, args=(connection, reporter), name="rank-heartbeat", daemon=True).start()
     try:
@@ -115,7 +115,7 @@ def main() -> NoReturn:
             strategy.serve(task, world, reporter)
         worker = load_worker(welcome.worker)
         outcome: Finished | Stopped | Failure = Finished(worker(task, world, reporter))
-        _tell_retries(reporter, place.rank)
+        _report_retries(reporter, place.rank)
     except Terminated as stopped:
         outcome = Stopped(str(stopped))
     except BaseException as error:
@@ -131,7 +131,7 @@ def main() -> NoReturn:
     os._exit(EXIT_FAILED if isinstance(outcome, Failure) else 0)
 
 
-def _tell_retries(reporter: DriverReporter, rank: int) -> None:
+def _report_retries(reporter: DriverReporter, rank: int) -> None:
     """What only this process knows of its storage."""
     if num_retried():
         reporter.event("requests_retried", {"rank": rank, RETRIED: num_retried()})
@@ -173,7 +173,9 @@ def load_worker(name: str) -> Worker:
     return getattr(module, function_name)
 
 
-def _hear_driver(connection: Connection, exchanges: Mapping[Lane, RankExchange], stop_point: StopPoint) -> NoReturn:
+def _receive_from_driver(
+    connection: Connection, exchanges: Mapping[Lane, RankExchange], stop_point: StopPoint
+) -> NoReturn:
     """Hand over what the driver says until it wants this process to end, or is gone."""
     while (message := connection.receive()) is not None and not isinstance(message, Abort):
         match message:

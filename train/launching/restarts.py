@@ -14,7 +14,7 @@ from shardmill.jobs.spark import spark_for_retries
 from shardmill.values import Cursor
 from train.config import TrainConfig
 from train.launching.faults import RankLost
-from train.observer import TrainObserver
+from train.reporting.observer import TrainObserver
 from train.strategies import STRATEGIES
 from train.values import TrainResult
 

@@ -29,7 +29,7 @@ from train.launching.spark_slots import (
     wait_for_slots,
 )
 from train.launching.watchdog import Watchdog
-from train.observer import TrainObserver
+from train.reporting.observer import TrainObserver
 from train.task import WorkerTask
 from train.values import TrainResult
 

@@ -47,7 +47,7 @@ class Stopped:
 
 
 class StopPoint:
-    """On one rank. `may_begin` is called by the thread that trains, the rest by the one that hears the driver."""
+    """On one rank. The thread that trains calls `may_begin`, the one that receives from the driver the rest."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -40,14 +40,14 @@ from train.launching.wire import (
     answer_caller,
     new_token,
 )
-from train.observer import StepAssembler, TrainObserver
+from train.reporting.observer import StepAssembler, TrainObserver
 from train.strategies import STRATEGIES
 from train.task import WorkerTask
 from train.values import BEFORE_CHECKPOINT, OUTPUT, TrainResult, to_json
 
 # After an abort, ranks have this long to end; then those on this host are killed.
 ABORT_SECONDS = 1.5
-# After the last step, processes have this long to end for what they still print to be heard.
+# After the last step, processes have this long to end for what they still print to be received.
 LAST_WORDS_SECONDS = 5.0
 TICK_SECONDS = 0.1
 
@@ -96,7 +96,7 @@ class Watchdog:
             self.abort()
         self._listener.close()
         while not self._inbox.empty():
-            self._hear_output(self._inbox.get())
+            self._receive_output(self._inbox.get())
 
     def environment(self) -> dict[str, str]:
         """What a rank's process needs to find its driver and to be believed. Secret: never on a command line."""
@@ -147,7 +147,7 @@ class Watchdog:
             stopped = [rank.stopped for rank in self._ranks if rank.stopped is not None]
             if stopped:
                 raise Terminated(stopped[0])
-        self._hear_last_words()
+        self._receive_last_output()
         result = self._ranks[0].result
         assert result is not None
         return result
@@ -199,16 +199,16 @@ class Watchdog:
         except OSError:
             return False
 
-    def _hear_last_words(self) -> None:
+    def _receive_last_output(self) -> None:
         """What finished ranks have printed comes from those who started them, until their processes have ended."""
         deadline_seconds = time.monotonic() + LAST_WORDS_SECONDS
         while any(rank.number not in self._exited for rank in self._ranks if not rank.is_lost):
             try:
-                self._hear_output(self._inbox.get(timeout=max(0.0, deadline_seconds - time.monotonic())))
+                self._receive_output(self._inbox.get(timeout=max(0.0, deadline_seconds - time.monotonic())))
             except queue.Empty:
                 return
 
-    def _hear_output(self, received: Received | RankFault) -> None:
+    def _receive_output(self, received: Received | RankFault) -> None:
         """Of what comes when all is done: the end of a process is no fault any more."""
         if isinstance(received, Received) and isinstance(received.message, Output):
             self._handle(received)
@@ -267,7 +267,7 @@ class Watchdog:
             case None if received.role == "rank":
                 rank.is_connected = False
                 self._record_fault(rank.fault(FaultKind.KILLED, received.seen_seconds))
-        self._losses.heard_of(rank)
+        self._losses.progressed(rank)
 
     def _pass_on(self, given: Exchange, rank: RankState, seen_seconds: float) -> None:
         """To all, when the last rank has given its part."""

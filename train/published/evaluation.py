@@ -12,7 +12,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.run_files import StageRecord
 from shardmill.reader import read_split
 from shardmill.stores import open_store
-from train.evaluate import evaluation_section, read_confusion
+from train.evaluation.evaluate import evaluation_section, read_confusion
 from train.published.exported import Export
 from train.published.figures import evaluate_export
 from train.published.load import load_exported

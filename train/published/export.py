@@ -21,9 +21,9 @@ from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from train.backends import BACKENDS
 from train.backends.backend import Backend, Learner, StatePart, model_spec
-from train.checkpoint import open_checkpoint
+from train.checkpoints.checkpoint import open_checkpoint
 from train.config import TrainConfig
-from train.evaluate import evaluate_predictions
+from train.evaluation.evaluate import evaluate_predictions
 from train.labels import LabelSpec
 from train.models.identity import check_same_model
 from train.models.user import source_sha256

@@ -12,7 +12,7 @@ import numpy as np
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
 from shardmill.values import Batch
-from train.evaluate import evaluate_predictions
+from train.evaluation.evaluate import evaluate_predictions
 from train.labels import LabelSpec
 from train.published.exported import ExportedModel
 from train.values import Evaluation

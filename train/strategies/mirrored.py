@@ -15,8 +15,8 @@ from shardmill.errors import UsageError
 from train.backends.backend import Learner, StatePart
 from train.backends.keras.batch_norms import sum_over_replicas
 from train.backends.keras.runtime import decorrelate_seed_states
+from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
-from train.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.strategies.collective import SingleCollective
 from train.strategies.member import DataIndex, Member
 from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from train.checkpoints.state import load_arrays
 from train.compression import matrix_of
 from train.config import TrainConfig
-from train.state import load_arrays
 from train.strategies.torch_buckets import Bucket, BucketSums
 
 DIRECTIONS = "powersgd.npz"

@@ -16,8 +16,8 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart, SumInStep
+from train.checkpoints.state import OPTIMIZER, WEIGHTS, dump_arrays, load_arrays, rank_file
 from train.config import TrainConfig
-from train.state import OPTIMIZER, WEIGHTS, dump_arrays, load_arrays, rank_file
 from train.stopwatch import Stopwatch
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.member import DataIndex, Member, MemberStep

@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 
 from shardmill.stores import open_store
-from train.state import dump_arrays, load_arrays
+from train.checkpoints.state import dump_arrays, load_arrays
 from train.values import Activity, Reporter, during, waiting
 from train.world import World
 

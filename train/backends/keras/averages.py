@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from train.ema import ema_decay_after
+from train.backends.ema import ema_decay_after
 
 
 class WeightAverages:

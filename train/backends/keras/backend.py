@@ -22,7 +22,7 @@ from train.backends.keras.recompute import Segments
 from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, start_tensorflow
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.backends.keras.step import Run, TrainStep
-from train.state import arrays_sha256
+from train.checkpoints.state import arrays_sha256
 from train.world import World
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 
 from train.backends.backend import NamedWeights
 from train.backends.keras.freeze import head_of
-from train.weight_files import read_arrays
+from train.backends.weight_files import read_arrays
 
 # Keras's own files number the variables of each layer below this name.
 VARIABLES = "vars"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from train.backends.ema import ema_decay_after
 from train.backends.torch.runtime import import_torch
-from train.ema import ema_decay_after
 
 
 class WeightAverages:

@@ -32,9 +32,9 @@ from train.backends.torch.runtime import (
 )
 from train.backends.torch.sample_draws import SampleDraws
 from train.backends.torch.serving import load_program, program_of, served_module, write_program, write_state
+from train.checkpoints.state import arrays_sha256
 from train.config import TrainConfig
 from train.optimizers import OPTIMIZERS, not_in
-from train.state import arrays_sha256
 from train.world import World
 
 SERVED = "torch_export"

@@ -14,7 +14,7 @@ from shardmill.errors import UsageError
 from train.backends.backend import NamedWeights
 from train.backends.torch.freeze import head_of
 from train.backends.torch.runtime import import_torch
-from train.weight_files import check_expansion, read_arrays
+from train.backends.weight_files import check_expansion, read_arrays
 
 # Training scripts wrap what they save.
 WRAPPERS = ("state_dict", "model_state_dict", "model")

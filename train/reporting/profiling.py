@@ -44,7 +44,7 @@ class StepProfiler:
         """Called before each step: starts to record, if it is time. -> whether it did."""
         if global_step not in self._steps or self._recording is not None:
             return False
-        with during(self._reporter, Activity("starting a profile")), self._told(), ExitStack() as stack:
+        with during(self._reporter, Activity("starting a profile")), self._reported(), ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardmill-profile-")))
             stack.callback(self._upload, folder)
             recording = BACKENDS[choose_backend(self._config)].record(folder)
@@ -81,7 +81,7 @@ class StepProfiler:
 
     def _finish(self) -> None:
         self._recording = None
-        with during(self._reporter, Activity("writing a profile")), self._told():
+        with during(self._reporter, Activity("writing a profile")), self._reported():
             self._exchange.close()
             self._here.close()
             if self._rank == 0:
@@ -94,7 +94,7 @@ class StepProfiler:
                 self._store.put_file(f"{self._folder}/{file.relative_to(folder)}", file)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reported(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # a profiler is the framework's, and may need rights that this process has not

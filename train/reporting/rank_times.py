@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.jobs.observer import WARNING, FieldValue
-from train.observer import GlobalStep
-from train.scalars import STEP_SECONDS
+from train.reporting.observer import GlobalStep
+from train.reporting.scalars import STEP_SECONDS
 
 if TYPE_CHECKING:
     from train.world import RankDevices
@@ -108,7 +108,7 @@ def straggler_among(ranks: Mapping[int, RankTimes], hosts: Mapping[int, str]) ->
 
 
 class StepSums:
-    """A sink of `train.run_log.RunLog` that adds up what the ranks report with each step of one call."""
+    """A sink of `RunLog` that adds up what the ranks report with each step of one call."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, RankTimes] = {}

@@ -16,8 +16,8 @@ from shardmill.formats.tfrecord import frame
 from shardmill.jobs.line_log import GrowingFile, Outage, Warn, warn_on_stderr
 from shardmill.jobs.observer import FieldValue
 from shardmill.storage import Store
-from train.observer import GlobalStep
-from train.scalars import Scalars, of_event, of_step
+from train.reporting.observer import GlobalStep
+from train.reporting.scalars import Scalars, of_event, of_step
 
 # Fields of Event, of SessionLog (whose status 1 is a start), of Summary and of its values.
 _WALL_TIME, _STEP, _FILE_VERSION, _SUMMARY, _SESSION_LOG = 1, 2, 3, 5, 7
@@ -27,7 +27,7 @@ _TAG, _SIMPLE_VALUE = 1, 2
 
 
 class TensorBoardLog:
-    """A sink of `train.run_log.RunLog`. Every attempt of a run has a file of its own in the run's folder."""
+    """A sink of `RunLog`. Every attempt of a run has a file of its own in the run's folder."""
 
     def __init__(self, store: Store, folder: str, warn: Warn = warn_on_stderr) -> None:
         self._store = store
@@ -58,7 +58,7 @@ class TensorBoardLog:
     def _open(self, global_step: int) -> None:
         attempt = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{self._num_files}"
         path = f"{self._folder}/events.out.tfevents.{attempt}"
-        with self._outage.told(f"{path} lacks the scalars until it can be made"):
+        with self._outage.reported(f"{path} lacks the scalars until it can be made"):
             self._file = GrowingFile(self._store, path, warn=self._warn)
         if self._file is None:
             return

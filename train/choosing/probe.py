@@ -19,7 +19,7 @@ from train.compression import remembered_bytes, sent_bytes
 from train.config import TrainConfig
 from train.launching.devices import CUDA_VARIABLE
 from train.launching.faults import FIX
-from train.side_process import Question, answer, ask
+from train.launching.side_process import Question, answer, ask
 from train.values import to_json
 from train.world import World
 
@@ -45,7 +45,7 @@ class ProbeTask:
     """Ranks that will share this machine's cores."""
     num_steps: int = NUM_STEPS
     for_memory: bool = False
-    """Bytes are wanted, not seconds: on the CPU, whose memory is seen, also where there is a GPU."""
+    """Bytes are wanted, not seconds: on the CPU, whose memory is seen, also if there is a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class StepCost:
 def probe(task: ProbeTask) -> StepCost:
     """Measure it. Raises the error that building the model raises (UsageError), else TrainingError."""
     environment = {CUDA_VARIABLE: "-1", **EXACT_PEAK} if task.for_memory else {}
-    question = Question("train.probe", to_json(task), environment, timeout_seconds=None)
+    question = Question("train.choosing.probe", to_json(task), environment, timeout_seconds=None)
     return ask(question, StepCost, _not_measured)
 
 

@@ -10,10 +10,10 @@ from shardmill.jobs.observer import WARNING
 from shardmill.sealed import seal
 from shardmill.section import Section
 from shardmill.storage import Store
-from train.auto import AUTO, Chosen
+from train.choosing.auto import AUTO, Chosen
 from train.config import TrainConfig
-from train.observer import TrainObserver
 from train.records import read_kept
+from train.reporting.observer import TrainObserver
 from train.trainings import TrainingChoice
 
 if TYPE_CHECKING:

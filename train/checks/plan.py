@@ -12,13 +12,13 @@ from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig, require_uri
 from train.backends.backend import model_spec
+from train.checks.preflight import check_terms, check_trainable, window_memory
+from train.choosing.exchange import ExchangeFacts, Weighed, weigh
+from train.choosing.fit import Fit, decided, size_of
+from train.choosing.host_memory import Limit, limit_of, ranks_here
+from train.choosing.memory import Memory, measured
+from train.choosing.probe import ProbeTask, StepCost, probe
 from train.config import TrainConfig
-from train.exchange import ExchangeFacts, Weighed, weigh
-from train.fit import Fit, decided, size_of
-from train.host_memory import Limit, limit_of, ranks_here
-from train.memory import Memory, measured
-from train.preflight import check_terms, check_trainable, window_memory
-from train.probe import ProbeTask, StepCost, probe
 from train.strategies import shares_streams
 from train.tree import TrainTree
 

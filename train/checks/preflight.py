@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
-from train.auto import Chosen, resolve
 from train.backends import BACKENDS
+from train.backends.class_weights import check_class_weights
 from train.backends.recompute import check_recompute
 from train.choose_backend import framework_of
-from train.class_weights import check_class_weights
+from train.choosing.auto import Chosen, resolve
 from train.config import TrainConfig
 from train.gate_config import GateConfig
-from train.initial import check_initial
+from train.initialization.initial import check_initial
 from train.labels import LabelSpec, check_gate, check_labels
 from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here

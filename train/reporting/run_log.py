@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from shardmill.jobs.line_log import LineLog, Outage, Warn, read_lines, replace_lines, warn_on_stderr
 from shardmill.jobs.observer import FieldValue, Observer
 from shardmill.storage import Store
-from train.observer import GlobalStep, TrainObserver
+from train.reporting.observer import GlobalStep, TrainObserver
 from train.values import BEFORE_CHECKPOINT, OUTPUT
 
 PROGRESS_SECONDS = 1.0
@@ -66,7 +66,7 @@ class StepsLog:
 
     def _write(self, if_refused: str) -> None:
         if self._log is None:
-            with self._outage.told(if_refused):
+            with self._outage.reported(if_refused):
                 self._log = self._begin(next(iter(self._waiting)))
         if self._log is not None:
             for line in self._waiting.values():

@@ -22,9 +22,9 @@ from shardmill.failpoints import failpoint
 from shardmill.jobs.process import Terminated
 from shardmill.sealed import SealedFile, seal, seal_file
 from shardmill.storage import Store
-from train.checkpoint import MARKER, CheckpointFolder, CheckpointMarker, TrainingIdentity, delete_older
+from train.checkpoints.checkpoint import MARKER, CheckpointFolder, CheckpointMarker, TrainingIdentity, delete_older
+from train.checkpoints.state import dump_arrays
 from train.progress import Progress
-from train.state import dump_arrays
 from train.values import BEFORE_CHECKPOINT, Activity, Reporter, from_json, to_json, waiting
 
 # How long a training that fails waits for a checkpoint that was begun: ranks that fail for one reason can complete it.

@@ -12,12 +12,12 @@ from shardmill.section import Section
 from shardmill.storage import Store
 from train.backends.backend import model_spec
 from train.backends.recompute import why_not_recompute
-from train.checkpoint import complete_checkpoints
+from train.checkpoints.checkpoint import complete_checkpoints
+from train.choosing.fit import Fit, MemoryFacts, decided, fit
+from train.choosing.host_memory import Limit, limit_of, ranks_here
+from train.choosing.probe import ProbeTask, StepCost, probe
 from train.config import TrainConfig
-from train.fit import Fit, MemoryFacts, decided, fit
-from train.host_memory import Limit, limit_of, ranks_here
 from train.launching.devices import gpus_here
-from train.probe import ProbeTask, StepCost, probe
 from train.records import read_kept
 from train.strategies import STRATEGIES, shares_streams, streams_per_rank
 

@@ -18,7 +18,7 @@ class Facts:
     num_workers: int
     """0: not chosen yet."""
     num_ranks: int
-    """More than `num_workers` where a strategy that is set needs other processes, too."""
+    """More than `num_workers` if a strategy that is set needs other processes, too."""
     local_steps: int
     backend: str
     """That of the config, or of the model's own code; `keras` if either would do."""

@@ -19,13 +19,13 @@ from shardmill.jobs.process import Terminated, stop_in_order, was_signalled
 from shardmill.jobs.reach import REACH, planted
 from shardmill.storage import Store
 from shardmill.stores import open_store
-from train.checkpoint import complete_checkpoints
-from train.fit import decided
-from train.initial import pinned
+from train.checkpoints.checkpoint import complete_checkpoints
+from train.checks.preflight import check_terms, check_trainable
+from train.choosing.fit import decided
+from train.initialization.initial import pinned
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
-from train.observer import GlobalStep
-from train.preflight import check_terms, check_trainable
+from train.reporting.observer import GlobalStep
 from train.task import WorkerTask
 from train.tree import TrainTree
 
@@ -77,7 +77,7 @@ def _trained_until_stopped(task: WorkerTask, tree: TrainTree, watch: _FirstStep)
 
 
 class _FirstStep:
-    """`train.observer.TrainObserver` that has the ranks stop, as for a SIGTERM, when all have done their first step."""
+    """A `TrainObserver` that has the ranks stop, as for a SIGTERM, when all have done their first step."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()

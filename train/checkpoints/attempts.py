@@ -4,7 +4,8 @@
 
 A scheduler that lost sight of an attempt starts another. The older one may wake up again; what it would publish then is
 refused to it. Between its look at the numbers and its write a newer one may still begin: such a checkpoint is whole and
-of the same training, and counts less than any of the newer attempt (train/checkpoint.py); a result is published once.
+of the same training, and counts less than any of the newer attempt (train/checkpoints/checkpoint.py); a result is
+published once.
 """
 
 from __future__ import annotations

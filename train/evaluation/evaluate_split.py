@@ -9,7 +9,7 @@ import numpy as np
 
 from shardmill.reader import read_batches
 from shardmill.values import Batch
-from train.evaluate import evaluate_batches, write_confusion
+from train.evaluation.evaluate import evaluate_batches, write_confusion
 from train.reading import reader_options
 from train.session import Session, each_announced
 from train.values import Activity, Evaluation, during, reading

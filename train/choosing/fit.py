@@ -37,7 +37,7 @@ class MemoryFacts:
     recomputed_image_bytes: int = 0
     """0: that is not allowed, or was not measured."""
     why_not_recomputed: str = ""
-    """For people, where that was asked for."""
+    """For people, if that was asked for."""
     may_ask_to_recompute: bool = False
     """A person can still switch that on; what it would save was not measured."""
 
@@ -69,7 +69,7 @@ class MemoryFacts:
         return next(fitting, None)
 
     def helpful_parts(self) -> int:
-        """Where nothing fits: the most, unless what does not depend on the batch is too large by itself."""
+        """If nothing fits: the most, unless what does not depend on the batch is too large by itself."""
         return max(self._parts()) if self.fixed_bytes < self.device_bytes else 1
 
     def _parts(self) -> Iterator[int]:
@@ -179,7 +179,7 @@ def _done(facts: MemoryFacts, rule: FitRule, num_parts: int) -> str:
 
 
 def _way_out(facts: MemoryFacts) -> str:
-    """What a person can do where nothing fits."""
+    """What a person can do if nothing fits."""
     way_out = "smaller images or a smaller model"
     if facts.max_parts < facts.num_images:
         way_out = f"a lower train.global_batch_size (another training), or {way_out}"

@@ -12,23 +12,23 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
-from train.auto import resolve
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
+from train.choosing.auto import resolve
+from train.choosing.fit import decided
 from train.config import TrainConfig
-from train.fit import decided
 from train.labels import LabelSpec
 from train.launching.devices import CUDA_VARIABLE
+from train.launching.side_process import Question, answer, ask
 from train.models import BUILD_FOR_ANY_IMAGE
 from train.models.user import source_sha256
-from train.side_process import Question, answer, ask
 from train.values import to_json
 from train.world import World
 
 if TYPE_CHECKING:
     from shardmill.formats.rows import RowSchema
     from shardmill.jobs.config import SparkConfig
-    from train.observer import TrainObserver
+    from train.reporting.observer import TrainObserver
 
 _built: dict[bytes, Built] = {}
 """What this process has asked already: a run trains on what its own ETL has made."""
@@ -77,7 +77,7 @@ def try_build(config: TrainConfig, spark: SparkConfig, schema: RowSchema, observ
         observer.event("building", {"rank": 0, **fields, "labels": str(LabelSpec.of_schema(schema))})
         started = time.monotonic()
         timeout = {"timeout_seconds": config.start_timeout_seconds, "key": "train.start_timeout_seconds"}
-        question = Question("train.trial_build", task, {CUDA_VARIABLE: "-1"}, **timeout)
+        question = Question("train.checks.trial_build", task, {CUDA_VARIABLE: "-1"}, **timeout)
         num_trained = ask(question, int, partial(_does_not_build, config.model))
         _built[task] = Built(num_trained, time.monotonic() - started)
         observer.event("built", {"rank": 0, "weights": num_trained, "seconds": _built[task].seconds})

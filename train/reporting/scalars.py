@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardmill.jobs.observer import FieldValue
-from train.observer import GlobalStep
+from train.reporting.observer import GlobalStep
 
 STEP_SECONDS = ("input_wait", "compute", "allreduce", "checkpoint")
 

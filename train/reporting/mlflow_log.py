@@ -21,8 +21,8 @@ from typing import Any
 from shardmill.jobs.observer import WARNING, FieldValue
 from shardmill.storage import Store
 from train.config import TrainConfig
-from train.observer import GlobalStep
-from train.scalars import Scalars, of_event, of_step
+from train.reporting.observer import GlobalStep
+from train.reporting.scalars import Scalars, of_event, of_step
 
 EXPERIMENT = "shardmill"
 """Unless MLFLOW_EXPERIMENT_NAME names another."""
@@ -88,7 +88,7 @@ class TrackingServer:
 
 
 class MlflowLog:
-    """A sink of `train.run_log.RunLog`. All attempts of a run are one run there: its id is in a file of the run."""
+    """A sink of `RunLog`. All attempts of a run are one run there: its id is in a file of the run."""
 
     def __init__(
         self, config: TrainConfig, run_name: str, store: Store, path: str,
@@ -107,7 +107,7 @@ class MlflowLog:
         self._waiting: list[dict[str, Any]] = []
         self._num_lost = 0
         self._problem = ""
-        self._is_told = False
+        self._is_reported = False
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -131,7 +131,7 @@ class MlflowLog:
         if self._thread is not None:
             # What was ended should end.
             self._thread.join(CLOSE_SECONDS if self._status == "FINISHED" else CLOSE_SECONDS / 3)
-            self._tell()
+            self._report_problem()
             if num_left := len(self._waiting) + self._num_lost:
                 self._say(f"{num_left} values of metrics did not get there: {self._problem or 'it is slow'}")
 
@@ -146,12 +146,12 @@ class MlflowLog:
             if (too_many := len(self._waiting) - MAX_WAITING) > 0:
                 del self._waiting[:too_many]
                 self._num_lost += too_many
-        self._tell()
+        self._report_problem()
 
-    def _tell(self) -> None:
+    def _report_problem(self) -> None:
         """Observers are called by the training's thread alone."""
-        if self._problem and not self._is_told:
-            self._is_told = True
+        if self._problem and not self._is_reported:
+            self._is_reported = True
             self._say(f"{self._problem}; the training goes on, and it is tried again")
 
     def _say(self, what: str) -> None:

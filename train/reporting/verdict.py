@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from train.rank_times import MIN_STEPS, NOTABLE_SHARE, RankTimes, StepSums, straggler_among
+from train.reporting.rank_times import MIN_STEPS, NOTABLE_SHARE, RankTimes, StepSums, straggler_among
 
 if TYPE_CHECKING:
     from train.config import TrainConfig

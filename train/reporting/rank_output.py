@@ -8,12 +8,12 @@ from shardmill.jobs.line_log import GrowingFile, Outage, Warn, open_lines, warn_
 from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.redact import redacted_text
 from shardmill.storage import Store
-from train.observer import GlobalStep
+from train.reporting.observer import GlobalStep
 from train.values import BEFORE_CHECKPOINT, OUTPUT
 
 
 class RanksLog:
-    """A sink of `train.run_log.RunLog`. All attempts of a run add to one file; it is there once a rank has printed."""
+    """A sink of `RunLog`. All attempts of a run add to one file; it is there once a rank has printed."""
 
     def __init__(self, store: Store, path: str, warn: Warn = warn_on_stderr) -> None:
         self._store = store
@@ -28,7 +28,7 @@ class RanksLog:
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         if name == OUTPUT:
             if self._file is None and self._outage.may_call():
-                with self._outage.told(f"{self._path} is not written"):
+                with self._outage.reported(f"{self._path} is not written"):
                     self._file = open_lines(self._store, self._path, warn=self._warn)
             if self._file is not None:
                 lines = redacted_text(str(fields["text"])).splitlines()

@@ -1,6 +1,6 @@
 """Resumable training state: what a checkpoint is, which ones are complete, and which stay.
 
-<training_dir>/checkpoints/step-00000120-a00000002/      of attempt 2 (train/attempts.py)
+<training_dir>/checkpoints/step-00000120-a00000002/      of attempt 2 (train/checkpoints/attempts.py)
     weights.npz  optimizer.npz      written by rank 0
     rank-00000.npz ...              each rank's non-trainable state (moving statistics, seed states)
     MARKER.json                     size and SHA-256 of every file, and where the training stands; published last
@@ -20,7 +20,7 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.sealed import SealedFile, check_relative_path, read_sealed, unseal
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
-from train.attempts import Attempt
+from train.checkpoints.attempts import Attempt
 from train.progress import Progress
 from train.values import ModelIdentity, from_json
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
-from train.auto_rules import LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts, Rule
 from train.choose_backend import choose_backend, framework_of
+from train.choosing.auto_rules import LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts, Rule
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.attach_place import find_place

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from shardmill.jobs.observer import WARNING
 from shardmill.sealed import seal
 from shardmill.storage import Store
-from train.initial import read_pinned
-from train.match_weights import Initialized, listed, match_weights
+from train.initialization.initial import read_pinned
+from train.initialization.match_weights import Initialized, listed, match_weights
 from train.records import read_if_whole
 from train.values import Activity, during, to_json
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shardmill.jobs.observer import FieldValue
-from train.fit import size_of
-from train.observer import GlobalStep
-from train.rank_times import MIN_STEPS, NOTABLE_SHARE, StepSums
+from train.choosing.fit import size_of
+from train.reporting.observer import GlobalStep
+from train.reporting.rank_times import MIN_STEPS, NOTABLE_SHARE, StepSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +69,16 @@ def weigh(facts: ExchangeFacts) -> Weighed:
 class FirstSteps(StepSums):
     """A sink that weighs the exchange when so many steps of several ranks are there that they say something."""
 
-    def __init__(self, tell: Callable[[str, Mapping[str, FieldValue]], None]) -> None:
+    def __init__(self, emit: Callable[[str, Mapping[str, FieldValue]], None]) -> None:
         super().__init__()
-        self._tell = tell
-        self._is_told = False
+        self._emit = emit
+        self._is_reported = False
         self._of_gradients = ""
         self.reason = ""
         """Empty until then."""
 
     def step(self, step: GlobalStep) -> None:
-        if self._is_told:
+        if self._is_reported:
             return
         super().step(step)
         num_steps = min((times.num_steps for times in self._ranks.values()), default=0)
@@ -88,8 +88,8 @@ class FirstSteps(StepSums):
         measured = f"measured in {num_steps} of its first steps{self._of_gradients}"
         facts = ExchangeFacts(seconds / num_steps, self._exchange_seconds / num_steps, len(self._ranks), measured)
         found = weigh(facts)
-        self._is_told, self.reason = True, f"exchange: {found.reason}"
-        self._tell("train.exchange", {"rank": 0, "choice": found.choice, "share": facts.share, "reason": self.reason})
+        self._is_reported, self.reason = True, f"exchange: {found.reason}"
+        self._emit("train.exchange", {"rank": 0, "choice": found.choice, "share": facts.share, "reason": self.reason})
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         super().event(name, fields)
@@ -99,4 +99,4 @@ class FirstSteps(StepSums):
             self._of_gradients = f", with {size_of(sent)} for {size_of(whole)} of gradients ({fields['compression']})"
         if name == "restarted":
             # With fewer ranks.
-            self._is_told = False
+            self._is_reported = False
