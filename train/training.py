@@ -28,7 +28,7 @@ from train.checks.trial_build import try_build
 from train.choosing.auto import Chosen, resolve
 from train.choosing.exchange import FirstSteps
 from train.choosing.kept_choice import as_begun, keep, read_choice
-from train.choosing.memory import Fitted, look_at_memory
+from train.choosing.memory import Fitted, look_at_memory, model_size
 from train.config import TrainConfig
 from train.evaluation.evaluate import evaluation_section
 from train.freezing import never_unfrozen
@@ -68,8 +68,8 @@ class TrainOutcome:
     """Of this call."""
     mlflow_run_id: str = ""
     """Of the run at `train.mlflow_uri`; empty if there is none."""
-    memory: str = ""
-    """How a step fits into it, for people; empty if that was not looked at."""
+    fitted: Fitted | None = None
+    """How a step fits into memory; None if nothing was trained."""
     exchange: str = ""
     """What the exchange between ranks takes of a step, likewise; empty for one rank or too few steps."""
 
@@ -123,7 +123,7 @@ def train_model(
             check=lambda config: check_ranks(config, dataset),
         )
     _check_published(models, choice)
-    return TrainOutcome(result, models.uri, chosen, skipped=False, restarts=restarts, memory=fitted.reason)
+    return TrainOutcome(result, models.uri, chosen, skipped=False, restarts=restarts, fitted=fitted)
 
 
 def _try_build(
@@ -231,6 +231,14 @@ def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> Tra
     return TrainOutcome(choice.result, open_store(tree.models.uri).uri, chosen, skipped=True)
 
 
+def _reason(outcome: TrainOutcome) -> str:
+    """Of what was chosen, with the size of the model, which is known now."""
+    size = model_size(open_store(outcome.models_uri), outcome.result.checkpoint)
+    available = outcome.fitted.available if outcome.fitted else ""
+    within = f"; a rank may use {available}" if available else ""
+    return f"{outcome.chosen.reason}; {size}{within}" if size else outcome.chosen.reason
+
+
 def train_record(outcome: TrainOutcome) -> StageRecord:
     """What a training adds to a run's summary and report."""
     result = outcome.result
@@ -243,8 +251,8 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
             "dataset": dataset_section(result.dataset, open_pinned(result.dataset).manifest),
             "train": {
                 "strategy": result.strategy,
-                "strategy_reason": outcome.chosen.reason,
-                "memory": outcome.memory,
+                "strategy_reason": _reason(outcome),
+                "memory": outcome.fitted.reason if outcome.fitted else "",
                 "exchange": outcome.exchange,
                 "launcher": outcome.chosen.config.launcher,
                 "world_size": result.world_size,

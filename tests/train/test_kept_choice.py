@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, TrainingError
-from shardmill.jobs.config import SparkConfig
+from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
 from shardmill.jobs.observer import WARNING
 from tests.train.test_job import Recorder, tree_of
 from train.checks.preflight import check_spread
@@ -99,4 +101,27 @@ def test_a_training_keeps_its_choice_and_an_altered_one_is_refused(tiny_uri, tmp
     outcome = train_model(tree, Recorder())
     assert path.read_bytes() == kept
     reason = train_record(outcome).sections["train"]["strategy_reason"]
-    assert reason.endswith("what this machine has; single: one worker; inline: in this process")
+    assert "what this machine has; single: one worker; inline: in this process (" in reason
+    # One paragraph with what was looked at.
+    assert re.search(r"\(no GPU and \d+ processors here; one host, as spark.master = local\[\*\]; \d+ rows to", reason)
+    assert re.search(
+        r"train on: \d+ steps of \d+ images an epoch, \d+ in all\); trained weights take [\d.]+ KiB", reason
+    )
+    assert re.search(r"KiB with what the optimizer remembers; a rank may use [\d.]+ GiB \(", reason)
+    memory = train_record(outcome).sections["train"]["memory"]
+    assert re.fullmatch(r"memory: the \d+ images of a step are .* and 1,000 times that fits into .* GiB \(.*\)", memory)
+
+
+def test_the_reason_has_the_numbers_that_were_looked_at(tiny_uri):
+    dataset = open_dataset(tiny_uri)
+    config = TrainConfig(epochs=1000, global_batch_size=32)
+    num_rows = dataset.manifest.splits["train"].num_rows
+    steps = f"{num_rows} rows to train on: {-(-num_rows // 32)} steps of 32 images an epoch, "
+    assert steps in resolve(config, SparkConfig(), dataset).reason
+    two = config.model_copy(update={"local_devices": 2})
+    assert "(2 device(s) and " in resolve(two, SparkConfig(), dataset).reason
+    places = {"spark.executor.instances": "4", "spark.executor.cores": "1"}
+    yarn = SparkConfig(master="yarn", train=SparkApplicationConfig(conf=places))
+    assert "; spark.master = yarn with places for 4; " in resolve(config, yarn, dataset).reason
+    everything_set = TrainConfig(num_workers=1, strategy="single", launcher="inline")
+    assert resolve(everything_set, SparkConfig(), dataset).numbers == ""

@@ -110,6 +110,7 @@ def test_what_is_ample_is_not_measured(tiny_uri, tmp_path, choice_of):
     memory = look_at_memory(config, dataset, choice, store, SparkConfig(), no_windows)
     fitted = memory.fitted(config)
     assert (memory.record, fitted.fit, fitted.config.accumulation_steps) == (None, None, 1)
+    assert "images of a step are" in fitted.reason and fitted.reason.endswith(f"fits into {fitted.available}")
 
 
 def test_images_and_parts_follow_from_the_config():

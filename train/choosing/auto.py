@@ -33,13 +33,16 @@ class Chosen:
     launcher_reason: str
     ranks_reason: str = ""
     """Empty if `train.num_workers` is set."""
+    numbers: str = ""
+    """What there is: devices, places, data; empty if nothing was left to choose."""
 
     @property
     def reason(self) -> str:
-        """Why so many ranks, this strategy and this launcher, for people."""
+        """Why so many ranks, this strategy and this launcher, and the numbers that were looked at, for people."""
         of_ranks = f"{self.config.num_workers} rank(s): {self.ranks_reason}; " if self.ranks_reason else ""
         of_strategy = f"{self.config.strategy}: {self.strategy_reason}"
-        return f"{of_ranks}{of_strategy}; {self.config.launcher}: {self.launcher_reason}"
+        looked_at = f" ({self.numbers})" if self.numbers else ""
+        return f"{of_ranks}{of_strategy}; {self.config.launcher}: {self.launcher_reason}{looked_at}"
 
     def spread(self, config: TrainConfig) -> TrainConfig:
         """The same training as in `config`, spread so."""
@@ -65,7 +68,7 @@ def resolve(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None = N
     Before there is a `dataset`, nothing follows from its size. Raises UsageError if a choice, or what was set, cannot
     run; nothing is imported that trains.
     """
-    why_ranks = ""
+    why_ranks, is_left = "", not config.num_workers or AUTO in (config.strategy, config.launcher)
     if not config.num_workers:
         num_workers, why_ranks = choose_ranks(config, _facts(config, spark, dataset))
         config = config.model_copy(update={"num_workers": num_workers})
@@ -80,7 +83,8 @@ def resolve(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None = N
         _refuse_started_by_others()
         launcher, why_launcher = choose(LAUNCHER_RULES, facts, "train.launcher")
     config = config.model_copy(update={"launcher": launcher})
-    return Chosen(config, why_strategy, why_launcher, why_ranks)
+    numbers = _numbers(config, facts, dataset) if is_left else ""
+    return Chosen(config, why_strategy, why_launcher, why_ranks, numbers)
 
 
 def choose_ranks(config: TrainConfig, facts: Facts) -> tuple[int, str]:
@@ -151,6 +155,24 @@ def _num_rows(dataset: Dataset) -> int | None:
     """Of the split to train on, if there is one."""
     split = dataset.manifest.splits.get("train")
     return None if split is None else split.num_rows
+
+
+def _numbers(config: TrainConfig, facts: Facts, dataset: Dataset | None) -> str:
+    """What the rules have looked at, in words."""
+    devices = f"{facts.num_devices} device(s)" if facts.num_devices else "no GPU"
+    found = [f"{devices} and {len(os.sched_getaffinity(0))} processors here"]
+    if not facts.has_cluster:
+        why = f"spark.master = {facts.spark_master}" if facts.may_use_cluster else f"train.launcher = {config.launcher}"
+        found.append(f"one host, as {why}")
+    else:
+        found.append(
+            f"spark.master = {facts.spark_master} with places for {facts.num_places or 'nobody knows how many'}"
+        )
+    if dataset is not None and facts.num_steps is not None:
+        num_rows = dataset.manifest.splits["train"].num_rows
+        steps = f"{facts.num_steps // config.epochs:,} steps of {config.global_batch_size} images an epoch"
+        found.append(f"{num_rows:,} rows to train on: {steps}, {facts.num_steps:,} in all")
+    return "; ".join(found)
 
 
 def _what_keeps_one(config: TrainConfig) -> str:

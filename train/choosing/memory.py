@@ -12,8 +12,9 @@ from shardmill.section import Section
 from shardmill.storage import Store
 from train.backends.backend import model_spec
 from train.backends.recompute import why_not_recompute
-from train.checkpoints.checkpoint import complete_checkpoints
-from train.choosing.fit import Fit, MemoryFacts, decided, fit
+from train.checkpoints.checkpoint import complete_checkpoints, open_checkpoint
+from train.checkpoints.state import WEIGHTS
+from train.choosing.fit import Fit, MemoryFacts, decided, fit, size_of
 from train.choosing.host_memory import Limit, limit_of, ranks_here
 from train.choosing.probe import ProbeTask, StepCost, probe
 from train.config import TrainConfig
@@ -69,10 +70,15 @@ class Fitted:
     config: TrainConfig
     fit: Fit | None
     """None if there was nothing to choose, or nothing was measured."""
+    available: str = ""
+    """What a rank may use; empty if that is not known."""
+    ample: str = ""
+    """Why nothing was measured, with the numbers; empty for any other reason than that it is ample."""
 
     @property
     def reason(self) -> str:
-        return f"memory: {self.fit.reason}" if self.fit else ""
+        why = self.fit.reason if self.fit else self.ample
+        return f"memory: {why}" if why else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +89,22 @@ class Memory:
     """None if it was not measured."""
     spark: SparkConfig
     window_bytes: WindowBytes
+    limit: Limit | None = None
+    """What there is, where nothing was measured; None if that is not known."""
+    ample: str = ""
+    """See `Fitted`."""
 
     def fitted(self, config: TrainConfig) -> Fitted:
         """`config` with the parts that so many ranks need."""
         if self.record is None:
-            return Fitted(decided(config, 1, to_bfloat16=False), None)
+            available = _available(self.limit, config, self.spark) if self.limit else ""
+            return Fitted(decided(config, 1, to_bfloat16=False), None, available, self.ample)
         facts = facts_of(self.record, config, self.window_bytes(config), self.spark)
         # What was decided first stays: the precision decides the numbers.
         found = fit(replace(facts, may_change_precision=False))
         to_bfloat16, recomputes = self.record.to_bfloat16, found.recomputes
-        return Fitted(decided(config, found.num_parts, to_bfloat16=to_bfloat16, recomputes=recomputes), found)
+        config = decided(config, found.num_parts, to_bfloat16=to_bfloat16, recomputes=recomputes)
+        return Fitted(config, found, _available(self.record, config, self.spark))
 
 
 def look_at_memory(
@@ -109,26 +121,34 @@ def look_at_memory(
     Raises what building the model raises.
     """
     record = _read(store, choice)
-    limit = _limit_to_look_at(config, dataset, choice, store, spark) if record is None else None
-    if limit is not None:
+    limit = limit_of(config, spark) if record is None and not config.silos else None
+    if limit is None:
+        return Memory(record, spark, window_bytes)
+    ample = _ample(limit, config, dataset, spark)
+    if not ample and _is_to_measure(config, choice, store):
         record = measured(limit, config, dataset, spark, window_bytes(config))
         if not store.put_if_absent(f"{choice.training_dir}/{MEMORY}", seal(record.model_dump_json().encode())):
             record = _read(store, choice)
-    return Memory(record, spark, window_bytes)
+        return Memory(record, spark, window_bytes)
+    return Memory(None, spark, window_bytes, limit, ample)
 
 
-def _limit_to_look_at(
-    config: TrainConfig, dataset: Dataset, choice: TrainingChoice, store: Store, spark: SparkConfig
-) -> Limit | None:
-    """None if nothing is to be measured."""
+def _is_to_measure(config: TrainConfig, choice: TrainingChoice, store: Store) -> bool:
     is_asked = config.accumulation_steps == 0 or "auto" in (config.mixed_precision, config.activation_checkpointing)
-    limit = limit_of(config, spark) if is_asked and not config.silos else None
-    if limit is None or (not config.memory_budget_bytes and _is_ample(limit, config, dataset, spark)):
-        return None
     # What was begun without looking goes on so: in parts the numbers would differ by rounding.
-    if choice.continues or next(complete_checkpoints(store, choice.training_dir), None) is not None:
-        return None
-    return limit
+    has_begun = choice.continues or next(complete_checkpoints(store, choice.training_dir), None) is not None
+    return is_asked and not has_begun
+
+
+def model_size(store: Store, checkpoint: str) -> str:
+    """What the model takes, by the files of a checkpoint; empty if that is not there any more."""
+    try:
+        files = open_checkpoint(store, checkpoint).marker.files
+    except ShardmillError:
+        return ""
+    weights_bytes = sum(file.size_bytes for file in files if file.path.endswith(WEIGHTS))
+    all_bytes = sum(file.size_bytes for file in files)
+    return f"trained weights take {size_of(weights_bytes)}, {size_of(all_bytes)} with what the optimizer remembers"
 
 
 def images_at_once(config: TrainConfig, num_gpus: int = 0) -> int:
@@ -242,10 +262,18 @@ def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark
     )
 
 
-def _is_ample(limit: Limit, config: TrainConfig, dataset: Dataset, spark: SparkConfig) -> bool:
+def _ample(limit: Limit, config: TrainConfig, dataset: Dataset, spark: SparkConfig) -> str:
+    """Why it is, with the numbers; empty if it is not, or if a person has set how much there is."""
     height, width, channels = dataset.manifest.normalize.image_shape_HWC
     pixel_bytes = 4 * height * width * channels * images_at_once(config)
-    return AMPLE * pixel_bytes <= _bytes_of_a_rank(limit, config, spark)
+    if config.memory_budget_bytes or AMPLE * pixel_bytes > _bytes_of_a_rank(limit, config, spark):
+        return ""
+    of_step = f"the {images_at_once(config)} images of a step are {size_of(pixel_bytes)} of numbers"
+    return f"{of_step}, and {AMPLE:,} times that fits into {_available(limit, config, spark)}"
+
+
+def _available(limit: Limit | MemoryRecord, config: TrainConfig, spark: SparkConfig) -> str:
+    return f"{size_of(_bytes_of_a_rank(limit, config, spark))} ({limit.device})"
 
 
 def _bytes_of_a_rank(limit: Limit | MemoryRecord, config: TrainConfig, spark: SparkConfig) -> int:
