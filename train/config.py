@@ -74,12 +74,12 @@ class TrainConfig(Section):
     unfreeze_epoch: Annotated[int, LATER] = Field(default=0, ge=0)
     """They are trained from this epoch on, counted from 0, with an optimizer that begins anew; 0: never."""
     num_workers: Annotated[int, HOW] = Field(default=0, ge=0)
-    """Ranks: training processes; 0: as many as `auto` finds GPUs or hosts for (docs/training.md)."""
+    """Ranks: training processes; 0: as many as `auto` finds GPUs or hosts for (docs/choosing.md)."""
     rank_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], HOW] = ()
     """Relative speed of each rank, in rank order: a slow one gets fewer of the `num_streams` (at least one), and the
     global batches stay the same. Empty for equal shares."""
     strategy: Annotated[str, OneOf(STRATEGIES, also=("auto",)), HOW] = "auto"
-    """How ranks share the training; `auto` follows from the model, `num_workers` and the devices (docs/training.md)."""
+    """How ranks share the training; `auto` follows from the model, `num_workers` and the devices (docs/choosing.md)."""
     parameter_servers: Annotated[int, HOW] = Field(default=1, ge=1)
     """`parameter_server` only: processes that hold the variables, beside `num_workers` workers and a chief."""
     local_devices: Annotated[int, HOW] = Field(default=0, ge=0)

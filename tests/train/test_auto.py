@@ -245,8 +245,8 @@ def test_launchers(facts: Facts, launcher: str):
 
 
 def test_every_row_is_reached_by_a_case_and_stands_in_the_docs():
-    documented = Path(__file__, "../../../docs/training.md").resolve().read_text()
-    table = documented.partition("## What `auto` chooses")[2].partition("\n## ")[0]
+    pages = (Path(__file__, "../../../docs", name).resolve().read_text() for name in ("choosing.md", "training.md"))
+    table = "".join(page.partition("## What `auto` chooses")[2].partition("\n## ")[0] for page in pages)
     rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     of_ranks = {rule.choice for rule in RANKS_RULES}
     assert rows == [
