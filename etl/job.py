@@ -69,6 +69,8 @@ class BuildOutcome:
     num_units: int
     num_units_kept: int
     """Units that an earlier, interrupted run had finished."""
+    num_task_retries: int
+    """Attempts at units that ended too early, and were followed by another one."""
     num_images_read: int
     """Images in the other units; 0 if nothing was left to do."""
     seconds: float
@@ -145,6 +147,7 @@ def _build_on_latest(
 
     `started`: by the monotonic clock.
     """
+    retries: list[int] = []
     # The lease keeps `gc` away from what no manifest names yet, and from the parent's shards.
     with writing(plan.store, f"etl, run {plan.build.run_id},") as lease:
         for num_lost in itertools.count(1):
@@ -155,7 +158,7 @@ def _build_on_latest(
                 check_vanished(plan, changes)
 
             # Keep what an interrupted run has finished, and run the rest.
-            finished, kept = run_units(plan, tree, observer)
+            finished, kept = run_units(plan, tree, observer, retries.append)
 
             # Commit: the limits, the accounting, then one manifest.
             try:
@@ -171,10 +174,12 @@ def _build_on_latest(
             observer.event("etl.rebased", {"version": plan.parent_version, "num_lost": num_lost})
     _warn(observer, version_warnings(plan.store, manifest))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
-    return _outcome(plan, manifest, time.monotonic() - started, kept)
+    return _outcome(plan, manifest, time.monotonic() - started, kept, sum(retries))
 
 
-def _outcome(plan: BuildPlan, manifest: Manifest, seconds: float, kept: frozenset[int] | None = None) -> BuildOutcome:
+def _outcome(
+    plan: BuildPlan, manifest: Manifest, seconds: float, kept: frozenset[int] | None = None, num_task_retries: int = 0
+) -> BuildOutcome:
     """`kept`: the units of which an earlier run had left results; None if the build was skipped."""
     missing = [] if kept is None else [unit for unit in plan.units if unit.index not in kept]
     return BuildOutcome(
@@ -184,12 +189,15 @@ def _outcome(plan: BuildPlan, manifest: Manifest, seconds: float, kept: frozense
         published=manifest.run_id == plan.build.run_id,
         num_units=len(plan.units),
         num_units_kept=len(kept or ()),
+        num_task_retries=num_task_retries,
         num_images_read=sum(unit.num_images for unit in missing),
         seconds=seconds,
     )
 
 
-def run_units(plan: BuildPlan, tree: EtlTree, observer: Observer) -> tuple[Finished, frozenset[int]]:
+def run_units(
+    plan: BuildPlan, tree: EtlTree, observer: Observer, count_retries: Callable[[int], object]
+) -> tuple[Finished, frozenset[int]]:
     """What all units left, and the places of those that an earlier run had finished."""
     finished = Finished(plan.listing, kept_results(plan.store, plan.units))
     kept = frozenset(result.unit_index for result in finished.results)
@@ -199,7 +207,7 @@ def run_units(plan: BuildPlan, tree: EtlTree, observer: Observer) -> tuple[Finis
     num_images = {unit.index: unit.num_images for unit in plan.units}
     num_done = sum(num_images[place] for place in kept)
     observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
-    engine, settings, num_retried = ENGINES[tree.etl.engine], _settings(tree), 0
+    engine, settings, num_retried = ENGINES[tree.etl.engine], replace(_settings(tree), count_retries=count_retries), 0
     for result in engine.run_units(missing, plan.task, settings) if missing else ():
         finished.add(result)
         num_retried += result.retried_requests
@@ -263,6 +271,7 @@ def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:
                 "images_per_second": outcome.images_per_second,
                 "num_units": outcome.num_units,
                 "num_units_kept": outcome.num_units_kept,
+                "num_task_retries": outcome.num_task_retries,
                 "published": outcome.published,
             },
         },

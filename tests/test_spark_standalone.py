@@ -114,6 +114,7 @@ def test_a_killed_executor_costs_the_etl_time_and_nothing_else(
     assert etl.wait() == 0, etl.output
 
     summary = summary_of(folder / "work", "killed")
+    assert summary["etl"]["num_task_retries"] >= 1
     assert summary["dataset"]["content_digest"] == open_dataset(f"{folder}/local").manifest.content_digest
     # The master has started another one in its place.
     assert len(spark_cluster.work_folders()) - before == NUM_SLOTS + 1
@@ -143,6 +144,8 @@ def test_of_two_attempts_at_a_unit_one_is_committed_and_gc_removes_the_other(
         other_host.wait()
     assert (first["speculative"], second["speculative"]) == (False, True) and first["host"] != second["host"]
     assert not spark_cluster.processes("etl.engines.unit_worker")
+    # Spark ended the lost attempt itself: nothing has failed.
+    assert summary_of(folder / "work", "twice")["etl"]["num_task_retries"] == 0
 
     dataset = open_dataset(f"{folder}/twice")
     assert dataset.manifest.content_digest == open_dataset(f"{folder}/once").manifest.content_digest

@@ -25,6 +25,8 @@ class EngineSettings:
     spark: SparkConfig
     num_workers: int
     """Units that are decoded at once on this machine; 0 for one per core."""
+    count_retries: Callable[[int], object] = lambda number: None
+    """Told how many attempts at units ended too early and were followed by another one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ def run_locally(units: Sequence[WorkUnit | CopyUnit], task: UnitTask, settings: 
                 if result is None:
                     selector.register(runner.answers, selectors.EVENT_READ, runner)
                 else:
+                    settings.count_retries(int(runner.is_retried))
                     busy.remove(runner)
                     idle.append(runner)
                     yield decode_unit_result(result)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from etl.engines import Engine, EngineSettings
 from etl.engines.spark_groups import LISTINGS, group_on_spark
-from etl.engines.spark_jobs import start_job, until_done
+from etl.engines.spark_jobs import num_failed_tasks, start_job, until_done
 from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import run_in_warm_process
 from etl.pending import PENDING, finished_units
@@ -41,7 +41,8 @@ def run_on_spark(
         _shared_listing(task, store) as listing,
         spark_context("shardmill-etl", spark, spark.etl.conf) as context,
     ):
-        work = partial(run_in_warm_process, encode_task(replace(task, reach=nonce, listing=listing)))
+        task_json, retried = encode_task(replace(task, reach=nonce, listing=listing)), context.accumulator(0)
+        work, num_failed = partial(run_in_warm_process, task_json, count_retries=retried.add), num_failed_tasks(context)
         left = {unit.index: unit for unit in units}
         # A second run of the same units that committed first took their records away: then they are run again.
         for _ in range(_NUM_JOBS):
@@ -55,6 +56,7 @@ def run_on_spark(
                     yield result
             if not left:
                 break
+        settings.count_retries(retried.value + num_failed_tasks(context) - num_failed)
     if left:
         raise errors.StorageError(
             f"Spark's job ended, and {len(left)} work units left no record in {task.dataset_uri}/{PENDING}",

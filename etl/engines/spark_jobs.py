@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
 
 _POLL_SECONDS = 0.5
+_STATUS_SECONDS = 5.0
 Value = TypeVar("Value")
 
 
@@ -52,6 +54,18 @@ def until_done(context: SparkContext, job: Future[Value]) -> Iterator[None]:
     if error is not None:
         raise _own_error(error) from error
     yield
+
+
+def num_failed_tasks(context: SparkContext) -> int:
+    """Attempts at tasks that failed in all jobs so far, which have ended. Those that Spark killed itself are none."""
+    tracker, deadline = context.statusTracker(), time.monotonic() + _STATUS_SECONDS
+    jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup()]
+    # What has happened is told a moment later.
+    while any(job is not None and job.status == "RUNNING" for job in jobs) and time.monotonic() < deadline:
+        time.sleep(_STATUS_SECONDS / 100)
+        jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup()]
+    stages = [tracker.getStageInfo(stage) for job in jobs if job is not None for stage in job.stageIds]
+    return sum(stage.numFailedTasks for stage in stages if stage is not None)
 
 
 def _own_error(error: BaseException) -> errors.ShardmillError:

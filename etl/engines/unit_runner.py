@@ -8,7 +8,7 @@ imports it: tasks, units and results are JSON here (`etl.engines.unit_json`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import IO
 
 from etl.engines.worker_process import StartWorker, start_worker
@@ -28,6 +28,8 @@ class UnitRunner:
         self.task = task
         self.is_decoding = False
         """Whether images of the unit are left: afterwards it is stored, which is waiting for disks most of the time."""
+        self.is_retried = False
+        """Whether the unit has ended a process, and runs for the second time or has."""
         self._start_worker = start_worker
         self._is_careful = False
         self._last_begun = ""
@@ -42,7 +44,7 @@ class UnitRunner:
         """Begin with a unit; the one before must be finished."""
         self._unit = unit
         self._last_begun = ""
-        self.is_decoding = True
+        self.is_decoding, self.is_retried = True, False
         self._write({}, unit)
 
     def receive(self) -> bytes | None:
@@ -76,6 +78,7 @@ class UnitRunner:
         self._is_careful = True
         self._start()
         self.send(self._unit)
+        self.is_retried = True
         return None
 
     def close(self) -> None:
@@ -98,7 +101,9 @@ class UnitRunner:
 _warm: UnitRunner | None = None
 
 
-def run_in_warm_process(task: bytes, units: Iterable[bytes]) -> None:
+def run_in_warm_process(
+    task: bytes, units: Iterable[bytes], count_retries: Callable[[int], object] = lambda number: None
+) -> None:
     """Run units, one after the other, in a process that is kept for those of the next call with the same task.
 
     Raises as `UnitRunner.receive` does. For one thread; results are in the units' records.
@@ -112,6 +117,7 @@ def run_in_warm_process(task: bytes, units: Iterable[bytes]) -> None:
             _warm.send(unit)
             while _warm.receive() is None:
                 pass
+            count_retries(int(_warm.is_retried))
         except BaseException:
             # The next unit must not take this one's answer for its own.
             end_warm_process()

@@ -71,7 +71,8 @@ def test_every_engine_writes_the_shards_of_units_in_order(engine: str, images: P
     etl = etl.model_copy(update={"num_workers": 2})
     tree = EtlTree(source=source, dataset=dataset, etl=etl, spark=SparkConfig(master="local[2]"))
     here = open_dataset(build_here(source.uri, str(images / f"here_{engine}"), ETL)).manifest
-    assert digests(build_dataset(tree, run_id="r")) == (here.content_digest, here.layout_digest)
+    outcome = build_dataset(tree, run_id="r")
+    assert (*digests(outcome), outcome.num_task_retries) == (here.content_digest, here.layout_digest, 0)
 
 
 @pytest.mark.parametrize("engine", ["local", "spark"])
@@ -123,6 +124,7 @@ def test_an_image_that_crashes_its_decoder_is_refused_and_no_neighbour_is(
     assert outcome.manifest.counts.accepted == 160
     refused = {each.key: each for each in read_rejections(open_store(str(images / "dataset")), outcome.manifest)}
     assert refused["class_1/crashing.png"].detail == "ends the decoding process by SIGSEGV"
+    assert outcome.num_task_retries == 1
     verify_dataset(open_dataset(str(images / "dataset")), deep=True).raise_if_failed()
 
 

@@ -57,6 +57,7 @@ def test_a_task_whose_python_worker_is_killed_is_retried_and_changes_nothing(ima
         done.set()
         killer.join()
     assert killed, "no Python worker was seen"
+    assert outcome.num_task_retries == 1
     here = open_dataset(build_here(str(images / "images"), str(images / "undisturbed"), ETL)).manifest
     assert digests(outcome) == (here.content_digest, here.layout_digest)
     verify_dataset(open_dataset(str(images / "retried")), deep=True).raise_if_failed()
