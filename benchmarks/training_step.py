@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from shardmill.jobs.observer import SilentObserver
 from shardmill.values import Batch
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
@@ -33,13 +34,10 @@ NUM_CLASSES = 10
 SPEC = ModelSpec(SHAPE, LabelSpec("class", tuple(map(str, range(NUM_CLASSES)))), InputScale((120.0,) * 3, (60.0,) * 3))
 
 
-class SilentReporter:
+class SilentReporter(SilentObserver):
     """Takes everything, and keeps nothing."""
 
     def step(self, report: StepReport) -> None:
-        return
-
-    def event(self, name: str, fields: object) -> None:
         return
 
     def doing(self, activity: Activity) -> Activity:

@@ -14,6 +14,7 @@ import simplejpeg
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.plan import plan_build
+from etl.units import read_unit
 from etl.write_unit import write_unit
 from shardmill.jobs.config import DatasetConfig
 
@@ -28,7 +29,8 @@ def main() -> None:
         config = EtlConfig(image_size=arguments.image_size)
         source, dataset = SourceConfig(uri=str(arguments.images)), DatasetConfig(uri=folder)
         plan = plan_build(EtlTree(source=source, dataset=dataset, etl=config), run_id="benchmark")
-        files = [(arguments.images / image.key).read_bytes() for unit in plan.units for image in plan.sources_of(unit)]
+        units = (read_unit(plan.task.listing, unit, config.seed) for unit in plan.units)
+        files = [(arguments.images / image.key).read_bytes() for images in units for image in images]
         jpegs = [data for data in files if data[:2] == b"\xff\xd8"]
 
         def ours() -> None:

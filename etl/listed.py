@@ -30,7 +30,7 @@ LISTED_SCHEMA = pa.schema(
 )
 SPLITS = ("train", "validation", "test")
 """The splits that there are; a source may name that of an image."""
-_BATCH_ROWS = 65_536
+BATCH_ROWS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def batches_of(
             rejections.append(entry)
         else:
             images.append(entry)
-        if len(images) + len(rejections) == _BATCH_ROWS:
+        if len(images) + len(rejections) == BATCH_ROWS:
             yield ListingBatch(listed_table(images), tuple(rejections), extra_types=extra_types())
             images, rejections = [], []
     if images or rejections:

@@ -21,7 +21,7 @@ from etl.sources import SOURCES, HasParts, Source
 from etl.sources.extra import extra_columns, label_type_of
 from etl.splits import WithGroupSplits
 from etl.stratify import KnownSplits, WithStratifiedSplits
-from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units, read_unit
+from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units
 from shardmill.dataset.build import Build
 from shardmill.dataset.index import check_files, in_all_formats, read_shards, shard_file, stored_sizes
 from shardmill.dataset.ledger import read_rejections
@@ -38,7 +38,7 @@ from shardmill.jobs.observer import Observer, SilentObserver
 from shardmill.jobs.redact import redacted
 from shardmill.storage import Store
 from shardmill.stores import open_store
-from shardmill.values import ShardInfo, SourceImage
+from shardmill.values import ShardInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,6 @@ class BuildPlan:
         """Equal plans (listing, config and units) have equal digests, on any machine."""
         parts = [self.build.source.listing_fingerprint, self.build.config_fingerprint, self.build.source.key_sum]
         return hashlib.sha256("\0".join([*parts, *(unit.fingerprint for unit in self.units)]).encode()).hexdigest()
-
-    def sources_of(self, unit: WorkUnit) -> tuple[SourceImage, ...]:
-        """The images of one unit, in the order in which it reads them."""
-        return read_unit(self.task.listing, unit, self.task.config.seed)
 
 
 def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None, group: Group = group_here) -> BuildPlan:

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 LISTINGS = "listings"
 """The folder, below a dataset, for what tasks and driver leave each other; `gc` knows it."""
 # The driver does so many in a few seconds, less than an application takes to start.
-_MIN_ROWS = 2_000_000
+MIN_ROWS = 2_000_000
 
 
 def group_on_spark(group: GroupBy, settings: EngineSettings) -> Iterator[pa.Table]:
     """The answers of all parts, in order; few rows are grouped in this process. Raises the tasks' own error."""
-    if group.num_rows < _MIN_ROWS:
+    if group.num_rows < MIN_ROWS:
         yield from group_here(group, settings)
         return
     store, spark = open_store(group.dataset_uri or group.uri), settings.spark

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SHARDS, ROWS = "shards", "rows"
 INDEXES = "indexes"
 # Of an index segment: about 60 MB while it is written or read.
-_SEGMENT_CHUNKS = 50_000
+SEGMENT_CHUNKS = 50_000
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -116,7 +116,7 @@ def write_index(store: Store, shards: Iterable[ShardInfo]) -> tuple[SealedFile, 
     waiting: list[ShardInfo] = []
     num_chunks = 0
     for shard in shards:
-        if waiting and num_chunks + len(shard.chunks) > _SEGMENT_CHUNKS:
+        if waiting and num_chunks + len(shard.chunks) > SEGMENT_CHUNKS:
             segments.append(put_segment(store, INDEXES, index_table(waiting)))
             waiting, num_chunks = [], 0
         waiting.append(shard)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardmill.values import ShardInfo
 
 # Of each split: what says of 100,000 chunks is in memory, and of more in a file.
-_MAX_IN_MEMORY_BYTES = 8_000_000
+MAX_IN_MEMORY_BYTES = 8_000_000
 _BLOCK_BYTES = 1_000_000
 
 
@@ -36,7 +36,7 @@ class Layout:
             texts = self._texts.get(shard.split)
             if texts is None:
                 # Closed, and with it deleted, when this value goes.
-                texts = self._texts[shard.split] = tempfile.SpooledTemporaryFile(_MAX_IN_MEMORY_BYTES)  # noqa: SIM115
+                texts = self._texts[shard.split] = tempfile.SpooledTemporaryFile(MAX_IN_MEMORY_BYTES)  # noqa: SIM115
             for chunk in shard.chunks:
                 text = json.dumps(f"{chunk.num_rows}:{chunk.image_bytes}:{chunk.content_sha256}")
                 texts.write(f"{',' if self.num_chunks[shard.split] else ''}{text}".encode())

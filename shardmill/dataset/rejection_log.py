@@ -17,7 +17,7 @@ from shardmill.storage_errors import as_storage_error
 from shardmill.values import Rejection, RejectReason
 
 # About 70 MB. A row group of each file is in memory while they are merged: 100 files of 10 million rejections as much.
-_MAX_WAITING, _ROW_GROUP_ROWS = 100_000, 1_000
+MAX_WAITING, ROW_GROUP_ROWS = 100_000, 1_000
 
 
 class RejectionLog:
@@ -41,7 +41,7 @@ class RejectionLog:
             self.key_sum = (self.key_sum + key_hash(rejection.key)) % DIGEST_MODULUS
             self._ledger_sum = (self._ledger_sum + ledger_term(rejection)) % DIGEST_MODULUS
             self._waiting.append(rejection)
-            if len(self._waiting) >= _MAX_WAITING:
+            if len(self._waiting) >= MAX_WAITING:
                 self._write()
 
     def __len__(self) -> int:
@@ -59,14 +59,14 @@ class RejectionLog:
     def _write(self) -> None:
         file = self._folder / f"rejections-{uuid.uuid4().hex}.parquet"
         with as_storage_error(file):
-            pq.write_table(ledger_table(sorted(self._waiting, key=_key_of)), file, row_group_size=_ROW_GROUP_ROWS)
+            pq.write_table(ledger_table(sorted(self._waiting, key=_key_of)), file, row_group_size=ROW_GROUP_ROWS)
         self._files.append(file)
         self._waiting = []
 
 
 def _read(file: Path) -> Iterator[Rejection]:
     with pq.ParquetFile(file) as stored:
-        for batch in stored.iter_batches(_ROW_GROUP_ROWS, use_threads=False):
+        for batch in stored.iter_batches(ROW_GROUP_ROWS, use_threads=False):
             yield from rejections_of_table(pa.Table.from_batches([batch]))
 
 

@@ -17,6 +17,7 @@ from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.plan import BuildPlan, plan_build
 from etl.read_source import read_source
 from etl.sources import SOURCES
+from etl.units import read_unit
 from etl.write_unit import write_unit
 from shardmill.errors import StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig
@@ -74,7 +75,7 @@ def test_a_single_file_that_vanished_is_one_rejection(tmp_path: Path):
 def test_a_file_that_this_user_may_not_read_is_one_rejection(tmp_path: Path):
     # A child that gives up root's rights: for root every file is readable.
     plan = planned(tmp_path)
-    image = plan.sources_of(plan.units[0])[0]
+    image = read_unit(plan.task.listing, plan.units[0], plan.task.config.seed)[0]
     secret = tmp_path / "images" / image.key
     secret.chmod(0)
     for folder in (tmp_path, *tmp_path.parents):

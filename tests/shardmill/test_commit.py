@@ -196,7 +196,7 @@ def test_a_store_counts_as_uncommitted_until_the_manifest_is_there(tmp_path: Pat
 def test_an_index_in_several_segments_is_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     root = make_dataset(tmp_path, num_images=60)
     whole = open_dataset(root)
-    monkeypatch.setattr("shardmill.dataset.index._SEGMENT_CHUNKS", 2)
+    monkeypatch.setattr("shardmill.dataset.index.SEGMENT_CHUNKS", 2)
     other = build_here(str(tmp_path / "images"), str(tmp_path / "other"), EtlConfig(**whole.manifest.config))
     cut = open_dataset(other)
     assert len(cut.manifest.index_segments) > len(whole.manifest.index_segments) == 1

@@ -24,7 +24,7 @@ def shard(split: str, rng: random.Random) -> ShardInfo:
 def test_the_digest_is_that_of_the_whole_object(
     class_names: list[str], max_in_memory: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("shardmill.dataset.layout._MAX_IN_MEMORY_BYTES", max_in_memory)
+    monkeypatch.setattr("shardmill.dataset.layout.MAX_IN_MEMORY_BYTES", max_in_memory)
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)

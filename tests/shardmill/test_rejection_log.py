@@ -20,8 +20,8 @@ from tests.support import build_here, write_images
 
 
 def few_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardmill.dataset.rejection_log._MAX_WAITING", 7)
-    monkeypatch.setattr("shardmill.dataset.rejection_log._ROW_GROUP_ROWS", 3)
+    monkeypatch.setattr("shardmill.dataset.rejection_log.MAX_WAITING", 7)
+    monkeypatch.setattr("shardmill.dataset.rejection_log.ROW_GROUP_ROWS", 3)
     monkeypatch.setattr("shardmill.dataset.ledger.SEGMENT_ROWS", 5)
 
 

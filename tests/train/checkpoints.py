@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardmill.jobs.observer import SilentObserver
 from shardmill.stores import open_store
 from tests.train.training import MODELS
 from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, complete_checkpoints
@@ -31,12 +32,10 @@ class OneRank:
         return {WEIGHTS: [np.zeros(3, np.float32)]}
 
 
-class Silent:
-    """Whom nobody listens to."""
+class Silent(SilentObserver):
+    """A reporter that records nothing."""
 
     def step(self, report: object) -> None: ...
-
-    def event(self, name: str, fields: object) -> None: ...
 
     def doing(self, activity: Activity) -> Activity:
         return activity

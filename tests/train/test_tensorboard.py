@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from shardmill.jobs.line_log import read_lines
+from shardmill.jobs.observer import SilentObserver
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from tests.services.s3 import s3_client
@@ -22,11 +23,6 @@ from train.reporting.observer import GlobalStep
 from train.reporting.run_log import RunLog, StepsLog
 from train.reporting.tensorboard import TensorBoardLog
 from train.values import StepReport
-
-
-class Silent:
-    def event(self, name, fields):
-        return
 
 
 class UntilStep(ObserverReporter):
@@ -66,7 +62,7 @@ def scalars_of(folder: Path) -> dict[str, dict[int, float]]:
 def test_every_step_and_epoch_is_there_once_also_after_a_crash(tiny_uri, tmp_path):
     config = {"epochs": 2, "global_batch_size": 24, "checkpoint_every_steps": 2}
     for killed_at in (5, None):
-        log = RunLog(Silent(), [TensorBoardLog(LocalStore(str(tmp_path)), f"run/{killed_at}")])
+        log = RunLog(SilentObserver(), [TensorBoardLog(LocalStore(str(tmp_path)), f"run/{killed_at}")])
         try:
             result = train_here(tiny_uri, tmp_path / "models", UntilStep(log, killed_at), **config)
         except Killed:
@@ -107,7 +103,7 @@ def test_a_loss_without_bounds_is_in_the_curves_too(tmp_path):
 def test_steps_that_a_restart_repeats_are_in_the_curves_once(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = RunLog(Silent(), [TensorBoardLog(LocalStore(str(tmp_path)), "run")])
+    log = RunLog(SilentObserver(), [TensorBoardLog(LocalStore(str(tmp_path)), "run")])
     for number in range(6):
         log.step(global_step(number))
     log.event("restarted", {"rank": 1})
@@ -124,7 +120,7 @@ def test_steps_that_a_restart_repeats_are_in_the_curves_once(tmp_path):
 def test_an_outage_of_the_runs_logs_is_a_warning_and_they_are_whole_after_it(s3_server):
     store, said = open_store("s3://made-later/work"), []
     sinks = [StepsLog(store, "steps.jsonl", said.append), TensorBoardLog(store, "tensorboard", said.append)]
-    log = RunLog(Silent(), sinks)
+    log = RunLog(SilentObserver(), sinks)
     for number in range(4):
         log.step(global_step(number))
     assert len(said) == 2 and all("is behind, and is tried again" in each for each in said), said

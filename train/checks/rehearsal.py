@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from shardmill.dataset.leases import reading
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import ShardmillError, TrainingError, UsageError
 from shardmill.jobs.config import require_uri
-from shardmill.jobs.observer import FieldValue
+from shardmill.jobs.observer import SilentObserver
 from shardmill.jobs.process import Terminated, stop_in_order, was_signalled
 from shardmill.jobs.reach import REACH, planted
 from shardmill.storage import Store
@@ -76,7 +76,7 @@ def _trained_until_stopped(task: WorkerTask, tree: TrainTree, watch: _FirstStep)
     return "the training ended"
 
 
-class _FirstStep:
+class _FirstStep(SilentObserver):
     """A `TrainObserver` that has the ranks stop, as for a SIGTERM, when all have done their first step."""
 
     def __init__(self) -> None:
@@ -87,9 +87,6 @@ class _FirstStep:
         if not self.seconds:
             self.seconds = time.monotonic() - self._started
             stop_in_order()
-
-    def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
-        return
 
 
 @contextmanager
