@@ -101,7 +101,7 @@ class Command(TyperCommand):
 
 
 def command(*unused: str) -> Callable[[Callable[..., Any]], TyperCommand]:
-    """Makes a command of a function; its name and its help are those of its entry in `pipeline.cli`.
+    """Makes a command of a function; its help is that of its entry in `pipeline.cli`, if it has one there.
 
     `unused`: the common options that do nothing in it, which its help leaves out.
     """

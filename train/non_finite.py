@@ -95,11 +95,11 @@ def _what_gradients_show(session: Session, batch: Batch, num_rows: int) -> str:
     bad = [name for each in found.values() for name in each.bad]
     if bad:
         is_cut = any(len(each.bad) == MAX_NAMED_SAMPLES for each in found.values())
-        number = f"{'at least ' if is_cut else ''}{len(bad)} samples"
-        return f"the gradient by itself is not for {number}: {', '.join(bad[:MAX_NAMED_SAMPLES])}"
+        number = f"{'at least ' if is_cut else ''}{len(bad)} {'sample' if len(bad) == 1 else 'samples'}"
+        return f"the gradient of {number} by itself is not finite: {', '.join(bad[:MAX_NAMED_SAMPLES])}"
     if found:
         return "; ".join(
-            f"the gradient of the {each.num_samples} samples of rank {rank} is not, and that of each by itself is: "
+            f"the gradient of the {each.num_samples} samples of rank {rank} is not finite, that of each by itself is: "
             f"{', '.join(each.first)}{', ...' if each.num_samples > len(each.first) else ''}"
             for rank, each in found.items()
         )

@@ -50,9 +50,11 @@ def row_shares(config: TrainConfig, num_rows: int) -> RowShares:
     plan = plan_epoch(spec, np.array([num_rows]), 0)
     rows_of_ranks = tuple(plan.stream_start(each.stop) - plan.stream_start(each.start) for each in owned)
     if min(rows_of_ranks) == 0:
+        fewer = f", or set train.num_workers to {num_rows} or less" if 0 < num_rows < num_ranks else ""
+        fewer = ", or give that rank more streams (train.rank_weights)" if num_rows >= num_ranks else fewer
         raise UsageError(
             f"a train split of {num_rows} row(s) for {num_ranks} rank(s): rank {rows_of_ranks.index(0)} gets none",
             "expected at least one row on each rank",
-            f"add images, raise etl.split_fractions.train, or set train.num_workers to {max(1, num_rows)} or less",
+            f"add images, raise etl.split_fractions.train{fewer}",
         )
     return RowShares(num_rows, plan.num_steps, config.global_batch_size, config.num_streams, rows_of_ranks)

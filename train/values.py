@@ -16,6 +16,7 @@ from train.world import RankDevices
 
 Value = TypeVar("Value")
 MARGIN_SECONDS = 30.0
+SLOW_BYTES_PER_SECOND = 10e6
 # In the folder of a training: its `TrainResult`, what classes it confused, and folders of what ranks leave for each
 # other and for tools.
 RESULT = "result.json"
@@ -243,11 +244,11 @@ class Activity:
     what: str = "its own work"
     """For people; activities of one name are timed together."""
     waits: bool = False
-    """Until the other ranks do so, too."""
+    """It ends only when the other ranks arrive, too."""
     repeats: bool = False
     """It is done over and over alike, so that the times it took tell how long it may take."""
     may_take_seconds: float = 0.0
-    """Whatever it took before."""
+    """At least so long is allowed, however quick it was before."""
 
 
 class Reporter(Observer, Protocol):
@@ -273,10 +274,16 @@ def waiting(what: str) -> Activity:
     return Activity(what, waits=True)
 
 
-def reading(what: str, store: Store) -> Activity:
-    """Waiting for what comes from `store`, which may repeat its requests until its own deadline: that says more."""
+def reading(what: str, store: Store, most_bytes: int = 0) -> Activity:
+    """Waiting for what comes from `store`, which may repeat its requests until its own deadline: that says more.
+
+    `most_bytes`: what has to be there now and then before the next item is, such as a whole shuffle window.
+    """
     seconds = store.deadline_seconds
-    return Activity(what, repeats=seconds is not None, may_take_seconds=seconds + MARGIN_SECONDS if seconds else 0.0)
+    patience_seconds = seconds + MARGIN_SECONDS if seconds else 0.0
+    return Activity(
+        what, repeats=seconds is not None, may_take_seconds=patience_seconds + most_bytes / SLOW_BYTES_PER_SECOND
+    )
 
 
 @contextmanager

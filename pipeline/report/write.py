@@ -92,7 +92,7 @@ def _of_dataset(named: dict[str, Any], config_toml: str) -> dict[str, Any]:
             "num_listed": dataset.manifest.counts.listed,
             "rejected": _rejected_groups(
                 read_rejections(dataset.store, dataset.manifest),
-                _reader(config_toml, dataset.manifest.source.kind, dataset.manifest.source.uri),
+                reader_of_run(config_toml, dataset.manifest.source.kind, dataset.manifest.source.uri),
             ),
         }
     except (ShardmillError, FileNotFoundError):
@@ -107,7 +107,7 @@ def _of_failed_build(detail: dict[str, Any], config_toml: str) -> dict[str, Any]
             "num_listed": detail["num_listed"],
             "rejected": _rejected_groups(
                 read_ledger(detail["ledger"]),
-                _reader(config_toml, detail.get("source_kind", "folders"), detail["source"]),
+                reader_of_run(config_toml, detail.get("source_kind", "folders"), detail["source"]),
             ),
         }
     except (ShardmillError, FileNotFoundError):
@@ -131,18 +131,29 @@ def _sample_pictures(dataset: Dataset, split: str) -> tuple[Picture, ...]:
     return tuple(pictures)
 
 
-def _reader(config_toml: str, kind: str, uri: str) -> SourceReader | None:
-    """What reads this source as the tasks did, by the run's own config; None if it is gone, or cannot be opened."""
+def reader_of_run(config_toml: str, kind: str, uri: str) -> SourceReader | None:
+    """What reads this source as the tasks did, by the run's own config; None if it is gone, or cannot be opened.
+
+    None for a user's own source, unless that config names it: a dataset must not make a report import what it names.
+    A report fetches nothing from the web.
+    """
     from etl.config import SourceConfig
     from etl.sources import SOURCES
+    from etl.sources.uris import is_on_the_web
 
     try:
         given = tomllib.loads(config_toml).get("source", {})
         # A training alone may have been given another source, or none.
-        same = SourceConfig(**given) if given.get("kind") == kind else SourceConfig(kind=kind)
-        is_one = kind != "several"
-        return SOURCES[kind](same.model_copy(update={"uri": uri}) if is_one else same).open(MAX_THUMBNAIL_SOURCE_BYTES)
-    except (ShardmillError, ValueError, OSError):
+        is_given = given.get("kind") == kind
+        if not is_given and kind not in SOURCES:
+            return None
+        config = SourceConfig(**given) if is_given else SourceConfig(kind=kind)
+        if kind != "several":
+            config = config.model_copy(update={"uri": uri})
+        if any(map(is_on_the_web, config.uris().values())):
+            return None
+        return SOURCES[kind](config).open(MAX_THUMBNAIL_SOURCE_BYTES)
+    except Exception:  # a user's own source may raise anything, and the report of a failed run is needed most
         return None
 
 
@@ -168,7 +179,7 @@ def _rejected_picture(source: SourceReader | None, rejection: Rejection) -> Pict
         try:
             data = source.read(rejection.source)
             image_HWC = None if isinstance(data, Rejection) else _decode_leniently(data)
-        except (ShardmillError, OSError):
+        except Exception:  # as in `reader_of_run`
             image_HWC = None
         if image_HWC is not None:
             png, is_small = thumbnail(image_HWC)
@@ -177,7 +188,7 @@ def _rejected_picture(source: SourceReader | None, rejection: Rejection) -> Pict
 
 
 def _is_near(rejection: Rejection) -> bool:
-    """A report fetches nothing from the web, and unpacks no archive up to the one image."""
+    """Not a URL that a table names, and not in an archive that would be unpacked up to the one image."""
     from etl.sources.containers import is_packed
     from etl.sources.uris import is_on_the_web
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -19,7 +20,7 @@ from pipeline.config_file import to_toml
 from pipeline.report.charts import Bar, Line, bar_chart, confusion_chart, line_chart, nice_ticks, share_bar
 from pipeline.report.data import Picture, RejectedGroup, ReportData
 from pipeline.report.page import render
-from pipeline.report.write import gather
+from pipeline.report.write import gather, reader_of_run
 from pipeline.tree import PipelineTree
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.run_files import StageRecord, write_stage_record
@@ -176,6 +177,16 @@ def test_refused_images_of_containers_are_shown_as_well(kind: str, tmp_path: Pat
     [group] = gather(tmp_path, "r", {"dataset": {"uri": uri, "version": 1}}).rejected
     [(picture, rejection)] = group.examples
     assert picture.png.startswith(b"\x89PNG") and rejection.key.endswith("\0class_0/cut.jpg")
+
+
+def test_a_report_imports_nothing_that_a_dataset_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "hostile_source.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    kind, uri = "hostile_source:Source", str(tmp_path)
+    assert reader_of_run("", kind, uri) is None and reader_of_run('[source]\nkind = "folders"\n', kind, uri) is None
+    assert "hostile_source" not in sys.modules
+    # A report fetches nothing.
+    assert reader_of_run("", "webdataset", "https://127.0.0.1:9/images.tar") is None
 
 
 def test_words_of_a_refusal_stay_whole_on_a_narrow_page():

@@ -265,3 +265,37 @@ def test_a_driver_that_stood_still_blames_nobody():
     deadlines = started(2, progress_timeout_seconds=10)
     deadlines.restart_clocks(1000.0)
     assert deadlines.missed(1009.0) == []
+
+
+def test_collectives_inside_a_step_do_not_make_it_many_steps():
+    clock = ActivityClock(0.0)
+    for second in range(UNTIMED):
+        # The first steps compile, for 50 seconds each.
+        clock.begin(STEP, 100.0 * second)
+        for place in range(40):
+            clock.begin(ALLREDUCE, 100.0 * second + place)
+            clock.begin(STEP, 100.0 * second + place + 0.5)
+        clock.begin(Activity(), 100.0 * second + 90)
+    [timed] = clock.timed
+    assert (timed.num_finished, timed.longest_seconds) == (0, 0.0)
+    clock.begin(STEP, 1000.0)
+    clock.begin(Activity(), 1002.0)
+    [timed] = clock.timed
+    assert (timed.num_finished, timed.longest_seconds) == (1, 2.0)
+
+
+def test_time_in_a_debugger_is_no_measure():
+    clock = ActivityClock(0.0)
+    for second in range(UNTIMED + 1):
+        clock.begin(STEP, float(second))
+        clock.begin(Activity(), second + 0.5)
+    clock.begin(STEP, 10.0)
+    clock.restart(1800.0)
+    clock.begin(Activity(), 1801.0)
+    [timed] = clock.timed
+    assert timed.longest_seconds == 1.0
+
+
+def test_a_window_that_must_be_filled_has_its_time():
+    slow = reading("reading a batch", LocalStore("."), most_bytes=2_000_000_000)
+    assert slow.may_take_seconds == 200.0

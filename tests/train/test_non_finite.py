@@ -69,7 +69,7 @@ def test_a_finite_loss_with_a_gradient_without_bounds_stops_before_the_update(ti
     first = planned(tiny_uri, TrainConfig(strategy="single", num_workers=1, global_batch_size=32, epochs=1))[0, 0]
     told = (
         r"^loss \d.*, gradient norm inf at epoch 0, step 0 .*; the update was not applied; .* finite for every sample"
-        rf"; the gradient by itself is not for at least 5 samples: {', '.join(first[:5])};"
+        rf"; the gradient of at least 5 samples by itself is not finite: {', '.join(first[:5])};"
     )
     with pytest.raises(TrainingError, match=told):
         train_here(tiny_uri, tmp_path, recorder, model=f"{NON_FINITE}:with_cliff")
@@ -84,7 +84,9 @@ def test_samples_whose_gradient_is_not_finite_are_named_and_left_out(tiny_uri, t
     result = train_here(tiny_uri, tmp_path, recorder, **config)
     [event] = recorder.named("step_skipped")
     ids = [name for name in recorder.steps[0].sample_ids if name in {name for _, name in by_brightness[-2:]}]
-    assert len(ids) == 2 and event["warning"].endswith(f"the gradient by itself is not for 2 samples: {', '.join(ids)}")
+    assert len(ids) == 2 and event["warning"].endswith(
+        f"the gradient of 2 samples by itself is not finite: {', '.join(ids)}"
+    )
     assert result.num_skipped_steps == len(recorder.steps) == 1
     running_mean, running_var, num_batches, *_ = load_arrays((tmp_path / result.checkpoint / rank_file(0)).read_bytes())
     assert not running_mean.any() and (running_var == 1).all() and num_batches == 0
@@ -157,7 +159,7 @@ def test_a_gradient_without_bounds_stops_all_ranks_and_its_sample_is_named(
     worker = f"{WORKERS}:every_rank_tells_what_a_failure_leaves" if is_synchronous else DEFAULT_WORKER
     said = (
         rf"\(global step {stopped_at}\); the update was not applied; .* finite for every sample; "
-        rf"the gradient by itself is not for 1 samples: {name};"
+        rf"the gradient of 1 sample by itself is not finite: {name};"
     )
     watcher = Watcher()
     with pytest.raises(TrainingError, match=said):

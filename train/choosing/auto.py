@@ -166,7 +166,7 @@ def _numbers(config: TrainConfig, facts: Facts, dataset: Dataset | None) -> str:
         found.append(f"one host, as {why}")
     else:
         found.append(
-            f"spark.master = {facts.spark_master} with places for {facts.num_places or 'nobody knows how many'}"
+            f"spark.master = {facts.spark_master} with places for {facts.num_places or 'an unknown number of ranks'}"
         )
     if dataset is not None and facts.num_steps is not None:
         num_rows = dataset.manifest.splits["train"].num_rows

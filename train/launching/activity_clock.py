@@ -20,7 +20,7 @@ class Timed:
 
 
 class ActivityClock:
-    """What this rank does now, and its times. The main thread begins activities; any thread may look."""
+    """What this rank does now, and its times. One thread begins activities; any thread may look."""
 
     def __init__(self, now: float) -> None:
         self.num_begun = 0
@@ -34,11 +34,17 @@ class ActivityClock:
         if ended.repeats:
             before = self._timed.get(ended.what, Timed(ended.what, -UNTIMED))
             longest_seconds = max(before.longest_seconds, seconds) if before.num_finished >= 0 else 0.0
+            # Waiting for other ranks interrupts it: a step with a hundred collectives is one step.
+            num_finished = before.num_finished + (not activity.waits)
             # Another one, not the same one changed: a thread may be reading that.
-            self._timed = {**self._timed, ended.what: Timed(ended.what, before.num_finished + 1, longest_seconds)}
+            self._timed = {**self._timed, ended.what: Timed(ended.what, num_finished, longest_seconds)}
         self.current, self._began_seconds = activity, now
         self.num_begun += 1
         return ended
+
+    def restart(self, now: float) -> None:
+        """What it does now counts from here: the time before was no measure of it."""
+        self._began_seconds = now
 
     @property
     def timed(self) -> tuple[Timed, ...]:

@@ -22,7 +22,7 @@ from train.values import OUTPUT
 
 
 class TeedStream:
-    """A stream that is written as before, and to `output` as well."""
+    """`stream`, of which `output` keeps what is written to it."""
 
     def __init__(self, stream: TextIO, output: InlineOutput) -> None:
         self._stream = stream
@@ -51,17 +51,18 @@ class InlineOutput:
         self._observer = observer
         self._lines = OutputLines(lambda text: observer.event(OUTPUT, {"rank": 0, "text": text}))
         self._printed: deque[str] = deque()
-        self._num_printed = 0
+        self._num_waiting = 0
+        self._is_over = False
         self._trains = threading.current_thread()
         # The driver prints in this process too, and is no rank.
         self._driver = threading.local()
 
     def record(self, text: str) -> None:
         """From any thread."""
-        # What comes then would not be told anyway.
-        if self._num_printed > MAX_TOLD_BYTES or getattr(self._driver, "speaks", False):
+        # Between two steps no more is kept than all of them together may print.
+        if self._is_over or self._num_waiting > MAX_TOLD_BYTES or getattr(self._driver, "speaks", False):
             return
-        self._num_printed += len(text)
+        self._num_waiting += len(text)
         self._printed.append(text)
 
     def step(self, step: GlobalStep) -> None:
@@ -78,7 +79,7 @@ class InlineOutput:
         """The training is over; streams that somebody has kept are not printed any more."""
         with self._driver_speaks():
             self._lines.end()
-        self._num_printed = MAX_TOLD_BYTES + 1
+        self._is_over = True
 
     @contextmanager
     def _driver_speaks(self) -> Iterator[None]:

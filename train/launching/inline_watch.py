@@ -57,8 +57,7 @@ class InlineWatch:
         self._rank.last_step = step
 
     def doing(self, activity: Activity) -> Activity:
-        # There is no other rank that it could wait for.
-        return self._clock.begin(replace(activity, waits=False), time.monotonic())
+        return self._clock.begin(activity, time.monotonic())
 
     def watch(self, trains: threading.Thread, is_over: threading.Event) -> None:
         """Until it is over, or the rank has to be ended."""
@@ -68,8 +67,12 @@ class InlineWatch:
             # This process was suspended, or a person looks at it.
             if now - ticked_seconds > self._max_tick_seconds or _is_in_debugger(trains):
                 self._deadlines.restart_clocks(now)
+                self._clock.restart(now)
             ticked_seconds = self._rank.seen_seconds = now
-            self._deadlines.heartbeat(self._rank, heartbeat_of(self._clock), now)
+            beat = heartbeat_of(self._clock)
+            # There is no other rank that it could wait for.
+            beat = replace(beat, activity=replace(beat.activity, waits=False))
+            self._deadlines.heartbeat(self._rank, beat, now)
             for rank, pause in self._deadlines.paused(now):
                 self._observer.event("rank_paused", {"rank": 0, "where": rank.where, WARNING: pause})
             missed = self._deadlines.missed(now)

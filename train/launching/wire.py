@@ -94,7 +94,9 @@ class Heartbeat:
 
 def heartbeat_of(clock: ActivityClock) -> Heartbeat:
     """What a rank's clock says now, whichever thread asks."""
-    return Heartbeat(clock.num_begun, clock.current, clock.timed)
+    current, timed = clock.current, clock.timed
+    # Read last: an activity that has begun meanwhile must not be judged by the pause before it.
+    return Heartbeat(clock.num_begun, current, timed)
 
 
 @dataclass(frozen=True, slots=True)
