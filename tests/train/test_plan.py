@@ -48,6 +48,23 @@ def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
     assert planned.local_batch_size == 8, "of six streams with four images each, the largest rank has two"
     assert planned.images_per_second == pytest.approx(24 / (planned.cost.step_seconds + planned.exchange_seconds))
     assert not (tmp_path / "models").exists()
+    assert planned.prediction is None, "of what is here the speed is measured"
+
+
+def test_for_devices_that_are_not_here_a_range_is_predicted(tiny_uri, tmp_path):
+    tree = TrainTree.model_validate(
+        {"models": {"uri": str(tmp_path)}, "dataset": DatasetConfig(uri=tiny_uri), "spark": SparkConfig(),
+         "train": {"global_batch_size": 24, "num_streams": 6, "num_workers": 2, "mixed_precision": "bfloat16",
+                   "model": "tests.train.torch_models:linear"}}
+    )  # fmt: skip
+    planned = plan_training(tree, "1xH200")
+    assert planned.prediction is not None and planned.images_per_second is None
+    assert planned.prediction.image_flops == 2 * (2 * 16 * 16 * 3 * 3)
+    assert planned.prediction.least_step_seconds > planned.exchange_seconds > 0
+    assert dict(planned.rows())["speed"] == str(planned.prediction)
+    # Without a peak for the precision there is no figure.
+    no_figure = dict(plan_training(tree, "1xV100").rows())["speed"]
+    assert no_figure == "not known: no V100 is here, and its data sheet states no peak for this precision"
 
 
 def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_path):
@@ -61,5 +78,8 @@ def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_
     # A batch norm's moving statistics, of which no gradient exists.
     assert document["cost"]["model_bytes"] > document["cost"]["weights_bytes"] > 0
     assert document["fit"]["choice"] == "at_once" and document["images_per_second"] is None
+    assert document["prediction"]["least_images_per_second"] < document["prediction"]["most_images_per_second"]
+    assert document["prediction"]["image_flops"] > 0
+    assert "the peak that the data sheet of T4 states (8.1 TFLOP/s in float32)" in document["prediction"]["assumption"]
     assert document["exchange"] is None
     assert "one T4 has 15.0 GiB: they fit" in document["fit"]["reason"]

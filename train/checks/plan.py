@@ -12,6 +12,7 @@ from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig, require_uri
 from train.backends.backend import model_spec
+from train.checks.data_sheets import DATA_SHEETS, Prediction, predicted
 from train.checks.preflight import check_terms, check_trainable, window_memory
 from train.choosing.exchange import ExchangeFacts, Weighed, weigh
 from train.choosing.fit import Fit, decided, size_of
@@ -21,16 +22,6 @@ from train.choosing.probe import ProbeTask, StepCost, probe
 from train.config import TrainConfig
 from train.strategies import shares_streams
 from train.tree import TrainTree
-
-GIB = 2**30
-DEVICE_BYTES = {
-    name: gib * GIB
-    for name, gib in {
-        "T4": 15, "V100": 16, "A10": 22, "L4": 22, "RTX4090": 24, "A100": 40, "L40S": 45, "A100-80": 80, "H100": 80,
-        "H200": 141, "B200": 180,
-    }.items()
-}  # fmt: skip
-"""Memory that a program can use on one device, by the names that people give; from the makers' data sheets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +45,8 @@ class TrainingPlan:
     worker reads and sends."""
     images_per_second: float | None
     """If every rank is as fast as the one measured here and input keeps up; None for devices that are not here."""
+    prediction: Prediction | None
+    """For those; None if nothing can be said, and for what is here."""
     host: str
     device: str
     device_bytes: int
@@ -66,6 +59,11 @@ class TrainingPlan:
     def needed_bytes(self) -> int:
         """On the device of a rank."""
         return self.cost.state_bytes + self.cost.work_bytes
+
+    @property
+    def _no_figure(self) -> str:
+        counted = "its data sheet states no peak for this precision" if self.cost.image_flops else "nothing was counted"
+        return f"not known: no {self.device} is here, and {counted}"
 
     def document(self) -> dict[str, Any]:
         """What `--json` prints."""
@@ -86,7 +84,7 @@ class TrainingPlan:
             ("memory", f"{size_of(cost.state_bytes)} of state and {size_of(cost.work_bytes)} for a step on a rank's "
              f"device; {size_of(self.window_bytes_per_rank)} of windows in its host's memory"),
             ("step", f"{1000 * cost.step_seconds:.1f} ms computation{exchange} (measured on {self.host})"),
-            ("speed", f"{speed:,.0f} images/s if input keeps up" if speed else f"not known: no {self.device} is here"),
+            ("speed", f"{speed:,.0f} images/s if input keeps up" if speed else str(self.prediction or self._no_figure)),
             *([("fit", self.fit.reason)] if self.fit else []),
             *([("exchange", self.exchange.reason)] if self.exchange else []),
         ]  # fmt: skip
@@ -104,23 +102,21 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
         asked = asked.model_copy(update={"num_workers": num_devices})
     chosen = check_terms(asked, tree.spark, dataset)
     config = chosen.config
-    if num_devices not in (0, 1, config.num_workers):
-        raise UsageError(
-            f"--devices {devices} for train.num_workers = {config.num_workers}",
-            "expected a device for each rank",
-            f"give --world-size {num_devices}, or --devices 1x{kind}",
-        )
+    _check_count(devices, num_devices, kind, config.num_workers)
     check_trainable(config, dataset)
     # Before the step is measured: it refuses what cannot run.
     windows = window_memory(config, dataset)
     local_batch_size = windows.streams_per_rank * config.global_batch_size // config.num_streams
     spec = model_spec(dataset.manifest, config)
     num_here = max(1, ranks_here(config, tree.spark))
-    task = ProbeTask(decided(config, 1, to_bfloat16=False), spec, local_batch_size, num_here)
+    measured_config = decided(config, 1, to_bfloat16=False)
+    task = ProbeTask(measured_config, spec, local_batch_size, num_here, counts_flops=bool(kind))
     cost = probe(task)
-    limit = Limit(f"one {kind}", DEVICE_BYTES[kind], on_gpu=True) if kind else limit_of(config, tree.spark)
+    limit = Limit(f"one {kind}", DATA_SHEETS[kind].memory_bytes, on_gpu=True) if kind else limit_of(config, tree.spark)
     exchange_seconds = _exchange_seconds(config, cost.sent_bytes, network_gbit)
     images_at_once = config.global_batch_size * (1 if shares_streams(config) else config.num_workers)
+    fit, work = _fit(limit, tree.spark, config, dataset, windows.bytes_per_rank), (local_batch_size, images_at_once)
+    precision = "bfloat16" if fit and fit.to_bfloat16 else measured_config.mixed_precision
     return TrainingPlan(
         dataset=f"{dataset.pin.uri}@{dataset.pin.version}",
         strategy=config.strategy,
@@ -135,12 +131,22 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
         cost=cost,
         exchange_seconds=exchange_seconds,
         images_per_second=None if kind else images_at_once / (cost.step_seconds + exchange_seconds),
+        prediction=predicted(kind, precision, cost.image_flops, work, exchange_seconds) if kind else None,
         host=socket.gethostname(),
         device=kind,
-        device_bytes=DEVICE_BYTES.get(kind, 0),
-        fit=_fit(limit, tree.spark, config, dataset, windows.bytes_per_rank),
+        device_bytes=DATA_SHEETS[kind].memory_bytes if kind else 0,
+        fit=fit,
         exchange=None if kind else _weighed(config, cost, exchange_seconds, network_gbit),
     )
+
+
+def _check_count(devices: str, num_devices: int, kind: str, num_workers: int) -> None:
+    if num_devices not in (0, 1, num_workers):
+        raise UsageError(
+            f"--devices {devices} for train.num_workers = {num_workers}",
+            "expected a device for each rank",
+            f"give --world-size {num_devices}, or --devices 1x{kind}",
+        )
 
 
 def _fit(
@@ -172,8 +178,8 @@ def _weighed(config: TrainConfig, cost: StepCost, exchange_seconds: float, netwo
 def parse_devices(text: str) -> tuple[int, str]:
     """`8xH200` -> (8, "H200"). Raises UsageError for a kind that is not known."""
     match = re.fullmatch(r"([1-9]\d*)x([\w-]+)", text)
-    if not match or match[2] not in DEVICE_BYTES:
-        raise UsageError(f"--devices {text}", "expected COUNTxKIND, with a kind of " + ", ".join(DEVICE_BYTES))
+    if not match or match[2] not in DATA_SHEETS:
+        raise UsageError(f"--devices {text}", "expected COUNTxKIND, with a kind of " + ", ".join(DATA_SHEETS))
     return int(match[1]), match[2]
 
 

@@ -46,6 +46,7 @@ class ProbeTask:
     num_steps: int = NUM_STEPS
     for_memory: bool = False
     """Bytes are wanted, not seconds: on the CPU, whose memory is seen, also if there is a GPU."""
+    counts_flops: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ class StepCost:
     """Of `work_bytes`, what each image takes that is computed at a time."""
     base_bytes: int
     """And the rest, which does not grow with the images."""
+    image_flops: int = 0
+    """Of the forward and the backward pass of an image; 0 if that was not counted, or not by any operation."""
 
 
 def probe(task: ProbeTask) -> StepCost:
@@ -98,7 +101,8 @@ def measure(task: ProbeTask) -> StepCost:
     _forget_peak()
     before_bytes = _peak_bytes()
     num_few = min(FEW_IMAGES * config.num_parts, task.local_batch_size)
-    _steps(learner, _made_up(task, num_few), NUM_STEPS_OF_FEW_IMAGES)
+    few = _made_up(task, num_few)
+    _steps(learner, few, NUM_STEPS_OF_FEW_IMAGES)
     of_few_bytes = _peak_bytes() - before_bytes
     seconds = _steps(learner, _made_up(task, task.local_batch_size), task.num_steps)
     work_bytes = max(0, _peak_bytes() - before_bytes - sizes[StatePart.WEIGHTS])
@@ -116,6 +120,7 @@ def measure(task: ProbeTask) -> StepCost:
         process_bytes=before_bytes,
         image_bytes=image_bytes,
         base_bytes=max(0, work_bytes - image_bytes * num_images),
+        image_flops=learner.num_flops(few) // len(few.weights_N) if task.counts_flops else 0,
     )
 
 

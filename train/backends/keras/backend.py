@@ -69,6 +69,9 @@ class KerasLearner:
     def are_finite(self, addends: list[Any]) -> bool:
         return self.step.are_finite(addends)
 
+    def num_flops(self, batch: Batch) -> int:
+        return self.step.num_flops(batch)
+
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
         outcome = self.step.apply(sums, learning_rate)
         if self._averages and outcome.is_applied and not outcome.overflowed:

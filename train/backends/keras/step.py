@@ -82,29 +82,42 @@ class TrainStep:
         self._compiled_update = tf.function(self._update)
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
-        import tensorflow as tf
-
         addends: list[Any] = []
         parts = list(parts_of(batch, self._accumulation_steps))
         for part in parts:
             # The first call traces.
             with self._changed_layers(), as_layers_raised_them():
-                rows = Rows(
-                    tf.constant(part.images_NHWC),
-                    tf.constant(part.labels_N),
-                    tf.constant(part.weights_N, tf.float32),
-                    tf.constant(sample_keys(self._seed, part.epoch, part.sample_ids_N)),
-                )
-                of_part = self._compiled_gradients(
-                    rows,
-                    tf.constant(global_weight, tf.float32),
-                    tf.constant(share_of_streams / len(parts), tf.float32),
-                )
+                of_part = self._compiled_gradients(*self._arguments(part, global_weight, share_of_streams / len(parts)))
             addends = self._compiled_sum(addends, of_part) if addends else of_part
             # An accelerator computes asynchronously: waiting here keeps its time out of the time of the allreduce, and
             # the activations of one part at a time in its memory.
             addends[-1].numpy()
         return addends
+
+    def num_flops(self, batch: Batch) -> int:
+        """By TensorFlow's profiler, from the shapes in what is compiled."""
+        import tensorflow as tf
+
+        profiler: Any = tf.compat.v1.profiler
+        options = profiler.ProfileOptionBuilder(profiler.ProfileOptionBuilder.float_operation())
+        options = options.with_empty_output().build()
+        counted = 0
+        for part in parts_of(batch, self._accumulation_steps):
+            with self._changed_layers(), as_layers_raised_them():
+                traced = self._compiled_gradients.get_concrete_function(*self._arguments(part, 1, 1.0))
+            counted += profiler.profile(graph=traced.graph, options=options).total_float_ops
+        return counted
+
+    def _arguments(self, part: Batch, global_weight: int, share_of_streams: float) -> tuple[Rows, Any, Any]:
+        import tensorflow as tf
+
+        rows = Rows(
+            tf.constant(part.images_NHWC),
+            tf.constant(part.labels_N),
+            tf.constant(part.weights_N, tf.float32),
+            tf.constant(sample_keys(self._seed, part.epoch, part.sample_ids_N)),
+        )
+        return rows, tf.constant(global_weight, tf.float32), tf.constant(share_of_streams, tf.float32)
 
     @contextmanager
     def _changed_layers(self) -> Iterator[None]:
