@@ -23,7 +23,7 @@ class CountingStore:
     def __init__(self, uri: str) -> None:
         self._store = LocalStore(uri.removeprefix(f"{SCHEME}://"))
         self.uri = uri
-        self.local_root = self._store.local_root
+        self.local_root, self.deadline_seconds = self._store.local_root, self._store.deadline_seconds
 
     def __getattr__(self, name: str):
         if name not in _COUNTED:

@@ -177,7 +177,7 @@ class SlowStore:
     def __init__(self, uri: str) -> None:
         self._store = LocalStore(uri.removeprefix("slow://"))
         self.uri = uri
-        self.local_root = None
+        self.local_root, self.deadline_seconds = None, 0.0
 
     def __getattr__(self, name: str):
         return functools.partial(self._late, name)
