@@ -233,7 +233,10 @@ def test_each_stage_tells_what_it_did_and_skips_what_is_done(job, tmp_path):
     assert (times["rank"], times["host"], times["num_steps"]) == (0, socket.gethostname(), len(steps) - 1)
     assert list(times["seconds"]) == ["input_wait", "compute", "allreduce", "checkpoint"]
     assert times["seconds"]["compute"] > 0
-    assert skipped == {**trained, "rank_times": []}
+    # Of memory nothing is looked at where nothing is trained.
+    reason, within, _ = trained["strategy_reason"].rpartition("; a rank may use ")
+    assert within and trained["memory"].startswith("memory: ")
+    assert skipped == {**trained, "rank_times": [], "memory": "", "strategy_reason": reason}
     assert second[2]["sections"]["promotion"]["decision"] == "already_current"
 
 
