@@ -32,6 +32,7 @@ from benchmarks.training_step import NUM_CLASSES, SHAPE, SPEC, SilentReporter, t
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.values import Batch, DatasetPin
+from train.activities import Activity
 from train.backends import BACKENDS
 from train.backends.backend import Learner
 from train.checks.preflight import check_terms
@@ -42,7 +43,7 @@ from train.strategies import STRATEGIES
 from train.strategies.member import DataIndex, Member
 from train.strategies.replicated import StreamShare
 from train.task import WorkerTask
-from train.values import Activity, ModelIdentity, Reporter, TimeShares, TrainResult
+from train.values import ModelIdentity, Reporter, TimeShares, TrainResult
 from train.world import World
 
 LOCAL_BATCH_SIZE = 32

@@ -29,6 +29,7 @@ from benchmarks.training_start import build_dataset
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig, ModelsConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
+from train.activities import Activity
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.rank import HEARTBEAT_SECONDS
@@ -36,7 +37,7 @@ from train.reporting.observer import GlobalStep
 from train.task import WorkerTask
 from train.training import train_model
 from train.tree import TrainTree
-from train.values import Activity, Reporter, StepReport, TrainResult
+from train.values import Reporter, StepReport, TrainResult
 from train.worker import run_worker
 from train.world import World
 

@@ -26,6 +26,7 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.reader import BatchReader
 from train import worker
+from train.activities import Activity
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.progress import Progress
@@ -34,7 +35,7 @@ from train.reporting.rank_times import StragglerWatch
 from train.reporting.verdict import StepTimes
 from train.stopwatch import Stopwatch
 from train.task import WorkerTask
-from train.values import Activity, Reporter, StepReport, TrainResult
+from train.values import Reporter, StepReport, TrainResult
 from train.world import World
 
 STRATEGIES = ("horovod", "torch_ddp")

@@ -21,12 +21,13 @@ import numpy as np
 
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import Batch
+from train.activities import Activity
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.config import TrainConfig
 from train.labels import LabelSpec
 from train.strategies import STRATEGIES
-from train.values import Activity, StepReport
+from train.values import StepReport
 from train.world import World
 
 SHAPE = (64, 64, 3)

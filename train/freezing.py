@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
 from shardmill.values import Cursor
-from train.values import Activity
+from train.activities import Activity
 
 if TYPE_CHECKING:
     from train.backends.backend import Learner

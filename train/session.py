@@ -11,6 +11,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.errors import IntegrityError, StorageError
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated
+from train.activities import Activity, during
 from train.checkpoints.checkpoint import (
     CheckpointFolder,
     FoundCheckpoint,
@@ -28,7 +29,7 @@ from train.reporting.profiling import StepProfiler
 from train.stopwatch import Stopwatch
 from train.strategies.member import Member
 from train.task import WorkerTask
-from train.values import Activity, Reporter, during, from_json, to_json
+from train.values import Reporter, from_json, to_json
 from train.world import World
 
 Item = TypeVar("Item")

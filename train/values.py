@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
 from shardmill.jobs.observer import Observer
-from shardmill.storage import Store
 from shardmill.values import Cursor, DatasetPin, LabelKind
+from train.activities import Activity
 from train.world import RankDevices
 
 Value = TypeVar("Value")
-MARGIN_SECONDS = 30.0
-SLOW_BYTES_PER_SECOND = 10e6
 # In the folder of a training: its `TrainResult`, what classes it confused, and folders of what ranks leave for each
 # other and for tools.
 RESULT = "result.json"
@@ -237,20 +233,6 @@ OUTPUT = "output"
 """The event with whole lines, `text`, of what the process of a rank prints; the run's `ranks.log` has them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """One thing that the main thread does, or waits for."""
-
-    what: str = "its own work"
-    """For people; activities of one name are timed together."""
-    waits: bool = False
-    """It ends only when the other ranks arrive, too."""
-    repeats: bool = False
-    """It is done over and over alike, so that the times it took tell how long it may take."""
-    may_take_seconds: float = 0.0
-    """At least so long is allowed, however quick it was before."""
-
-
 class Reporter(Observer, Protocol):
     """How a rank reports to its driver: events (`resumed`, `epoch`, `early_stop`, ...), steps, and what it does now.
 
@@ -267,34 +249,6 @@ class Reporter(Observer, Protocol):
         Costs nothing, so call it often: a rank that neither calls it nor reports a step for long is said to hang.
         """
         ...
-
-
-def waiting(what: str) -> Activity:
-    """For other ranks."""
-    return Activity(what, waits=True)
-
-
-def reading(what: str, store: Store, most_bytes: int = 0) -> Activity:
-    """Waiting for what comes from `store`, which may repeat its requests until its own deadline: that says more.
-
-    `most_bytes`: what has to be there now and then before the next item is, such as a whole shuffle window.
-    """
-    seconds = store.deadline_seconds
-    patience_seconds = seconds + MARGIN_SECONDS if seconds else 0.0
-    return Activity(
-        what, repeats=seconds is not None, may_take_seconds=patience_seconds + most_bytes / SLOW_BYTES_PER_SECOND
-    )
-
-
-@contextmanager
-def during(reporter: Reporter, activity: Activity) -> Iterator[None]:
-    """Inside, the rank does that, and afterwards again what it did before.
-
-    Not if it fails: what it was doing then is what an error reports.
-    """
-    before = reporter.doing(activity)
-    yield
-    reporter.doing(before)
 
 
 def to_json(value: object) -> bytes:

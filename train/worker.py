@@ -17,6 +17,7 @@ from shardmill.sealed import seal
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import Batch
+from train.activities import Activity, during
 from train.backends import BACKENDS
 from train.backends.backend import Backend, Learner, model_spec
 from train.checkpoints.attempts import Attempt, claim_attempt
@@ -40,14 +41,12 @@ from train.task import WorkerTask
 from train.values import (
     EXCHANGED_FILES,
     RESULT,
-    Activity,
     EpochRecord,
     Evaluation,
     ModelIdentity,
     Reporter,
     StepReport,
     TrainResult,
-    during,
     from_json,
     to_json,
 )

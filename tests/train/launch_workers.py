@@ -11,8 +11,9 @@ from typing import NoReturn
 from shardmill.errors import IntegrityError
 from shardmill.jobs.process import Terminated
 from shardmill.values import Cursor
+from train.activities import Activity, during, waiting
 from train.task import WorkerTask
-from train.values import Activity, ModelIdentity, Reporter, StepReport, TimeShares, TrainResult, during, waiting
+from train.values import ModelIdentity, Reporter, StepReport, TimeShares, TrainResult
 from train.world import World
 
 NUM_STEPS = 4

@@ -14,6 +14,7 @@ from dataclasses import replace
 from shardmill.errors import TrainingError
 from shardmill.jobs.observer import FieldValue
 from shardmill.stores import open_store
+from train.activities import Activity
 from train.backends.backend import Learner, StatePart
 from train.checkpoints.state import dump_arrays
 from train.config import TrainConfig
@@ -24,7 +25,7 @@ from train.strategies.multi_worker_mirrored import MULTI_WORKER_MIRRORED
 from train.strategies.strategy import Strategy
 from train.strategies.torch_ddp import TORCH_DDP
 from train.task import WorkerTask
-from train.values import Activity, Reporter, StepReport, TrainResult
+from train.values import Reporter, StepReport, TrainResult
 from train.worker import run_worker
 from train.world import World
 

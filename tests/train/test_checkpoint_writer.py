@@ -21,12 +21,13 @@ from shardmill.stores.local import LocalStore
 from shardmill.values import DatasetPin
 from tests.train.checkpoints import CONFIG, OneRank, Silent
 from tests.train.training import Recorder, train_here
+from train.activities import Activity
 from train.checkpoints.attempts import Attempt, claim_attempt
 from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, open_checkpoint
 from train.checkpoints.checkpoint_writer import OF_ALL_RANKS, STORING, CheckpointWriter, Moment
 from train.checkpoints.state import WEIGHTS
 from train.progress import Progress
-from train.values import RESULT, Activity, ModelIdentity
+from train.values import RESULT, ModelIdentity
 
 NUM_KILLS = int(os.environ.get("SHARDMILL_KILLS", "30"))
 

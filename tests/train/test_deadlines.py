@@ -8,12 +8,12 @@ import pytest
 
 from shardmill.stores.local import LocalStore
 from shardmill.values import Cursor
+from train.activities import Activity, reading, waiting
 from train.config import TrainConfig
 from train.launching.activity_clock import UNTIMED, ActivityClock
 from train.launching.deadlines import PATIENCE, TRUSTED, Deadlines
 from train.launching.faults import FaultKind, error_of
 from train.launching.wire import Heartbeat, Hello, heartbeat_of
-from train.values import Activity, reading, waiting
 
 
 def started(world_size: int, **limits: float) -> Deadlines:
@@ -297,5 +297,4 @@ def test_time_in_a_debugger_is_no_measure():
 
 
 def test_a_window_that_must_be_filled_has_its_time():
-    slow = reading("reading a batch", LocalStore("."), most_bytes=2_000_000_000)
-    assert slow.may_take_seconds == 200.0
+    assert reading("a batch", LocalStore("."), most_bytes=2_000_000_000).may_take_seconds == 200.0

@@ -16,10 +16,11 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import WARNING
 from tests.train.driver_process import PIN, WORKERS
 from tests.train.test_job import Recorder
+from train.activities import Activity, during
 from train.config import TrainConfig
 from train.launching.inline import launch_inline
 from train.task import WorkerTask
-from train.values import Activity, Reporter, StepReport, TrainResult, during
+from train.values import Reporter, StepReport, TrainResult
 from train.world import World
 
 SECONDS = {"silent_seconds": 0.5, "progress_timeout_seconds": 1.0, "start_timeout_seconds": 0.5}

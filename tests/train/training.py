@@ -9,12 +9,13 @@ from pathlib import Path
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
+from train.activities import Activity
 from train.choosing.auto import resolve
 from train.config import TrainConfig
 from train.models.user import source_sha256
 from train.reporting.observer import GlobalStep
 from train.task import WorkerTask
-from train.values import Activity, StepReport, TrainResult
+from train.values import StepReport, TrainResult
 from train.worker import run_worker
 from train.world import World
 

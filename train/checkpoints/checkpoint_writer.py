@@ -22,10 +22,11 @@ from shardmill.failpoints import failpoint
 from shardmill.jobs.process import Terminated
 from shardmill.sealed import SealedFile, seal, seal_file
 from shardmill.storage import Store
+from train.activities import Activity, waiting
 from train.checkpoints.checkpoint import MARKER, CheckpointFolder, CheckpointMarker, TrainingIdentity, delete_older
 from train.checkpoints.state import dump_arrays
 from train.progress import Progress
-from train.values import BEFORE_CHECKPOINT, Activity, Reporter, from_json, to_json, waiting
+from train.values import BEFORE_CHECKPOINT, Reporter, from_json, to_json
 
 # How long a training that fails waits for a checkpoint that was begun: ranks that fail for one reason can complete it.
 GRACE_SECONDS = 10.0

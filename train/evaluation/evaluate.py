@@ -17,19 +17,14 @@ from shardmill.values import Batch
 from train.labels import LabelSpec
 from train.records import read_if_whole
 from train.strategies.collective import SingleCollective
-from train.tallies.multi_label import MultiLabelTally
-from train.tallies.numbers import NumberTally
-from train.tallies.one_class import ClassTally
+from train.tallies import TALLIES
 from train.tallies.tally import Exchange, Tally
 from train.values import CONFUSION, Confusion, Evaluation, to_json
 
 
 def tally_of(labels: LabelSpec, outputs_are_logits: bool) -> Tally:
     """An empty tally for labels of that kind."""
-    if labels.are_numbers:
-        return NumberTally(labels)
-    kind = ClassTally if labels.kind == "class" else MultiLabelTally
-    return kind(labels, outputs_are_logits)
+    return TALLIES[labels.kind](labels, outputs_are_logits)
 
 
 def evaluate_batches(

@@ -9,10 +9,11 @@ import numpy as np
 
 from shardmill.reader import read_batches
 from shardmill.values import Batch
+from train.activities import Activity, during, reading
 from train.evaluation.evaluate import evaluate_batches, write_confusion
 from train.reading import reader_options
 from train.session import Session, each_announced
-from train.values import Activity, Evaluation, during, reading
+from train.values import Evaluation
 
 
 def evaluate_split(session: Session, split: str) -> Evaluation:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from shardmill.jobs.observer import WARNING
 from shardmill.sealed import seal
 from shardmill.storage import Store
+from train.activities import Activity, during
 from train.initialization.initial import read_pinned
 from train.initialization.match_weights import Initialized, listed, match_weights
 from train.records import read_if_whole
-from train.values import Activity, during, to_json
+from train.values import to_json
 
 if TYPE_CHECKING:
     from train.session import Session

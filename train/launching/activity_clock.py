@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from train.values import Activity
+from train.activities import Activity
 
 UNTIMED = 4
 """Of each activity so many are not timed: frameworks trace and compile in the first ones."""

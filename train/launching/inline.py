@@ -11,6 +11,7 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from shardmill.jobs.process import environment_variable, stopping_in_order
 from shardmill.values import Cursor
+from train.activities import Activity
 from train.launching import Launcher
 from train.launching.devices import agree_on_devices, device_environment
 from train.launching.faults import FaultKind, RankFault, error_of, failure_of
@@ -20,7 +21,7 @@ from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER, load_worker
 from train.reporting.observer import StepAssembler, TrainObserver
 from train.task import WorkerTask
-from train.values import Activity, StepReport, TrainResult
+from train.values import StepReport, TrainResult
 from train.world import World
 
 

@@ -19,13 +19,13 @@ from types import FrameType
 
 from shardmill.jobs.observer import WARNING
 from shardmill.values import Cursor
+from train.activities import Activity
 from train.config import TrainConfig
 from train.launching.activity_clock import ActivityClock
 from train.launching.deadlines import Deadlines
 from train.launching.faults import RankFault, error_of
 from train.launching.wire import Hello, heartbeat_of
 from train.reporting.observer import TrainObserver
-from train.values import Activity
 
 TICK_SECONDS = 0.2
 # For the exception to end what the main thread does; native code may not let it.

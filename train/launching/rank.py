@@ -20,6 +20,7 @@ from shardmill.jobs.process import Terminated
 from shardmill.jobs.reach import check_nonce
 from shardmill.parent_death import die_with_parent
 from shardmill.stores.retries import num_retried
+from train.activities import Activity
 from train.launching.activity_clock import ActivityClock
 from train.launching.devices import agree_on_devices
 from train.launching.exchanges import LANES, Exchanged, Lane, RankExchange
@@ -42,7 +43,7 @@ from train.launching.wire import (
 from train.strategies import STRATEGIES
 from train.strategies.nics import ipv4_of
 from train.task import WorkerTask
-from train.values import Activity, Reporter, StepReport, TrainResult, from_json
+from train.values import Reporter, StepReport, TrainResult, from_json
 from train.world import World
 
 DEFAULT_WORKER = "train.worker:run_worker"

@@ -25,13 +25,14 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from shardmill.jobs.observer import FieldValue
+from train.activities import Activity
 from train.launching.activity_clock import ActivityClock, Timed
 from train.launching.attach_messages import Admitted, AttachMessage
 from train.launching.exchanges import Exchange, Exchanged
 from train.launching.faults import Failure
 from train.launching.keeper_messages import Output, RankExit
 from train.launching.stop_point import Begun, Hold, StopAfter, Stopped
-from train.values import Activity, StepReport, TrainResult
+from train.values import StepReport, TrainResult
 
 ADDRESS_VARIABLE = "SHARDMILL_DRIVER_ADDRESS"
 TOKEN_VARIABLE = "SHARDMILL_DRIVER_TOKEN"

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from shardmill.stores import open_store
+from train.activities import Activity, reading
 from train.strategies.member import SiloIndex
-from train.values import Activity, reading
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from train.values import Reporter, during, waiting
+from train.activities import during, waiting
+from train.values import Reporter
 from train.world import World
 
 

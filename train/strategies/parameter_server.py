@@ -18,6 +18,7 @@ from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated
 from shardmill.reader import ReaderSeconds
 from shardmill.values import Batch, Cursor
+from train.activities import Activity, during, waiting
 from train.backends.backend import Learner, StepOutcome
 from train.config import TrainConfig
 from train.reading import Epoch
@@ -29,7 +30,7 @@ from train.strategies.parameter_server_step import Dispatched, RemoteSteps
 from train.strategies.parameter_server_worker import serve
 from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
 from train.strategies.strategy import Strategy
-from train.values import Activity, Reporter, during, waiting
+from train.values import Reporter
 from train.world import Role, World, alone
 
 # Dispatched and not yet answered, for each worker: one that it computes, and one that waits.

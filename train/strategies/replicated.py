@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardmill.values import Batch
+from train.activities import during, waiting
 from train.backends.backend import Learner, StatePart, SumInStep
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, dump_arrays, load_arrays, rank_file
 from train.config import TrainConfig
@@ -22,7 +23,7 @@ from train.stopwatch import Stopwatch
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.strategy import CheckpointLayout, Join, WholeModel
-from train.values import Reporter, during, waiting
+from train.values import Reporter
 from train.world import Gather, World
 
 if TYPE_CHECKING:

@@ -23,8 +23,9 @@ from functools import partial
 import numpy as np
 
 from shardmill.stores import open_store
+from train.activities import Activity, during, waiting
 from train.checkpoints.state import dump_arrays, load_arrays
-from train.values import Activity, Reporter, during, waiting
+from train.values import Reporter
 from train.world import World
 
 POLL_SECONDS = 0.05

@@ -18,6 +18,7 @@ import numpy as np
 
 from shardmill.errors import TrainingError, UsageError
 from shardmill.values import Batch
+from train.activities import during, waiting
 from train.backends.backend import Learner
 from train.compression import sent_bytes
 from train.config import TrainConfig
@@ -29,7 +30,7 @@ from train.strategies.powersgd import LowRankSums
 from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
 from train.strategies.strategy import GLOO_ECHO, Strategy
 from train.strategies.torch_buckets import BucketSums
-from train.values import Reporter, during, waiting
+from train.values import Reporter
 from train.world import Gather, World
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from train.values import Evaluation
 class NumberTally:
     """`train.tallies.Tally` for float32 labels."""
 
-    def __init__(self, labels: LabelSpec) -> None:
+    def __init__(self, labels: LabelSpec, outputs_are_logits: bool) -> None:
         self._labels = labels
         self._sums = np.zeros(3)
         """Of squared errors, of absolute errors, of samples."""

@@ -75,8 +75,7 @@ class TorchLearner:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
-        zeros = import_torch().zeros_like
-        figures = self.differentiate(batch, global_weight, share_of_streams)
+        zeros, figures = import_torch().zeros_like, self.differentiate(batch, global_weight, share_of_streams)
         return [*(zeros(each) if each.grad is None else each.grad.float() for each in self.weights), figures]
 
     def num_flops(self, batch: Batch) -> int:

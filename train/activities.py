@@ -1,0 +1,57 @@
+"""What a rank does now, as it says with its heartbeats: how long that may take follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardmill.storage import Store
+    from train.values import Reporter
+
+MARGIN_SECONDS = 30.0
+SLOW_BYTES_PER_SECOND = 10e6
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """One thing that the main thread does, or waits for."""
+
+    what: str = "its own work"
+    """For people; activities of one name are timed together."""
+    waits: bool = False
+    """It ends only when the other ranks arrive, too."""
+    repeats: bool = False
+    """It is done over and over alike, so that the times it took tell how long it may take."""
+    may_take_seconds: float = 0.0
+    """At least so long is allowed, however quick it was before."""
+
+
+def waiting(what: str) -> Activity:
+    """For other ranks."""
+    return Activity(what, waits=True)
+
+
+def reading(what: str, store: Store, most_bytes: int = 0) -> Activity:
+    """Waiting for what comes from `store`, which may repeat its requests until its own deadline: that says more.
+
+    `most_bytes`: what has to be there now and then before the next item is, such as a whole shuffle window.
+    """
+    seconds = store.deadline_seconds
+    patience_seconds = seconds + MARGIN_SECONDS if seconds else 0.0
+    return Activity(
+        what, repeats=seconds is not None, may_take_seconds=patience_seconds + most_bytes / SLOW_BYTES_PER_SECOND
+    )
+
+
+@contextmanager
+def during(reporter: Reporter, activity: Activity) -> Iterator[None]:
+    """Inside, the rank does that, and afterwards again what it did before.
+
+    Not if it fails: what it was doing then is what an error reports.
+    """
+    before = reporter.doing(activity)
+    yield
+    reporter.doing(before)
