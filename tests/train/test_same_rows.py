@@ -33,7 +33,7 @@ def test_an_expiry_or_a_rollback_is_no_reason_to_train_again(tmp_path: Path):
     build(tmp_path, 16)
     roll_back(open_store(root), 2, "run")
     for version in (3, 5):
-        assert train_model(tree(f"{root}@{version}"), Observer()) == replace(trained, skipped=True)
+        assert train_model(tree(f"{root}@{version}"), Observer()) == replace(trained, skipped=True, fitted=None)
     with pytest.raises(UsageError, match=r"no finished training .*@4"):
         finished_training(tree(f"{root}@4"))
 

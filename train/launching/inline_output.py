@@ -22,19 +22,26 @@ from train.values import OUTPUT
 
 
 class TeedStream:
-    """`stream`, of which `output` keeps what is written to it."""
+    """`stream`, of which `output` keeps what is written to it; what the driver writes goes to a stream of its own."""
 
-    def __init__(self, stream: TextIO, output: InlineOutput) -> None:
+    def __init__(self, stream: TextIO, output: InlineOutput, of_driver: TextIO) -> None:
         self._stream = stream
         self._output = output
+        self._of_driver = of_driver
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        if self._output.driver_speaks:
+            return self._of_driver.write(text)
         num_written = self._stream.write(text)
         self._output.record(text)
         return num_written
+
+    def flush(self) -> None:
+        self._stream.flush()
+        self._of_driver.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -57,32 +64,37 @@ class InlineOutput:
         # The driver prints in this process too, and is no rank.
         self._driver = threading.local()
 
+    @property
+    def driver_speaks(self) -> bool:
+        """Whether this thread is inside the observer."""
+        return getattr(self._driver, "speaks", False)
+
     def record(self, text: str) -> None:
         """From any thread."""
         # Between two steps no more is kept than all of them together may print.
-        if self._is_over or self._num_waiting > MAX_TOLD_BYTES or getattr(self._driver, "speaks", False):
+        if self._is_over or self._num_waiting > MAX_TOLD_BYTES:
             return
         self._num_waiting += len(text)
         self._printed.append(text)
 
     def step(self, step: GlobalStep) -> None:
         """As the observer's."""
-        with self._driver_speaks():
+        with self._for_driver():
             self._observer.step(step)
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         """As the observer's."""
-        with self._driver_speaks():
+        with self._for_driver():
             self._observer.event(name, fields)
 
     def end(self) -> None:
         """The training is over; streams that somebody has kept are not printed any more."""
-        with self._driver_speaks():
+        with self._for_driver():
             self._lines.end()
         self._is_over = True
 
     @contextmanager
-    def _driver_speaks(self) -> Iterator[None]:
+    def _for_driver(self) -> Iterator[None]:
         self._driver.speaks = True
         try:
             if threading.current_thread() is self._trains:
@@ -104,9 +116,10 @@ def gathered(observer: TrainObserver) -> Iterator[TrainObserver]:
         yield observer
         return
     output = InlineOutput(observer)
-    teed: Any = TeedStream(sys.stderr, output)
+    out: Any = TeedStream(sys.stderr, output, of_driver=sys.stdout)
+    err: Any = TeedStream(sys.stderr, output, of_driver=sys.stderr)
     try:
-        with redirect_stdout(teed), redirect_stderr(teed):
+        with redirect_stdout(out), redirect_stderr(err):
             yield output
     finally:
         output.end()
