@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 INK, MUTED, RULE = "#1d2733", "#6b7785", "#e6eaef"
 BLUE, ORANGE, GREEN, VIOLET, RED, GREY = "#2f6fde", "#e8833a", "#2a9d76", "#8660c9", "#cf4b4b", "#b9c2cd"
@@ -51,8 +51,9 @@ def line_chart(
     def place_y(y: float) -> float:
         return height - bottom - (y - ticks[0]) / ((ticks[-1] - ticks[0]) or 1) * (height - top - bottom)
 
+    rule = Markup('<line x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}" stroke="{}"/>')
     parts = [
-        f'<line x1="{left}" x2="{width - right}" y1="{place_y(tick):.1f}" y2="{place_y(tick):.1f}" stroke="{RULE}"/>'
+        rule.format(left, width - right, place_y(tick), place_y(tick), RULE)
         + text(left - 8, place_y(tick) + 4, y_format.format(tick), anchor="end", fill=MUTED)
         for tick in ticks
     ]
@@ -66,12 +67,12 @@ def line_chart(
         color = SERIES_COLORS[number % len(SERIES_COLORS)]
         points = [(place_x(x), place_y(y), x, y) for x, y in zip(line.xs, line.ys, strict=True) if math.isfinite(y)]
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py, _, _ in points)
-        parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2.2" stroke-linejoin="round"/>'
-        )
+        curve = Markup('<polyline points="{}" fill="none" stroke="{}" stroke-width="2.2" stroke-linejoin="round"/>')
+        parts.append(curve.format(path, color))
         for px, py, x, y in points:
-            tip = escape(f"{line.name}, {x_label} {x:g}: {y_format.format(y)}")
-            parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="2.8" fill="{color}"><title>{tip}</title></circle>')
+            tip = f"{line.name}, {x_label} {x:g}: {y_format.format(y)}"
+            point = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2.8" fill="{}"><title>{}</title></circle>')
+            parts.append(point.format(px, py, color, tip))
         # Two curves that end close together would write over each other.
         end_y = points[-1][1]
         while any(abs(end_y - other) < 26 for other in ends):
@@ -95,17 +96,14 @@ def bar_chart(bars: Sequence[Bar], *, part_names: Sequence[str], title: str, lim
     left = 16 + int(max(text_width(shorten(bar.label)) for bar in shown))
     longest = max(sum(bar.parts) for bar in shown) or 1
     scale = (width - left - 64) / longest
-    parts: list[str] = []
+    parts: list[Markup] = []
     for number, bar in enumerate(shown):
         y, x = top + number * row, float(left)
         parts.append(text(left - 8, y + 14, shorten(bar.label), anchor="end", fill=INK, tip=bar.label))
         for index, value in enumerate(bar.parts):
             color = SERIES_COLORS[index % len(SERIES_COLORS)]
-            tip = escape(f"{bar.label}, {part_names[index]}: {value:,.0f}")
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y + 2}" width="{value * scale:.1f}" height="{row - 6}" fill="{color}">'
-                f"<title>{tip}</title></rect>"
-            )
+            tip = f"{bar.label}, {part_names[index]}: {value:,.0f}"
+            parts.append(rect(x, y + 2, value * scale, row - 6, color, tip))
             x += value * scale
         parts.append(text(x + 6, y + 14, f"{sum(bar.parts):,.0f}", fill=MUTED))
     keys = legend(part_names) if len(part_names) > 1 else Markup()
@@ -120,16 +118,14 @@ def side_by_side_chart(bars: Sequence[Bar], *, part_names: Sequence[str], title:
     row = thin * len(part_names) + gap
     left = 16 + int(max(text_width(shorten(bar.label)) for bar in bars))
     scale = (width - left - 64) / (max(value for bar in bars for value in bar.parts) or 1)
-    parts: list[str] = []
+    parts: list[Markup] = []
     for number, bar in enumerate(bars):
         y = top + number * row
         parts.append(text(left - 8, y + (row - gap) / 2 + 4, shorten(bar.label), anchor="end", fill=INK, tip=bar.label))
         for index, value in enumerate(bar.parts):
-            tip = escape(f"{bar.label}, {part_names[index]}: {value:,.0f}")
-            parts.append(
-                f'<rect x="{left}" y="{y + index * thin}" width="{value * scale:.1f}" height="{thin - 1}" '
-                f'fill="{SERIES_COLORS[index % len(SERIES_COLORS)]}"><title>{tip}</title></rect>'
-            )
+            color = SERIES_COLORS[index % len(SERIES_COLORS)]
+            tip = f"{bar.label}, {part_names[index]}: {value:,.0f}"
+            parts.append(rect(left, y + index * thin, value * scale, thin - 1, color, tip))
             if value:
                 parts.append(text(left + value * scale + 6, y + index * thin + 10, f"{value:,.0f}", fill=MUTED))
     return legend(part_names) + svg(width, top * 2 + row * len(bars) - gap, parts, title)
@@ -139,14 +135,11 @@ def share_bar(shares: Sequence[tuple[str, float]], *, title: str) -> Markup:
     """One bar cut into shares of 1, with a legend that says each in percent."""
     width, height, x = 1160, 34, 0.0
     total = sum(share for _, share in shares) or 1
-    parts: list[str] = []
+    parts: list[Markup] = []
     for number, (name, share) in enumerate(shares):
         length = share / total * width
         color = SERIES_COLORS[number % len(SERIES_COLORS)]
-        tip = escape(f"{name}: {share / total:.1%}")
-        parts.append(
-            f'<rect x="{x:.1f}" y="0" width="{length:.1f}" height="{height}" fill="{color}"><title>{tip}</title></rect>'
-        )
+        parts.append(rect(x, 0, length, height, color, f"{name}: {share / total:.1%}"))
         if length > 60:
             parts.append(text(x + length / 2, 22, f"{share / total:.0%}", anchor="middle", fill="#fff", weight=600))
         x += length
@@ -168,7 +161,7 @@ def confusion_chart(names: Sequence[str], counts_true_predicted: Sequence[Sequen
     middle = top + size / 2
     parts = [
         text(left + size / 2, 12, "predicted", anchor="middle", fill=MUTED),
-        f'<g transform="rotate(-90 12 {middle:.1f})">{text(12, middle, "true", anchor="middle", fill=MUTED)}</g>',
+        turned(text(12, middle, "true", anchor="middle", fill=MUTED), -90, 12, middle),
     ]
     for row, (name, counts) in enumerate(zip(names, counts_true_predicted, strict=True)):
         total = sum(counts) or 1
@@ -178,17 +171,15 @@ def confusion_chart(names: Sequence[str], counts_true_predicted: Sequence[Sequen
         if cell >= 12:
             x = left + (row + 0.5) * cell
             label = text(x, top - 6, shorten(name, 18), anchor="start" if is_tilted else "middle", fill=INK, tip=name)
-            parts.append(f'<g transform="rotate(-45 {x:.1f} {top - 6})">{label}</g>' if is_tilted else label)
+            parts.append(turned(label, -45, x, top - 6) if is_tilted else label)
         for column, count in enumerate(counts):
             x, share = left + column * cell, count / total
             color = BLUE if row == column else ORANGE
             # A single mistake must stay visible beside a diagonal near 1.
             opacity = 0.0 if not count else 0.12 + 0.88 * (share if row == column else min(1.0, share * 4))
-            tip = escape(f"true {name}, predicted {names[column]}: {count} of {total}")
-            parts.append(
-                f'<rect x="{x}" y="{y}" width="{cell - 1}" height="{cell - 1}" rx="2" fill="{color}" '
-                f'fill-opacity="{opacity:.3f}" stroke="{RULE}"><title>{tip}</title></rect>'
-            )
+            tip = f"true {name}, predicted {names[column]}: {count} of {total}"
+            look = Markup(' rx="2" fill-opacity="{:.3f}" stroke="{}"').format(opacity, RULE)
+            parts.append(rect(x, y, cell - 1, cell - 1, color, tip, look))
             if count and cell >= 20:
                 ink = "#fff" if opacity > 0.55 else INK
                 parts.append(text(x + cell / 2, y + cell / 2 + 4, str(count), anchor="middle", fill=ink))
@@ -213,20 +204,29 @@ def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 def legend(names: Sequence[str]) -> Markup:
     """Colour keys in the order of the series."""
-    keys = "".join(
-        f'<span><i style="background:{SERIES_COLORS[number % len(SERIES_COLORS)]}"></i>{escape(name)}</span>'
-        for number, name in enumerate(names)
-    )
-    return Markup(f'<div class="legend">{keys}</div>')
+    key = Markup('<span><i style="background:{}"></i>{}</span>')
+    keys = [key.format(SERIES_COLORS[number % len(SERIES_COLORS)], name) for number, name in enumerate(names)]
+    return Markup('<div class="legend">{}</div>').format(Markup().join(keys))
 
 
-def text(x: float, y: float, words: str, *, anchor: str = "start", fill: str, weight: int = 400, tip: str = "") -> str:
-    """Escaped words at a place."""
-    title = f"<title>{escape(tip)}</title>" if tip else ""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}" font-weight="{weight}">'
-        f"{escape(words)}{title}</text>"
-    )
+def text(
+    x: float, y: float, words: str, *, anchor: str = "start", fill: str, weight: int = 400, tip: str = ""
+) -> Markup:
+    """Words at a place."""
+    title = Markup("<title>{}</title>").format(tip) if tip else ""
+    shown = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}" fill="{}" font-weight="{}">{}{}</text>')
+    return shown.format(x, y, anchor, fill, weight, words, title)
+
+
+def rect(x: float, y: float, width: float, height: float, fill: str, tip: str, look: Markup | str = "") -> Markup:
+    """A box at a place; its tip shows when one points at it. `look`: further attributes."""
+    box = Markup('<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" fill="{}"{}><title>{}</title></rect>')
+    return box.format(x, y, width, height, fill, look, tip)
+
+
+def turned(part: Markup, degrees: int, x: float, y: float) -> Markup:
+    """A part turned around a place."""
+    return Markup('<g transform="rotate({} {:.1f} {:.1f})">{}</g>').format(degrees, x, y, part)
 
 
 def text_width(words: str) -> float:
@@ -234,17 +234,15 @@ def text_width(words: str) -> float:
     return sum(CHARACTER_WIDTH * (2 if unicodedata.east_asian_width(each) in "WF" else 1) for each in words)
 
 
-def svg(width: float, height: float, parts: Sequence[str], title: str) -> Markup:
+def svg(width: float, height: float, parts: Sequence[Markup], title: str) -> Markup:
     """The picture; it shrinks with the page and never grows past its own size."""
-    return Markup(
-        f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px" role="img" aria-label="{escape(title)}">'
-        f"{''.join(parts)}</svg>"
-    )
+    picture = Markup('<svg viewBox="0 0 {} {}" style="max-width:{}px" role="img" aria-label="{}">{}</svg>')
+    return picture.format(width, height, width, title, Markup().join(parts))
 
 
 def empty(words: str) -> Markup:
     """In place of a chart that has nothing to show."""
-    return Markup(f'<p class="empty">{escape(words)}</p>')
+    return Markup('<p class="empty">{}</p>').format(words)
 
 
 def shorten(words: str, limit: int = 30) -> str:
