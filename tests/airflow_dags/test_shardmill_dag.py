@@ -39,8 +39,17 @@ def write_config(folder: Path, name: str, source: Path) -> None:
 
 
 def python(code: str, folder: Path, timeout: float = 120) -> str:
+    return _output([sys.executable, "-W", "ignore", "-c", code], folder, timeout)
+
+
+def program(name: str, folder: Path, *arguments: Path) -> str:
+    """What one of `tests.programs` prints."""
+    return _output([sys.executable, "-W", "ignore", "-m", f"tests.programs.{name}", *map(str, arguments)], folder)
+
+
+def _output(command: list[str], folder: Path, timeout: float = 120) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+        command,
         env=environment_of(folder),
         capture_output=True,
         text=True,
@@ -92,45 +101,7 @@ def test_a_dag_run_publishes_a_dataset_and_a_model(tmp_path: Path):
 def test_a_failure_is_classified_by_the_summary_of_this_attempt(tmp_path: Path):
     # The operators themselves, on a config that cannot work: it is not tried again, by spark-submit or by command.
     write_config(tmp_path, "bad", tmp_path / "nowhere")
-    printed = python(
-        f"""
-import json
-from airflow_dags.operators import ShardmillOperator, ShardmillSparkOperator, RunFolder, report_result
-from airflow_dags.shardmill_dag import job_file
-from airflow.sdk.exceptions import AirflowException, AirflowFailException
-from shardmill.jobs.run_files import RunState, write_summary
-
-workdir, config = {str(tmp_path / "work")!r}, {str(tmp_path / "configs" / "bad.toml")!r}
-common = ["--workdir", workdir, "--run-id", "r"]
-command = ShardmillOperator(task_id="train", stage="train", arguments=["train", config, *common], workdir=workdir,
-                            shardmill_run_id="r")
-spark = ShardmillSparkOperator(task_id="etl", stage="etl", workdir=workdir, shardmill_run_id="r",
-                               conn_id="spark_default",
-                               application=job_file("etl"),
-                               application_args=["--config", config, *common])
-killed = ShardmillOperator(task_id="train", stage="train", arguments=["-c", "kill -9 $$"], workdir=workdir,
-                           shardmill_run_id="r")
-seen = {{}}
-def try_it(name, operator):
-    try:
-        operator.execute({{}})
-    except AirflowException as error:
-        seen[name] = [type(error).__name__, str(error)]
-try_it("command", command)
-try_it("spark", spark)
-import os
-from airflow_dags.operators import ConfigErrorOperator
-try_it("wrong config", ConfigErrorOperator(task_id="t", problem="no section"))
-os.environ["SHARDMILL_COMMAND"] = "sh"
-# The failures above are on record still: a death without a word must not be taken for one of them.
-try_it("killed", killed)
-for code in (2, 3, 4, 5, 6, 7, 8, 9):
-    write_summary(workdir, "codes", RunState("failed", code, "e"))
-    seen[code] = [type(RunFolder(workdir, "codes").failure("etl", "ended")).__name__, ""]
-print(json.dumps(seen))
-""",
-        tmp_path,
-    )
+    printed = program("failing_operators", tmp_path, tmp_path / "work", tmp_path / "configs" / "bad.toml")
     seen = json.loads(printed.splitlines()[-1])
     assert seen["command"][0] == seen["spark"][0] == "AirflowFailException"
     assert "exit code 2" in seen["command"][1] and "there is no dataset at" in seen["command"][1]

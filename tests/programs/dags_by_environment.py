@@ -1,0 +1,64 @@
+"""Prints, as JSON, what the environment's settings make of the DAGs of SHARDMILL_CONFIG_DIR, and of their form."""
+
+import json
+import os
+from types import SimpleNamespace
+
+from airflow.sdk.exceptions import ParamValidationError
+from jinja2 import Environment
+
+from airflow_dags.operators import ReportLink, chosen_flags
+from airflow_dags.settings import dag_settings
+from airflow_dags.shardmill_dag import ASSET_VERSION, dags_of_folder
+
+
+def dags(**variables):
+    for name, value in variables.items():
+        os.environ["SHARDMILL_" + name] = value
+    try:
+        found = dags_of_folder(dag_settings())
+        return {dag_id: ["config-error" in dag.tags, dag.description] for dag_id, dag in found.items()}, found
+    finally:
+        for name in variables:
+            del os.environ["SHARDMILL_" + name]
+
+
+def limits(task):
+    return [task.execution_timeout.total_seconds(), task.retries, task.retry_delay.total_seconds()]
+
+
+shown = {}
+_, found = dags()
+dag = found["shardmill_one"]
+shown["tasks"] = [limits(task) for task in dag.tasks]
+shown["params"] = dag.params.dump()
+try:
+    dag.params.validate() and dag.params.update({"fresh": "certainly"})
+except (ParamValidationError, ValueError) as error:
+    shown["refused"] = str(error)
+etl, train = dag.get_task("etl"), dag.get_task("train")
+context = {"params": {"fresh": True, "replace_source": False}}
+shown["flags"] = [chosen_flags(task.flags, context) for task in (etl, train)]
+etl.shardmill_run_id = "r"
+shown["link"] = [ReportLink().get_link(etl, ti_key=None)]
+os.environ["SHARDMILL_REPORTS_URL"] = "https://reports.example.org/all/"
+shown["link"].append(ReportLink().get_link(etl, ti_key=None))
+_, found = dags(RETRY_DELAY_SECONDS="7", RETRIES="0", EXECUTION_TIMEOUT_SECONDS="90")
+task = found["shardmill_one"].get_task("verify")
+shown["given"] = limits(task)
+shown["wrong"] = dags(EXECUTION_TIMEOUT_SECONDS="soon")[0]["shardmill_one"]
+shown["wrong asset"] = dags(TRAIN_ON_ASSET="perhaps")[0]["shardmill_one"]
+
+names, found = dags(TRAIN_ON_ASSET="true")
+shown["own"] = {dag_id: [task.task_id for task in dag.topological_sort()] for dag_id, dag in found.items()}
+shown["taken"] = names["shardmill_two"]
+training = found["shardmill_one_train"]
+[alias] = found["shardmill_one"].get_task("etl").outlets
+[asset] = training.schedule
+shown["asset"] = [alias.name, asset.name, asset.uri == found["shardmill_one"].get_task("etl").publishes]
+shown["version"] = [
+    Environment().from_string(ASSET_VERSION).render(triggering_asset_events=events)
+    for events in ({}, {asset: [SimpleNamespace(extra={"version": 3}), SimpleNamespace(extra={"version": 12})]})
+]
+shown["arguments"] = training.get_task("train").application_args[-2:]
+print(json.dumps(shown))
