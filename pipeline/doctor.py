@@ -193,7 +193,7 @@ def _unset(subject: str, tree: PipelineTree) -> Finding:
 
     fix = f"set {subject} in the config"
     try:
-        is_built = subject != "dataset.uri" and bool(tree.dataset.uri) and has_version(tree.dataset.uri)
+        is_built = subject != "dataset.uri" and has_version(tree.dataset.uri)
     except ShardmillError:
         is_built = False
     if is_built:
@@ -259,7 +259,7 @@ def rehearsed(findings: Sequence[Finding], config: str, overrides: tuple[str, ..
 
     try:
         tree = load_pipeline(config or None, overrides, workdir)
-        if not tree.dataset.uri or not has_version(tree.dataset.uri):
+        if not has_version(tree.dataset.uri):
             where = tree.dataset.uri or "dataset.uri, which is not set,"
             return Finding("warn", REHEARSAL, f"not tried: {where} has no version", "run `shardmill etl` first")
         return Finding("ok", REHEARSAL, rehearse(tree.part(TrainTree)))

@@ -28,7 +28,7 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
     status: Status = "warn" if any(tree.source.uris().values()) else "fail"
     subject = SPLIT
     try:
-        if not tree.dataset.uri or not has_version(tree.dataset.uri):
+        if not has_version(tree.dataset.uri):
             return
         dataset = open_dataset(tree.dataset.uri)
         train = check_spread(tree.train, tree.spark, dataset).config

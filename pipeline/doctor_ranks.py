@@ -45,7 +45,7 @@ def model_findings(tree: PipelineTree, schema: RowSchema | None = None) -> Itera
 
     subject = "train.model: built"
     try:
-        if schema is None and tree.dataset.uri and has_version(tree.dataset.uri):
+        if schema is None and has_version(tree.dataset.uri):
             schema = open_dataset(tree.dataset.uri).manifest.row_schema
         built = try_build(tree.train, tree.spark, schema, RunLog(SilentObserver())) if schema is not None else None
     except ShardmillError as error:

@@ -32,8 +32,8 @@ def open_dataset(uri: str) -> Dataset:
 
 
 def has_version(uri: str) -> bool:
-    """Whether a dataset is there."""
-    return latest_version(open_store(split_version(uri)[0])) > 0
+    """Whether a dataset is there; at an empty URI there is none."""
+    return bool(uri) and latest_version(open_store(split_version(uri)[0])) > 0
 
 
 def first_alike(pin: DatasetPin) -> DatasetPin:
