@@ -86,7 +86,7 @@ def timed_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainRes
     clock = Clock()
     for holder, name in (
         (Stopwatch, "lap"), (Progress, "after_time"), (Progress, "after_step"), (BatchReader, "take_seconds"),
-        (BatchReader, "_count"), (worker, "_step_report"),
+        (BatchReader, "_count"), (worker, "step_report"),
     ):  # fmt: skip
         setattr(holder, name, clock.around(getattr(holder, name)))
     return worker.run_worker(task, world, PerStep(reporter, clock))

@@ -32,7 +32,8 @@ from train.published.candidate import promote_export, promotion_record
 from train.published.evaluation import evaluate_on, evaluation_record
 from train.published.export import export_record, export_training
 from train.reporting.run_log import RunLog
-from train.training import train_in_run, train_record
+from train.stage_record import train_record
+from train.training import train_in_run
 from train.tree import TrainTree
 
 

@@ -94,7 +94,8 @@ def train(
     from shardmill.dataset.open import open_dataset
     from train.checks.changes import Again
     from train.launching.attach import EndedWithJob, attached
-    from train.training import train_in_run, train_record
+    from train.stage_record import train_record
+    from train.training import train_in_run
     from train.tree import TrainTree
 
     common: Common = context.obj

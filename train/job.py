@@ -26,7 +26,8 @@ from train.checks.changes import Again
 from train.launching.spark_slots import SLOT_SETTINGS
 from train.published.candidate import promote_export, promotion_record
 from train.published.export import export_record, export_training
-from train.training import train_in_run, train_record
+from train.stage_record import train_record
+from train.training import train_in_run
 from train.tree import TrainTree
 
 STAGES = ("train", "export", "promote")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import IntegrityError, StorageError
+from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated
+from shardmill.reader import ReaderSeconds
+from shardmill.values import Batch
 from train.activities import Activity, during
 from train.checkpoints.checkpoint import (
     CheckpointFolder,
@@ -29,7 +32,7 @@ from train.reporting.profiling import StepProfiler
 from train.stopwatch import Stopwatch
 from train.strategies.member import Member
 from train.task import WorkerTask
-from train.values import Reporter, from_json, to_json
+from train.values import Reporter, StepReport, from_json, to_json
 from train.world import World
 
 Item = TypeVar("Item")
@@ -250,3 +253,31 @@ def load_best(session: Session, best: BestEpoch | None, last_checkpoint: str) ->
         files = {name: found.read(store, name) for name in names}
     session.member.take_weights(files, f"the checkpoint {best.checkpoint}")
     return best
+
+
+def step_report(
+    session: Session, batch: Batch, loss: float, progress: Progress, spent: TimeSpent, read: ReaderSeconds
+) -> StepReport:
+    """Of the step that `progress` has just taken in; `spent` holds the checkpoint that was written just before it."""
+    return StepReport(
+        rank=session.member.rank,
+        epoch=progress.cursor.epoch,
+        step=progress.cursor.step - 1,
+        num_steps=session.epochs.num_steps,
+        loss_hex=loss.hex(),
+        sample_ids=_recorded_sample_ids(session, batch),
+        seconds={
+            "input_wait": spent.input_wait,
+            "compute": spent.compute,
+            "allreduce": spent.allreduce,
+            "checkpoint": spent.checkpoint,
+            "total": spent.total,
+            **asdict(read),
+        },
+    )
+
+
+def _recorded_sample_ids(session: Session, batch: Batch) -> tuple[str, ...]:
+    if not (session.task.config.record_samples and session.member.data.is_first):
+        return ()
+    return tuple(format_sample_id(sample_id) for sample_id in batch.sample_ids_N[batch.weights_N > 0].tolist())

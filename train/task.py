@@ -26,6 +26,8 @@ class WorkerTask:
     `--allow-change`); empty for none."""
     allowed: tuple[str, ...] = ()
     """Settings of `train.*` in which that one may differ."""
+    may_go_on_alone: bool = False
+    """Several ranks were chosen, not asked for: they may find that one is faster (train/choosing/trial.py)."""
     reach: Nonce | None = None
     """What the driver wrote into `models_uri`, for every rank to read back before it works."""
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-
-from pydantic import TypeAdapter
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.leases import reading
@@ -16,11 +14,10 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import require_uri
 from shardmill.jobs.observer import WARNING, Observer
 from shardmill.jobs.reach import planted
-from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
-from shardmill.values import DatasetPin
+from shardmill.values import DatasetPin, Nonce
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.checks.changes import AS_USUAL, Again, BegunTraining, going_on
 from train.checks.preflight import WindowMemory, check_ranks, check_spread, check_terms, check_trainable, window_memory
@@ -28,13 +25,11 @@ from train.checks.trial_build import try_build
 from train.choosing.auto import Chosen, resolve
 from train.choosing.exchange import FirstSteps
 from train.choosing.kept_choice import as_begun, keep, read_choice
-from train.choosing.memory import Fitted, look_at_memory, model_size
+from train.choosing.memory import Fitted, Memory, look_at_memory
+from train.choosing.trial import may_go_on_alone
 from train.config import TrainConfig
-from train.evaluation.evaluate import evaluation_section
 from train.freezing import never_unfrozen
 from train.initialization.initial import pinned
-from train.initialization.initialize import read_initialized
-from train.initialization.match_weights import Initialized
 from train.launching import LAUNCHERS
 from train.launching.restarts import Restart, launch_until_done
 from train.readers import reader_of
@@ -45,6 +40,7 @@ from train.reporting.rank_times import RankRow, StragglerWatch
 from train.reporting.run_log import RunLog, Sink, StepsLog
 from train.reporting.tensorboard import TensorBoardLog
 from train.reporting.verdict import StepTimes, Verdict
+from train.task import WorkerTask
 from train.trainings import TrainingChoice, choose_training, read_result
 from train.tree import TrainTree
 from train.values import TrainResult
@@ -71,7 +67,7 @@ class TrainOutcome:
     fitted: Fitted | None = None
     """How a step fits into memory; None if nothing was trained."""
     exchange: str = ""
-    """What the exchange between ranks takes of a step, likewise; empty for one rank or too few steps."""
+    """What the exchange between ranks takes of a step, likewise, and whether several ranks pay; empty for one rank."""
 
 
 def train_model(
@@ -100,30 +96,58 @@ def train_model(
     # It goes on as it was begun, and must be trainable in the memory that there is.
     chosen = as_begun(read_choice(models, choice), asked, chosen, tree.spark, observer, check_spread)
     tree = tree.model_copy(update={"train": chosen.spread(tree.train)})
-    launcher = LAUNCHERS[tree.train.launcher]
     check_trainable(tree.train, dataset, tree.gate)
-    windows = window_memory(tree.train, dataset)
     _try_build(tree, choice, models, dataset, observer)
     memory = look_at_memory(tree.train, dataset, choice, models, tree.spark, partial(_window_bytes, dataset))
-    fitted = memory.fitted(tree.train)
-    choice = going_on(models, choice, fitted.config, dataset, again)
+    choice = going_on(models, choice, memory.fitted(tree.train).config, dataset, again)
     again.begin(models.uri, choice.training_dir)
-    keep(models, choice, chosen, tree.spark)
+    settled = _Settled(tree, models, dataset, choice, chosen, memory, may_go_on_alone(asked, tree.train, memory))
+    return _launched(settled, observer)
 
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """What the ranks are launched with."""
+
+    tree: TrainTree
+    models: Store
+    dataset: Dataset
+    choice: TrainingChoice
+    chosen: Chosen
+    memory: Memory
+    may_go_on_alone: bool
+
+    def task(self, config: TrainConfig, reach: Nonce) -> WorkerTask:
+        """For the ranks of `config`."""
+        return self.choice.task(self.memory.fitted(config).config, reach, self.may_go_on_alone)
+
+    def keep(self, chosen: Chosen) -> None:
+        """For calls to come."""
+        keep(self.models, self.choice, chosen, self.tree.spark)
+
+
+def _launched(settled: _Settled, observer: TrainObserver) -> TrainOutcome:
+    """The ranks train, however often they have to be launched. Raises as `train_model` does."""
+    models, dataset, chosen, choice = settled.models, settled.dataset, settled.chosen, settled.choice
+    config, spark = settled.tree.train, settled.tree.spark
+    launcher, fitted = LAUNCHERS[config.launcher], settled.memory.fitted(config)
+    settled.keep(chosen)
     # The version must not expire meanwhile; the ranks must see the same storage as this process.
     with reading(dataset.store, dataset.pin.version, f"train, in {models.uri},"), planted(models) as nonce:
         # Every shard is present; the ranks verify the bytes of each chunk when they first read it.
         verify_present(dataset)
-        _report_plan(choice, chosen, dataset, windows, observer)
+        _report_plan(choice, chosen, dataset, window_memory(config, dataset), observer)
         _report_memory(fitted, observer)
-        result, restarts = launch_until_done(
-            lambda config: launcher.launch(choice.task(memory.fitted(config).config, nonce), tree.spark, observer),
-            tree.train,
+        done = launch_until_done(
+            lambda config: launcher.launch(settled.task(config, nonce), spark, observer),
+            config,
             observer,
             check=lambda config: check_ranks(config, dataset),
+            settle=lambda fewer: settled.keep(chosen.with_fewer(fewer)),
         )
     _check_published(models, choice)
-    return TrainOutcome(result, models.uri, chosen, skipped=False, restarts=restarts, fitted=fitted)
+    chosen = chosen.with_fewer(done.fewer) if done.fewer else chosen
+    return TrainOutcome(done.result, models.uri, chosen, skipped=False, restarts=done.restarts, fitted=fitted)
 
 
 def _try_build(
@@ -229,59 +253,6 @@ def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> Tra
             "repeat the --set options of the run, or give its runs/ID/config.toml; or run `shardmill train` first",
         )
     return TrainOutcome(choice.result, open_store(tree.models.uri).uri, chosen, skipped=True)
-
-
-def _reason(outcome: TrainOutcome) -> str:
-    """Of what was chosen, with the size of the model, which is known now."""
-    size = model_size(open_store(outcome.models_uri), outcome.result.checkpoint)
-    available = outcome.fitted.available if outcome.fitted else ""
-    within = f"; a rank may use {available}" if available else ""
-    return f"{outcome.chosen.reason}; {size}{within}" if size else outcome.chosen.reason
-
-
-def train_record(outcome: TrainOutcome) -> StageRecord:
-    """What a training adds to a run's summary and report."""
-    result = outcome.result
-    plain = TypeAdapter(TrainResult).dump_python(result, mode="json")
-    initialized = read_initialized(open_store(outcome.models_uri), result.training_dir)
-    return StageRecord(
-        stage="train",
-        status="skipped" if outcome.skipped else "done",
-        sections={
-            "dataset": dataset_section(result.dataset, open_pinned(result.dataset).manifest),
-            "train": {
-                "strategy": result.strategy,
-                "strategy_reason": _reason(outcome),
-                "memory": outcome.fitted.reason if outcome.fitted else "",
-                "exchange": outcome.exchange,
-                "launcher": outcome.chosen.config.launcher,
-                "world_size": result.world_size,
-                "devices": [str(each) for each in result.placement],
-                "epochs": result.num_epochs,
-                "steps": result.num_steps,
-                "seconds": result.seconds,
-                "images_per_second": result.images_per_second,
-                "time_shares": plain["time_shares"],
-                "rank_times": [asdict(each) for each in outcome.rank_times],
-                "verdict": None if outcome.verdict is None else asdict(outcome.verdict),
-                "skipped_steps": result.num_skipped_steps,
-                "overflowed_steps": result.num_overflowed_steps,
-                "final_loss_hex": result.final_loss_hex,
-                "weights_sha256": result.weights_sha256,
-                "stopped_early": result.stopped_early,
-                "resumed_from": plain["resumed_from"],
-                "exported": result.exported,
-                "weights_epoch": result.weights_epoch,
-                "continued_from": result.continued_from,
-                "restarts": TypeAdapter(tuple[Restart, ...]).dump_python(outcome.restarts, mode="json"),
-                "training_dir": result.training_dir,
-                "mlflow_run_id": outcome.mlflow_run_id,
-                "initialized": TypeAdapter(Initialized | None).dump_python(initialized, mode="json"),
-            },
-            "evaluation": evaluation_section(result.evaluation),
-        },
-        detail={"history": plain["history"], "evaluation": plain["evaluation"]},
-    )
 
 
 def _choose(tree: TrainTree, version: DatasetPin | None = None, fresh_for: str = "") -> TrainingChoice:

@@ -94,7 +94,7 @@ class TrainingChoice:
             sizes = {"world_size": self.result.world_size, "num_workers": config.num_workers}
             observer.event("other_world_size", {"rank": 0, **sizes})
 
-    def task(self, config: TrainConfig, reach: Nonce) -> WorkerTask:
+    def task(self, config: TrainConfig, reach: Nonce, may_go_on_alone: bool) -> WorkerTask:
         """What the ranks have to do, once they have read back what the driver planted in the models' root."""
         return WorkerTask(
             config=config,
@@ -104,6 +104,7 @@ class TrainingChoice:
             model_source_sha256=self.model_source_sha256,
             continues=self.resumes or (self.continues.last_checkpoint if self.continues else ""),
             allowed=self.allowed,
+            may_go_on_alone=may_go_on_alone,
             reach=reach,
         )
 

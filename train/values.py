@@ -209,6 +209,16 @@ class TrainResult:
     """Where the ranks of the last attempt computed, in rank order."""
 
 
+class FewerRanks(Exception):
+    """All ranks have left before the first step: with so many the training is faster."""
+
+    def __init__(self, num_ranks: int, reason: str) -> None:
+        super().__init__(reason)
+        self.num_ranks = num_ranks
+        self.reason = reason
+        """With the numbers, for people."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What a rank reports after each step."""

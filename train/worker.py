@@ -5,18 +5,15 @@ Every rank runs this same story. Rank 0 alone reports events and writes markers 
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_pinned
-from shardmill.ids import format_sample_id
 from shardmill.jobs.observer import WARNING
-from shardmill.reader import ReaderSeconds
 from shardmill.sealed import seal
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
-from shardmill.values import Batch
 from train.activities import Activity, during
 from train.backends import BACKENDS
 from train.backends.backend import Backend, Learner, model_spec
@@ -24,6 +21,7 @@ from train.checkpoints.attempts import Attempt, claim_attempt
 from train.checkpoints.checkpoint import CheckpointFolder, FoundCheckpoint, TrainingIdentity
 from train.checkpoints.checkpoint_writer import CheckpointWriter
 from train.choose_backend import choose_backend
+from train.choosing.trial import try_ranks
 from train.config import settings_that_matter
 from train.evaluation.evaluate_split import evaluate_finally, evaluate_split
 from train.freezing import hold_still, step_activity
@@ -34,7 +32,17 @@ from train.progress import BestEpoch, EarlyStop, Progress, TimeSpent, has_not_le
 from train.readers import reader_of
 from train.readers.reader import Epochs
 from train.reporting.profiling import StepProfiler
-from train.session import Session, each_announced, load_best, report_checkpoint, resume, save, save_last, stop
+from train.session import (
+    Session,
+    each_announced,
+    load_best,
+    report_checkpoint,
+    resume,
+    save,
+    save_last,
+    step_report,
+    stop,
+)
 from train.strategies import find_strategy
 from train.strategies.member import evaluated_streams
 from train.task import WorkerTask
@@ -45,7 +53,6 @@ from train.values import (
     Evaluation,
     ModelIdentity,
     Reporter,
-    StepReport,
     TrainResult,
     from_json,
     to_json,
@@ -56,46 +63,17 @@ from train.world import World
 def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """Train, or go on training, as one rank of `world`; every rank returns the same figures but for its own times.
 
-    Raises UsageError, IntegrityError, StorageError or TrainingError; nothing half-done is visible then.
+    Raises UsageError, IntegrityError, StorageError or TrainingError; nothing half-done is visible then. FewerRanks if
+    several were tried, and one is faster.
     """
-    config = task.config
-
-    # The owners: one of all framework code, one of how ranks share the work.
-    backend = BACKENDS[choose_backend(config)]
-    strategy = find_strategy(config.strategy, world.world_size)
-    backend.start(world, config.seed)
-
-    # The data: the version that the driver pinned.
-    dataset = open_pinned(task.dataset)
-    manifest = dataset.manifest
-    plan_spec = config.plan_spec(dataset)
-
-    # The model and its optimizer, with fresh variables, as a member of the world; from here on the ranks communicate.
-    built = partial(_build, backend, task, manifest, world, reporter)
-    member = strategy.join(_with_files(world, task), config, built, reporter)
-    model = ModelIdentity(task.model_source_sha256, member.learner.config_sha256)
-    # From now on an older attempt, should one still be alive, publishes nothing more.
-    store = open_store(task.models_uri)
-    number = claim_attempt(store, task.training_dir, world.world_size).number if member.rank == 0 else 0
-    attempt = Attempt(store, task.training_dir, int(member.broadcast_bytes(str(number).encode())))
-    checkpoints = CheckpointFolder(attempt, config.keep_checkpoints)
-    session = Session(
-        task=task,
-        dataset=dataset,
-        epochs=Epochs(reader_of(config), dataset, config, member.data),
-        streams=evaluated_streams(member.data, config),
-        member=member,
-        checkpoints=checkpoints,
-        identity=TrainingIdentity(task.dataset, plan_spec.fingerprint, model, settings_that_matter(config)),
-        world=world,
-        reporter=reporter,
-        writer=CheckpointWriter(checkpoints, member, reporter),
-        profiler=StepProfiler(task, world.rank, reporter),
-    )
+    config, session = task.config, _join(task, world, reporter)
+    member, attempt = session.member, session.checkpoints.attempt
 
     with session.writer, session.profiler:
         # Go on from the last complete checkpoint, if there is one; in any case all ranks start with the same variables.
         found = resume(session, begin=initialize)
+        if found is None:
+            try_ranks(session)
         progress = session.epochs.resumed(found.marker.progress) if found else Progress()
         last_checkpoint = found.path if found else ""
         session.stopwatch.lap()
@@ -117,6 +95,44 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     member.barrier()
     member.close()
     return result
+
+
+def _join(task: WorkerTask, world: World, reporter: Reporter) -> Session:
+    """The owners, the data and the model; the ranks have met when it returns."""
+    config = task.config
+
+    # The owners: one of all framework code, one of how ranks share the work.
+    backend = BACKENDS[choose_backend(config)]
+    strategy = find_strategy(config.strategy, world.world_size)
+    backend.start(world, config.seed)
+
+    # The data: the version that the driver pinned.
+    dataset = open_pinned(task.dataset)
+    manifest = dataset.manifest
+    plan_spec = config.plan_spec(dataset)
+
+    # The model and its optimizer, with fresh variables, as a member of the world; from here on the ranks communicate.
+    built = partial(_build, backend, task, manifest, world, reporter)
+    member = strategy.join(_with_files(world, task), config, built, reporter)
+    model = ModelIdentity(task.model_source_sha256, member.learner.config_sha256)
+    # From now on an older attempt, should one still be alive, publishes nothing more.
+    store = open_store(task.models_uri)
+    number = claim_attempt(store, task.training_dir, world.world_size).number if member.rank == 0 else 0
+    attempt = Attempt(store, task.training_dir, int(member.broadcast_bytes(str(number).encode())))
+    checkpoints = CheckpointFolder(attempt, config.keep_checkpoints)
+    return Session(
+        task=task,
+        dataset=dataset,
+        epochs=Epochs(reader_of(config), dataset, config, member.data),
+        streams=evaluated_streams(member.data, config),
+        member=member,
+        checkpoints=checkpoints,
+        identity=TrainingIdentity(task.dataset, plan_spec.fingerprint, model, settings_that_matter(config)),
+        world=world,
+        reporter=reporter,
+        writer=CheckpointWriter(checkpoints, member, reporter),
+        profiler=StepProfiler(task, world.rank, reporter),
+    )
 
 
 def _result(
@@ -205,7 +221,7 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
             # Reported before its checkpoint is written: a step that a resumed run will not repeat must be on record.
             spent = replace(spent, checkpoint=checkpoint_seconds)
             read = reader.take_seconds()
-            session.reporter.step(_step_report(session, batch, outcome.loss, progress, spent, read))
+            session.reporter.step(step_report(session, batch, outcome.loss, progress, spent, read))
             session.profiler.end(session.global_step(progress))
             progress = progress.after_time(TimeSpent(other=lap()))
 
@@ -218,28 +234,6 @@ def _train_steps(session: Session, progress: Progress, last_checkpoint: str) -> 
                 progress, last_checkpoint = save(session, progress)
                 checkpoint_seconds = progress.spent.checkpoint - before
     return progress
-
-
-def _step_report(
-    session: Session, batch: Batch, loss: float, progress: Progress, spent: TimeSpent, read: ReaderSeconds
-) -> StepReport:
-    """Of the step that `progress` has just taken in; `spent` holds the checkpoint that was written just before it."""
-    return StepReport(
-        rank=session.member.rank,
-        epoch=progress.cursor.epoch,
-        step=progress.cursor.step - 1,
-        num_steps=session.epochs.num_steps,
-        loss_hex=loss.hex(),
-        sample_ids=_recorded_sample_ids(session, batch),
-        seconds={
-            "input_wait": spent.input_wait,
-            "compute": spent.compute,
-            "allreduce": spent.allreduce,
-            "checkpoint": spent.checkpoint,
-            "total": spent.total,
-            **asdict(read),
-        },
-    )
 
 
 def _finish_epoch(session: Session, progress: Progress) -> Progress:
@@ -285,9 +279,3 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
         warning = f"{stuck}: change train.learning_rate{inputs_hint(config)}"
         session.event("loss_stuck", {"epoch": record.epoch, "train_loss": record.train_loss, WARNING: warning})
     return after
-
-
-def _recorded_sample_ids(session: Session, batch: Batch) -> tuple[str, ...]:
-    if not (session.task.config.record_samples and session.member.data.is_first):
-        return ()
-    return tuple(format_sample_id(sample_id) for sample_id in batch.sample_ids_N[batch.weights_N > 0].tolist())

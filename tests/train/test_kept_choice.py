@@ -16,7 +16,8 @@ from train.checks.preflight import check_spread
 from train.choosing.auto import Chosen, resolve
 from train.choosing.kept_choice import CHOSEN, as_begun, keep, read_choice
 from train.config import TrainConfig
-from train.training import train_model, train_record
+from train.stage_record import train_record
+from train.training import train_model
 
 HERE = SparkConfig(master="local[2]")
 TWO = TrainConfig(num_workers=2)

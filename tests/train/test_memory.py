@@ -18,7 +18,8 @@ from tests.train.test_job import Recorder, tree_of
 from train.choosing.host_memory import free_bytes
 from train.choosing.memory import MEMORY, MemoryRecord, images_at_once, look_at_memory, most_parts
 from train.config import TrainConfig
-from train.training import train_model, train_record
+from train.stage_record import train_record
+from train.training import train_model
 from train.trainings import TrainingChoice
 
 ROOMY = {"model": "tests.train.torch_models:roomy", "global_batch_size": 96, "num_streams": 8, "epochs": 1}

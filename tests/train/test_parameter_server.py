@@ -150,14 +150,15 @@ def test_sigterm_stops_behind_what_is_dispatched_and_every_step_is_applied_once(
 def test_a_server_that_is_lost_is_named_and_the_training_goes_on(tiny_uri, tmp_path):
     watcher = Killer(rank=4, at=(1, 2))
     config = TrainConfig(**{**SERVED, "max_restarts": 1, "augment": {"random_crop_padding": 1}})
-    result, restarts = launch_until_done(
+    done = launch_until_done(
         lambda config: launch(tiny_uri, tmp_path, watcher, num_workers=config.num_workers),
         config,
         watcher,
         lambda config: check_terms(config, SparkConfig()),
+        settle=lambda fewer: None,
     )
-    assert re.match(r"rank 4 \(host .*was killed by SIGKILL after step \d of epoch 1", restarts[0].cause)
-    assert result.world_size == 1 and watcher.sample_ids == planned(tiny_uri, config)
+    assert re.match(r"rank 4 \(host .*was killed by SIGKILL after step \d of epoch 1", done.restarts[0].cause)
+    assert done.result.world_size == 1 and watcher.sample_ids == planned(tiny_uri, config)
 
 
 @pytest.mark.drill

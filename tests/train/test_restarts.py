@@ -18,6 +18,7 @@ from train.launching import LAUNCHERS
 from train.launching.faults import FaultKind, RankFault, RankLost, error_of_all, failure_of
 from train.launching.restarts import launch_until_done
 from train.strategies import STRATEGIES
+from train.values import FewerRanks
 
 GELU = "tests.train.torch_models:smooth"
 # More than 60 steps. Smoothed labels keep the loss from 0, where a relative bound means nothing.
@@ -28,7 +29,7 @@ CONFIG = {"num_streams": 12, "global_batch_size": 24, "epochs": 16, "label_smoot
 def launch_on(uri, models, launcher, watcher, worker, **config):
     """Ranks of which the last is lost: at step 20 of three, at step 40 of two."""
     settings = {**CONFIG, "launcher": launcher, **config}
-    return launch_until_done(
+    done = launch_until_done(
         lambda now: LAUNCHERS[launcher].launch(
             task_of(uri, models, **{**settings, "num_workers": now.num_workers}),
             SparkConfig(master="local[3]"),
@@ -38,7 +39,9 @@ def launch_on(uri, models, launcher, watcher, worker, **config):
         TrainConfig(**settings),
         watcher,
         check=lambda now: None,
+        settle=lambda fewer: None,
     )
+    return done.result, done.restarts
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,7 @@ def go_on_through(faults, check=lambda now: None, **config):
 
     settings = {"num_workers": 4, "strategy": "horovod", "launcher": "local", "max_restarts": 9, **config}
     try:
-        launch_until_done(launch, TrainConfig(**settings), StepWatcher(), check)
+        launch_until_done(launch, TrainConfig(**settings), StepWatcher(), check, lambda fewer: None)
     except (TrainingError, UsageError) as error:
         return sizes, error
     return sizes, None
@@ -99,6 +102,21 @@ def test_as_many_restarts_as_allowed_each_with_the_ranks_that_are_left():
     faults = [lost(1, {3}), lost(2, {0}), lost(3, {0})]
     assert go_on_through(faults, max_restarts=2) == ([4, 3, 2], faults[2])
     assert go_on_through(faults[:1], max_restarts=0) == ([4], faults[0])
+
+
+def test_ranks_that_find_fewer_faster_are_begun_anew_by_the_driver_and_then_may_be_lost_like_any():
+    sizes, settled, fewer = [], [], FewerRanks(1, "one is faster")
+    waiting: list[Exception] = [fewer, lost(3, {0})]
+
+    def launch(now) -> Any:
+        sizes.append(now.num_workers)
+        if waiting:
+            raise waiting.pop(0)
+
+    config = TrainConfig(num_workers=4, strategy="horovod", launcher="local", max_restarts=1)
+    done = launch_until_done(launch, config, StepWatcher(), lambda now: None, settled.append)
+    assert (sizes, settled, done.fewer) == ([4, 1, 1], [fewer], fewer)
+    assert [each.world_size for each in done.restarts] == [1]
 
 
 def test_weights_of_ranks_end_with_the_world_that_they_were_for():

@@ -64,6 +64,16 @@ def model_spec(manifest: Manifest, config: TrainConfig) -> ModelSpec:
     return ModelSpec(manifest.normalize.image_shape_HWC, labels, scale, class_weights(config, manifest))
 
 
+def made_up_batch(spec: ModelSpec, num_rows: int) -> Batch:
+    """(num_rows, H, W, C) random bytes, with labels as the model learns them; for steps that are only measured."""
+    rng = np.random.default_rng(0)
+    images_NHWC = rng.integers(0, 256, (num_rows, *spec.image_shape_HWC), dtype=np.uint8)
+    kind, num_outputs = spec.labels.kind, spec.labels.num_outputs
+    shape = (num_rows,) if kind == "float" else (num_rows, num_outputs)
+    labels = rng.integers(0, num_outputs, num_rows) if kind == "class" else np.zeros(shape, np.float32)
+    return Batch(images_NHWC, labels, np.ones(num_rows, np.float32), np.arange(num_rows), 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What one update was, equal on every rank."""

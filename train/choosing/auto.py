@@ -20,6 +20,7 @@ from train.strategies import STRATEGIES, roles_of
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.jobs.config import SparkConfig
+    from train.values import FewerRanks
 
 AUTO = "auto"
 
@@ -52,6 +53,10 @@ class Chosen:
     def with_ranks(self, num_workers: int, reason: str) -> Chosen:
         """Another number of them."""
         return replace(self, config=self.config.model_copy(update={"num_workers": num_workers}), ranks_reason=reason)
+
+    def with_fewer(self, found: FewerRanks) -> Chosen:
+        """As many as the ranks themselves have found best."""
+        return self.with_ranks(found.num_ranks, found.reason)
 
     def with_strategy(self, strategy: str, reason: str) -> Chosen:
         """Another strategy."""

@@ -94,6 +94,11 @@ class Memory:
     ample: str = ""
     """See `Fitted`."""
 
+    def fits(self, config: TrainConfig) -> bool:
+        """Whether so many ranks can compute it, as far as that is known."""
+        found = self.fitted(config).fit
+        return found is None or found.choice != "too_large"
+
     def fitted(self, config: TrainConfig) -> Fitted:
         """`config` with the parts that so many ranks need."""
         if self.record is None:

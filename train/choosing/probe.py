@@ -9,12 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from shardmill.errors import TrainingError
 from shardmill.values import Batch
 from train.backends import BACKENDS
-from train.backends.backend import Learner, ModelSpec, StatePart
+from train.backends.backend import Learner, ModelSpec, StatePart, made_up_batch
 from train.compression import remembered_bytes, sent_bytes
 from train.config import TrainConfig
 from train.launching.devices import CUDA_VARIABLE
@@ -101,10 +99,10 @@ def measure(task: ProbeTask) -> StepCost:
     _forget_peak()
     before_bytes = _peak_bytes()
     num_few = min(FEW_IMAGES * config.num_parts, task.local_batch_size)
-    few = _made_up(task, num_few)
+    few = made_up_batch(task.spec, num_few)
     _steps(learner, few, NUM_STEPS_OF_FEW_IMAGES)
     of_few_bytes = _peak_bytes() - before_bytes
-    seconds = _steps(learner, _made_up(task, task.local_batch_size), task.num_steps)
+    seconds = _steps(learner, made_up_batch(task.spec, task.local_batch_size), task.num_steps)
     work_bytes = max(0, _peak_bytes() - before_bytes - sizes[StatePart.WEIGHTS])
     num_images, num_few = (-(-num // config.num_parts) for num in (task.local_batch_size, num_few))
     grown_bytes = _peak_bytes() - before_bytes - of_few_bytes
@@ -132,15 +130,6 @@ def _steps(learner: Learner, batch: Batch, num_steps: int) -> list[float]:
         learner.apply(learner.gradients(batch, len(batch.weights_N), 1.0), None)
         seconds.append(time.perf_counter() - started)
     return seconds
-
-
-def _made_up(task: ProbeTask, num_rows: int) -> Batch:
-    rng = np.random.default_rng(0)
-    images_NHWC = rng.integers(0, 256, (num_rows, *task.spec.image_shape_HWC), dtype=np.uint8)
-    spec = task.spec.labels
-    shape = (num_rows,) if spec.kind == "float" else (num_rows, spec.num_outputs)
-    labels = rng.integers(0, spec.num_outputs, num_rows) if spec.kind == "class" else np.zeros(shape, np.float32)
-    return Batch(images_NHWC, labels, np.ones(num_rows, np.float32), np.arange(num_rows), 0, 0)
 
 
 def _peak_bytes() -> int:

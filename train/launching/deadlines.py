@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from shardmill.values import Cursor
 from train.config import TrainConfig
 from train.launching.faults import FaultKind, RankFault
+from train.launching.stop_point import Stopped
 from train.launching.wire import Heartbeat, Hello
 from train.strategies import roles_of
 from train.values import TrainResult
@@ -36,8 +37,8 @@ class RankState:
     hello: Hello | None = None
     is_connected: bool = False
     result: TrainResult | None = None
-    stopped: str | None = None
-    """It has stopped because it was asked to, and how far it came."""
+    stopped: Stopped | None = None
+    """It has stopped together with the others, and how far it came."""
     last_step: Cursor | None = None
     seen_seconds: float = 0.0
     progress_seconds: float = 0.0

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
@@ -25,7 +25,7 @@ from train.launching.activity_clock import ActivityClock
 from train.launching.devices import agree_on_devices
 from train.launching.exchanges import LANES, Exchanged, Lane, RankExchange
 from train.launching.faults import failure_of
-from train.launching.place import place_from_environment
+from train.launching.place import Place, place_from_environment
 from train.launching.stop_point import Begun, Hold, StopAfter, Stopped, StopPoint
 from train.launching.wire import (
     ADDRESS_VARIABLE,
@@ -43,7 +43,7 @@ from train.launching.wire import (
 from train.strategies import STRATEGIES
 from train.strategies.nics import ipv4_of
 from train.task import WorkerTask
-from train.values import Reporter, StepReport, TrainResult, from_json
+from train.values import FewerRanks, Reporter, StepReport, TrainResult, from_json
 from train.world import World
 
 DEFAULT_WORKER = "train.worker:run_worker"
@@ -95,33 +95,7 @@ def main() -> NoReturn:
     threading.Thread(target=_receive_from_driver, args=receiving, name="rank-abort", daemon=True).start()
     reporter = DriverReporter(connection)
     threading.Thread(target=_beat, args=(connection, reporter), name="rank-heartbeat", daemon=True).start()
-    try:
-        check_places(task)
-        address = ipv4_of(task.config.nics[0]) if task.config.nics else connection.own_address
-        placement = agree_on_devices(place, task.config, exchanges["main"], reporter)
-        strategy = STRATEGIES[task.config.strategy]
-        world = World(
-            place.rank,
-            place.world_size,
-            place.local_rank,
-            place.ranks_per_node,
-            address,
-            exchanges["main"],
-            exchanges["aside"],
-            stop_point.may_begin,
-            placement,
-            role=strategy.roles(task.config)[place.rank],
-        )
-        if not world.role.runs_loop:
-            strategy.serve(task, world, reporter)
-        worker = load_worker(welcome.worker)
-        outcome: Finished | Stopped | Failure = Finished(worker(task, world, reporter))
-        _report_retries(reporter, place.rank)
-    except Terminated as stopped:
-        outcome = Stopped(str(stopped))
-    except BaseException as error:
-        # Anything, also a SystemExit of a user's code: the driver must get it before this process ends.
-        outcome = failure_of(error, STRATEGIES[task.config.strategy].echo)
+    outcome = _outcome(lambda: _work(task, welcome.worker, place, connection, exchanges, stop_point, reporter), task)
     try:
         connection.send(outcome)
     except OSError:
@@ -130,6 +104,52 @@ def main() -> NoReturn:
     sys.stderr.flush()
     # Not sys.exit: exit handlers of native libraries wait for ranks that will not come.
     os._exit(EXIT_FAILED if isinstance(outcome, Failure) else 0)
+
+
+def _outcome(work: Callable[[], TrainResult], task: WorkerTask) -> Finished | Stopped | Failure:
+    """The last words of this rank."""
+    try:
+        return Finished(work())
+    except Terminated as stopped:
+        return Stopped(str(stopped))
+    except FewerRanks as fewer:
+        return Stopped(fewer.reason, fewer.num_ranks)
+    except BaseException as error:
+        # Anything, also a SystemExit of a user's code: the driver must get it before this process ends.
+        return failure_of(error, STRATEGIES[task.config.strategy].echo)
+
+
+def _work(
+    task: WorkerTask,
+    worker: str,
+    place: Place,
+    connection: Connection,
+    exchanges: Mapping[Lane, RankExchange],
+    stop_point: StopPoint,
+    reporter: DriverReporter,
+) -> TrainResult:
+    """Agree with the others on devices, then do what this rank is for."""
+    check_places(task)
+    address = ipv4_of(task.config.nics[0]) if task.config.nics else connection.own_address
+    placement = agree_on_devices(place, task.config, exchanges["main"], reporter)
+    strategy = STRATEGIES[task.config.strategy]
+    world = World(
+        place.rank,
+        place.world_size,
+        place.local_rank,
+        place.ranks_per_node,
+        address,
+        exchanges["main"],
+        exchanges["aside"],
+        stop_point.may_begin,
+        placement,
+        role=strategy.roles(task.config)[place.rank],
+    )
+    if not world.role.runs_loop:
+        strategy.serve(task, world, reporter)
+    result = load_worker(worker)(task, world, reporter)
+    _report_retries(reporter, place.rank)
+    return result
 
 
 def _report_retries(reporter: DriverReporter, rank: int) -> None:

@@ -12,6 +12,9 @@ import threading
 from dataclasses import dataclass
 from typing import Literal
 
+from shardmill.jobs.process import Terminated
+from train.values import FewerRanks
+
 
 @dataclass(frozen=True, slots=True)
 class Hold:
@@ -39,11 +42,17 @@ class StopAfter:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The rank has stopped, as it was asked to. Like `Finished` its last message."""
+    """The rank has stopped, together with all others. Like `Finished` its last message."""
 
     what: str
     """How far it came, for people."""
+    num_ranks: int = 0
+    """With which the training is to begin once more; 0: it has been asked to end."""
     kind: Literal["stopped"] = "stopped"
+
+    def as_raised(self) -> Terminated | FewerRanks:
+        """In the driver."""
+        return FewerRanks(self.num_ranks, self.what) if self.num_ranks else Terminated(self.what)
 
 
 class StopPoint:

@@ -1,0 +1,162 @@
+"""Whether several ranks that `auto` chose are worth their exchange: a few steps of all, before the first real one.
+
+Nobody knows a network before it is used. The real ranks compute and exchange steps of made-up images, all see the same
+figures, and either begin, as if nothing had been, or leave together for the driver to go on with one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardmill.values import Cursor
+from train.activities import Activity, during
+from train.backends.backend import made_up_batch, model_spec
+from train.checkpoints.state import dump_arrays
+from train.freezing import hold_still
+from train.progress import Progress
+from train.stopwatch import Stopwatch
+from train.values import FewerRanks, from_json, to_json
+
+if TYPE_CHECKING:
+    from train.choosing.memory import Memory
+    from train.config import TrainConfig
+    from train.session import Session
+
+NUM_STEPS = 5
+"""The first compiles what the training goes on to use; of the others the median counts."""
+RESTART_SECONDS = 15.0
+"""What beginning once more may take (docs/benchmarks/training.md); one rank must save more than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialFacts:
+    """All that the rules look at; seconds of one step."""
+
+    num_ranks: int
+    step_seconds: float
+    """Until the last rank is done."""
+    exchange_seconds: float
+    """Of the rank that came last, and waited for none; only what the computation did not hide."""
+    num_steps: int
+    """Of the whole training."""
+
+    @property
+    def alone_seconds(self) -> float:
+        """Of a rank that computes for all of them, and exchanges nothing."""
+        return self.num_ranks * (self.step_seconds - self.exchange_seconds)
+
+    @property
+    def saved_seconds(self) -> float:
+        """By one rank in the whole training; negative if it would be slower."""
+        return self.num_steps * (self.step_seconds - self.alone_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRule:
+    """One row of the table in docs/training.md; the first row that applies counts."""
+
+    choice: str
+    applies: Callable[[TrialFacts], bool]
+    because: str
+    is_alone: bool = False
+
+
+# No number of ranks between one and all can be the best: in a ring each of m ranks sends (m - 1) / m of twice the
+# gradients (Patarasuk and Yuan, 2009), and computes 1 / m of the batch, so that a step is linear in 1 / m.
+TRIAL_RULES = (
+    TrialRule("ranks_pay", lambda facts: facts.saved_seconds <= 0, "so {num_ranks} are faster"),
+    TrialRule(
+        "soon_over",
+        lambda facts: facts.saved_seconds < RESTART_SECONDS,
+        "which in {num_steps:,} steps would not save the time that beginning once more takes",
+    ),
+    TrialRule("one_is_faster", lambda facts: True, "so it goes on with one", is_alone=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What a rule says."""
+
+    choice: str
+    is_alone: bool
+    reason: str
+    """With the numbers, for people."""
+
+
+def judge(facts: TrialFacts) -> Tried:
+    """The first row that applies, and why."""
+    rule = next(rule for rule in TRIAL_RULES if rule.applies(facts))
+    step, exchange, alone = (1000 * each for each in (facts.step_seconds, facts.exchange_seconds, facts.alone_seconds))
+    because = rule.because.format(num_ranks=facts.num_ranks, num_steps=facts.num_steps)
+    reason = (
+        f"trial: a step of {facts.num_ranks} ranks took {step:.1f} ms, of it {exchange:.1f} ms for the exchange, and "
+        f"one rank would take {alone:.1f} ms, {because}"
+    )
+    return Tried(rule.choice, rule.is_alone, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSteps:
+    """What each step took on one rank."""
+
+    total_seconds: tuple[float, ...]
+    exchange_seconds: tuple[float, ...]
+
+
+def may_go_on_alone(asked: TrainConfig, chosen: TrainConfig, memory: Memory) -> bool:
+    """Whether the ranks of `chosen` may find out that one is faster: nobody has asked for them, and one would do."""
+    is_asked = asked.num_workers or asked.num_named or asked.launcher == "attach"
+    # Of PowerSGD rank 0 keeps what all begin with.
+    is_undone = chosen.compression != "powersgd"
+    return not is_asked and is_undone and memory.fits(chosen.model_copy(update={"num_workers": 1}))
+
+
+def try_ranks(session: Session) -> None:
+    """Before the first step, on all ranks, if the driver left the question open.
+
+    What the steps have changed is as before when it returns. Raises FewerRanks, on all ranks alike.
+    """
+    member = session.member
+    if not session.task.may_go_on_alone or member.world_size == 1:
+        return
+    before = {name: dump_arrays(arrays) for name, arrays in session.writer.copy_state().items()}
+    with during(session.reporter, Activity("a trial of the ranks")):
+        mine = _steps(session)
+    member.start(before, member.world_size, "what was there before the trial")
+    facts = facts_of(
+        [from_json(TrialSteps, each) for each in member.gather_bytes(to_json(mine))],
+        session.task.config.epochs * session.epochs.num_steps,
+    )
+    tried = judge(facts)
+    numbers = {"step_seconds": facts.step_seconds, "exchange_seconds": facts.exchange_seconds}
+    session.event("trial", {"choice": tried.choice, **numbers, "reason": tried.reason})
+    if tried.is_alone:
+        member.barrier()
+        member.close()
+        raise FewerRanks(1, tried.reason)
+
+
+def facts_of(ranks: list[TrialSteps], num_steps: int) -> TrialFacts:
+    """Of the same steps on all ranks."""
+    totals = [max(of_step) for of_step in zip(*(each.total_seconds for each in ranks), strict=True)]
+    exchanges = [min(of_step) for of_step in zip(*(each.exchange_seconds for each in ranks), strict=True)]
+    return TrialFacts(len(ranks), statistics.median(totals[1:]), statistics.median(exchanges[1:]), num_steps)
+
+
+def _steps(session: Session) -> TrialSteps:
+    config, member = session.task.config, session.member
+    hold_still(member.learner, config, Cursor(0, 0))
+    num_rows = len(session.streams) * config.global_batch_size // config.num_streams
+    batch = made_up_batch(model_spec(session.dataset.manifest, config), num_rows)
+    total: list[float] = []
+    exchange: list[float] = []
+    stopwatch = Stopwatch()
+    for _ in range(NUM_STEPS):
+        done = member.train_step(batch, config.global_batch_size, session.learning_rate(Progress()))
+        total.append(stopwatch.lap())
+        exchange.append(done.allreduce_seconds)
+    return TrialSteps(tuple(total), tuple(exchange))
