@@ -47,11 +47,11 @@ def reading(what: str, store: Store, most_bytes: int = 0) -> Activity:
 
 
 @contextmanager
-def during(reporter: Reporter, activity: Activity) -> Iterator[None]:
-    """Inside, the rank does that, and afterwards again what it did before.
+def during(reporter: Reporter, activity: Activity) -> Iterator[Activity]:
+    """Inside, the rank does that, and afterwards again what it did before, which the block is given.
 
     Not if it fails: what it was doing then is what an error reports.
     """
     before = reporter.doing(activity)
-    yield
+    yield before
     reporter.doing(before)

@@ -22,7 +22,7 @@ from shardmill.failpoints import failpoint
 from shardmill.jobs.process import Terminated
 from shardmill.sealed import SealedFile, seal, seal_file
 from shardmill.storage import Store
-from train.activities import Activity, waiting
+from train.activities import Activity, during, waiting
 from train.checkpoints.checkpoint import MARKER, CheckpointFolder, CheckpointMarker, TrainingIdentity, delete_older
 from train.checkpoints.state import dump_arrays
 from train.progress import Progress
@@ -76,8 +76,8 @@ class CheckpointWriter:
         self._reporter = reporter
         self._running: Future[Written] | None = None
         self._changed = threading.Condition()
-        self._waits = False
-        """The thread waits for other ranks."""
+        self._activity = STORING
+        """The thread's."""
         # The thread's own until `_running` is done.
         self._owed: list[Moment] = []
         """The best epoch's, while the store refuses it."""
@@ -125,18 +125,14 @@ class CheckpointWriter:
         running = self._running
         if running is None:
             return None
-        with self._changed:
-            told: bool | None = None
-            was_doing: Activity | None = None
-            while not running.done():
-                # Whom the driver may blame for the wait.
-                if told != self._waits:
-                    told = self._waits
-                    before = self._reporter.doing(OF_ALL_RANKS if told else STORING)
-                    was_doing = was_doing or before
-                self._changed.wait()
-            if was_doing is not None:
-                self._reporter.doing(was_doing)
+        if self.is_writing:
+            # The driver is told whom it may blame for the wait.
+            with self._changed, during(self._reporter, told := self._activity):
+                while not running.done():
+                    if self._activity != told:
+                        told = self._activity
+                        self._reporter.doing(told)
+                    self._changed.wait()
         self._running = None
         return running.result()
 
@@ -188,14 +184,15 @@ class CheckpointWriter:
         return json.loads(self._gather(json.dumps(problem).encode())[0])
 
     def _gather(self, data: bytes) -> list[bytes]:
-        self._set_waits(self._ranks.world_size > 1)
+        if self._ranks.world_size > 1:
+            self._begin(OF_ALL_RANKS)
         of_ranks = self._ranks.gather_aside(data)
-        self._set_waits(False)
+        self._begin(STORING)
         return of_ranks
 
-    def _set_waits(self, waits: bool) -> None:
+    def _begin(self, activity: Activity) -> None:
         with self._changed:
-            self._waits = waits
+            self._activity = activity
             self._changed.notify_all()
 
     def _publish(self, moment: Moment, files: tuple[SealedFile, ...]) -> str:

@@ -83,7 +83,7 @@ class ReplicatedMember:
         self._collective = collective
         self._streams = streams
         self._gather_aside = gather_aside
-        self._around_gradients: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._around_gradients: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def batches(self, epoch: Epoch, cursor: Cursor) -> Batches:
         return epoch.read(cursor.step)

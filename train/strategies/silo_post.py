@@ -71,10 +71,8 @@ class SiloPost:
 
         It is not called if the round is over already: this silo was away.
         """
-        step = self._reporter.doing(EXCHANGING)
-        found = self._average(partial(self._computed, step, compute))
-        self._reporter.doing(step)
-        return found
+        with during(self._reporter, EXCHANGING) as step:
+            return self._average(partial(self._computed, step, compute))
 
     def _computed(self, step: Activity, compute: Callable[[], Arrays]) -> Arrays:
         with during(self._reporter, step):
