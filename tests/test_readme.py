@@ -127,8 +127,16 @@ def test_the_tour_names_what_exists():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path):
-    for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text(encoding="utf-8")):
-        assert (document.parent / target).exists(), target
+    for target, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", document.read_text(encoding="utf-8")):
+        page = document.parent / target if target else document
+        assert page.exists(), target
+        assert not heading or heading in headings_of(page), f"{target}#{heading}"
+
+
+def headings_of(page: Path) -> set[str]:
+    """As a link names them on GitHub."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_exit_code_is_explained():
