@@ -22,13 +22,6 @@ REACH = "reach"
 _STALE_SECONDS = 86400
 
 
-def plant_nonce(store: Store) -> Nonce:
-    """Write a nonce below the root of `store`, under a name of its own; those of killed drivers go."""
-    nonce = _new_nonce(store)
-    _plant(store, nonce)
-    return nonce
-
-
 def clear_stale(store: Store) -> None:
     """Remove files below `reach/` that killed processes could not remove; a fault of the store is ignored."""
     with suppress(ShardmillError):
@@ -56,29 +49,16 @@ def check_nonce(nonce: Nonce) -> None:
     )
 
 
-def remove_nonce(nonce: Nonce) -> None:
-    """Take the nonce away again; it may be gone already."""
-    open_store(nonce.uri).delete(nonce.path)
-
-
 @contextmanager
 def planted(store: Store) -> Iterator[Nonce]:
-    """A nonce for as long as the work inside lasts."""
-    nonce = _new_nonce(store)
+    """A nonce below the root of `store` for as long as the work inside lasts; those of killed drivers go."""
+    nonce = Nonce(store.uri, f"{REACH}/{secrets.token_hex(8)}", secrets.token_hex(16))
     try:
         # Inside: a SIGTERM may come when it is there already.
-        _plant(store, nonce)
+        store.put(nonce.path, nonce.value.encode())
+        clear_stale(store)
         yield nonce
     finally:
         # It must not stand in for what went wrong inside; a later driver clears what is left.
         with suppress(ShardmillError):
-            remove_nonce(nonce)
-
-
-def _new_nonce(store: Store) -> Nonce:
-    return Nonce(store.uri, f"{REACH}/{secrets.token_hex(8)}", secrets.token_hex(16))
-
-
-def _plant(store: Store, nonce: Nonce) -> None:
-    store.put(nonce.path, nonce.value.encode())
-    clear_stale(store)
+            store.delete(nonce.path)

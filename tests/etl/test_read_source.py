@@ -21,7 +21,7 @@ from etl.units import read_unit
 from etl.write_unit import write_unit
 from shardmill.errors import StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig
-from shardmill.jobs.reach import plant_nonce, remove_nonce
+from shardmill.jobs.reach import planted
 from shardmill.values import Rejection
 from tests.services.faulty_store import FaultyStore
 from tests.support import write_images
@@ -104,14 +104,13 @@ def test_a_file_that_this_user_may_not_read_is_one_rejection(tmp_path: Path):
 
 def test_an_executor_with_a_dataset_folder_of_its_own_is_refused_before_it_works(tmp_path: Path):
     plan = planned(tmp_path)
-    nonce = plant_nonce(plan.store)
-    task = dataclasses.replace(plan.task, reach=nonce)
-    write_unit(plan.units[0], task)
-    shutil.rmtree(tmp_path / "dataset")
-    with pytest.raises(UsageError, match=f"{socket.gethostname()} does not share {tmp_path}/dataset"):
+    with planted(plan.store) as nonce:
+        task = dataclasses.replace(plan.task, reach=nonce)
         write_unit(plan.units[0], task)
-    assert not (tmp_path / "dataset").exists()
-    remove_nonce(nonce)
+        shutil.rmtree(tmp_path / "dataset")
+        with pytest.raises(UsageError, match=f"{socket.gethostname()} does not share {tmp_path}/dataset"):
+            write_unit(plan.units[0], task)
+        assert not (tmp_path / "dataset").exists()
 
 
 def test_an_image_that_takes_too_much_is_one_rejection_and_the_task_goes_on(tmp_path: Path):

@@ -14,7 +14,7 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
 from shardmill.jobs.observer import SilentObserver
-from shardmill.jobs.reach import plant_nonce, remove_nonce
+from shardmill.jobs.reach import planted
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from tests.support import make_dataset
@@ -188,13 +188,14 @@ def test_real_training_tells_the_cause_and_not_the_survivors_echo(start, dataset
 
 @pytest.mark.parametrize("lost", ["models", "dataset"])
 def test_a_rank_on_a_host_without_the_drivers_storage_ends_before_it_works(start, tmp_path, dataset, lost):
-    nonce = plant_nonce(open_store(tmp_path / "models"))
-    if lost == "models":
-        # Another host's folder of the same name.
-        remove_nonce(nonce)
-    pin = PIN if lost == "dataset" else dataset
-    driver = start("local", 2, f"{WORKERS}:well", pin, asdict(nonce))
-    outcome = driver.outcome()
+    models = open_store(tmp_path / "models")
+    with planted(models) as nonce:
+        if lost == "models":
+            # Another host's folder of the same name.
+            models.delete(nonce.path)
+        pin = PIN if lost == "dataset" else dataset
+        driver = start("local", 2, f"{WORKERS}:well", pin, asdict(nonce))
+        outcome = driver.outcome()
     assert outcome["error"] == "UsageError", outcome
     place = str(tmp_path / "models") if lost == "models" else PIN.uri
     assert f"host {socket.gethostname()} does not" in outcome["message"] and place in outcome["message"]
