@@ -21,28 +21,6 @@ CLEAN = {
     for name, value in os.environ.items()
     if name not in ("PYTHONPATH", "VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT") and not name.startswith("PYTEST")
 }
-READ_A_DATASET = """
-import sys
-import numpy, pyarrow
-from shardmill.dataset.ledger import read_rejections
-from shardmill.dataset.open import open_dataset
-from shardmill.reader import ReaderOptions, read_batches
-
-dataset = open_dataset(sys.argv[1])
-spec = dataset.plan_spec("train", seed=1, global_batch_size=16, num_streams=4)
-seen = {}
-for name in dataset.manifest.formats:
-    with read_batches(dataset, dataset.plan_epoch(spec, 0), options=ReaderOptions(format=name)) as batches:
-        seen[name] = [(b.sample_ids_N.tolist(), b.images_NHWC.tobytes()) for b in batches]
-first, *others = seen.values()
-assert others and all(other == first for other in others)
-ids = [i for batch, _ in first for i in batch if i]
-assert len(ids) == len(set(ids)) == dataset.manifest.splits["train"].num_rows
-read_rejections(dataset.store, dataset.manifest)
-heavy = {"pyspark", "tensorflow", "keras", "horovod", "torch", "airflow"} & set(sys.modules)
-assert not heavy, heavy
-print(sys.version_info[:2], numpy.__version__, pyarrow.__version__)
-"""
 
 
 def run(*command: str | Path, cwd: Path, timeout: float = 240) -> str:
@@ -114,7 +92,7 @@ def test_the_base_wheel_alone_reads_a_dataset(python: str, wheel: Path, dataset:
     run(tmp_path / "venv/bin/shardmill", "verify", "shardmill-work/dataset", "--deep", cwd=tmp_path)
 
     # A user's own script of the name of one of our packages does not get into the library's way.
-    (tmp_path / "train.py").write_text(READ_A_DATASET)
+    shutil.copy(ROOT / "tests/programs/read_a_dataset.py", tmp_path / "train.py")
     (tmp_path / "etl.py").write_text("raise RuntimeError('the library imported a user file')\n")
     told = run(tmp_path / "venv/bin/python", "train.py", dataset, cwd=tmp_path)
     numpy_version, pyarrow_version = told.split()[-2:]
@@ -155,12 +133,7 @@ HEAVY = {
 }
 
 
-@pytest.mark.parametrize("start", ["import shardmill", "import pipeline.cli; pipeline.cli.main()"])
+@pytest.mark.parametrize("start", ["shardmill", "pipeline.cli"])
 def test_starting_imports_nothing_heavy(start: str):
-    code = f"""
-import atexit, sys
-atexit.register(lambda: print("imported:", *sorted({HEAVY} & set(sys.modules))))
-sys.argv[1:] = ["--help"]
-{start}
-"""
-    assert run(sys.executable, "-c", code, cwd=ROOT).splitlines()[-1] == "imported:"
+    told = run(sys.executable, "-m", "tests.programs.start_and_show_imports", start, *HEAVY, cwd=ROOT)
+    assert told.splitlines()[-1] == "imported:"

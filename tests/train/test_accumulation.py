@@ -3,7 +3,6 @@
 # pyright: reportArgumentType=false
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.train.training import MODELS
 from train.backends import BACKENDS
 from train.config import TrainConfig
 
+ROOT = Path(__file__).parents[2]
 WIDE = {"keras": f"{MODELS}:wide", "torch": f"{TORCH_MODELS}:wide"}
 
 
@@ -33,32 +33,8 @@ def test_a_batch_computed_in_parts_gives_the_same_sums(name):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_step_in_parts_needs_the_memory_of_one_part(name):
     """96 images, whose activations are those of a convolution with 128 x 128 x 32 outputs: one by one, then at once."""
-    code = f"""
-from pathlib import Path
-import numpy as np
-from tests.train.test_models import THREE, batch_of
-from train.backends import BACKENDS
-from train.backends.backend import InputScale, ModelSpec
-from train.config import TrainConfig
-from train.world import World
-
-def kib(name):
-    return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
-
-spec = ModelSpec((128, 128, 3), THREE, InputScale((120.0,) * 3, (60.0,) * 3))
-BACKENDS["{name}"].start(World(), 0)
-batch = batch_of((128, 128, 3), 96)
-for parts in (96, 1):
-    config = TrainConfig(model={WIDE[name]!r}, global_batch_size=96, accumulation_steps=parts, num_streams=1)
-    one = BACKENDS["{name}"].build(config, spec)
-    # The kernel forgets the peak so far.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = kib("VmRSS")
-    one.apply(one.gradients(batch, 96, 1.0), 0.1)
-    print((kib("VmHWM") - before) // 1024)
-"""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.programs.memory_of_a_step", name, WIDE[name]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     in_parts_MiB, at_once_MiB = (int(line) for line in done.stdout.split()[-2:])
     # The convolution's outputs alone are 192 MiB.
     assert at_once_MiB - in_parts_MiB > 150, done.stdout + done.stderr[-1000:]
