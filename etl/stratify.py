@@ -130,14 +130,14 @@ class WithStratifiedSplits:
             held_here = [held[name, split] for split in range(len(SPLITS))]
             num_all = len(own) + sum(held_here)
             ideals = [share * num_all + carry for share, carry in zip(self._shares, carried, strict=True)]
-            wanted = _quotas(ideals, num_all)
+            wanted = whole_quotas(ideals, num_all)
             carried = [ideal - want for ideal, want in zip(ideals, wanted, strict=True)]
-            ends = np.cumsum(_remaining(wanted, held_here, len(own)))[:-1]
+            ends = np.cumsum(share_out(wanted, held_here, len(own)))[:-1]
             edges_CS[row, ends < len(own)] = own[ends[ends < len(own)]]
         return names, edges_CS
 
 
-def _quotas(ideals: Sequence[float], num_images: int) -> list[int]:
+def whole_quotas(ideals: Sequence[float], num_images: int) -> list[int]:
     """How many images of a class each split should hold: `ideals`, which add up to `num_images`, in whole images.
 
     By largest remainders. The caller adds what rounding took away to the next class's ideals; so each class is within
@@ -152,7 +152,7 @@ def _quotas(ideals: Sequence[float], num_images: int) -> list[int]:
     return quotas
 
 
-def _remaining(wanted: Sequence[int], held: Sequence[int], num_new: int) -> list[int]:
+def share_out(wanted: Sequence[int], held: Sequence[int], num_new: int) -> list[int]:
     """How the new images of a class are shared out: what is missing, and no more than there are."""
     missing = [max(0, want - have) for want, have in zip(wanted, held, strict=True)]
     total = sum(missing)

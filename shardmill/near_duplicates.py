@@ -103,7 +103,7 @@ def _groups(hashes_N: np.ndarray, max_bits: int) -> list[list[int]]:
             parent[place] = place = parent[parent[place]]
         return place
 
-    for one, other in _near_pairs(unique_U, max_bits):
+    for one, other in near_pairs(unique_U, max_bits):
         parent[root(one)] = root(other)
     members: dict[int, list[int]] = defaultdict(list)
     for place, unique in enumerate(place_of_N.tolist()):
@@ -111,7 +111,7 @@ def _groups(hashes_N: np.ndarray, max_bits: int) -> list[list[int]]:
     return [group for group in members.values() if len(group) > 1]
 
 
-def _near_pairs(hashes_U: np.ndarray, max_bits: int) -> Iterator[tuple[int, int]]:
+def near_pairs(hashes_U: np.ndarray, max_bits: int) -> Iterator[tuple[int, int]]:
     """Pairs of places. Of b + 1 bands, two hashes that differ in b bits have at least one in common."""
     edges = np.linspace(0, _HASH_BITS, max_bits + 2).astype(int).tolist()
     for low, high in itertools.pairwise(edges):

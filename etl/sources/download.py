@@ -113,7 +113,7 @@ class Downloader:
         """A connection to an address that was looked at: a name may stand for a machine behind our firewall."""
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         found = [str(each[4][0]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-        if not all(map(self._may_ask, found)):
+        if not all(map(self.may_ask, found)):
             return NotDownloaded(RejectReason.BAD_ROW, f"{printable(host)} is an address of a private network")
         connection = socket.create_connection((found[0], port), timeout_seconds)
         if parts.scheme == "http":
@@ -124,10 +124,13 @@ class Downloader:
             connection.close()
             raise
 
-    def _may_ask(self, address: str) -> bool:
-        parsed = _parsed(address)
-        is_allowed = self._config.allow_private_addresses or any(parsed in network for network in self._networks)
-        return is_allowed or _is_public(parsed)
+    def may_ask(self, address: str) -> bool:
+        """Whether the address is public, or one that the config allows."""
+        found = ipaddress.ip_address(address.partition("%")[0])
+        # ::ffff:127.0.0.1 is this machine.
+        found = getattr(found, "ipv4_mapped", None) or found
+        is_allowed = self._config.allow_private_addresses or any(found in network for network in self._networks)
+        return is_allowed or (found.is_global and not found.is_multicast)
 
     def _exchange(self, parts: urllib.parse.SplitResult, connected: socket.socket) -> bytes | NotDownloaded | str:
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
@@ -188,16 +191,6 @@ def opt_out_of(values: list[str]) -> str:
             if directive.strip().lower() in _OPT_OUTS:
                 return directive.strip().lower()
     return ""
-
-
-def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    found = ipaddress.ip_address(address.partition("%")[0])
-    # ::ffff:127.0.0.1 is this machine.
-    return getattr(found, "ipv4_mapped", None) or found
-
-
-def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    return address.is_global and not address.is_multicast
 
 
 def _hang_up(connected: socket.socket) -> None:

@@ -33,7 +33,7 @@ _convert_colours = getattr(shardmill_native, "convert_colours", None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Conversion:
+class Conversion:
     """From a profile's colours to sRGB."""
 
     mode: str
@@ -51,17 +51,17 @@ class _Conversion:
             return _converted(samples_HWC, self.tables)
         converted_HWC = np.empty((*samples_HWC.shape[:2], 3), dtype=np.uint8)
         for rows in strips(samples_HWC):
-            converted_HWC[rows] = _transformed(self.transform, samples_HWC[rows], self.mode)
+            converted_HWC[rows] = by_littlecms(self.transform, samples_HWC[rows], self.mode)
         return converted_HWC
 
     def _gray_levels(self) -> np.ndarray:
         ramp = np.arange(256, dtype=np.uint8).reshape(1, 256, 1)
-        return _transformed(self.transform, ramp, self.mode)[0, :, 1]  # neutral: its three channels are equal
+        return by_littlecms(self.transform, ramp, self.mode)[0, :, 1]  # neutral: its three channels are equal
 
 
 def changes_pixels(profile: bytes | None, num_channels: int) -> bool:
     """Whether `to_srgb` converts samples with this profile."""
-    conversion = _read_profile(profile) if profile else None
+    conversion = read_profile(profile) if profile else None
     return conversion is not None and not conversion.is_srgb and _NUM_CHANNELS[conversion.mode] == num_channels
 
 
@@ -69,7 +69,7 @@ def to_srgb(samples_HWC: np.ndarray, profile: bytes | None, notes: list[str]) ->
     """Gray or RGB samples, converted if their profile is not sRGB; unchanged if it is damaged or of another colour."""
     if profile is None:
         return samples_HWC
-    conversion = _read_profile(profile)
+    conversion = read_profile(profile)
     if conversion is not None and conversion.is_srgb:
         return samples_HWC
     if conversion is None or _NUM_CHANNELS[conversion.mode] != samples_HWC.shape[2]:
@@ -82,7 +82,7 @@ def to_srgb(samples_HWC: np.ndarray, profile: bytes | None, notes: list[str]) ->
 def cmyk_to_srgb(inks_HWC: np.ndarray, profile: bytes | None, notes: list[str], *, stored_inverted: bool) -> np.ndarray:
     """RGB by the profile of the print, or by the plain formula if there is none that can be used."""
     notes.append(CMYK_NOTE)
-    conversion = _read_profile(profile) if profile is not None else None
+    conversion = read_profile(profile) if profile is not None else None
     if conversion is not None and conversion.mode == "CMYK":
         notes.append(CONVERTED_NOTE)
         return conversion.apply(255 - inks_HWC if stored_inverted else inks_HWC)
@@ -94,7 +94,7 @@ def cmyk_to_srgb(inks_HWC: np.ndarray, profile: bytes | None, notes: list[str], 
 @functools.lru_cache(
     maxsize=32
 )  # 500 photos from everywhere share 16; reading one takes as long as decoding two photos
-def _read_profile(profile: bytes) -> _Conversion | None:
+def read_profile(profile: bytes) -> Conversion | None:
     """None for what is damaged, too large, or describes no gray, RGB or CMYK."""
     if len(profile) > MAX_PROFILE_BYTES:
         return None
@@ -112,7 +112,7 @@ def _read_profile(profile: bytes) -> _Conversion | None:
     tables = colour_tables(profile, source, srgb) if mode == "RGB" and not is_srgb and _convert_colours else None
     if tables is not None and not _gives_the_same(tables, transform):
         tables = None
-    return _Conversion(mode, transform, is_srgb, tables)
+    return Conversion(mode, transform, is_srgb, tables)
 
 
 def _is_identity(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
@@ -121,7 +121,7 @@ def _is_identity(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
         probe_HWC = levels.reshape(1, 17, 1)
     else:
         probe_HWC = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(17, 289, 3)
-    difference = _transformed(transform, probe_HWC, mode).astype(int) - probe_HWC
+    difference = by_littlecms(transform, probe_HWC, mode).astype(int) - probe_HWC
     return int(np.abs(difference).max()) <= SRGB_TOLERANCE_LEVELS
 
 
@@ -131,7 +131,7 @@ def _gives_the_same(tables: ColourTables, transform: ImageCms.ImageCmsTransform)
     others = np.random.RandomState(1).randint(0, 256, (40, 256, 3), np.uint8)
     others[::4, :, 0] = others[1::4, :, 1] = others[2::4, :, 2] = levels
     others[3] = levels[:, np.newaxis]
-    return np.array_equal(_converted(others, tables), _transformed(transform, others, "RGB"))
+    return np.array_equal(_converted(others, tables), by_littlecms(transform, others, "RGB"))
 
 
 def _converted(samples_HWC: np.ndarray, tables: ColourTables) -> np.ndarray:
@@ -141,7 +141,8 @@ def _converted(samples_HWC: np.ndarray, tables: ColourTables) -> np.ndarray:
     return converted_HWC
 
 
-def _transformed(transform: ImageCms.ImageCmsTransform, samples_HWC: np.ndarray, mode: str) -> np.ndarray:
+def by_littlecms(transform: ImageCms.ImageCmsTransform, samples_HWC: np.ndarray, mode: str) -> np.ndarray:
+    """RGB, whatever the `mode` of the samples."""
     height, width = samples_HWC.shape[:2]
     samples = np.ascontiguousarray(samples_HWC)
     picture = Image.frombuffer(mode, (width, height), samples, "raw", mode, 0, 1)

@@ -111,7 +111,7 @@ class HdfsStore:
 
     @property
     def _client(self) -> Any:
-        return _connected(self._authority, os.getpid())
+        return connected(self._authority, os.getpid())
 
     def _name(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/") or "/"
@@ -189,7 +189,7 @@ class HdfsStore:
 
 
 @functools.cache
-def _connected(authority: str, pid: int) -> Any:
+def connected(authority: str, pid: int) -> Any:
     """The client of one file system in this process: its threads do not survive a fork."""
     from hdfs_native import Client
 

@@ -172,7 +172,7 @@ def _ask(
     wait = urllib3.Timeout(connect=min(CONNECT_SECONDS, patience), read=patience)
     try:
         # No redirects: an address that was given does not lead to another host unseen.
-        response = _connections(os.getpid()).request(
+        response = connections(os.getpid()).request(
             method, url, headers={"Accept-Encoding": "identity", **headers}, redirect=False, retries=False,
             preload_content=False, timeout=wait,
         )  # fmt: skip
@@ -209,7 +209,7 @@ def _check_status(response: BaseHTTPResponse) -> None:
 
 
 @functools.cache
-def _connections(pid: int) -> PoolManager:
+def connections(pid: int) -> PoolManager:
     """Of one process: a connection cannot be shared with a fork."""
     import urllib3
 

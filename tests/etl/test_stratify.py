@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
 from etl.job import build_dataset
-from etl.stratify import _quotas, _remaining
+from etl.stratify import share_out, whole_quotas
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig
 from tests.support import write_images
@@ -97,11 +97,11 @@ def test_quotas_add_up_and_no_new_image_is_lost():
             num_new, held = generator.randrange(9), [generator.randrange(4) for _ in range(3)]
             num_all = num_new + sum(held)
             ideals = [share * num_all + carry for share, carry in zip(shares, carried, strict=True)]
-            wanted = _quotas(ideals, num_all)
+            wanted = whole_quotas(ideals, num_all)
             carried = [ideal - want for ideal, want in zip(ideals, wanted, strict=True)]
             assert sum(wanted) == num_all and min(wanted) >= 0
             assert all(abs(want - share * num_all) <= 2 for want, share in zip(wanted, shares, strict=True))
-            remaining = _remaining(wanted, held, num_new)
+            remaining = share_out(wanted, held, num_new)
             assert sum(remaining) == num_new and min(remaining) >= 0
             all_images += num_all
             all_wanted = [total + want for total, want in zip(all_wanted, wanted, strict=True)]

@@ -148,8 +148,8 @@ class AnswersAreLost:
 
 
 def test_a_rename_whose_answer_was_lost_is_done(hdfs_root: str, monkeypatch: pytest.MonkeyPatch):
-    connected = hdfs._connected
-    monkeypatch.setattr(hdfs, "_connected", lambda *place: AnswersAreLost(connected(*place)))
+    connected = hdfs.connected
+    monkeypatch.setattr(hdfs, "connected", lambda *place: AnswersAreLost(connected(*place)))
     store = open_store(hdfs_root)
     store.put("x", b"1")
     store.put("x", b"23")

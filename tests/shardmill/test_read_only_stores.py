@@ -220,9 +220,9 @@ def test_a_certificate_must_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(StorageError, match="cannot access https://.*/a: .*certificate verify failed"):
             open_store(address).read("a")
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "server.pem"))
-        http_store._connections.cache_clear()
+        http_store.connections.cache_clear()
         assert open_store(address).read("a") == b"1"
-    http_store._connections.cache_clear()
+    http_store.connections.cache_clear()
 
 
 def write_certificate(file: Path) -> ssl.SSLContext:

@@ -20,7 +20,7 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
 from tests.support import make_dataset
 from tests.train.test_models import THREE, batch_of
-from tests.train.training import MODELS, Recorder, train_here
+from tests.train.training import MODELS, Recorder, keras_model_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
 from train.backends.weight_files import read_arrays
@@ -118,7 +118,7 @@ def test_a_small_file_of_endless_arrays_is_refused():
 def test_an_archive_with_code_gives_its_arrays_alone(tmp_path):
     """A `.keras` file whose configuration names a lambda: the configuration is not even read."""
     one = learner("keras", "small_cnn")
-    one._model.save(tmp_path / "a.keras")
+    keras_model_of(one, "small_cnn", SHAPE, THREE).save(tmp_path / "a.keras")
     hostile = io.BytesIO()
     with zipfile.ZipFile(tmp_path / "a.keras") as source, zipfile.ZipFile(hostile, "w") as target:
         target.writestr("config.json", '{"class_name": "Lambda", "module": "os", "config": "system"}')
@@ -196,9 +196,10 @@ def test_every_weight_of_a_file_of_the_same_model_is_taken(name, tmp_path):
         kinds[".pt"] = (tmp_path / "state_dict.pt").read_bytes()
     else:
         kinds[".keras"] = (tmp_path / "model.keras").read_bytes()
-        one._model.save_weights(tmp_path / "a.weights.h5")
+        model = keras_model_of(one, NORMED[name], SHAPE, THREE)
+        model.save_weights(tmp_path / "a.weights.h5")
         kinds[".weights.h5"] = (tmp_path / "a.weights.h5").read_bytes()
-        one._model.save(tmp_path / "a.h5")
+        model.save(tmp_path / "a.h5")
         kinds[".h5"] = (tmp_path / "a.h5").read_bytes()
     for suffix, data in kinds.items():
         other = learner(name, NORMED[name], seed=3)

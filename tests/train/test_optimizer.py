@@ -8,9 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from tests.train.test_models import SHAPE, batch_of, step_of
+from tests.train.test_models import SHAPE, THREE, batch_of, step_of
 from tests.train.training import Killed, Recorder, train_here
-from train.backends.keras.build import DTYPE_POLICIES
+from train.backends.backend import InputScale
+from train.backends.keras.build import DTYPE_POLICIES, build_model
+from train.backends.keras.optimizers import build_optimizer
+from train.backends.keras.step import TrainStep
 from train.config import TrainConfig
 from train.optimizers import OPTIMIZERS
 from train.schedules import SCHEDULES
@@ -58,8 +61,9 @@ def test_every_precision_trains_with_float32_weights(tiny_uri, tmp_path, mixed_p
 
 def test_float16_skips_a_step_that_overflows_and_goes_on():
     config = TrainConfig(mixed_precision="float16", optimizer="sgd")
-    built, step = step_of(config, SHAPE)
-    optimizer = step._chosen.optimizer
+    built = build_model(config, SHAPE, THREE)
+    chosen = build_optimizer(config, built.model, built.compiled_optimizer)
+    step, optimizer = TrainStep(built, chosen, InputScale((120.0,) * 3, (60.0,) * 3)), chosen.optimizer
     optimizer.dynamic_scale.assign(1e30)
     before = np.array(built.model.trainable_variables[0])
     outcome = step.apply(step.gradients(batch_of(SHAPE), 4, 1.0), 0.1)

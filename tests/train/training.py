@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import FieldValue
 from train.activities import Activity
+from train.backends import BACKENDS
+from train.backends.backend import StatePart
 from train.choosing.auto import resolve
 from train.config import TrainConfig
+from train.labels import LabelSpec
 from train.models.user import source_sha256
 from train.reporting.observer import GlobalStep
 from train.task import WorkerTask
@@ -90,3 +94,17 @@ def train_here(
     if expect_source is not None:
         task = replace(task, model_source_sha256=expect_source)
     return run_worker(task, World(), recorder or Recorder())
+
+
+def keras_model_of(learner: Any, model: str, shape_HWC: tuple[int, int, int], labels: LabelSpec) -> Any:
+    """Another Keras model of the factory `model`, with a learner's weights, statistics and layers' names."""
+    from train.backends.keras.build import build_model
+
+    # Names are numbered, and counted from the start.
+    BACKENDS["keras"].start(World(), 0)
+    built = build_model(TrainConfig(model=model), shape_HWC, labels).model
+    variables = [*built.trainable_variables, *built.non_trainable_variables]
+    arrays = [*learner.arrays(StatePart.WEIGHTS), *learner.arrays(StatePart.OWN)]
+    for variable, array in zip(variables, arrays, strict=True):
+        variable.assign(array)
+    return built

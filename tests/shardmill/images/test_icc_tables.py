@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shardmill.images import icc
+from shardmill.images.icc import by_littlecms, read_profile
 from shardmill.images.icc_tables import ONE
+from shardmill.images.kernel import shardmill_native
 from tests.shardmill.images.make import ADOBE_RGB_XYZ, SRGB_XYZ, photo, rgb_profile
 
 pytest.importorskip("shardmill_native", reason="the native kernel is not installed")
-convert_colours = icc._convert_colours
+convert_colours = getattr(shardmill_native, "convert_colours", None)
 if convert_colours is None:
     pytest.skip("this build of the native kernel converts no colours", allow_module_level=True)
 
@@ -52,10 +53,10 @@ def planes(step: int) -> Iterator[np.ndarray]:
 
 
 def check(profile: bytes, step: int) -> None:
-    conversion = icc._read_profile(profile)
+    conversion = read_profile(profile)
     assert conversion is not None and not conversion.is_srgb and conversion.tables is not None
     for plane_HWC in planes(step):
-        expected_HWC = icc._transformed(conversion.transform, plane_HWC, "RGB")
+        expected_HWC = by_littlecms(conversion.transform, plane_HWC, "RGB")
         assert np.array_equal(conversion.apply(plane_HWC), expected_HWC), plane_HWC[0, 0, 0]
 
 
@@ -82,14 +83,14 @@ def test_any_gamma_and_primaries_are_converted_as_by_littlecms():
 def test_what_is_no_gamma_and_matrix_is_left_to_littlecms():
     table = b"curv" + bytes(4) + struct.pack(">I", 4) + struct.pack(">4H", 0, 9000, 30000, 65535)
     for profile in (with_curves(rgb_profile(), table), with_curves(rgb_profile(), formula(2.2, 1, 0, 0, 0, kind=0))):
-        conversion = icc._read_profile(profile)
+        conversion = read_profile(profile)
         assert conversion is not None and conversion.tables is None
         assert conversion.apply(photo()).shape == photo().shape
 
 
 @pytest.mark.parametrize("parameters", [(32767, 32767, 0, 0, 0), (-32767, 0.0001, 0, 0, 0), (2, 32767, 32767, 0, 0)])
 def test_a_formula_beyond_all_numbers_is_left_to_littlecms(parameters: tuple[float, ...]):
-    conversion = icc._read_profile(with_curves(rgb_profile(), formula(*parameters)))
+    conversion = read_profile(with_curves(rgb_profile(), formula(*parameters)))
     assert conversion is None or conversion.tables is None
 
 
@@ -101,11 +102,11 @@ def test_damaged_profiles_give_what_littlecms_makes_of_them():
         damaged = bytearray(rng.choice([rgb_profile(), with_curves(rgb_profile(DISPLAY_P3_XYZ), SRGB_FORMULA)]))
         for _ in range(rng.randrange(1, 4)):
             damaged[rng.randrange(100, len(damaged))] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)])
-        conversion = icc._read_profile(bytes(damaged[: rng.choice([len(damaged), rng.randrange(len(damaged))])]))
+        conversion = read_profile(bytes(damaged[: rng.choice([len(damaged), rng.randrange(len(damaged))])]))
         if conversion is not None and conversion.mode == "RGB":
             num_converted += 1
             num_with_tables += conversion.tables is not None
-            expected_HWC = icc._transformed(conversion.transform, photo(), "RGB")
+            expected_HWC = by_littlecms(conversion.transform, photo(), "RGB")
             assert np.array_equal(conversion.apply(photo()), expected_HWC)
     assert num_converted > num_with_tables > 20
 
