@@ -13,10 +13,10 @@ from typing import Protocol
 
 from shardmill.dataset.index import read_shards, shard_file
 from shardmill.dataset.segment import rows_file
-from shardmill.dataset.unit_result import UnitResult, decode_unit_result, encode_unit_result
+from shardmill.dataset.unit_result import PENDING, UnitResult, read_pending, write_pending
 from shardmill.dataset.versions import read_manifest
 from shardmill.errors import IntegrityError
-from shardmill.sealed import check_sealed, seal, unseal
+from shardmill.sealed import check_sealed
 from shardmill.storage import Store, StoredFile
 from shardmill.values import TRANSIENT_REASONS, UNKNOWN_SIZE, Rejection
 
@@ -31,7 +31,6 @@ class Unit(Protocol):
     def fingerprint(self) -> str: ...
 
 
-PENDING = "pending"
 # A run that nobody has resumed for so long loses nothing but time.
 _ABANDONED_SECONDS = 7 * 86_400.0
 _NUM_AT_ONCE = 8
@@ -44,7 +43,7 @@ def pending_path(unit: Unit) -> str:
 
 def keep_result(store: Store, unit: Unit, result: UnitResult) -> None:
     """Write a finished unit's record: after a crash, a run that plans the same unit finds it and does not repeat it."""
-    store.put(pending_path(unit), seal(encode_unit_result(result)))
+    write_pending(store, pending_path(unit), result)
 
 
 def kept_results(store: Store, units: Sequence[Unit]) -> Iterator[UnitResult]:
@@ -52,8 +51,6 @@ def kept_results(store: Store, units: Sequence[Unit]) -> Iterator[UnitResult]:
 
     Records that cannot be used are removed: while units run, a record says that its unit has finished.
     """
-    present = {file.path for file in store.list(PENDING)}
-    recorded = [unit for unit in units if pending_path(unit) in present]
 
     def kept_or_removed(unit: Unit) -> UnitResult | None:
         result = kept_result(store, unit)
@@ -62,18 +59,22 @@ def kept_results(store: Store, units: Sequence[Unit]) -> Iterator[UnitResult]:
         return result
 
     with ThreadPoolExecutor(_NUM_AT_ONCE, "shardmill-kept") as pool:
-        yield from (result for result in pool.map(kept_or_removed, recorded) if result is not None)
+        yield from (result for result in pool.map(kept_or_removed, _recorded(store, units)) if result is not None)
 
 
 def finished_units(store: Store, units: Sequence[Unit]) -> Iterator[UnitResult]:
     """The results of those of `units` that have finished by now, as their own tasks recorded them."""
-    present = {file.path for file in store.list(PENDING)}
-    recorded = [unit for unit in units if pending_path(unit) in present]
+    recorded = _recorded(store, units)
     with ThreadPoolExecutor(_NUM_AT_ONCE, "shardmill-finished") as pool:
         results = pool.map(lambda unit: _read_if_there(store, pending_path(unit)), recorded)
         for unit, result in zip(recorded, results, strict=True):
             if result is not None and _is_of(result, unit):
                 yield result
+
+
+def _recorded(store: Store, units: Sequence[Unit]) -> list[Unit]:
+    present = {file.path for file in store.list(PENDING)}
+    return [unit for unit in units if pending_path(unit) in present]
 
 
 def kept_result(store: Store, unit: Unit) -> UnitResult | None:
@@ -82,7 +83,7 @@ def kept_result(store: Store, unit: Unit) -> UnitResult | None:
     A damaged record or file counts as absent: the unit is run again.
     """
     try:
-        result = _read_record(store, pending_path(unit))
+        result = read_pending(store, pending_path(unit))
         if not _is_of(result, unit):
             return None
         if not all(_still_holds(rejection) for rejection in result.rejections):
@@ -140,7 +141,7 @@ def _committed_shards(store: Store, version: int) -> frozenset[str]:
 
 def _is_settled(store: Store, file: StoredFile, committed: frozenset[str]) -> bool:
     try:
-        record = _read_record(store, file.path)
+        record = read_pending(store, file.path)
     except (FileNotFoundError, IntegrityError):
         # Nobody can ever use a damaged record.
         return True
@@ -156,12 +157,8 @@ def _is_of(result: UnitResult, unit: Unit) -> bool:
 def _read_if_there(store: Store, path: str) -> UnitResult | None:
     # Another run of the same units may have committed and cleared them since they were listed.
     with suppress(FileNotFoundError):
-        return _read_record(store, path)
+        return read_pending(store, path)
 
 
 def _is_abandoned(file: StoredFile) -> bool:
     return file.mtime_ns / 1e9 < time.time() - _ABANDONED_SECONDS
-
-
-def _read_record(store: Store, path: str) -> UnitResult:
-    return decode_unit_result(unseal(store.read(path), path))

@@ -1,10 +1,12 @@
-"""Names that follow from content alone: sample ids from source keys, and the digest of a stored row."""
+"""Names that follow from content alone: sample ids from source keys, digests of stored rows and of plain values."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import struct
+from typing import Any
 
 DIGEST_MODULUS = 1 << 256
 
@@ -58,3 +60,8 @@ def add_digests(*terms: int) -> int:
 def format_digest(value: int) -> str:
     """A sum of digests as 64 hex digits."""
     return f"{value:064x}"
+
+
+def canonical_digest(value: dict[str, Any]) -> str:
+    """SHA-256 over a value as JSON in its one canonical form."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -14,10 +14,10 @@ from etl.engines.spark_groups import LISTINGS, group_on_spark
 from etl.engines.spark_jobs import num_failed_tasks, start_job, until_done
 from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import run_in_warm_process
-from etl.pending import PENDING, finished_units
+from etl.pending import finished_units
 from etl.units import CopyUnit, ListingPlace, UnitTask, WorkUnit
 from shardmill import errors
-from shardmill.dataset.unit_result import UnitResult
+from shardmill.dataset.unit_result import PENDING, UnitResult
 from shardmill.jobs.reach import planted
 from shardmill.jobs.spark import one_spark, spark_context
 from shardmill.storage import Store

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from pydantic import Field, ValidationError, field_validator
 from shardmill.dataset.statistics import ChannelSums, ImageSizes
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import OWN_COLUMNS, RowSchema
+from shardmill.ids import canonical_digest
 from shardmill.options import NormalizeOptions
 from shardmill.sealed import SealedFile, check_relative_path
 from shardmill.section import Section
@@ -255,11 +255,6 @@ def parse_manifest(data: bytes, version: int, uri: str) -> Manifest:
 
 def _canonical(body: dict[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
-
-
-def canonical_digest(value: dict[str, Any]) -> str:
-    """SHA-256 over a value as JSON in its one canonical form."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def content_digest(

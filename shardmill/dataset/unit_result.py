@@ -1,4 +1,4 @@
-"""What one finished work unit returns to the driver: a commit is made from these alone."""
+"""What one finished work unit returns to the driver, and keeps until the commit: that is made from these alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from pydantic import TypeAdapter, ValidationError
 from shardmill.dataset.statistics import ImageSizes, add_sizes
 from shardmill.errors import IntegrityError
 from shardmill.ids import add_digests, format_digest
+from shardmill.sealed import seal, unseal
+from shardmill.storage import Store
 from shardmill.values import Rejection, ShardInfo
+
+PENDING = "pending"
+"""The folder of the units that have finished and wait for their commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,16 @@ def decode_unit_result(data: bytes | str) -> UnitResult:
         return _adapter().validate_json(data)
     except ValidationError as error:
         raise IntegrityError(f"a unit result does not parse: {error.errors(include_url=False)[0]['msg']}") from None
+
+
+def write_pending(store: Store, path: str, result: UnitResult) -> None:
+    """Keep a unit's result until its commit."""
+    store.put(path, seal(encode_unit_result(result)))
+
+
+def read_pending(store: Store, path: str) -> UnitResult:
+    """What `write_pending` wrote. Raises IntegrityError if it is damaged, FileNotFoundError if it is not there."""
+    return decode_unit_result(unseal(store.read(path), path))
 
 
 @cache

@@ -6,14 +6,12 @@ module of its own so that a driver can name the decoders without loading them.
 
 from __future__ import annotations
 
-import hashlib
-import json
-
 import cv2
 import PIL
 import simplejpeg
 from PIL import features
 
+from shardmill.ids import canonical_digest
 from shardmill.images.kernel import NATIVE_ID, resolve_kernel
 from shardmill.options import NormalizeOptions
 
@@ -40,5 +38,4 @@ def normalization_fingerprint(options: NormalizeOptions) -> str:
     # So does what was made before there was this one, whose default leaves nothing out.
     if options.min_source_bytes == 1:
         del deciding["min_source_bytes"]
-    content = {"options": deciding, "decoder_id": decoder_id(options)}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return canonical_digest({"options": deciding, "decoder_id": decoder_id(options)})

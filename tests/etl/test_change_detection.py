@@ -12,7 +12,7 @@ import pytest
 
 from etl.config import EtlTree, SourceConfig
 from etl.job import build_dataset
-from etl.pending import PENDING
+from shardmill.dataset.unit_result import PENDING
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import StorageError
 from shardmill.jobs.config import DatasetConfig

@@ -10,10 +10,10 @@ import pytest
 
 from etl.config import EtlTree, SourceConfig
 from etl.job import build_dataset
-from etl.pending import PENDING
 from etl.plan import plan_build
 from etl.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
+from shardmill.dataset.unit_result import PENDING
 from shardmill.dataset.verify import verify_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import RejectLimitExceeded, StorageError, UsageError

@@ -18,11 +18,12 @@ from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.finished import Finished
 from etl.job import build_dataset
-from etl.pending import PENDING, clear_pending, finished_units, keep_result, kept_results, pending_path
+from etl.pending import clear_pending, finished_units, keep_result, kept_results, pending_path
 from etl.plan import BuildPlan, plan_build
 from etl.units import WorkUnit
 from etl.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
+from shardmill.dataset.unit_result import PENDING
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded
 from shardmill.jobs.config import DatasetConfig

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from shardmill.dataset.layout import Layout
-from shardmill.dataset.manifest import canonical_digest
+from shardmill.ids import canonical_digest
 from shardmill.values import ChunkInfo, ShardInfo
 
 

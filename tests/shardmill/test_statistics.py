@@ -12,9 +12,10 @@ import pytest
 
 from etl.job import BuildOutcome
 from shardmill.dataset import row_segments
-from shardmill.dataset.manifest import canonical_digest, encode_manifest, parse_manifest
+from shardmill.dataset.manifest import encode_manifest, parse_manifest
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ImageSizes, SizeCounts, add_sizes, count_sizes
 from shardmill.dataset.verify import verify_dataset
+from shardmill.ids import canonical_digest
 from shardmill.images.kernel import resolve_kernel
 from shardmill.images.process import process_image
 from shardmill.options import NormalizeOptions

@@ -5,12 +5,12 @@ Nothing here imports a framework: the driver finds and hashes the file, rank 0 r
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 
 from shardmill.dataset.versions import split_version
 from shardmill.errors import IntegrityError, UsageError
+from shardmill.sealed import seal_file
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from train.choose_backend import framework_of
@@ -86,6 +86,10 @@ class InitialFile:
         store, name = self._place()
         return store.read(name)
 
+    def read_digest(self) -> str:
+        """SHA-256 of its bytes. Raises as `check` does."""
+        return seal_file(self.uri, self.read()).sha256
+
     def _place(self) -> tuple[Store, str]:
         folder, _, name = self.uri.rpartition("/")
         return open_store(folder or "/"), name
@@ -153,7 +157,7 @@ def check_initial(config: TrainConfig) -> None:
 def _check_digest(file: InitialFile) -> None:
     """Raises UsageError for another file than the one that the config insists on."""
     file.check()
-    if file.sha256 and file.class_names is None and (digest := hashlib.sha256(file.read()).hexdigest()) != file.sha256:
+    if file.sha256 and file.class_names is None and (digest := file.read_digest()) != file.sha256:
         raise _other_digest(f"train.init_from = {file.uri!r}", digest, file.sha256)
 
 
@@ -170,7 +174,7 @@ def pinned(config: TrainConfig) -> TrainConfig:
     if not config.init_from:
         return config
     file = find_initial(config)
-    sha256 = file.sha256 or hashlib.sha256(file.read()).hexdigest()
+    sha256 = file.sha256 or file.read_digest()
     root, number = split_version(config.init_from.partition(SHA256_OF_FILE)[0])
     # Which export it is stays said: it knows its classes.
     place = file.uri if number is None else f"{open_store(root).uri}@{number}"
@@ -181,7 +185,7 @@ def read_pinned(config: TrainConfig) -> tuple[InitialFile, bytes]:
     """The file and its bytes. Raises IntegrityError if they are not those that the driver hashed."""
     file = find_initial(config)
     data = file.read()
-    digest = hashlib.sha256(data).hexdigest()
+    digest = seal_file(file.uri, data).sha256
     if digest != file.sha256:
         raise IntegrityError(
             f"{file.uri} has SHA-256 {digest}",

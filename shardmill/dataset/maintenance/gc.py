@@ -27,18 +27,16 @@ from shardmill.dataset.maintenance.retention import (
     numbers_of,
 )
 from shardmill.dataset.manifest import MANIFESTS, Manifest, manifest_path
-from shardmill.dataset.unit_result import decode_unit_result
+from shardmill.dataset.unit_result import PENDING, read_pending
 from shardmill.dataset.versions import COMMITTED, latest_version, read_manifest
 from shardmill.errors import IntegrityError
 from shardmill.failpoints import failpoint
-from shardmill.sealed import unseal
 from shardmill.storage import Store, StoredFile
 from shardmill.values import ShardInfo
 
-_PENDING = "pending"
 # Manifests and the records of their commits are in none of these: they are never deleted. What a killed job leaves in
 # the last two (listings for Spark's tasks, nonces) is named by none at all.
-_COLLECTED_FOLDERS = (SHARDS, ROWS, INDEXES, REJECTS, _PENDING, "listings", "reach")
+_COLLECTED_FOLDERS = (SHARDS, ROWS, INDEXES, REJECTS, PENDING, "listings", "reach")
 _ALL_FOLDERS = (*_COLLECTED_FOLDERS, MANIFESTS, COMMITTED, LEASES)
 _NUM_DELETERS = 8
 
@@ -126,7 +124,7 @@ def _find_garbage(store: Store, retained: list[Manifest], older_than_seconds: fl
 
     named = _named_by_leased(store, now)
     named.update(*(_names(manifest, shards) for manifest, shards in _with_shards(store, retained)))
-    for file in store.list(_PENDING):
+    for file in store.list(PENDING):
         if not is_old(file):
             named |= {file.path, *_names_of_record(store, file.path)}
     for folder in _COLLECTED_FOLDERS:
@@ -170,7 +168,7 @@ def _names(manifest: Manifest, shards: tuple[ShardInfo, ...]) -> set[str]:
 def _names_of_record(store: Store, path: str) -> set[str]:
     """The files of a finished unit that waits for its commit; none if its record is damaged, and so useless."""
     try:
-        record = decode_unit_result(unseal(store.read(path), path))
+        record = read_pending(store, path)
     except (FileNotFoundError, IntegrityError):
         return set()
     return {path for shard in record.shards for path in (shard.path, shard.rows_path)}
