@@ -258,18 +258,18 @@ class TrainConfig(Section):
                 f"train.num_streams = {self.num_streams}; nearest: "
                 f"{max(1, round(self.global_batch_size / self.num_streams)) * self.num_streams}"
             )
-        num_ranks = self.num_workers or self.num_named or 1
-        if num_ranks > self.num_streams:
+        world_size = self.num_workers or self.num_named or 1
+        if world_size > self.num_streams:
             raise ValueError(
-                f"train.num_workers = {num_ranks} to be at most train.num_streams = {self.num_streams}; "
+                f"train.num_workers = {world_size} to be at most train.num_streams = {self.num_streams}; "
                 f"each rank owns at least one stream: raise train.num_streams, which makes another training"
             )
-        if self.rank_weights and len(self.rank_weights) != num_ranks:
+        if self.rank_weights and len(self.rank_weights) != world_size:
             raise ValueError(
                 f"train.rank_weights = {list(self.rank_weights)} to have one weight for each of train.num_workers = "
-                f"{num_ranks} ranks; set train.num_workers = {len(self.rank_weights)}"
+                f"{world_size} ranks; set train.num_workers = {len(self.rank_weights)}"
             )
-        if self.num_parts * self.local_steps > (share := self.smallest_share(num_ranks)):
+        if self.num_parts * self.local_steps > (share := self.smallest_share(world_size)):
             raise ValueError(
                 f"train.accumulation_steps = {self.accumulation_steps} times train.local_steps = {self.local_steps} to "
                 f"be at most {share}, the samples of a step that the rank with the fewest streams has"

@@ -43,17 +43,17 @@ def follows_plan(config: TrainConfig) -> bool:
 
 def row_shares(config: TrainConfig, num_rows: int) -> RowShares:
     """Of a split with so many rows. Raises UsageError for more ranks than streams, and for a rank without a row."""
-    num_ranks = max(1, config.num_workers) if shares_streams(config) else 1
-    owned = [config.streams_of(rank, num_ranks) for rank in range(num_ranks)]
+    world_size = max(1, config.num_workers) if shares_streams(config) else 1
+    owned = [config.streams_of(rank, world_size) for rank in range(world_size)]
     # Where chunks end decides which rows a stream has, not how many.
     spec = PlanSpec("", "train", config.seed, config.global_batch_size, config.num_streams, 1, shuffle=False)
     plan = plan_epoch(spec, np.array([num_rows]), 0)
     rows_of_ranks = tuple(plan.stream_start(each.stop) - plan.stream_start(each.start) for each in owned)
     if min(rows_of_ranks) == 0:
-        fewer = f", or set train.num_workers to {num_rows} or less" if 0 < num_rows < num_ranks else ""
-        fewer = ", or give that rank more streams (train.rank_weights)" if num_rows >= num_ranks else fewer
+        fewer = f", or set train.num_workers to {num_rows} or less" if 0 < num_rows < world_size else ""
+        fewer = ", or give that rank more streams (train.rank_weights)" if num_rows >= world_size else fewer
         raise UsageError(
-            f"a train split of {num_rows} row(s) for {num_ranks} rank(s): rank {rows_of_ranks.index(0)} gets none",
+            f"a train split of {num_rows} row(s) for {world_size} rank(s): rank {rows_of_ranks.index(0)} gets none",
             "expected at least one row on each rank",
             f"add images, raise etl.split_fractions.train{fewer}",
         )

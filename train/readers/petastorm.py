@@ -42,14 +42,14 @@ class Share:
     batch_size: int
 
 
-def shares_of_ranks(dataset: Dataset, config: TrainConfig, num_ranks: int) -> list[Share]:
+def shares_of_ranks(dataset: Dataset, config: TrainConfig, world_size: int) -> list[Share]:
     """By rank: row group i belongs to rank i mod n, as Petastorm shares them out over files in order of their names."""
     shards = sorted(dataset.index("train", "parquet").shards, key=lambda shard: shard.path)
     rows = [chunk.num_rows for shard in shards for chunk in shard.chunks]
     rows_per_stream = config.global_batch_size // config.num_streams
     return [
-        Share(sum(rows[rank::num_ranks]), len(streams_of_rank(rank, num_ranks, config.num_streams)) * rows_per_stream)
-        for rank in range(num_ranks)
+        Share(sum(rows[rank::world_size]), len(streams_of_rank(rank, world_size, config.num_streams)) * rows_per_stream)
+        for rank in range(world_size)
     ]
 
 

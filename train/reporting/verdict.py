@@ -69,12 +69,12 @@ def _input(share: float, ranks: list[RankTimes], config: TrainConfig) -> Verdict
     return Verdict("input", f"input-bound: {cause}; {waiting}; {busy}: {fix}")
 
 
-def _communication(share: float, seconds: float, num_ranks: int, config: TrainConfig) -> Verdict:
+def _communication(share: float, seconds: float, world_size: int, config: TrainConfig) -> Verdict:
     return Verdict(
         "communication",
         f"communication-bound: {share:.0%} of a step ({1000 * seconds:.1f} ms) is the exchange between ranks, for "
         f"which none was late: raise train.global_batch_size (now {config.global_batch_size}) for fewer exchanges, or "
-        f"use fewer ranks (now {num_ranks})",
+        f"use fewer ranks (now {world_size})",
     )
 
 
