@@ -49,7 +49,7 @@ from train.world import World
 LOCAL_BATCH_SIZE = 32
 NUM_PARTS = 8
 STEPS_OF_BLOCK = 8
-NUM_BLOCKS = 15
+NUM_BLOCKS = 42
 ACCUMULATED = "accumulated"
 BESIDE = "SHARDMILL_BENCHMARK_BESIDE"
 MODELS = {"horovod": "small_cnn", "torch_ddp": "benchmarks.training_step:torch_net"}
@@ -144,11 +144,14 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
         other = join_beside(world, changed, learner(changed)(), member)
         other.start({}, 0, "")
         contestants["beside"] = lambda: other.train_step(small, total, None)
+    order = list(contestants.items())
     seconds: dict[str, list[float]] = {each: [] for each in contestants}
     cpu_seconds: dict[str, list[float]] = {each: [] for each in contestants}
     for block in range(NUM_BLOCKS + 1):
         reporter.doing(Activity(f"block {block}"))
-        for each, step in contestants.items():
+        # Who begins a block changes from block to block.
+        first = block % len(order)
+        for each, step in order[first:] + order[:first]:
             num_steps = STEPS_OF_BLOCK // (num_parts if each == ACCUMULATED else 1)
             member.barrier()
             start, cpu_start = time.perf_counter(), time.process_time()

@@ -12,9 +12,10 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
 from tests.train.test_trial import TRIAL_CASES
+from tests.train.test_verdict import EXCHANGE_CASES
 from train.choosing.auto import choose, choose_ranks, resolve
 from train.choosing.auto_rules import FEW_STEPS, LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts
-from train.choosing.exchange import EXCHANGE_RULES, ExchangeFacts, weigh
+from train.choosing.exchange import EXCHANGE_RULES
 from train.choosing.fit import FIT_RULES, MemoryFacts, fit
 from train.choosing.trial import TRIAL_RULES
 from train.config import TrainConfig
@@ -159,16 +160,6 @@ FIT_CASES = [
 ]
 
 
-EXCHANGE_CASES = [
-    # Milliseconds of a step and of its exchange, choice, and what must be among the words.
-    (100, 19, "exchange_small", "19.0 ms of a step of 100.0 ms (19%), measured here: nothing would be gained"),
-    (100, 21, "exchange_large", "(21%), measured here: kept, as every step exchanges once"),
-    (3, 2.5, "exchange_large", "fewer ranks (now 4)"),
-    # A step in which no time was measured.
-    (0, 0, "exchange_small", "0.0 ms of a step of 0.0 ms"),
-]
-
-
 @pytest.mark.parametrize(("facts", "row", "num_ranks", "words"), RANKS_CASES)
 def test_ranks(facts: Facts, row: str, num_ranks: int, words: str):
     assert next(rule.choice for rule in RANKS_RULES if rule.applies(facts)) == row
@@ -274,12 +265,6 @@ def test_memory(facts: MemoryFacts, choice: str, num_parts: int, words: str):
     assert (found.choice, found.num_parts) == (choice, num_parts)
     assert (found.to_bfloat16, found.recomputes) == ("bfloat16" in choice, "activation_checkpointing" in choice)
     assert words in found.reason
-
-
-@pytest.mark.parametrize(("step_ms", "exchange_ms", "choice", "words"), EXCHANGE_CASES)
-def test_exchange(step_ms: float, exchange_ms: float, choice: str, words: str):
-    found = weigh(ExchangeFacts(step_ms / 1000, exchange_ms / 1000, 4, "measured here"))
-    assert found.choice == choice and words in found.reason
 
 
 def test_a_strategy_with_servers_gets_a_launcher_of_processes():

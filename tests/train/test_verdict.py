@@ -16,7 +16,7 @@ from shardmill.registry import Entry
 from shardmill.stores import STORES
 from shardmill.stores.local import LocalStore
 from tests.train.training import task_of
-from train.choosing.exchange import FirstSteps
+from train.choosing.exchange import ExchangeFacts, FirstSteps, weigh
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.reporting.observer import GlobalStep
@@ -139,6 +139,22 @@ def test_a_straggler_is_named_while_it_holds_the_others_up_once():
     steps(100, usual, usual)
     steps(100, usual, late)
     assert len(warned) == 2
+
+
+EXCHANGE_CASES = [
+    # Milliseconds of a step and of its exchange, choice, and what must be among the words.
+    (100, 19, "exchange_small", "19.0 ms of a step of 100.0 ms (19%), measured here: nothing would be gained"),
+    (100, 21, "exchange_large", "(21%), measured here: kept, as every step exchanges once"),
+    (3, 2.5, "exchange_large", "fewer ranks (now 4)"),
+    # A step in which no time was measured.
+    (0, 0, "exchange_small", "0.0 ms of a step of 0.0 ms"),
+]
+
+
+@pytest.mark.parametrize(("step_ms", "exchange_ms", "choice", "words"), EXCHANGE_CASES)
+def test_exchange(step_ms: float, exchange_ms: float, choice: str, words: str):
+    found = weigh(ExchangeFacts(step_ms / 1000, exchange_ms / 1000, 4, "measured here"))
+    assert found.choice == choice and words in found.reason
 
 
 def test_the_exchange_is_weighed_once_by_the_first_steps_of_several_ranks():
