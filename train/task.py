@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shardmill.values import DatasetPin, Nonce
 from train.config import TrainConfig
 from train.strategies import roles_of
+from train.values import Trial
 from train.world import Role
 
 
@@ -26,8 +27,8 @@ class WorkerTask:
     `--allow-change`); empty for none."""
     allowed: tuple[str, ...] = ()
     """Settings of `train.*` in which that one may differ."""
-    may_go_on_alone: bool = False
-    """Several ranks were chosen, not asked for: they may find that one is faster (train/choosing/trial.py)."""
+    trial: Trial = "none"
+    """Of several ranks, before the first step (train/choosing/trial.py)."""
     reach: Nonce | None = None
     """What the driver wrote into `models_uri`, for every rank to read back before it works."""
 

@@ -26,7 +26,7 @@ from train.choosing.auto import Chosen, resolve
 from train.choosing.exchange import FirstSteps
 from train.choosing.kept_choice import as_begun, keep, read_choice
 from train.choosing.memory import Fitted, Memory, look_at_memory
-from train.choosing.trial import may_go_on_alone
+from train.choosing.trial import trial_of
 from train.config import TrainConfig
 from train.freezing import never_unfrozen
 from train.initialization.initial import pinned
@@ -43,7 +43,7 @@ from train.reporting.verdict import StepTimes, Verdict
 from train.task import WorkerTask
 from train.trainings import TrainingChoice, choose_training, read_result
 from train.tree import TrainTree
-from train.values import TrainResult
+from train.values import TrainResult, Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class TrainOutcome:
     fitted: Fitted | None = None
     """How a step fits into memory; None if nothing was trained."""
     exchange: str = ""
-    """What the exchange between ranks takes of a step, likewise, and whether several ranks pay; empty for one rank."""
+    """What the exchange between ranks takes of a step, and whether several ranks pay; empty if there was only one."""
 
 
 def train_model(
@@ -101,8 +101,8 @@ def train_model(
     memory = look_at_memory(tree.train, dataset, choice, models, tree.spark, partial(_window_bytes, dataset))
     choice = going_on(models, choice, memory.fitted(tree.train).config, dataset, again)
     again.begin(models.uri, choice.training_dir)
-    settled = _Settled(tree, models, dataset, choice, chosen, memory, may_go_on_alone(asked, tree.train, memory))
-    return _launched(settled, observer)
+    trial = trial_of(asked, tree.train, memory, partial(check_ranks, dataset=dataset))
+    return _launched(_Settled(tree, models, dataset, choice, chosen, memory, trial), observer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +115,11 @@ class _Settled:
     choice: TrainingChoice
     chosen: Chosen
     memory: Memory
-    may_go_on_alone: bool
+    trial: Trial
 
     def task(self, config: TrainConfig, reach: Nonce) -> WorkerTask:
         """For the ranks of `config`."""
-        return self.choice.task(self.memory.fitted(config).config, reach, self.may_go_on_alone)
+        return self.choice.task(self.memory.fitted(config).config, reach, self.trial)
 
     def keep(self, chosen: Chosen) -> None:
         """For calls to come."""
@@ -142,11 +142,13 @@ def _launched(settled: _Settled, observer: TrainObserver) -> TrainOutcome:
             lambda config: launcher.launch(settled.task(config, nonce), spark, observer),
             config,
             observer,
-            check=lambda config: check_ranks(config, dataset),
+            check=partial(check_ranks, dataset=dataset),
             settle=lambda fewer: settled.keep(chosen.with_fewer(fewer)),
         )
     _check_published(models, choice)
-    chosen = chosen.with_fewer(done.fewer) if done.fewer else chosen
+    if done.fewer:
+        chosen = chosen.with_fewer(done.fewer)
+        fitted = settled.memory.fitted(chosen.spread(config))
     return TrainOutcome(done.result, models.uri, chosen, skipped=False, restarts=done.restarts, fitted=fitted)
 
 

@@ -209,6 +209,10 @@ class TrainResult:
     """Where the ranks of the last attempt computed, in rank order."""
 
 
+Trial = Literal["none", "told", "decides"]
+"""Whether several ranks find out if one is faster; and if so, whether they tell it or leave."""
+
+
 class FewerRanks(Exception):
     """All ranks have left before the first step: with so many the training is faster."""
 

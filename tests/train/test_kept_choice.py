@@ -53,6 +53,18 @@ def test_a_resume_goes_on_with_what_was_chosen(begun):
     assert begun(found)[0] == found
 
 
+def test_a_longer_training_goes_on_with_the_choice_of_the_shorter_one(tiny_uri, tmp_path, choice_of, whole):
+    _, _, shorter, store = choice_of(tmp_path, tree_of(tiny_uri, tmp_path))
+    keep(store, shorter, chosen_elsewhere(), HERE)
+    longer = replace(shorter, training_dir="longer", continues=replace(whole, training_dir=shorter.training_dir))
+    kept = read_choice(store, longer)
+    assert kept is not None and kept.strategy == "multi_worker_mirrored"
+    # With a record of its own: the shorter one may be collected.
+    keep(store, longer, chosen_elsewhere(), HERE)
+    assert read_choice(store, replace(longer, continues=None)) == kept
+    assert read_choice(store, replace(longer, training_dir="other", continues=None)) is None
+
+
 @pytest.mark.parametrize(
     ("asked", "spark", "strategy", "launcher"),
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -117,6 +119,13 @@ def test_ranks_that_find_fewer_faster_are_begun_anew_by_the_driver_and_then_may_
     done = launch_until_done(launch, config, StepWatcher(), lambda now: None, settled.append)
     assert (sizes, settled, done.fewer) == ([4, 1, 1], [fewer], fewer)
     assert [each.world_size for each in done.restarts] == [1]
+
+
+@pytest.mark.parametrize("how", ["fewer", "lost"])
+def test_a_signal_that_comes_while_the_ranks_leave_is_not_forgotten(how):
+    program = [sys.executable, "-m", "tests.programs.signalled_while_ranks_leave", how]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n") == ["launched", "terminated by SIGTERM; the ranks had ended already", ""]
 
 
 def test_weights_of_ranks_end_with_the_world_that_they_were_for():

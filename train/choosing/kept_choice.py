@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
@@ -41,9 +41,17 @@ class KeptChoice(Section):
 
 
 def read_choice(store: Store, choice: TrainingChoice) -> KeptChoice | None:
-    """None if the training begins now. Raises IntegrityError for a record that was altered."""
+    """Of this training, or of the one that it goes on with; None if it begins now.
+
+    Raises IntegrityError for a record that was altered.
+    """
+    return _read(store, [choice.training_dir, *([choice.continues.training_dir] if choice.continues else [])])
+
+
+def _read(store: Store, folders: Sequence[str]) -> KeptChoice | None:
+    """The first there is."""
     fix = "delete it: what `auto` stands for is then chosen anew"
-    return read_kept(store, [choice.training_dir], CHOSEN, KeptChoice, fix)
+    return read_kept(store, folders, CHOSEN, KeptChoice, fix)
 
 
 def as_begun(
@@ -85,7 +93,7 @@ def as_begun(
 
 def keep(store: Store, choice: TrainingChoice, chosen: Chosen, spark: SparkConfig) -> None:
     """Write what this attempt is spread by, for those that go on."""
-    now, before = _choice_of(chosen, spark), read_choice(store, choice)
+    now, before = _choice_of(chosen, spark), _read(store, [choice.training_dir])
     # The reasons of the first attempt hold as long as its choice does.
     reasons = {name: getattr(now, name) for name in ("ranks_reason", "strategy_reason", "launcher_reason")}
     if before is None or before.model_copy(update=reasons) != now:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardmill.errors import ShardmillError
@@ -81,6 +82,10 @@ class Fitted:
         return f"memory: {why}" if why else ""
 
 
+def _not_known(config: TrainConfig) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """What is known of the memory of a training; for every world size that it may go on with."""
@@ -91,19 +96,19 @@ class Memory:
     window_bytes: WindowBytes
     limit: Limit | None = None
     """What there is, where nothing was measured; None if that is not known."""
-    ample: str = ""
+    ample: Callable[[TrainConfig], str] = _not_known
     """See `Fitted`."""
 
     def fits(self, config: TrainConfig) -> bool:
-        """Whether so many ranks can compute it, as far as that is known."""
-        found = self.fitted(config).fit
-        return found is None or found.choice != "too_large"
+        """Whether so many ranks are known to have the memory for it."""
+        found = self.fitted(config)
+        return found.fit.choice != "too_large" if found.fit else found.ample != ""
 
     def fitted(self, config: TrainConfig) -> Fitted:
         """`config` with the parts that so many ranks need."""
         if self.record is None:
             available = _available(self.limit, config, self.spark) if self.limit else ""
-            return Fitted(decided(config, 1, to_bfloat16=False), None, available, self.ample)
+            return Fitted(decided(config, 1, to_bfloat16=False), None, available, self.ample(config))
         facts = facts_of(self.record, config, self.window_bytes(config), self.spark)
         # What was decided first stays: the precision decides the numbers.
         found = fit(replace(facts, may_change_precision=False))
@@ -129,8 +134,8 @@ def look_at_memory(
     limit = limit_of(config, spark) if record is None and not config.silos else None
     if limit is None:
         return Memory(record, spark, window_bytes)
-    ample = _ample(limit, config, dataset, spark)
-    if not ample and _is_to_measure(config, choice, store):
+    ample = partial(_ample, limit, dataset, spark)
+    if not ample(config) and _is_to_measure(config, choice, store):
         record = measured(limit, config, dataset, spark, window_bytes(config))
         if not store.put_if_absent(f"{choice.training_dir}/{MEMORY}", seal(record.model_dump_json().encode())):
             record = _read(store, choice)
@@ -267,7 +272,7 @@ def facts_of(record: MemoryRecord, config: TrainConfig, window_bytes: int, spark
     )
 
 
-def _ample(limit: Limit, config: TrainConfig, dataset: Dataset, spark: SparkConfig) -> str:
+def _ample(limit: Limit, dataset: Dataset, spark: SparkConfig, config: TrainConfig) -> str:
     """Why it is, with the numbers; empty if it is not, or if a person has set how much there is."""
     height, width, channels = dataset.manifest.normalize.image_shape_HWC
     pixel_bytes = 4 * height * width * channels * images_at_once(config)

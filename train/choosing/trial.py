@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardmill.errors import UsageError
 from shardmill.values import Cursor
 from train.activities import Activity, during
 from train.backends.backend import made_up_batch, model_spec
@@ -18,7 +19,7 @@ from train.checkpoints.state import dump_arrays
 from train.freezing import hold_still
 from train.progress import Progress
 from train.stopwatch import Stopwatch
-from train.values import FewerRanks, from_json, to_json
+from train.values import FewerRanks, Trial, from_json, to_json
 
 if TYPE_CHECKING:
     from train.choosing.memory import Memory
@@ -42,10 +43,12 @@ class TrialFacts:
     """Of the rank that came last, and waited for none; only what the computation did not hide."""
     num_steps: int
     """Of the whole training."""
+    may_go_on_alone: bool
+    """One rank is known to have the memory."""
 
     @property
     def alone_seconds(self) -> float:
-        """Of a rank that computes for all of them, and exchanges nothing."""
+        """At most, of a rank that computes for all of them and exchanges nothing: not all grows with the batch."""
         return self.num_ranks * (self.step_seconds - self.exchange_seconds)
 
     @property
@@ -64,14 +67,20 @@ class TrialRule:
     is_alone: bool = False
 
 
-# No number of ranks between one and all can be the best: in a ring each of m ranks sends (m - 1) / m of twice the
-# gradients (Patarasuk and Yuan, 2009), and computes 1 / m of the batch, so that a step is linear in 1 / m.
+# No number between one and all is looked at. In a ring over equal links each of m ranks sends (m - 1) / m of twice the
+# gradients (Patarasuk and Yuan, 2009) and computes 1 / m of the batch: a step is linear in 1 / m, so an end is best.
 TRIAL_RULES = (
     TrialRule("ranks_pay", lambda facts: facts.saved_seconds <= 0, "so {num_ranks} are faster"),
     TrialRule(
         "soon_over",
         lambda facts: facts.saved_seconds < RESTART_SECONDS,
         "which in {num_steps:,} steps would not save the time that beginning once more takes",
+    ),
+    TrialRule(
+        "memory_unknown",
+        lambda facts: not facts.may_go_on_alone,
+        "but nobody knows whether it has the memory: set train.num_workers = 1, or say how much there is by "
+        "train.memory_budget_bytes",
     ),
     TrialRule("one_is_faster", lambda facts: True, "so it goes on with one", is_alone=True),
 )
@@ -94,7 +103,7 @@ def judge(facts: TrialFacts) -> Tried:
     because = rule.because.format(num_ranks=facts.num_ranks, num_steps=facts.num_steps)
     reason = (
         f"trial: a step of {facts.num_ranks} ranks took {step:.1f} ms, of it {exchange:.1f} ms for the exchange, and "
-        f"one rank would take {alone:.1f} ms, {because}"
+        f"one rank would take {alone:.1f} ms at most, {because}"
     )
     return Tried(rule.choice, rule.is_alone, reason)
 
@@ -107,12 +116,18 @@ class TrialSteps:
     exchange_seconds: tuple[float, ...]
 
 
-def may_go_on_alone(asked: TrainConfig, chosen: TrainConfig, memory: Memory) -> bool:
-    """Whether the ranks of `chosen` may find out that one is faster: nobody has asked for them, and one would do."""
+def trial_of(asked: TrainConfig, chosen: TrainConfig, memory: Memory, check: Callable[[TrainConfig], object]) -> Trial:
+    """What the ranks of `chosen` are to try. `check` raises UsageError for a number that cannot train."""
     is_asked = asked.num_workers or asked.num_named or asked.launcher == "attach"
-    # Of PowerSGD rank 0 keeps what all begin with.
-    is_undone = chosen.compression != "powersgd"
-    return not is_asked and is_undone and memory.fits(chosen.model_copy(update={"num_workers": 1}))
+    # PowerSGD's start adds what a rank still has to give to what it has: a trial could not be undone.
+    if is_asked or chosen.num_workers == 1 or chosen.compression == "powersgd":
+        return "none"
+    alone = chosen.model_copy(update={"num_workers": 1})
+    try:
+        check(alone)
+    except UsageError:
+        return "none"
+    return "decides" if memory.fits(alone) else "told"
 
 
 def try_ranks(session: Session) -> None:
@@ -120,8 +135,8 @@ def try_ranks(session: Session) -> None:
 
     What the steps have changed is as before when it returns. Raises FewerRanks, on all ranks alike.
     """
-    member = session.member
-    if not session.task.may_go_on_alone or member.world_size == 1:
+    task, member = session.task, session.member
+    if task.trial == "none" or task.config.num_workers == 1:
         return
     before = {name: dump_arrays(arrays) for name, arrays in session.writer.copy_state().items()}
     with during(session.reporter, Activity("a trial of the ranks")):
@@ -129,7 +144,8 @@ def try_ranks(session: Session) -> None:
     member.start(before, member.world_size, "what was there before the trial")
     facts = facts_of(
         [from_json(TrialSteps, each) for each in member.gather_bytes(to_json(mine))],
-        session.task.config.epochs * session.epochs.num_steps,
+        num_steps=task.config.epochs * session.epochs.num_steps,
+        may_go_on_alone=task.trial == "decides",
     )
     tried = judge(facts)
     numbers = {"step_seconds": facts.step_seconds, "exchange_seconds": facts.exchange_seconds}
@@ -140,11 +156,12 @@ def try_ranks(session: Session) -> None:
         raise FewerRanks(1, tried.reason)
 
 
-def facts_of(ranks: list[TrialSteps], num_steps: int) -> TrialFacts:
+def facts_of(ranks: list[TrialSteps], num_steps: int, *, may_go_on_alone: bool) -> TrialFacts:
     """Of the same steps on all ranks."""
     totals = [max(of_step) for of_step in zip(*(each.total_seconds for each in ranks), strict=True)]
     exchanges = [min(of_step) for of_step in zip(*(each.exchange_seconds for each in ranks), strict=True)]
-    return TrialFacts(len(ranks), statistics.median(totals[1:]), statistics.median(exchanges[1:]), num_steps)
+    step_seconds, exchange_seconds = statistics.median(totals[1:]), statistics.median(exchanges[1:])
+    return TrialFacts(len(ranks), step_seconds, exchange_seconds, num_steps, may_go_on_alone)
 
 
 def _steps(session: Session) -> TrialSteps:

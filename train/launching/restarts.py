@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import WARNING
+from shardmill.jobs.process import Terminated, was_signalled
 from shardmill.jobs.spark import spark_for_retries
 from shardmill.values import Cursor
 from train.config import TrainConfig
@@ -63,6 +64,8 @@ def launch_until_done(
         try:
             return Launched(launch(config), tuple(restarts), fewer)
         except FewerRanks as found:
+            assert found.num_ranks < config.num_workers
+            _stop_if_asked()
             fewer, config = found, config.model_copy(update={"num_workers": found.num_ranks})
             settle(found)
         except RankLost as lost:
@@ -73,6 +76,7 @@ def launch_until_done(
                 for note in getattr(first, "__notes__", ()):
                     repeated.add_note(note)
                 raise repeated from lost
+            _stop_if_asked()
             smaller = _without(config, lost.ranks)
             if smaller is None or len(restarts) == config.max_restarts:
                 raise
@@ -84,6 +88,12 @@ def launch_until_done(
             restarts.append(Restart(lost.what, lost.last_step, tuple(sorted(lost.ranks)), smaller.num_workers))
             _report(restarts, config, smaller, observer)
             config = smaller
+
+
+def _stop_if_asked() -> None:
+    """SIGTERM may have come when the ranks were leaving already."""
+    if was_signalled():
+        raise Terminated("terminated by SIGTERM; the ranks had ended already")
 
 
 def _without(config: TrainConfig, lost_ranks: frozenset[int]) -> TrainConfig | None:
