@@ -29,7 +29,10 @@ class SourceReader(Protocol):
         ...
 
     def expect(self, image: SourceImage) -> None:
-        """It will be read soon, by the only thread there is: a disk may begin to bring it near. Raises nothing."""
+        """It will be read soon, by the only thread there is, and reads wait: a disk may begin to bring it near.
+
+        Raises nothing.
+        """
         ...
 
     def is_there(self, path: str) -> bool:
