@@ -7,7 +7,7 @@ import itertools
 import os
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Protocol
@@ -23,11 +23,11 @@ from shardmill.dataset.shard import publish_shard
 from shardmill.dataset.statistics import ImageSizes, count_sizes
 from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_sample_ids
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.failpoints import failpoint
+from shardmill.failpoints import failpoint, is_failpoint_set
 from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.images.decoder_id import decoder_id
-from shardmill.images.sandbox import DecodeSandbox, PendingImage
+from shardmill.images.sandbox import DecodeSandbox
 from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.storage import Store
@@ -37,14 +37,12 @@ from shardmill.values import ImageSample, Rejection, ShardInfo, SourceImage
 
 
 class Decoder(Protocol):
-    """Decodes one image after the other, each started before it is finished; see `DecodeSandbox`."""
+    """Decodes the images of a unit; see `DecodeSandbox`."""
 
-    def start(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> PendingImage:
-        """Begin with an image, perhaps in another process."""
-        ...
-
-    def finish(self, pending: PendingImage) -> ImageSample | Rejection:
-        """Its outcome."""
+    def decode(
+        self, images: Iterable[tuple[SourceImage, bytes]], options: NormalizeOptions
+    ) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
+        """Each image and its outcome, in order. Some of `images` are taken, and so read, before earlier ones end."""
         ...
 
 
@@ -114,41 +112,27 @@ def _outcomes(
     rejections: list[Rejection] = []
     unchanged: list[SourceImage] = []
     label_ids = {name: number for number, name in enumerate(task.row_schema.class_names)}
-    for image, outcome in _process(in_reading_order(sources), task, reader, decoder):
+
+    def readable() -> Iterator[tuple[SourceImage, bytes]]:
+        read, has_failpoint = partial(read_source, reader, task=task), is_failpoint_set()
+        for image, data in read_ahead(read, reader.expect, in_reading_order(sources), reader.num_parallel):
+            if isinstance(data, Rejection):
+                rejections.append(data)
+            elif image.known_sha256 and hashlib.sha256(data).hexdigest() == image.known_sha256:
+                unchanged.append(image)
+            else:
+                if has_failpoint:
+                    failpoint("decode")
+                yield image, data
+
+    for image, outcome in decoder.decode(readable(), task.config.normalize_options()):
         if isinstance(outcome, Rejection):
             rejections.append(outcome)
-        elif isinstance(outcome, SourceImage):
-            unchanged.append(outcome)
         else:
             split = split_of(image, outcome.source_sha256, task.config.split_fractions)
             label_id = None if image.label is None else label_ids[image.label]
             rows_by_split[split].append(StoredRow.of(image, label_id, outcome))
     return rows_by_split, rejections, unchanged
-
-
-def _process(
-    sources: Sequence[SourceImage], task: UnitTask, reader: SourceReader, decoder: Decoder
-) -> Iterator[tuple[SourceImage, ImageSample | Rejection | SourceImage]]:
-    """The outcome of each source in turn; the next one is read while a child process decodes.
-
-    A source whose bytes are known is its own outcome: it is not decoded.
-    """
-    normalize = task.config.normalize_options()
-    pending: PendingImage | None = None
-    read = partial(read_source, reader, task=task)
-    for image, data in read_ahead(read, reader.expect, sources, reader.num_parallel):
-        if pending is not None:
-            yield pending.source, decoder.finish(pending)
-            pending = None
-        if isinstance(data, Rejection):
-            yield image, data
-        elif image.known_sha256 and hashlib.sha256(data).hexdigest() == image.known_sha256:
-            yield image, image
-        else:
-            failpoint("decode")
-            pending = decoder.start(image, data, normalize)
-    if pending is not None:
-        yield pending.source, decoder.finish(pending)
 
 
 def sandbox_of_process(config: EtlConfig) -> DecodeSandbox:

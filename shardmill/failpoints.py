@@ -33,6 +33,11 @@ FAILPOINTS = {
 _passes: Iterator[int] = itertools.count(1)
 
 
+def is_failpoint_set() -> bool:
+    """For a loop in which `failpoint` would be a part of the work."""
+    return VARIABLE in os.environ
+
+
 def failpoint(name: str) -> None:
     """Kill this process if SHARDMILL_FAILPOINT is `NAME`, `NAME:N` (the Nth pass) or `NAME@FILE` (once; makes FILE).
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
 import pyarrow as pa
@@ -24,7 +24,6 @@ from shardmill.dataset.unit_result import encode_unit_result
 from shardmill.errors import ShardmillError
 from shardmill.formats import SHARD_FORMATS
 from shardmill.images.own_process import OwnProcessDecoder
-from shardmill.images.sandbox import PendingImage
 from shardmill.messages import pack_message, read_message
 from shardmill.options import NormalizeOptions
 from shardmill.parent_death import die_with_parent
@@ -131,14 +130,15 @@ class _AnnouncingDecoder:
         self._decoder = decoder
         self._announce = announce
 
-    def start(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> PendingImage:
+    def decode(
+        self, images: Iterable[tuple[SourceImage, bytes]], options: NormalizeOptions
+    ) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
         """As the decoder's."""
-        self._announce(source.key)
-        return self._decoder.start(source, data, options)
+        return self._decoder.decode(map(self._announced, images), options)
 
-    def finish(self, pending: PendingImage) -> ImageSample | Rejection:
-        """As the decoder's."""
-        return self._decoder.finish(pending)
+    def _announced(self, image: tuple[SourceImage, bytes]) -> tuple[SourceImage, bytes]:
+        self._announce(image[0].key)
+        return image
 
 
 def _answer(pipe: IO[bytes], header: dict[str, Any], body: bytes = b"") -> None:

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -89,6 +90,18 @@ class DecodeSandbox:
         if self._child is not None:
             self._child.kill()
         self._child = self._pending = None
+
+    def decode(
+        self, images: Iterable[tuple[SourceImage, bytes]], options: NormalizeOptions
+    ) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
+        """Each image with what `process` gives; the next one is taken, and so read, while the child is at work."""
+        pending: PendingImage | None = None
+        for source, data in images:
+            if pending is not None:
+                yield pending.source, self.finish(pending)
+            pending = self.start(source, data, options)
+        if pending is not None:
+            yield pending.source, self.finish(pending)
 
     def process(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> ImageSample | Rejection:
         """The outcome of `process_image`, or a rejection: `decoder_crash`, `decoder_timeout` or `decoder_memory`."""

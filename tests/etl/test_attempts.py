@@ -6,6 +6,7 @@ import multiprocessing
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from shardmill.dataset.maintenance.gc import collect_garbage
 from shardmill.dataset.maintenance.retention import Retention
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
-from shardmill.images.sandbox import PendingImage
 from shardmill.options import NormalizeOptions
 from shardmill.stores import open_store
 from shardmill.values import ImageSample, Rejection, SourceImage
@@ -39,12 +39,12 @@ class Slowed:
         self._decoder = sandbox_of_process(plan.task.config)
         self._may_go_on = may_go_on
 
-    def start(self, source: SourceImage, data: bytes, options: NormalizeOptions) -> PendingImage:
-        return self._decoder.start(source, data, options)
-
-    def finish(self, pending: PendingImage) -> ImageSample | Rejection:
-        assert self._may_go_on.wait(60)
-        return self._decoder.finish(pending)
+    def decode(
+        self, images: Iterable[tuple[SourceImage, bytes]], options: NormalizeOptions
+    ) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
+        for outcome in self._decoder.decode(images, options):
+            assert self._may_go_on.wait(60)
+            yield outcome
 
 
 def _slow_attempt(plan: BuildPlan, unit: WorkUnit, may_go_on: Event) -> None:

@@ -15,6 +15,7 @@ from etl.job import build_dataset
 from shardmill.dataset.unit_result import PENDING
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import StorageError
+from shardmill.images.sandbox import DecodeSandbox
 from shardmill.jobs.config import DatasetConfig
 from tests.etl.test_incremental import _ETL, build, opened, paint
 from tests.support import write_images
@@ -31,8 +32,8 @@ def test_touched_files_are_read_once_and_never_decoded(tmp_path: Path, monkeypat
     write_images(tmp_path / "images", num_images=40)
     first = build(tmp_path)
     _touch(tmp_path, 5)
-    # Nothing is there that could decode.
-    monkeypatch.setattr("etl.write_unit.sandbox_of_process", lambda config: None)
+    # With an image to decode its child would be started, and end.
+    monkeypatch.setattr("etl.write_unit.sandbox_of_process", lambda config: DecodeSandbox(entry="nothing.there:at_all"))
     touched = build(tmp_path, detect_changes="content")
     assert (touched.manifest.version, touched.num_images_read) == (1, 5)
     again = build(tmp_path, detect_changes="content")
