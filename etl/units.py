@@ -17,7 +17,7 @@ from etl.segments import fact_limbs, key_digests, read_cells
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import RowSchema
 from shardmill.ids import add_digests, format_digest, key_bytes
-from shardmill.mix import mix64
+from shardmill.mix import mix64_array
 from shardmill.options import ENCODINGS, NormalizeOptions
 from shardmill.stores import open_store
 from shardmill.values import Nonce, ShardInfo, SourceImage
@@ -135,7 +135,10 @@ def read_unit(listing: ListingPlace, unit: WorkUnit, seed: int) -> tuple[SourceI
             f"expected the {unit.num_images} that were planned",
             "run it again; if it comes back, the storage alters files",
         )
-    return tuple(sorted(images, key=lambda image: (mix64(seed, image.sample_id), key_bytes(image.key))))
+    ids_N = np.array([image.sample_id for image in images], np.int64)
+    places_N = mix64_array(ids_N, seed).tolist()
+    order = sorted(range(len(images)), key=lambda number: (places_N[number], key_bytes(images[number].key)))
+    return tuple(images[number] for number in order)
 
 
 def fingerprint_config(

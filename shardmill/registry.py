@@ -88,7 +88,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         self.takes_own = takes_own
         self.libraries = dict(libraries or {})
         self._own = own
-        self._loaded: dict[Entry, Value] = {}
+        self._loaded: dict[str, tuple[Entry, Value]] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -101,17 +101,17 @@ class Registry(Mapping[str, Value], Generic[Value]):
 
     def __getitem__(self, name: str) -> Value:
         """The entry's object. Raises UsageError for an unknown name, or if a package that it needs is missing."""
-        entry = self.entries.get(name)
-        if entry is not None and entry in self._loaded:
-            # Readers look an encoding up once per image.
-            return self._loaded[entry]
+        loaded = self._loaded.get(name)
+        # Encodings are looked up once per image: to hash an entry takes long.
+        if loaded is not None and loaded[0] is self.entries.get(name):
+            return loaded[1]
         entry = self.usable(name)
         if self.is_own(name):
             return self._load_own(name)
         if self.is_of_library(name):
             return load_object(entry.target)[name.partition(":")[2]]
-        self._loaded[entry] = load_object(entry.target)
-        return self._loaded[entry]
+        self._loaded[name] = entry, load_object(entry.target)
+        return self._loaded[name][1]
 
     def entry(self, name: str) -> Entry:
         """The entry of a built-in name, a library, or a user's own object. Raises UsageError for an unknown name."""

@@ -28,17 +28,20 @@ class LocalStore:
         self._root = Path(os.path.abspath(os.path.expanduser(path)))
         self.uri = str(self._root)
         self.local_root: Path | None = self._root
-        self._root_name = str(self._root)
+        self._prefix = os.path.join(self._root, "")
 
     def read(self, path: str) -> bytes:
-        # The hot path of small images, where pathlib or a file object takes as long as the read.
-        name = os.path.join(self._root_name, path)
-        with as_storage_error(name, denied=AccessDenied):
+        # The hot path of small images, where pathlib, a file object or a context manager takes as long as the read.
+        name = self._prefix + path
+        try:
             descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 return _read_all(descriptor)
             finally:
                 os.close(descriptor)
+        except OSError:
+            with as_storage_error(name, denied=AccessDenied):
+                raise
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
         with as_storage_error(self._root / path), open(self._root / path, "rb") as file:
