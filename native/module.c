@@ -182,6 +182,55 @@ static PyObject *py_find_scan_or_end(PyObject *module, PyObject *arguments) {
     return result;
 }
 
+enum { FIRST_WITH_LENGTH = 0xC0, FIRST_RESTART = 0xD0, HUFFMAN_TABLES = 0xC4, QUANTIZATION = 0xDB, RESTART_INTERVAL = 0xDD };
+
+/* Restart markers and those of an image's start and end stand alone. */
+static int has_length(unsigned marker) {
+    return marker >= FIRST_WITH_LENGTH && marker < 0xFF && (marker < FIRST_RESTART || marker > END_OF_IMAGE);
+}
+
+static int is_table(unsigned marker) {
+    return marker == HUFFMAN_TABLES || marker == QUANTIZATION || marker == RESTART_INTERVAL;
+}
+
+static int append_segment(PyObject *segments, unsigned marker, size_t start, size_t end) {
+    PyObject *segment = Py_BuildValue("(Inn)", marker, (Py_ssize_t)start, (Py_ssize_t)end);
+    if (!segment) return 0;
+    int is_done = PyList_Append(segments, segment) == 0;
+    Py_DECREF(segment);
+    return is_done;
+}
+
+/* 1 if `segments` has all up to the first scan, 0 if a segment is none or is not plain, -1 with an exception. */
+static int find_segments(const uint8_t *bytes, size_t num_bytes, Py_ssize_t most, PyObject *segments) {
+    size_t position = 2;
+    for (Py_ssize_t i = 0; i < most; i++) {
+        size_t start = position + 4;
+        if (start > num_bytes) return 0;
+        unsigned marker = bytes[position + 1];
+        size_t end = position + 2 + ((size_t)bytes[position + 2] << 8 | bytes[position + 3]);
+        if (bytes[position] != 0xFF || !has_length(marker) || end < start || end > num_bytes) return 0;
+        if (!is_table(marker) && !append_segment(segments, marker, start, end)) return -1;
+        if (marker == START_OF_SCAN) return 1;
+        position = end;
+    }
+    return 0;
+}
+
+static PyObject *py_find_segments(PyObject *module, PyObject *arguments) {
+    (void)module;
+    Py_buffer data;
+    Py_ssize_t most;
+    if (!PyArg_ParseTuple(arguments, "y*n:find_segments", &data, &most)) return NULL;
+    PyObject *result = PyList_New(0);
+    int found = result ? find_segments(data.buf, (size_t)data.len, most, result) : -1;
+    PyBuffer_Release(&data);
+    if (found == 1) return result;
+    Py_XDECREF(result);
+    if (found < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"shrink_jpeg", py_shrink_jpeg, METH_VARARGS,
      "shrink_jpeg(data, pixels_HWC, (height, width), scale, (top, left, kept_height, kept_width)) -> bool\n\n"
@@ -200,6 +249,10 @@ static PyMethodDef methods[] = {
     {"find_scan_or_end", py_find_scan_or_end, METH_VARARGS,
      "find_scan_or_end(data, start) -> int\n\n"
      "The place of the first marker from `start` on that begins a scan of a JPEG or ends it; -1 if there is none."},
+    {"find_segments", py_find_segments, METH_VARARGS,
+     "find_segments(data, most) -> [(marker, start, end), ...] or None\n\n"
+     "The payload of each segment of a JPEG up to its first scan's header, but for those of tables. None if one of the\n"
+     "first `most` is cut, follows fill bytes or is no segment with a length, or if none of them is a scan's header."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -73,7 +73,8 @@ class JpegHeader:
 def read_header(data: bytes, options: NormalizeOptions) -> JpegHeader:
     """Walks the markers up to the first scan and refuses by what they declare, before anything is allocated."""
     header = JpegHeader()
-    for marker, start, end in _segments(data):
+    found = _find_segments(data, MAX_SEGMENTS) if _find_segments is not None else None
+    for marker, start, end in segments(data) if found is None else found:
         if marker == SOS:
             header.sos_start, header.scan_start = start - 4, end
         elif marker not in TABLES:
@@ -85,7 +86,7 @@ def read_header(data: bytes, options: NormalizeOptions) -> JpegHeader:
 
 def strip_metadata(data: bytes, header: JpegHeader, end: int) -> bytes:
     """The JPEG without the metadata before its first scan, and without what lies behind `end`: equal pixels."""
-    bare = [_without_metadata(marker, data[start:end]) for marker, start, end in _segments(data) if marker != SOS]
+    bare = [_without_metadata(marker, data[start:end]) for marker, start, end in segments(data) if marker != SOS]
     return b"\xff\xd8" + b"".join(bare) + data[header.sos_start : end]
 
 
@@ -125,6 +126,8 @@ def search_scan_or_end(data: bytes, start: int) -> int:
 
 # The kernel's takes a quarter of the time. A build of it from before it had one lacks it.
 _find_scan_or_end = getattr(shardmill_native, "find_scan_or_end", search_scan_or_end)
+# Of plain segments alone, and without those in TABLES; what it does not understand is for `segments`.
+_find_segments = getattr(shardmill_native, "find_segments", None)
 
 
 def _walk_scans(data: bytes, scan_start: int) -> int:
@@ -148,7 +151,7 @@ def _check_num_scans(num_scans: int) -> None:
         raise Refused(RejectReason.UNSUPPORTED_FORMAT, f"format=jpeg with more than {MAX_SCANS} scans")
 
 
-def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     """(marker, start, end) of each segment's payload, up to the first scan's header; refuses what is none.
 
     For a small image this walk is a good part of all work: what nearly every segment looks like is judged at once.

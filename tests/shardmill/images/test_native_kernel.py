@@ -11,7 +11,6 @@ import pytest
 import simplejpeg
 
 from shardmill.images.geometry import reduced_length
-from shardmill.images.jpeg_markers import search_scan_or_end
 from tests.shardmill.images.make import gray_jpeg, gray_photo, jpeg, one_of_each_format, photo
 from tests.shardmill.images.reference import psnr, resize_reference, ssim
 from tests.shardmill.images.test_resize import LEAST_PSNR_DB, LEAST_SSIM, MOST_LEVELS, noise
@@ -268,15 +267,3 @@ def test_channel_sums_refuse_what_they_would_misread() -> None:
             native.channel_sums(wrong)
     with pytest.raises((ValueError, BufferError), match="contiguous"):
         native.channel_sums(np.zeros((4, 8, 3), np.uint8)[:, ::2])
-
-
-def test_scans_and_ends_are_found_where_the_wheels_find_them() -> None:
-    rng = np.random.RandomState(5)
-    alphabet = np.frombuffer(b"\xff\xff\xd9\xda\x00\x07", np.uint8)
-    for length in (0, 1, 2, 3, 7, 40, 300):
-        for _ in range(50):
-            data = rng.choice(alphabet, length, p=[0.1, 0.1, 0.05, 0.05, 0.35, 0.35]).tobytes()
-            for start in range(0, length + 2, max(1, length // 20)):
-                assert native.find_scan_or_end(data, start) == search_scan_or_end(data, start), (data, start)
-    with pytest.raises(ValueError, match="at least 0"):
-        native.find_scan_or_end(b"", -1)
