@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
@@ -124,7 +125,7 @@ def _work(requests: int, answers: int) -> None:
 
 
 class _AnnouncingDecoder:
-    """A decoder that says which image it begins with: if the process ends, its parent can name it."""
+    """A decoder that says which image's outcome comes next: if the process ends, its parent can name it."""
 
     def __init__(self, decoder: Decoder, announce: Callable[[str], None]) -> None:
         self._decoder = decoder
@@ -134,11 +135,20 @@ class _AnnouncingDecoder:
         self, images: Iterable[tuple[SourceImage, bytes]], options: NormalizeOptions
     ) -> Iterator[tuple[SourceImage, ImageSample | Rejection]]:
         """As the decoder's."""
-        return self._decoder.decode(map(self._announced, images), options)
+        waiting: deque[str] = deque()
 
-    def _announced(self, image: tuple[SourceImage, bytes]) -> tuple[SourceImage, bytes]:
-        self._announce(image[0].key)
-        return image
+        def taken() -> Iterator[tuple[SourceImage, bytes]]:
+            for source, data in images:
+                waiting.append(source.key)
+                if len(waiting) == 1:
+                    self._announce(source.key)
+                yield source, data
+
+        for outcome in self._decoder.decode(taken(), options):
+            waiting.popleft()
+            if waiting:
+                self._announce(waiting[0])
+            yield outcome
 
 
 def _answer(pipe: IO[bytes], header: dict[str, Any], body: bytes = b"") -> None:
