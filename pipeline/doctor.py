@@ -19,11 +19,12 @@ from pipeline.choices import Chosen, chosen_entries, registries
 from pipeline.cli_options import Common, command
 from pipeline.config import load_pipeline
 from pipeline.doctor_dataset import dataset_findings, listing_findings
-from pipeline.doctor_network import applications_on_spark, network_findings
+from pipeline.doctor_network import network_findings
 from pipeline.doctor_ranks import model_findings, rank_findings
 from pipeline.finding import Finding, Status, failed, found_by
 from pipeline.preflight import Check, checks, clock_difference_seconds
 from pipeline.printing import plain, print_result
+from pipeline.spark_applications import applications_on_spark
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
 from shardmill.images.kernel import HOW_TO_INSTALL, NATIVE_ID, resolve_kernel

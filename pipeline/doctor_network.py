@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pipeline.finding import Finding, Status, failed
+from pipeline.spark_applications import applications_on_spark
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
 from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
@@ -100,23 +101,6 @@ def _gate(train: TrainConfig) -> Finding:
         status: Status = "fail" if started or train.attach_host else "warn"
         return Finding(status, subject, f"rank 0 cannot be called at {where}: {why}", f"{fix}, or free that port")
     return Finding("ok", subject, f"{where} is free" if started is None or is_rank_0 else f"{where} is rank 0's")
-
-
-def applications_on_spark(tree: PipelineTree) -> dict[str, dict[str, str]]:
-    """The settings of each application that would be one of Spark, by name, as far as the config alone tells."""
-    from etl.engines import ENGINES, EngineSettings
-    from etl.engines.auto import choose_engine
-    from train.choosing.auto import resolve
-    from train.launching import LAUNCHERS
-
-    found: dict[str, dict[str, str]] = {}
-    engine = tree.etl.engine if tree.etl.engine != "auto" else choose_engine(0, EngineSettings(tree.spark, 0))
-    if "pyspark" in ENGINES.entry(engine).packages:
-        found["etl"] = tree.spark.etl.conf
-    with suppress(ShardmillError):
-        if "pyspark" in LAUNCHERS.entry(resolve(tree.train, tree.spark).config.launcher).packages:
-            found["train"] = tree.spark.train.conf
-    return found
 
 
 def _master(master: str) -> Finding:

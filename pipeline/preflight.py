@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from etl.config import SourceConfig
 from pipeline.choices import chosen_entries
+from pipeline.spark_applications import applications_on_spark
 from shardmill.dataset.versions import split_version
 from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.jobs.reach import REACH, clear_stale
+from shardmill.jobs.spark_settings import check_master
 from shardmill.storage import Store
 from shardmill.stores import open_store
 
@@ -52,6 +54,8 @@ def checks(tree: PipelineTree, workdir: str, applications: Sequence[str] = APPLI
         ]
         if tree.train.init_from or tree.train.freeze or tree.train.unfreeze_epoch:
             found.append(Check("train.init_from", partial(_look_at_initial, tree)))
+    if tree.spark.master == "yarn" and applications_on_spark(tree).keys() & set(applications):
+        found.append(Check("spark.master", partial(_look_at_master, tree)))
     return found
 
 
@@ -155,6 +159,11 @@ def _look_at_model(tree: PipelineTree) -> str:
 
     MODELS.usable(tree.train.model)
     return f"{tree.train.model}: {find_model(tree.train.model)}"
+
+
+def _look_at_master(tree: PipelineTree) -> str:
+    check_master(tree.spark.master)
+    return f"{tree.spark.master}, whose settings can be found"
 
 
 def _look_at_launch(tree: PipelineTree) -> str:

@@ -24,7 +24,7 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH, environment_variable, python_path
 from shardmill.jobs.redact import SPARK_REDACTION
 from shardmill.jobs.spark_log import open_spark_log, spark_log_hint
-from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit, properties_file
+from shardmill.jobs.spark_settings import check_master, is_local_master, is_under_spark_submit, properties_file
 from shardmill.registry import install_hint
 
 if TYPE_CHECKING:
@@ -116,14 +116,15 @@ def _started(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iter
 
     No session: neither application needs Spark SQL, which takes seconds to start.
 
-    Raises UsageError if pyspark or Java is missing, or if Spark refuses the settings; StorageError, which schedulers
-    retry, if the machine or the cluster is at fault (no master answers, a port is taken).
+    Raises UsageError if pyspark, Java or YARN's settings are missing, or if Spark refuses the settings; StorageError,
+    which schedulers retry, if the machine or the cluster is at fault (no master answers, a port is taken).
     """
     try:
         from py4j.protocol import Py4JError
         from pyspark.errors import PySparkRuntimeError
     except ImportError:
         raise UsageError("Spark needs the package pyspark", "", install_hint("spark")) from None
+    check_master(spark.master)
     # Spark's progress bar would overwrite ours.
     settings = {"spark.ui.showConsoleProgress": "false", **REDACTION}
     submitted = is_under_spark_submit()

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from shardmill.errors import UsageError
+
 
 def is_under_spark_submit() -> bool:
     """Whether `spark-submit` started this process, so that its master and settings hold."""
@@ -18,6 +20,22 @@ def is_under_spark_submit() -> bool:
 def is_local_master(master: str) -> bool:
     """Whether Spark's tasks run in processes of this machine."""
     return re.match(r"local(\[|$)", master) is not None
+
+
+def check_master(master: str) -> None:
+    """Raises UsageError for YARN without the settings that say where it is, which Spark refuses as its JVM starts."""
+    if master != "yarn" or is_under_spark_submit():
+        return
+    # Spark's start script sets what this one says.
+    conf = os.environ.get("SPARK_CONF_DIR") or os.path.join(os.environ.get("SPARK_HOME", os.devnull), "conf")
+    is_set = os.environ.get("HADOOP_CONF_DIR") or os.environ.get("YARN_CONF_DIR")
+    if is_set or os.path.isfile(os.path.join(conf, "spark-env.sh")):
+        return
+    raise UsageError(
+        "spark.master = 'yarn', and neither HADOOP_CONF_DIR nor YARN_CONF_DIR is set",
+        "expected the folder of core-site.xml and yarn-site.xml in one of them",
+        "export HADOOP_CONF_DIR=/etc/hadoop/conf",
+    )
 
 
 def flat_settings(table: dict[str, Any]) -> dict[str, str]:

@@ -31,6 +31,28 @@ def refused(folder: Path, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "needs_yarn"), [((), True), (("etl.engine=local", "train.num_workers=1"), False)]
+)
+def test_yarn_without_its_settings_is_refused_where_it_would_start(
+    overrides: tuple[str, ...], needs_yarn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("HADOOP_CONF_DIR", "YARN_CONF_DIR", "SPARK_CONF_DIR", "SPARK_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "images").mkdir()
+    tree = load_pipeline(str(tmp_path / "images"), ("spark.master=yarn", *overrides), str(tmp_path / "work"))
+    rows = {each.subject: each for each in examine(tree, str(tmp_path / "work"))}
+    assert ("spark.master" in rows) == needs_yarn
+    if needs_yarn:
+        said = "neither HADOOP_CONF_DIR nor YARN_CONF_DIR is set"
+        assert rows["spark.master"].status == "fail" and said in rows["spark.master"].found
+        with pytest.raises(UsageError, match=said):
+            refuse_what_cannot_work(tree, str(tmp_path / "work"), ("etl",))
+        refuse_what_cannot_work(tree, str(tmp_path / "work"), ("train",))
+        monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
+    refuse_what_cannot_work(tree, str(tmp_path / "work"))
+
+
+@pytest.mark.parametrize(
     ("overrides", "parts"),
     [
         (["train.model=mine:bild"], ["mine.py has no function 'bild'", "did you mean mine:build?"]),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,8 +26,14 @@ except ShardmillError as error:
 """
 
 
-def start(master: str, *settings: str) -> str:
-    done = subprocess.run([sys.executable, "-c", START, master, *settings], capture_output=True, text=True, timeout=120)
+def start(master: str, *settings: str, **variables: str) -> str:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("HADOOP_CONF_DIR", "YARN_CONF_DIR")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", START, master, *settings],
+        env=environment | variables, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return " ".join(done.stdout.split())
 
@@ -49,3 +57,14 @@ def test_a_fault_of_the_machine_may_pass():
         taken.listen()
         line = start("local[1]", f"spark.driver.port={taken.getsockname()[1]}", "spark.port.maxRetries=0")
     assert line.startswith(StorageError.__name__) and "Address already in use" in line, line
+
+
+def test_yarn_without_its_settings_is_told_before_any_jvm_starts(tmp_path: Path):
+    line = start("yarn", JAVA_HOME=str(tmp_path))
+    assert line.startswith("UsageError spark.master = 'yarn', and neither HADOOP_CONF_DIR nor YARN_CONF_DIR is set"), (
+        line
+    )
+    # Where Spark's own script sets it, there is nothing to refuse here: it is the missing Java that is told.
+    (tmp_path / "spark-env.sh").touch()
+    assert "expected Java 17 or 21" in start("yarn", JAVA_HOME=str(tmp_path), SPARK_CONF_DIR=str(tmp_path))
+    assert "expected Java 17 or 21" in start("yarn", JAVA_HOME=str(tmp_path), YARN_CONF_DIR=str(tmp_path))

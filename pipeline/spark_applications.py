@@ -1,0 +1,25 @@
+"""Which of the applications of a config would start Spark: what checks look at before anything starts."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from pipeline.tree import PipelineTree
+from shardmill.errors import ShardmillError
+
+
+def applications_on_spark(tree: PipelineTree) -> dict[str, dict[str, str]]:
+    """The settings of each application that would be one of Spark, by name, as far as the config alone tells."""
+    from etl.engines import ENGINES, EngineSettings
+    from etl.engines.auto import choose_engine
+    from train.choosing.auto import resolve
+    from train.launching import LAUNCHERS
+
+    found: dict[str, dict[str, str]] = {}
+    engine = tree.etl.engine if tree.etl.engine != "auto" else choose_engine(0, EngineSettings(tree.spark, 0))
+    if "pyspark" in ENGINES.entry(engine).packages:
+        found["etl"] = tree.spark.etl.conf
+    with suppress(ShardmillError):
+        if "pyspark" in LAUNCHERS.entry(resolve(tree.train, tree.spark).config.launcher).packages:
+            found["train"] = tree.spark.train.conf
+    return found
