@@ -1,12 +1,12 @@
 """The rows of `shardmill doctor` about the network: the name of this host, where ranks and executors would call it, the
-ports that the config fixes for that, and the Spark master."""
+ports that the config fixes for that, the Spark master, and the paths that its executors must see."""
 
 from __future__ import annotations
 
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from pipeline.spark_applications import applications_on_spark
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
 from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
+from shardmill.stores import scheme_of
 from train.config import TrainConfig
 from train.world import LOOPBACK
 
@@ -48,6 +49,7 @@ def network_findings(tree: PipelineTree) -> Iterator[Finding]:
     applications = applications_on_spark(tree)
     if applications and tree.spark.master.startswith("spark://"):
         yield _master(tree.spark.master)
+    yield from _local_paths(tree, applications)
     for name, conf in applications.items():
         yield from _application(f"spark.{name}.conf", conf, tree.spark)
 
@@ -118,6 +120,19 @@ def _master(master: str) -> Finding:
     return Finding("fail", "spark.master", found, "start the master, let this host reach it, or correct spark.master")
 
 
+def _local_paths(tree: PipelineTree, applications: Collection[str]) -> Iterator[Finding]:
+    """Of this machine, where tasks or ranks on others would look for them: the same text, and another folder there."""
+    if not _is_elsewhere(tree.spark.master):
+        return
+    uris = dict(tree.source.uris()) if "etl" in applications else {}
+    uris |= {"dataset.uri": tree.dataset.uri} if applications else {}
+    uris |= {"models.uri": tree.models.uri} if "train" in applications else {}
+    for key, uri in uris.items():
+        if uri and scheme_of(uri) == "file":
+            fix = "mount it on all of them, or use s3:// or hdfs://"
+            yield Finding("warn", f"{key} on executors", f"those on other hosts must see {uri}", fix)
+
+
 def _application(section: str, conf: dict[str, str], spark: SparkConfig) -> Iterator[Finding]:
     """Where its driver would listen, which it tells its executors and ranks; and the ports that its settings fix."""
     default = LOOPBACK if is_local_master(spark.master) else os.environ.get("SPARK_LOCAL_IP") or socket.gethostname()
@@ -177,8 +192,12 @@ def _port(subject: str, bind: str, port: int, num_ports: int) -> Finding:
 
 def _is_of_others(told: str, master: str) -> bool:
     """Whether an address is loopback, and the master is neither in this process nor at loopback itself."""
-    host = master.removeprefix("spark://").rpartition(":")[0]
-    return _is_loopback(told) and not is_local_master(master) and not _is_loopback(host)
+    return _is_loopback(told) and _is_elsewhere(master)
+
+
+def _is_elsewhere(master: str) -> bool:
+    """Whether executors may be on other hosts."""
+    return not master.startswith("local") and not _is_loopback(master.removeprefix("spark://").rpartition(":")[0])
 
 
 def _is_loopback(host: str) -> bool:

@@ -64,7 +64,8 @@ def _slots(train: TrainConfig, num_ranks: int, num_ranks_here: int) -> Finding:
             f"{num_ranks_here} ranks (train.num_workers = {train.num_workers}) on {cores} cores: they will share them"
         )
         return Finding("warn", "slots", found, "fewer workers, or a cluster")
-    return Finding("ok", "slots", f"{num_ranks} rank(s) by launcher {train.launcher}, {cores} cores here")
+    where = f", {cores} cores here" if num_ranks_here else ""
+    return Finding("ok", "slots", f"{num_ranks} rank(s) by launcher {train.launcher}{where}")
 
 
 def _devices(train: TrainConfig, num_ranks_here: int) -> Iterator[Finding]:
