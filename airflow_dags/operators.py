@@ -163,7 +163,7 @@ class ShardmillOperator(BaseOperator):
             self.log.info("%s", line.rstrip())
         exit_code = self._process.wait()
         if exit_code:
-            raise folder.failure(self.stage, f"ended with exit code {exit_code}")
+            raise folder.failure(self.stage, f"ended with exit code {exit_code}", exit_code)
         return report_result(self, context, folder)
 
     def on_kill(self) -> None:

@@ -43,13 +43,17 @@ class RunFolder:
         except FileNotFoundError:
             return {}
 
-    def failure(self, stage: str, ended: str) -> AirflowException:
-        """The exception that says why the stage failed, and by its type whether another try makes sense."""
+    def failure(self, stage: str, ended: str, exit_code: int = 0) -> AirflowException:
+        """The exception that says why the stage failed, and by its type whether another try makes sense.
+
+        `exit_code`: the command's own, for one that leaves no summary (`doctor`); 0 where Spark's may stand for it.
+        """
         summary = self.summary()
         code = summary.get("exit_code")
         if not code:
-            # Killed, never started, or `doctor`, whose next try may meet a sound machine: nothing is known against it.
-            return AirflowException(f"{stage} {ended} and left no reason in summary.json; see the log above")
+            # Killed or never started: nothing is known against another try.
+            line = f"{stage} {ended} and left no reason in summary.json; see the log above"
+            return AirflowFailException(line) if exit_code in EXIT_CODES_WITHOUT_RETRY else AirflowException(line)
         line = f"{stage} failed with exit code {code}: {summary.get('error')}"
         return AirflowFailException(line) if code in EXIT_CODES_WITHOUT_RETRY else AirflowException(line)
 

@@ -1,7 +1,8 @@
 """Airflow DAGs for each TOML file of a folder: doctor, etl, verify, train, evaluate, gate, promote, report.
 
-This file may be copied into any DAG folder. A config file that is wrong has a DAG with one task, which fails and says
-why, and the tag `config-error`; it takes no other DAG away. (Airflow drops all DAGs of a module with an import error.)
+This file may be copied into any DAG folder. A config file that cannot be read has a DAG with one task, which fails
+and says why, and the tag `config-error`; it takes no other DAG away. (Airflow drops all DAGs of a module with an import
+error.)
 
 Spark stages go through `spark-submit` with the connection `spark_default`, the others through the command `shardmill`;
 Airflow's own environment needs no TensorFlow. All that tasks hand on are ids and digests. Settings come from the

@@ -26,7 +26,7 @@ from pipeline.preflight import Check, checks, clock_difference_seconds
 from pipeline.printing import plain, print_result
 from pipeline.spark_applications import applications_on_spark
 from pipeline.tree import PipelineTree
-from shardmill.errors import ShardmillError
+from shardmill.errors import ShardmillError, StorageError, UsageError
 from shardmill.images.kernel import HOW_TO_INSTALL, NATIVE_ID, resolve_kernel
 from shardmill.registry import Entry, install_hint
 from train.tree import TrainTree
@@ -53,8 +53,8 @@ def doctor(
         findings.append(rehearsed(findings, config, common.overrides, common.workdir))
     rows = [(each.status, each.subject, each.found, each.fix) for each in findings]
     print_result(common, [plain(each) for each in findings], rows, title="doctor")
-    if any(each.status == "fail" for each in findings):
-        raise typer.Exit(2)
+    if failing := [each for each in findings if each.status == "fail"]:
+        raise typer.Exit((StorageError if all(each.may_pass for each in failing) else UsageError).exit_code)
 
 
 def diagnose(config: str, overrides: tuple[str, ...], workdir: str) -> list[Finding]:

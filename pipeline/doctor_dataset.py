@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.finding import Finding, Status, found_by
 from pipeline.tree import PipelineTree
-from shardmill.errors import ShardmillError, UsageError
+from shardmill.errors import ShardmillError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from etl.plan import BuildPlan
@@ -38,7 +38,8 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
         subject = WINDOW
         memory = window_memory(train, dataset)
     except ShardmillError as error:
-        yield Finding(status, subject, f"the committed dataset as it is: {found_by(error)}", error.fix)
+        found, may_pass = f"the committed dataset as it is: {found_by(error)}", isinstance(error, StorageError)
+        yield Finding(status, subject, found, error.fix, may_pass)
         return
     found = f"{memory.bytes_per_rank:,} of {memory.budget_bytes:,} bytes on each rank for {of_version}"
     yield Finding("ok", subject, found)

@@ -61,7 +61,9 @@ def _host_name(*, is_needed: bool) -> Finding:
         addresses = _addresses(name)
     except OSError as error:
         found = f"{name} has no address ({error.strerror or error}): ranks that exchange gradients may crash"
-        return Finding("fail" if is_needed else "warn", "host name", found, f"add `127.0.0.1 {name}` to /etc/hosts")
+        return Finding(
+            "fail" if is_needed else "warn", "host name", found, f"add `127.0.0.1 {name}` to /etc/hosts", True
+        )
     return Finding("ok", "host name", f"{name} is {', '.join(addresses)}")
 
 
@@ -101,7 +103,7 @@ def _gate(train: TrainConfig) -> Finding:
             return Finding("ok", subject, f"{where} is of another host, on which rank 0 is to run")
         # Not started as one of several, and no host set: MASTER_ADDR or SLURM may name another one.
         status: Status = "fail" if started or train.attach_host else "warn"
-        return Finding(status, subject, f"rank 0 cannot be called at {where}: {why}", f"{fix}, or free that port")
+        return Finding(status, subject, f"rank 0 cannot be called at {where}: {why}", f"{fix}, or free that port", True)
     return Finding("ok", subject, f"{where} is free" if started is None or is_rank_0 else f"{where} is rank 0's")
 
 
@@ -117,7 +119,8 @@ def _master(master: str) -> Finding:
         else:
             return Finding("ok", "spark.master", f"{address} takes calls")
     found = f"{master} takes none ({'; '.join(reasons)})"
-    return Finding("fail", "spark.master", found, "start the master, let this host reach it, or correct spark.master")
+    fix = "start the master, let this host reach it, or correct spark.master"
+    return Finding("fail", "spark.master", found, fix, may_pass=True)
 
 
 def _local_paths(tree: PipelineTree, applications: Collection[str]) -> Iterator[Finding]:
@@ -156,11 +159,13 @@ def _driver_address(subject: str, bind: str, told: str) -> Finding:
     try:
         addresses = _addresses(told)
     except OSError as error:
-        return Finding("fail", subject, f"{told}, which ranks call, has no address: {error.strerror or error}", fix)
+        return Finding(
+            "fail", subject, f"{told}, which ranks call, has no address: {error.strerror or error}", fix, True
+        )
     try:
         server = socket.create_server((bind, 0))
     except OSError as error:
-        return Finding("fail", subject, f"it cannot listen on {bind}: {error.strerror or error}", fix)
+        return Finding("fail", subject, f"it cannot listen on {bind}: {error.strerror or error}", fix, True)
     with server:
         try:
             socket.create_connection((told, server.getsockname()[1]), CALL_SECONDS).close()
@@ -183,7 +188,7 @@ def _port(subject: str, bind: str, port: int, num_ports: int) -> Finding:
         taken += 1
     else:
         found = f"{port} of {bind} is taken" + (f", and so are the next {taken - 1}" if taken > 1 else "")
-        return Finding("fail", subject, found, "set another port, 0 for any, or a higher spark.port.maxRetries")
+        return Finding("fail", subject, found, "set another port, 0 for any, or a higher spark.port.maxRetries", True)
     if taken:
         found = f"{port} of {bind} is taken: Spark would listen on {port + taken}, which a firewall may keep closed"
         return Finding("warn", subject, found, "set another port, or end what has it")

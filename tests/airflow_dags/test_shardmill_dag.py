@@ -106,6 +106,9 @@ def test_a_failure_is_classified_by_the_summary_of_this_attempt(tmp_path: Path):
     assert seen["command"][0] == seen["spark"][0] == "AirflowFailException"
     assert "exit code 2" in seen["command"][1] and "there is no dataset at" in seen["command"][1]
     assert "exit code 2" in seen["spark"][1] and "nowhere" in seen["spark"][1]
+    # It leaves no summary: its own exit code tells.
+    assert seen["doctor"][0] == "AirflowFailException" and "exit code 2" in seen["doctor"][1]
+    assert seen["died"][0] == "AirflowException" and "exit code 4" in seen["died"][1]
     assert seen["wrong config"] == ["AirflowFailException", "no section"]
     assert seen["killed"][0] == "AirflowException" and "left no reason" in seen["killed"][1]
     assert [code for code in "23456789" if seen[code][0] == "AirflowFailException"] == ["2", "3", "7", "8", "9"]

@@ -15,6 +15,12 @@ common = ["--workdir", workdir, "--run-id", "r"]
 command = ShardmillOperator(
     task_id="train", stage="train", arguments=["train", config, *common], workdir=workdir, shardmill_run_id="r"
 )
+typo = f"{os.path.dirname(config)}/typo.toml"
+with open(typo, "w") as file:
+    file.write('[train]\nstratgey = "torch_ddp"\n')
+doctor = ShardmillOperator(
+    task_id="doctor", stage="doctor", arguments=["doctor", typo, *common], workdir=workdir, shardmill_run_id="r"
+)
 spark = ShardmillSparkOperator(
     task_id="etl",
     stage="etl",
@@ -27,6 +33,9 @@ spark = ShardmillSparkOperator(
 killed = ShardmillOperator(
     task_id="train", stage="train", arguments=["-c", "kill -9 $$"], workdir=workdir, shardmill_run_id="r"
 )
+died = ShardmillOperator(
+    task_id="doctor", stage="doctor", arguments=["-c", "exit 4"], workdir=workdir, shardmill_run_id="r"
+)
 seen = {}
 
 
@@ -38,11 +47,13 @@ def try_it(name, operator):
 
 
 try_it("command", command)
+try_it("doctor", doctor)
 try_it("spark", spark)
 try_it("wrong config", ConfigErrorOperator(task_id="t", problem="no section"))
 os.environ["SHARDMILL_COMMAND"] = "sh"
 # The failures above are on record still: a death without a word must not be taken for one of them.
 try_it("killed", killed)
+try_it("died", died)
 for code in (2, 3, 4, 5, 6, 7, 8, 9):
     write_summary(workdir, "codes", RunState("failed", code, "e"))
     seen[code] = [type(RunFolder(workdir, "codes").failure("etl", "ended")).__name__, ""]
