@@ -20,7 +20,7 @@ from train.choosing.fit import FIT_RULES, MemoryFacts, fit
 from train.choosing.trial import TRIAL_RULES
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
-from train.launching.spark_slots import num_places_of
+from train.launching.spark_slots import num_places_of, why_no_places
 from train.strategies import STRATEGIES
 
 ALL = frozenset({*STRATEGIES.entries, *LAUNCHERS.entries})
@@ -44,7 +44,7 @@ RANKS_CASES = [
     (ON_YARN, "cluster", 8, "the Spark cluster yarn has places for 8"),
     (replace(ON_YARN, num_gpus=2), "cluster", 8, ""),
     (replace(ON_YARN, may_use_cluster=False), "one", 1, ""),
-    (replace(ON_YARN, num_places=None), "unknown_cluster", 1, "do not say how many executors yarn has"),
+    (replace(ON_YARN, num_places=None, why_no_places="it is new"), "unknown_cluster", 1, "it is new"),
     (replace(ON_YARN, num_steps=FEW_STEPS), "cluster", 8, ""),
     (replace(ON_YARN, num_steps=FEW_STEPS - 1), "few_steps", 1, "99 steps in all are too few"),
     (replace(OPEN, num_gpus=4, num_steps=5), "few_steps", 1, ""),
@@ -218,6 +218,28 @@ def test_ranks_follow_from_the_config_the_cluster_and_the_dataset(tiny_uri, sett
 )  # fmt: skip
 def test_places_of_a_cluster(master: str, conf: dict[str, str], num_places: int | None):
     assert num_places_of(master, conf) == num_places
+
+
+@pytest.mark.parametrize(
+    ("master", "conf", "why"),
+    [
+        ("yarn", {}, "do not say how many executors yarn has (spark.executor.instances; or set train.num_workers)"),
+        ("yarn", {"spark.executor.instances": "4", "spark.dynamicAllocation.enabled": "true"},
+         "come and go, which ranks cannot use (set spark.dynamicAllocation.enabled = false and spark.executor.ins"),
+        ("yarn", {"spark.task.resource.gpu.amount": "1", "spark.executor.instances": "4"},
+         "do not say how many ranks yarn has GPUs for (spark.executor.cores; or"),
+        ("spark://a:7077", {}, "how many executors spark://a:7077 has (spark.cores.max and spark.executor.cores; "),
+        ("spark://a:7077", {"spark.cores.max": "8", "spark.executor.instances": "4"}, "has (spark.executor.cores; or"),
+        ("spark://a:7077", {"spark.task.resource.gpu.amount": "1"}, "has GPUs for (spark.cores.max; or"),
+        ("spark://a:7077", {"spark.cores.max": "2", "spark.executor.cores": "4"}, "spark://a:7077 has no place for a"),
+        ("spark://a:7077", {"spark.cores.max": "8", "spark.executor.cores": "4"}, ""),
+        ("local[4]", {}, ""),
+    ],
+)  # fmt: skip
+def test_why_the_places_of_a_cluster_are_not_known(master: str, conf: dict[str, str], why: str):
+    assert why in why_no_places(master, conf) and bool(why) == bool(why_no_places(master, conf))
+    reason = resolve(TrainConfig(), SparkConfig(master=master, train=SparkApplicationConfig(conf=conf))).reason
+    assert why in reason
 
 
 def test_a_setting_of_spark_that_is_no_number_is_named():

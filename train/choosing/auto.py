@@ -13,7 +13,7 @@ from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.attach_place import find_place
 from train.launching.devices import gpus_here
-from train.launching.spark_slots import num_places_of
+from train.launching.spark_slots import num_places_of, why_no_places
 from train.models.user import imported_packages
 from train.strategies import STRATEGIES, roles_of
 
@@ -145,6 +145,7 @@ def _facts(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None) -> 
         num_gpus=len(gpus) if takes_one else 0,
         may_use_cluster=config.launcher == AUTO or "pyspark" in LAUNCHERS.entry(config.launcher).packages,
         num_places=num_places_of(spark.master, spark.train.conf),
+        why_no_places=why_no_places(spark.master, spark.train.conf),
         num_steps=None if dataset is None else _num_steps(config, dataset),
         num_rows=None if dataset is None else _num_rows(dataset),
     )

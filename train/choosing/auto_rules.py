@@ -40,6 +40,8 @@ class Facts:
     """The launcher is not one that starts ranks on this machine."""
     num_places: int | None = None
     """Executors of the Spark cluster, or GPUs if it assigns them; None if its settings do not say."""
+    why_no_places: str = ""
+    """What keeps a cluster's `num_places` from being known, or above 0."""
     num_steps: int | None = None
     """Of the whole training; None as long as there is no dataset."""
     num_rows: int | None = None
@@ -99,12 +101,7 @@ RANKS_RULES = (
         "the Spark cluster {spark_master} has places for {num_places}",
         lambda facts: facts.num_places,
     ),
-    RanksRule(
-        "unknown_cluster",
-        lambda facts: facts.has_cluster,
-        "the settings do not say how many executors {spark_master} has (spark.executor.instances; or set "
-        "train.num_workers)",
-    ),
+    RanksRule("unknown_cluster", lambda facts: facts.has_cluster, "{why_no_places}"),
     RanksRule(
         "gpus", lambda facts: facts.num_gpus > 1, "{num_gpus} GPUs of this machine", lambda facts: facts.num_gpus
     ),

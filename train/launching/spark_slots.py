@@ -150,6 +150,25 @@ def num_places_of(master: str, conf: dict[str, str]) -> int | None:
     return _number(conf, "spark.executor.instances") if is_fixed and "spark.executor.instances" in conf else None
 
 
+def why_no_places(master: str, conf: dict[str, str]) -> str:
+    """What keeps `num_places_of` from telling a number above 0, and which settings would; empty if it does."""
+    if is_local_master(master) or (num_places := num_places_of(master, conf)):
+        return ""
+    if num_places == 0:
+        return f"by its settings {master} has no place for a rank"
+    if not master.startswith("spark://") and conf.get("spark.dynamicAllocation.enabled", "false") != "false":
+        fix = "set spark.dynamicAllocation.enabled = false and spark.executor.instances"
+        return f"the executors of {master} come and go, which ranks cannot use ({fix})"
+    has_gpus = GPUS_OF_TASK in conf
+    if master.startswith("spark://"):
+        needed = ("spark.cores.max",) if has_gpus else ("spark.cores.max", "spark.executor.cores")
+    else:
+        needed = ("spark.executor.instances", "spark.executor.cores") if has_gpus else ("spark.executor.instances",)
+    missing = " and ".join(name for name in needed if name not in conf)
+    what = f"ranks {master} has GPUs for" if has_gpus else f"executors {master} has"
+    return f"the settings do not say how many {what} ({missing}; or set train.num_workers)"
+
+
 def _has_defaults(master: str) -> bool:
     """Whether Spark asks there for `_DEFAULTS`."""
     return master == "yarn" or master.startswith("k8s://")
