@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.tree import PipelineTree
-from shardmill.errors import UsageError
+from shardmill.errors import NoDataset, UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.redact import redacted
 
@@ -54,6 +56,18 @@ def load_for_dataset(dataset_or_config: str, overrides: tuple[str, ...], workdir
     return _with_absolute_uris(load_tree(PipelineTree, None, overrides, below), workdir)
 
 
+@contextmanager
+def after_etl(dataset_or_config: str) -> Iterator[None]:
+    """What needs the dataset of a config file: if there is none, it has most likely yet to be made."""
+    try:
+        yield
+    except NoDataset as error:
+        if not dataset_or_config.endswith(".toml"):
+            raise
+        fix = f"run `shardmill etl {dataset_or_config}` first, or {error.fix}"
+        raise NoDataset(error.what, error.expected, fix) from None
+
+
 def load_for_models(models_or_config: str, overrides: tuple[str, ...], workdir: str) -> PipelineTree:
     """The tree of a TOML file, or of a models folder or URI (`@N` is ignored) with defaults for everything else."""
     from shardmill.dataset.versions import split_version
@@ -82,7 +96,9 @@ def existing_path(uri: str, expected: str = "a dataset's folder or URI, or a .to
     beside = [each.name for each in path.parent.iterdir()] if os.access(path.parent, os.R_OK) else []
     near = difflib.get_close_matches(path.name, beside, n=1)
     raise UsageError(
-        f"{uri} does not exist", f"expected {expected}", f"did you mean {path.parent / near[0]}?" if near else ""
+        f"{uri} does not exist",
+        f"expected {expected}",
+        f"did you mean {path.parent / near[0]}?" if near else "",
     )
 
 

@@ -22,12 +22,13 @@ def plan(
     devices: Devices = "",
     bandwidth: Bandwidth = 10.0,
 ) -> None:
-    from pipeline.config import load_for_dataset
+    from pipeline.config import after_etl, load_for_dataset
     from train.checks.plan import plan_training
     from train.tree import TrainTree
 
     common: Common = context.obj
     ranks = (f"train.num_workers={world_size}",) if world_size else ()
     tree = load_for_dataset(dataset, (*common.overrides, *ranks), common.workdir)
-    planned = plan_training(tree.part(TrainTree), devices, bandwidth)
+    with after_etl(dataset):
+        planned = plan_training(tree.part(TrainTree), devices, bandwidth)
     print_result(common, planned.document(), planned.rows(), title="plan")

@@ -18,7 +18,7 @@ from pipeline.cli_options import (
     SourceArgument,
     command,
 )
-from pipeline.config import existing_path, load_for_dataset, load_for_models, load_pipeline, require
+from pipeline.config import after_etl, existing_path, load_for_dataset, load_for_models, load_pipeline, require
 from pipeline.preflight import refuse_what_cannot_work
 from pipeline.printing import print_result, stage_rows, stage_title, verify_document, verify_rows
 from pipeline.running import SUMMARY_SECTIONS, WHOLE_PIPELINE, Run, open_run, verify_record
@@ -256,7 +256,7 @@ def _promoted(
 @contextmanager
 def _open_dataset_run(dataset_or_config: str, common: Common) -> Iterator[Run]:
     """The argument is a dataset or a config file: a folder of images says nothing about what these commands need."""
-    with open_run(dataset_or_config, common, load=load_for_dataset) as run:
+    with open_run(dataset_or_config, common, load=load_for_dataset) as run, after_etl(dataset_or_config):
         require(run.tree, "dataset")
         yield run
 

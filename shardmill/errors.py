@@ -32,6 +32,10 @@ class UsageError(ShardmillError):
     exit_code = 2
 
 
+class NoDataset(UsageError):
+    """Nothing of a dataset is at a place: it is another's, or has yet to be made."""
+
+
 class IntegrityError(ShardmillError):
     """Stored data is not what was committed, or was never committed."""
 

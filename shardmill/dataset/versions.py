@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardmill.dataset.manifest import MANIFESTS, Manifest, manifest_path, parse_manifest
-from shardmill.errors import CannotList, IntegrityError, NoSuchRoot, ShardmillError, UsageError
+from shardmill.errors import CannotList, IntegrityError, NoDataset, NoSuchRoot, ShardmillError, UsageError
 from shardmill.sealed import seal, unseal
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
@@ -142,7 +142,7 @@ def _absent(store: Store, version: int) -> ShardmillError:
             "run `shardmill etl`; a folder without a manifest is never read",
         )
     near = _nearest(store.uri)
-    return UsageError(
+    return NoDataset(
         f"there is no dataset at {store.uri}",
         "expected a folder that `shardmill etl` made",
         f"did you mean {near}?" if near else "check the path",

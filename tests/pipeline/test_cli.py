@@ -68,6 +68,8 @@ def config(tmp_path: Path, dataset: str) -> Path:
         (["train", ".", "--num-workers", "2"], "--set train.num_workers=2"),
         (["verify", "only-dataset.tml"], "does not exist; expected a dataset's folder or URI, or a .toml file"),
         (["inspect", "only-datasets"], "did you mean only-dataset.toml?"),
+        (["plan", "only-dataset.toml"], "made; run `shardmill etl only-dataset.toml` first, or check the path"),
+        (["train", "only-dataset.toml"], "made; run `shardmill etl only-dataset.toml` first, or check the path"),
         (["report", "--workdir", "nowhere"], "no run below nowhere"),
         (["run", ".", "--run-id", "../x"], "does not stay under its root"),
         (["inspect", "gopher://host/d"], "no storage for gopher://"),
