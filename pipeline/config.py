@@ -27,7 +27,7 @@ def load_pipeline(source_or_config: str | None, overrides: tuple[str, ...], work
 
         kind = recognise(source_or_config)
         if not is_pattern(source_or_config):
-            existing_path(source_or_config, "a folder of images or a .toml file")
+            existing_path(source_or_config, "a folder of images, an archive, a table or a .toml file")
         if kind == "folders" and "://" not in source_or_config and not Path(source_or_config).is_dir():
             raise UsageError(
                 f"{source_or_config} is neither a source of images nor a .toml file",
@@ -98,7 +98,7 @@ def existing_path(uri: str, expected: str = "a dataset's folder or URI, or a .to
     raise UsageError(
         f"{uri} does not exist",
         f"expected {expected}",
-        f"did you mean {path.parent / near[0]}?" if near else "",
+        f"did you mean {path.parent / near[0]}?" if near else "check the path",
     )
 
 

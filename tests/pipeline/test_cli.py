@@ -49,7 +49,10 @@ def config(tmp_path: Path, dataset: str) -> Path:
         (["run"], "Missing argument"),
         (["run", ".", "--nope"], "No such option: --nope"),
         (["rum"], "No such command 'rum'"),
-        (["run", "nowhere"], "nowhere does not exist; expected a folder of images or a .toml file"),
+        (
+            ["run", "nowhere"],
+            "nowhere does not exist; expected a folder of images, an archive, a table or a .toml file; check",
+        ),
         (["run", "nowhere.toml"], "no config file nowhere.toml; expected a TOML file; `shardmill init` writes one"),
         (["config", "show", "--set", "train.epoch=3"], "unknown config key train.epoch; did you mean train.epochs?"),
         (

@@ -92,7 +92,11 @@ def test_local_uris_become_absolute_and_others_stay(tmp_path: Path, monkeypatch:
             ("train.global_batch_size=30",),
             "train.global_batch_size = 30 to be a multiple of train.num_streams = 8",
         ),
-        ("nowhere", (), "nowhere does not exist; expected a folder of images or a .toml file"),
+        (
+            "nowhere",
+            (),
+            "nowhere does not exist; expected a folder of images, an archive, a table or a .toml file; check",
+        ),
         ("nowhere.toml", (), "no config file nowhere.toml"),
         ("photo.jpg", (), "photo.jpg is neither a source of images nor a .toml file"),
     ],
