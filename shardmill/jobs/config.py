@@ -33,6 +33,8 @@ class ConfigTree(Section):
 Tree = TypeVar("Tree", bound=ConfigTree)
 
 _KEYS_FIX = "`shardmill config show` prints every key"
+# For people, by how pydantic's names of its errors begin (`int_parsing`, `int_from_float`).
+_EXPECTED_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 class DatasetConfig(Section):
@@ -201,7 +203,8 @@ def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> tuple[str, str]:
         return f"config key {name} = {given}", f"expected a section, [{name}], with keys of its own"
     if error["type"] == "dict_type":
         return f"config key {name} = {given}", "expected a table, NAME = VALUE"
-    expected = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    pydantics = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    expected = _EXPECTED_TYPES.get(error["type"].partition("_")[0], pydantics)
     return f"config key {name or 'config'} = {given}", f"expected {expected}"
 
 
