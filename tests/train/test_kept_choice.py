@@ -137,4 +137,4 @@ def test_the_reason_has_the_numbers_that_were_looked_at(tiny_uri):
     yarn = SparkConfig(master="yarn", train=SparkApplicationConfig(conf=places))
     assert "; spark.master = yarn with places for 4; " in resolve(config, yarn, dataset).reason
     everything_set = TrainConfig(num_workers=1, strategy="single", launcher="inline")
-    assert resolve(everything_set, SparkConfig(), dataset).numbers == ""
+    assert resolve(everything_set, SparkConfig(), dataset).numbers == ()

@@ -75,6 +75,8 @@ def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_
     assert many.returncode == 2 and "give --world-size 3, or --devices 1xT4" in many.stderr
     done = shardmill("plan", tiny_uri, "--json", "--devices", "1xT4", "--world-size", "2", *model, cwd=tmp_path)
     document = json.loads(done.stdout)
+    assert "local: in processes of one machine (planned for 1xT4; one host, as spark.master" in document["reason"]
+    assert " here" not in document["reason"]
     # A batch norm's moving statistics, of which no gradient exists.
     assert document["cost"]["model_bytes"] > document["cost"]["weights_bytes"] > 0
     assert document["fit"]["choice"] == "at_once" and document["images_per_second"] is None

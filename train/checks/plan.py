@@ -122,7 +122,7 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
         strategy=config.strategy,
         launcher=config.launcher,
         backend=config.backend,
-        reason=chosen.reason,
+        reason=(chosen.planned_for(devices) if devices else chosen).reason,
         num_workers=config.num_workers,
         steps_per_epoch=dataset.plan_epoch(config.plan_spec(dataset), 0).num_steps,
         global_batch_size=config.global_batch_size,

@@ -34,7 +34,7 @@ class Chosen:
     launcher_reason: str
     ranks_reason: str = ""
     """Empty if `train.num_workers` is set."""
-    numbers: str = ""
+    numbers: tuple[str, ...] = ()
     """What there is: devices, places, data; empty if nothing was left to choose."""
 
     @property
@@ -42,7 +42,7 @@ class Chosen:
         """Why so many ranks, this strategy and this launcher, and the numbers that were looked at, for people."""
         of_ranks = f"{self.config.num_workers} rank(s): {self.ranks_reason}; " if self.ranks_reason else ""
         of_strategy = f"{self.config.strategy}: {self.strategy_reason}"
-        looked_at = f" ({self.numbers})" if self.numbers else ""
+        looked_at = f" ({'; '.join(self.numbers)})" if self.numbers else ""
         return f"{of_ranks}{of_strategy}; {self.config.launcher}: {self.launcher_reason}{looked_at}"
 
     def spread(self, config: TrainConfig) -> TrainConfig:
@@ -53,6 +53,10 @@ class Chosen:
     def with_ranks(self, num_workers: int, reason: str) -> Chosen:
         """Another number of them."""
         return replace(self, config=self.config.model_copy(update={"num_workers": num_workers}), ranks_reason=reason)
+
+    def planned_for(self, devices: str) -> Chosen:
+        """The same choice, of devices that are not here."""
+        return replace(self, numbers=(f"planned for {devices}", *self.numbers[1:])) if self.numbers else self
 
     def with_fewer(self, found: FewerRanks) -> Chosen:
         """As many as the ranks themselves have found best."""
@@ -88,7 +92,7 @@ def resolve(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None = N
         _refuse_started_by_others()
         launcher, why_launcher = choose(LAUNCHER_RULES, facts, "train.launcher")
     config = config.model_copy(update={"launcher": launcher})
-    numbers = _numbers(config, facts, dataset) if is_left else ""
+    numbers = _numbers(config, facts, dataset) if is_left else ()
     return Chosen(config, why_strategy, why_launcher, why_ranks, numbers)
 
 
@@ -163,7 +167,7 @@ def _num_rows(dataset: Dataset) -> int | None:
     return None if split is None else split.num_rows
 
 
-def _numbers(config: TrainConfig, facts: Facts, dataset: Dataset | None) -> str:
+def _numbers(config: TrainConfig, facts: Facts, dataset: Dataset | None) -> tuple[str, ...]:
     """What the rules have looked at, in words."""
     devices = f"{facts.num_devices} device(s)" if facts.num_devices else "no GPU"
     found = [f"{devices} and {len(os.sched_getaffinity(0))} processors here"]
@@ -178,7 +182,7 @@ def _numbers(config: TrainConfig, facts: Facts, dataset: Dataset | None) -> str:
         num_rows = dataset.manifest.splits["train"].num_rows
         steps = f"{facts.num_steps // config.epochs:,} steps of {config.global_batch_size} images an epoch"
         found.append(f"{num_rows:,} rows to train on: {steps}, {facts.num_steps:,} in all")
-    return "; ".join(found)
+    return tuple(found)
 
 
 def _what_keeps_one(config: TrainConfig) -> str:

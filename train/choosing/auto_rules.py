@@ -130,5 +130,5 @@ LAUNCHER_RULES = (
         lambda facts: facts.num_ranks > 1 and facts.has_cluster,
         "as tasks of the Spark cluster {spark_master}",
     ),
-    Rule("local", lambda facts: True, "in processes of this machine"),
+    Rule("local", lambda facts: True, "in processes of one machine"),
 )
