@@ -54,7 +54,7 @@ def doctor(
     rows = [(each.status, each.subject, each.found, each.fix) for each in findings]
     print_result(common, [plain(each) for each in findings], rows, title="doctor")
     if failing := [each for each in findings if each.status == "fail"]:
-        raise typer.Exit((StorageError if all(each.may_pass for each in failing) else UsageError).exit_code)
+        raise typer.Exit((StorageError if all(each.is_transient for each in failing) else UsageError).exit_code)
 
 
 def diagnose(config: str, overrides: tuple[str, ...], workdir: str) -> list[Finding]:

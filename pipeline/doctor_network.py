@@ -120,7 +120,7 @@ def _master(master: str) -> Finding:
             return Finding("ok", "spark.master", f"{address} takes calls")
     found = f"{master} takes none ({'; '.join(reasons)})"
     fix = "start the master, let this host reach it, or correct spark.master"
-    return Finding("fail", "spark.master", found, fix, may_pass=True)
+    return Finding("fail", "spark.master", found, fix, is_transient=True)
 
 
 def _local_paths(tree: PipelineTree, applications: Collection[str]) -> Iterator[Finding]:

@@ -18,14 +18,14 @@ class Finding:
     subject: str
     found: str
     fix: str = ""
-    may_pass: bool = False
-    """What fails is a store, a host or a port, and none of the config's: another try may find it mended."""
+    is_transient: bool = False
+    """What fails is a store, a host or a port, and not the config: the next try may succeed."""
 
 
 def failed(subject: str, error: ShardmillError) -> Finding:
     is_of_place = isinstance(error, StorageError)
     fix = error.fix or ("check the path, its permissions and the AWS_* environment" if is_of_place else "")
-    return Finding("fail", subject, found_by(error), fix, may_pass=is_of_place)
+    return Finding("fail", subject, found_by(error), fix, is_transient=is_of_place)
 
 
 def found_by(error: ShardmillError) -> str:

@@ -20,7 +20,7 @@ from shardmill.errors import StorageError
 from shardmill.jobs.config import load_tree
 from shardmill.jobs.run_files import StageRecord
 from shardmill.registry import Entry, install_hint
-from tests.pipeline.command import BIN, ENVIRONMENT
+from tests.pipeline.command import BIN, ENVIRONMENT, shardmill
 from tests.services.faulty_store import FaultyStore
 from tests.support import make_dataset, write_images
 from train.backends import BACKENDS
@@ -233,3 +233,10 @@ def test_a_rehearsal_starts_as_many_ranks_as_the_training(tmp_path: Path, monkey
     assert rehearsed([], "c.toml", (), "work").found == "not tried: dataset.uri, which is not set, has no version"
     found = rehearsed([], "c.toml", (*how, f"dataset.uri={uri}"), "work")
     assert found.status == "ok" and found.found.startswith("2 rank(s) by local, strategy horovod: ")
+
+
+def test_doctor_ends_with_4_if_all_that_fails_is_transient(tmp_path: Path):
+    (tmp_path / "images").mkdir()
+    set_up = ("--set", f"source.uri={tmp_path / 'images'}", "--set", "dataset.uri=/proc/d")
+    assert shardmill("doctor", *set_up, cwd=tmp_path).returncode == 4
+    assert shardmill("doctor", *set_up, "--set", "train.strategy=nosuch", cwd=tmp_path).returncode == 2

@@ -20,7 +20,7 @@ from train.choosing.fit import FIT_RULES, MemoryFacts, fit
 from train.choosing.trial import TRIAL_RULES
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
-from train.launching.spark_slots import num_places_of, why_no_places
+from train.launching.spark_slots import why_no_places
 from train.strategies import STRATEGIES
 
 ALL = frozenset({*STRATEGIES.entries, *LAUNCHERS.entries})
@@ -200,24 +200,6 @@ def test_ranks_follow_from_the_config_the_cluster_and_the_dataset(tiny_uri, sett
     assert (found.num_workers, found.strategy, found.launcher) == expected
     if asked.epochs == 1:
         assert resolve(asked, section).config.num_workers == 4, "before there is a dataset"
-
-
-@pytest.mark.parametrize(
-    ("master", "conf", "num_places"),
-    [
-        ("local[4]", {"spark.executor.instances": "3"}, None),
-        ("yarn", {}, None),
-        ("yarn", {"spark.executor.instances": "3", "spark.executor.cores": "8"}, 3),
-        ("yarn", {"spark.executor.instances": "3", "spark.dynamicAllocation.enabled": "true"}, None),
-        ("spark://a:7077", {"spark.cores.max": "8"}, None),
-        ("spark://a:7077", {"spark.cores.max": "8", "spark.executor.cores": "4"}, 2),
-        ("local-cluster[2,4,1024]", {}, 2),
-        ("yarn", {"spark.executor.instances": "3", "spark.executor.cores": "8",
-                  "spark.executor.resource.gpu.amount": "4", "spark.task.resource.gpu.amount": "1"}, 12),
-    ],
-)  # fmt: skip
-def test_places_of_a_cluster(master: str, conf: dict[str, str], num_places: int | None):
-    assert num_places_of(master, conf) == num_places
 
 
 @pytest.mark.parametrize(

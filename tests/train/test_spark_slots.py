@@ -10,7 +10,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
 from train.checks.preflight import check_terms
 from train.config import TrainConfig
-from train.launching.spark_slots import num_slots_of
+from train.launching.spark_slots import num_places_of, num_slots_of
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,24 @@ from train.launching.spark_slots import num_slots_of
 )
 def test_slots_are_counted_where_they_are_known(master, conf, expected):
     assert num_slots_of(master, conf) == expected
+
+
+@pytest.mark.parametrize(
+    ("master", "conf", "num_places"),
+    [
+        ("local[4]", {"spark.executor.instances": "3"}, None),
+        ("yarn", {}, None),
+        ("yarn", {"spark.executor.instances": "3", "spark.executor.cores": "8"}, 3),
+        ("yarn", {"spark.executor.instances": "3", "spark.dynamicAllocation.enabled": "true"}, None),
+        ("spark://a:7077", {"spark.cores.max": "8"}, None),
+        ("spark://a:7077", {"spark.cores.max": "8", "spark.executor.cores": "4"}, 2),
+        ("local-cluster[2,4,1024]", {}, 2),
+        ("yarn", {"spark.executor.instances": "3", "spark.executor.cores": "8",
+                  "spark.executor.resource.gpu.amount": "4", "spark.task.resource.gpu.amount": "1"}, 12),
+    ],
+)  # fmt: skip
+def test_places_of_a_cluster(master: str, conf: dict[str, str], num_places: int | None):
+    assert num_places_of(master, conf) == num_places
 
 
 @pytest.mark.parametrize(
