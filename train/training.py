@@ -97,12 +97,13 @@ def train_model(
     chosen = as_begun(read_choice(models, choice), asked, chosen, tree.spark, observer, check_spread)
     tree = tree.model_copy(update={"train": chosen.spread(tree.train)})
     check_trainable(tree.train, dataset, tree.gate)
+    windows = window_memory(tree.train, dataset)
     _try_build(tree, choice, models, dataset, observer)
     memory = look_at_memory(tree.train, dataset, choice, models, tree.spark, partial(_window_bytes, dataset))
     choice = going_on(models, choice, memory.fitted(tree.train).config, dataset, again)
     again.begin(models.uri, choice.training_dir)
     trial = trial_of(asked, tree.train, memory, partial(check_ranks, dataset=dataset))
-    return _launched(_Settled(tree, models, dataset, choice, chosen, memory, trial), observer)
+    return _launched(_Settled(tree, models, dataset, choice, chosen, windows, memory, trial), observer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class _Settled:
     dataset: Dataset
     choice: TrainingChoice
     chosen: Chosen
+    windows: WindowMemory
     memory: Memory
     trial: Trial
 
@@ -136,7 +138,7 @@ def _launched(settled: _Settled, observer: TrainObserver) -> TrainOutcome:
     with reading(dataset.store, dataset.pin.version, f"train, in {models.uri},"), planted(models) as nonce:
         # Every shard is present; the ranks verify the bytes of each chunk when they first read it.
         verify_present(dataset)
-        _report_plan(choice, chosen, dataset, window_memory(config, dataset), observer)
+        _report_plan(choice, chosen, dataset, settled.windows, observer)
         _report_memory(fitted, observer)
         done = launch_until_done(
             lambda config: launcher.launch(settled.task(config, nonce), spark, observer),
