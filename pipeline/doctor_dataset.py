@@ -38,8 +38,8 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
         subject = WINDOW
         memory = window_memory(train, dataset)
     except ShardmillError as error:
-        found, is_transient = f"the committed dataset as it is: {found_by(error)}", isinstance(error, StorageError)
-        yield Finding(status, subject, found, error.fix, is_transient)
+        found = f"the committed dataset as it is: {found_by(error)}"
+        yield Finding(status, subject, found, error.fix, is_transient=isinstance(error, StorageError))
         return
     found = f"{memory.bytes_per_rank:,} of {memory.budget_bytes:,} bytes on each rank for {of_version}"
     yield Finding("ok", subject, found)

@@ -71,6 +71,11 @@ class TrainingChoice:
     allowed: tuple[str, ...] = ()
     """The settings in which it may."""
 
+    @property
+    def folders(self) -> list[str]:
+        """In which its records are looked for: its own, then that of the shorter training that it goes on with."""
+        return [self.training_dir, *([self.continues.training_dir] if self.continues else [])]
+
     def report(self, config: TrainConfig, observer: TrainObserver) -> None:
         """Report what a person should know of other trainings before this one starts or is skipped."""
         for version in self.unfinished_versions:

@@ -45,7 +45,7 @@ def read_choice(store: Store, choice: TrainingChoice) -> KeptChoice | None:
 
     Raises IntegrityError for a record that was altered.
     """
-    return _read(store, [choice.training_dir, *([choice.continues.training_dir] if choice.continues else [])])
+    return _read(store, choice.folders)
 
 
 def _read(store: Store, folders: Sequence[str]) -> KeptChoice | None:

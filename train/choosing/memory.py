@@ -292,6 +292,5 @@ def _bytes_of_a_rank(limit: Limit | MemoryRecord, config: TrainConfig, spark: Sp
 
 def _read(store: Store, choice: TrainingChoice) -> MemoryRecord | None:
     """Of this training, or of the one that it goes on with."""
-    folders = [choice.training_dir, *([choice.continues.training_dir] if choice.continues else [])]
     fix = "delete it: memory is then looked at anew, and the numbers may differ by rounding"
-    return read_kept(store, folders, MEMORY, MemoryRecord, fix)
+    return read_kept(store, choice.folders, MEMORY, MemoryRecord, fix)

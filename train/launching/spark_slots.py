@@ -128,8 +128,7 @@ def num_slots_of(master: str, conf: dict[str, str], *, is_all: bool = False) -> 
         return None if most is None else _number(conf, "spark.cores.max") // cpus_per_task
     if is_all and _has_defaults(master):
         conf = _DEFAULTS | conf
-    is_fixed = conf.get("spark.dynamicAllocation.enabled", "false") == "false"
-    if is_fixed and "spark.executor.instances" in conf and "spark.executor.cores" in conf:
+    if _keeps_executors(conf) and "spark.executor.instances" in conf and "spark.executor.cores" in conf:
         return _number(conf, "spark.executor.instances") * slots_of_executor(_number(conf, "spark.executor.cores"))
     return None
 
@@ -146,8 +145,8 @@ def num_places_of(master: str, conf: dict[str, str]) -> int | None:
     if master.startswith("spark://"):
         has_both = "spark.cores.max" in conf and "spark.executor.cores" in conf
         return _number(conf, "spark.cores.max") // _number(conf, "spark.executor.cores") if has_both else None
-    is_fixed = conf.get("spark.dynamicAllocation.enabled", "false") == "false"
-    return _number(conf, "spark.executor.instances") if is_fixed and "spark.executor.instances" in conf else None
+    is_told = _keeps_executors(conf) and "spark.executor.instances" in conf
+    return _number(conf, "spark.executor.instances") if is_told else None
 
 
 def why_no_places(master: str, conf: dict[str, str]) -> str:
@@ -156,7 +155,7 @@ def why_no_places(master: str, conf: dict[str, str]) -> str:
         return ""
     if num_places == 0:
         return f"by its settings {master} has no place for a rank"
-    if not master.startswith("spark://") and conf.get("spark.dynamicAllocation.enabled", "false") != "false":
+    if not master.startswith("spark://") and not _keeps_executors(conf):
         fix = "set spark.dynamicAllocation.enabled = false and spark.executor.instances"
         return f"the executors of {master} come and go, which ranks cannot use ({fix})"
     has_gpus = GPUS_OF_TASK in conf
@@ -167,6 +166,11 @@ def why_no_places(master: str, conf: dict[str, str]) -> str:
     missing = " and ".join(name for name in needed if name not in conf)
     what = f"ranks {master} has GPUs for" if has_gpus else f"executors {master} has"
     return f"the settings do not say how many {what} ({missing}; or set train.num_workers)"
+
+
+def _keeps_executors(conf: dict[str, str]) -> bool:
+    """Whether their number stays what it was set to."""
+    return conf.get("spark.dynamicAllocation.enabled", "false") == "false"
 
 
 def _has_defaults(master: str) -> bool:
