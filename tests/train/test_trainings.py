@@ -19,7 +19,7 @@ from shardmill.jobs.config import DatasetConfig, ModelsConfig
 from shardmill.sealed import seal
 from shardmill.stores import open_store
 from tests.train.training import Recorder as Reporter
-from train.backends.backend import model_spec
+from train.backends.backend import InputScale, model_spec
 from train.backends.keras.standardize import standardize
 from train.checks.preflight import window_memory
 from train.config import TrainConfig
@@ -265,6 +265,13 @@ def test_without_standardize_the_model_gets_pixels(tiny_uri):
     raw = model_spec(manifest, TrainConfig(standardize=False)).scale
     images = np.arange(12, dtype=np.uint8).reshape(1, 2, 2, 3)
     assert np.array_equal(np.asarray(standardize(images, raw)), images.astype(np.float32))
+
+
+def test_each_channel_is_standardized_by_its_own_mean_and_deviation():
+    scale = InputScale((120.1, 99.7, 3.0), (60.3, 70.9, 7.0))
+    images_NHWC = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
+    expected = (images_NHWC.astype(np.float32) - np.float32(scale.mean)) / np.float32(scale.std)
+    assert np.array_equal(np.asarray(standardize(images_NHWC, scale)), expected)
 
 
 def test_a_damaged_shorter_training_blocks_no_longer_one(finished):
