@@ -18,12 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 def passes(setting: str) -> int:
     """How often a process passes `decode`, of five times, until it dies."""
-    program = (
-        "from shardmill.failpoints import failpoint\n"
-        "for _ in range(5): print(flush=True); failpoint('list'); failpoint('decode')\n"
-    )
     environment = {**os.environ, VARIABLE: setting}
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True)
+    command = [sys.executable, "-m", "tests.programs.pass_a_failpoint"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
     return done.stdout.count(b"\n") if done.returncode == -9 else -1
 
 

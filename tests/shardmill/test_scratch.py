@@ -13,15 +13,6 @@ import pytest
 
 from shardmill.jobs.process import PREFIX, STALE_SECONDS, Scratch, private_temporary_folder, remove_stale
 
-OWNER = """
-import os, signal, sys, tempfile
-from shardmill.jobs.process import private_temporary_folder
-with private_temporary_folder() as folder:
-    handle, _ = tempfile.mkstemp()
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
-
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
@@ -44,7 +35,7 @@ def test_everything_temporary_is_inside_and_goes_with_it(temporary):
 
 def test_what_a_killed_owner_left_goes_with_the_next_and_nothing_else_does(temporary):
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER],
+        [sys.executable, "-m", "tests.programs.own_a_temporary_folder"],
         env={**os.environ, "TMPDIR": str(temporary)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

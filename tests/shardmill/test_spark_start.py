@@ -12,26 +12,13 @@ import pytest
 
 from shardmill.errors import StorageError, UsageError
 
-START = """
-import sys
-from shardmill.errors import ShardmillError
-from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.spark import spark_context
-master, *settings = sys.argv[1:]
-try:
-    with spark_context("test", SparkConfig(master=master), dict(each.split("=", 1) for each in settings)):
-        print("started")
-except ShardmillError as error:
-    print(type(error).__name__, error)
-"""
-
 
 def start(master: str, *settings: str, **variables: str) -> str:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("HADOOP_CONF_DIR", "YARN_CONF_DIR")
     }
     done = subprocess.run(
-        [sys.executable, "-c", START, master, *settings],
+        [sys.executable, "-m", "tests.programs.start_spark", master, *settings],
         env=environment | variables, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 import stat
 import subprocess
@@ -234,18 +233,10 @@ def test_an_unknown_scheme_names_the_known_ones():
 
 
 def test_a_full_disk_is_one_line_with_path_and_bytes(tmp_path: Path):
-    # A file size limit makes write() fail as a full disk does, in a process of its own.
-    code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "from shardmill.stores import STORES, open_store\n"
-        "from shardmill.errors import StorageError\n"
-        "try: open_store(sys.argv[1]).put('shard', b'x' * 5000)\n"
-        "except StorageError as error: print(error)"
-    )
-    out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-m", "tests.programs.put_on_a_full_disk", str(tmp_path)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert f"no room to write {tmp_path}/shard (5000 bytes)" in out
     assert os.listdir(tmp_path) == []
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 1000
 
 
 def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path):

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -258,17 +256,8 @@ def test_a_keras_model_trained_by_torch_is_exported_by_keras(tiny_uri, tmp_path)
 
 
 def test_a_torch_rank_imports_no_tensorflow(tiny_uri, tmp_path):
-    code = f"""
-import sys, json
-from pathlib import Path
-from typing import Any
-from tests.train.training import train_here
-result = train_here({tiny_uri!r}, Path({str(tmp_path)!r}), model="{TORCH_MODELS}:linear", epochs=1)
-print(json.dumps([name for name in ("tensorflow", "keras") if name in sys.modules]))
-"""
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "tests.programs.imports_of_a_torch_training", f"{TORCH_MODELS}:linear"]
+    done = subprocess.run([*command, tiny_uri, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr[-1000:]
 
 

@@ -79,29 +79,16 @@ def test_a_step_that_sleeps_is_ended_by_what_steps_took():
 
 
 def test_one_that_no_signal_reaches_takes_the_process_with_it():
-    program = (
-        f"from {HERE} import *\nfrom train.launching import inline_watch\ninline_watch.GRACE_SECONDS = 0.5\n"
-        f"launch_inline(task(), SparkConfig(), Recorder(), worker='{HERE}:holds_on')"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=_HANG_SECONDS, check=False
-    )
+    command = [sys.executable, "-m", "tests.programs.rank_that_no_signal_reaches"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=_HANG_SECONDS, check=False)
     assert ended.returncode == 5
     assert "in holds_on" in ended.stderr and ended.stderr.splitlines()[-1].startswith("ERROR 5: rank 0 ")
 
 
 def test_a_read_without_an_answer_takes_the_process_with_it(tiny_uri, tmp_path):
     """The reader's threads are not waited for: they would hold the end up for as long as the storage is silent."""
-    program = (
-        f"from {HERE} import *\nfrom tests.train.multi_rank_workers import no_answer_from\n"
-        "from tests.train.training import task_of\n"
-        "from train.launching import inline_watch\ninline_watch.GRACE_SECONDS = 0.5\n"
-        f"no_answer_from({tiny_uri!r}, after_reads=50)\n"
-        f"launch_inline(task_of({tiny_uri!r}, {str(tmp_path)!r}, **MANY_READS), SparkConfig(), Recorder())"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=_HANG_SECONDS, check=False
-    )
+    command = [sys.executable, "-m", "tests.programs.rank_that_gets_no_answer", tiny_uri, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=_HANG_SECONDS, check=False)
     assert ended.returncode == 5, ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("ERROR 5: rank 0 (")
     assert "hangs after step" in ended.stderr.splitlines()[-1]

@@ -78,17 +78,9 @@ def test_masks_are_what_the_formula_says(name):
 @pytest.mark.drill
 def test_a_keras_model_on_pytorch_has_the_masks_that_it_has_on_tensorflow():
     """In a process of its own: one has one of the two."""
-    code = """
-import numpy as np, torch
-from train.layers.keras import SampleDropout
-from train.layers.sample_bits import drawing, sample_keys
-layer = SampleDropout(0.3)
-layer.place = 1
-with drawing(torch.from_numpy(sample_keys(5, 2, np.arange(4)))):
-    print(np.packbits(layer(torch.ones(4, 3, 5), training=True).numpy() > 0).tobytes().hex())
-"""
-    environment = {**os.environ, "KERAS_BACKEND": "torch", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "tests.programs.drop_by_keras_on_torch"]
+    environment = {**os.environ, "KERAS_BACKEND": "torch"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     expected = kept_by_keras(0.3, sample_keys(5, 2, np.arange(4)), 1, (3, 5)) > 0
     assert done.stdout.strip() == np.packbits(expected).tobytes().hex(), done.stderr[-2000:]
 

@@ -168,15 +168,8 @@ def test_a_child_that_cannot_start_is_no_images_fault() -> None:
 
 
 def test_no_child_outlives_a_killed_parent() -> None:
-    code = (
-        "import sys\n"
-        "from shardmill.images.sandbox import *\n"
-        f"sandbox = DecodeSandbox(entry={MISBEHAVE!r})\n"
-        "sandbox.start(SourceImage('sleep', 1), b'x', NormalizeOptions())\n"
-        "print('started', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tests.programs.own_a_sandbox", MISBEHAVE]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     assert parent.stdout.readline() == "started\n"
     [child] = children_of(parent.pid)
