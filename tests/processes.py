@@ -49,17 +49,6 @@ def peak_bytes(pid: int) -> int:
     return int(peak[1]) * 1024 if peak else 0
 
 
-def ranks_of(mark: str) -> set[int]:
-    """The processes of ranks that have `mark` in their environment."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            is_rank = b"train.launching.rank" in (folder / "cmdline").read_bytes()
-            if is_rank and mark.encode() in (folder / "environ").read_bytes():
-                found.add(int(folder.name))
-    return found
-
-
 LOCAL = {"127.0.0.1", "::1"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -237,6 +238,7 @@ def test_a_full_disk_is_one_line_with_path_and_bytes(tmp_path: Path):
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert f"no room to write {tmp_path}/shard (5000 bytes)" in out
     assert os.listdir(tmp_path) == []
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 1000
 
 
 def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path):

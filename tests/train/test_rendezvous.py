@@ -17,7 +17,8 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.processes import LOCAL, listeners, ranks_of
+from tests.processes import LOCAL, listeners
+from tests.services.marked import marked
 from tests.train.test_launchers import dataset, start
 from train.checks.preflight import check_terms
 from train.config import TrainConfig
@@ -133,15 +134,18 @@ def test_training_under_attack_ends_well_and_listens_to_this_machine_only(start,
     seen, answers, others = set(), set(), set()
     # On Spark ranks listen until all are there, which may be too short to be seen: one of them is held up meanwhile.
     # Under `local` rank 0 has the rendezvous, which listens for longer.
-    late, is_held = 0, False
+    held = 0
     while driver.process.poll() is None:
         seen |= listeners(driver.mark)
-        if launcher == "horovod_spark" and not late and len(ranks := ranks_of(driver.mark)) == 2:
-            late, is_held = max(ranks), True
-            os.kill(late, signal.SIGSTOP)
-        elif is_held and any(each.is_rank for each in seen):
-            is_held = False
-            os.kill(late, signal.SIGCONT)
+        if any(each.is_rank for each in seen):
+            if held:
+                os.kill(held, signal.SIGCONT)
+                held = 0
+        elif launcher == "horovod_spark" and not held:
+            ranks = [pid for pid, command in marked(driver.mark).items() if "train.launching.rank" in command]
+            if len(ranks) == 2:
+                held = ranks[1]
+                os.kill(held, signal.SIGSTOP)
         for port in (
             {each.port for each in seen} - {each.port for each in seen if each.is_rank or each.is_spark} - others
         ):
