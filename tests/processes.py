@@ -43,6 +43,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def has_loaded(pid: int, name: str) -> bool:
+    """Whether it has mapped a file with `name` in its path, such as a package's library."""
+    try:
+        return name in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
 def peak_bytes(pid: int) -> int:
     """The most memory that it has held at once so far; 0 for a zombie."""
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())

@@ -34,23 +34,25 @@ from tests.support import build_here, write_images
 
 
 @pytest.mark.drill
-def test_a_task_whose_python_worker_is_killed_is_retried_and_changes_nothing(images: Path):
+def test_tasks_whose_python_workers_are_killed_are_retried_and_change_nothing(images: Path):
     # local[2,4]: two slots, and up to four tries for each task, as on a cluster.
     tree = tree_for(images, "retried", SparkConfig(master="local[2,4]"))
     killed: list[int] = []
     done = threading.Event()
 
-    def kill_one_worker() -> None:
-        while not done.is_set() and not killed:
+    def kill_workers() -> None:
+        # One may be hit between two tasks, which loses none. With three a task still has one try left.
+        while not done.is_set() and len(killed) < 3:
             # Wait until a task has published something, so that the attempt is lost half-way.
             if any((images / "retried" / "shards").rglob("*.parquet")):
                 workers = spark_python_workers()
                 if workers:
                     os.kill(workers[0], signal.SIGKILL)
                     killed.append(workers[0])
+                    time.sleep(0.3)
             time.sleep(0.01)
 
-    killer = threading.Thread(target=kill_one_worker)
+    killer = threading.Thread(target=kill_workers)
     killer.start()
     try:
         outcome = build_dataset(tree, run_id="a")
@@ -58,7 +60,7 @@ def test_a_task_whose_python_worker_is_killed_is_retried_and_changes_nothing(ima
         done.set()
         killer.join()
     assert killed, "no Python worker was seen"
-    assert outcome.num_task_retries == 1
+    assert 1 <= outcome.num_task_retries <= len(killed)
     here = open_dataset(build_here(str(images / "images"), str(images / "undisturbed"), ETL)).manifest
     assert digests(outcome) == (here.content_digest, here.layout_digest)
     verify_dataset(open_dataset(str(images / "retried")), deep=True).raise_if_failed()

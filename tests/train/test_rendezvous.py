@@ -17,7 +17,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.processes import LOCAL, listeners
+from tests.processes import LOCAL, has_loaded, listeners
 from tests.services.marked import marked
 from tests.train.test_launchers import dataset, start
 from train.checks.preflight import check_terms
@@ -143,7 +143,8 @@ def test_training_under_attack_ends_well_and_listens_to_this_machine_only(start,
                 held = 0
         elif launcher == "horovod_spark" and not held:
             ranks = [pid for pid, command in marked(driver.mark).items() if "train.launching.rank" in command]
-            if len(ranks) == 2:
+            # Not before all have told each other their devices: nobody would go on to listen.
+            if len(ranks) == 2 and has_loaded(ranks[1], "tensorflow"):
                 held = ranks[1]
                 os.kill(held, signal.SIGSTOP)
         for port in (
