@@ -49,9 +49,10 @@ from train.world import World
 LOCAL_BATCH_SIZE = 32
 NUM_PARTS = 8
 STEPS_OF_BLOCK = 8
-NUM_BLOCKS = 42
+NUM_RESAMPLES = 2000
 ACCUMULATED = "accumulated"
 BESIDE = "SHARDMILL_BENCHMARK_BESIDE"
+BLOCKS = "SHARDMILL_BENCHMARK_BLOCKS"
 MODELS = {"horovod": "small_cnn", "torch_ddp": "benchmarks.training_step:torch_net"}
 
 
@@ -147,7 +148,7 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     order = list(contestants.items())
     seconds: dict[str, list[float]] = {each: [] for each in contestants}
     cpu_seconds: dict[str, list[float]] = {each: [] for each in contestants}
-    for block in range(NUM_BLOCKS + 1):
+    for block in range(int(os.environ[BLOCKS]) + 1):
         reporter.doing(Activity(f"block {block}"))
         # Who begins a block changes from block to block.
         first = block % len(order)
@@ -199,7 +200,9 @@ def main() -> None:
     parser.add_argument("--model", default="", help="in place of a small one")
     parser.add_argument("--beside", type=lambda each: each.split("=", 1), help="KEY=VALUE of [train]")
     parser.add_argument("--parts", type=int, nargs="+", default=[1, NUM_PARTS], help="of a step of ours")
+    parser.add_argument("--blocks", type=int, default=42, help="of each contestant")
     given = parser.parse_args()
+    os.environ[BLOCKS] = str(given.blocks)
     settings = {
         "strategy": given.strategy, "compression": given.compression, "bucket_bytes": given.bucket_bytes,
         "model": given.model or MODELS[given.strategy],
@@ -211,7 +214,7 @@ def main() -> None:
         os.environ[BESIDE] = json.dumps({name: value})
         sys.stdout.write(f"beside: {name} = {value}\n")
     what = ", ".join(f"{name} {value}" for name, value in settings.items())
-    sys.stdout.write(f"{what}, 2 ranks of {LOCAL_BATCH_SIZE} images; medians of {NUM_BLOCKS} blocks\n")
+    sys.stdout.write(f"{what}, 2 ranks of {LOCAL_BATCH_SIZE} images; medians of {given.blocks} blocks\n")
     for num_parts in given.parts:
         ours = ACCUMULATED if num_parts > 1 else "ours"
         seconds = _block_seconds(_config(settings, num_parts))
@@ -220,8 +223,19 @@ def main() -> None:
             sys.stdout.write(f"{name:12s} {median:8.2f} ms of {clock} time for {LOCAL_BATCH_SIZE} images a rank\n")
         for (clock, name), each in seconds.items():
             if name != ours:
-                ratio = statistics.median(a / b for a, b in zip(each, seconds[clock, ours], strict=True))
-                sys.stdout.write(f"{clock} time of {name} / {ours}: {ratio:.3f} (median of the pairs)\n")
+                ratios = np.array(each) / np.array(seconds[clock, ours])
+                low, high = interval_of_median(ratios)
+                sys.stdout.write(
+                    f"{clock} time of {name} / {ours}: {np.median(ratios):.3f} (median of the pairs; 90 % of resampled "
+                    f"medians are from {low:.3f} to {high:.3f})\n"
+                )
+
+
+def interval_of_median(values: np.ndarray) -> tuple[float, float]:
+    """90 % of it, by the bootstrap of Efron (1979)."""
+    resampled = np.random.default_rng(0).choice(values, (NUM_RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(resampled, axis=1), (5, 95))
+    return float(low), float(high)
 
 
 def _config(settings: Mapping[str, object], num_parts: int) -> TrainConfig:

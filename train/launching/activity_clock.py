@@ -20,7 +20,7 @@ class Timed:
 
 
 class ActivityClock:
-    """What this rank does now, and its times. One thread begins activities; any thread may look."""
+    """What this rank does now, and its times. One thread at a time begins activities; any may look."""
 
     def __init__(self, now: float) -> None:
         self.num_begun = 0

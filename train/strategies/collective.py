@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from train.activities import during, waiting
+from train.activities import Activity, during, waiting
+from train.stopwatch import Stopwatch
 from train.values import Reporter
 from train.world import World
 
@@ -53,6 +54,10 @@ class AnnouncedCollective:
         with during(self._reporter, waiting("joining the world")):
             self._collective = join(world)
 
+    def sum_inside(self) -> AnnouncedSum:
+        """Its `sum_tensors` for a compiled step."""
+        return AnnouncedSum(self._collective, self._reporter)
+
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
         with during(self._reporter, waiting("an allreduce")):
             return self._collective.sum_tensors(tensors)
@@ -76,6 +81,26 @@ class AnnouncedCollective:
     def close(self) -> None:
         with during(self._reporter, waiting("leaving the world")):
             self._collective.close()
+
+
+class AnnouncedSum:
+    """A collective's sum inside a compiled step, where the computation says when it waits and when it does no more."""
+
+    def __init__(self, collective: Collective, reporter: Reporter) -> None:
+        self.sum_tensors = collective.sum_tensors
+        self._reporter = reporter
+        self._stopwatch = Stopwatch()
+        self._before = Activity()
+        self.seconds = 0.0
+        """What the last one took."""
+
+    def begin(self) -> None:
+        self._before = self._reporter.doing(waiting("an allreduce"))
+        self._stopwatch = Stopwatch()
+
+    def end(self) -> None:
+        self.seconds = self._stopwatch.lap()
+        self._reporter.doing(self._before)
 
 
 class SingleCollective:

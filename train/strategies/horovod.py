@@ -12,25 +12,30 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from shardmill.errors import TrainingError
+from shardmill.values import Batch
 from train.backends.backend import Learner
 from train.config import TrainConfig
+from train.strategies.collective import AnnouncedCollective
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS, meeting
-from train.strategies.member import Member
-from train.strategies.replicated import REPLICATED, replicated
+from train.strategies.member import DataIndex, Member, MemberStep
+from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare, replicated
 from train.strategies.strategy import GLOO_ECHO, Strategy
 from train.values import Reporter
-from train.world import World
+from train.world import Gather, World
+
+if TYPE_CHECKING:
+    from train.backends.keras.backend import KerasLearner
 
 TIMELINE = "horovod_timeline.json"
 
 
 class HorovodCollective:
-    """Horovod's TensorFlow binding, eager."""
+    """Horovod's TensorFlow binding."""
 
     def __init__(self, world: World, compression: str = "none", bucket_bytes: int = 0, profiled: bool = False) -> None:
         if bucket_bytes:
@@ -91,6 +96,29 @@ class HorovodCollective:
         self._meeting.close()
 
 
+class HorovodMember(ReplicatedMember):
+    """A replica whose step is one compiled function, with the group in it."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        collective: AnnouncedCollective,
+        data: DataIndex,
+        streams: StreamShare,
+        gather_aside: Gather,
+    ) -> None:
+        super().__init__(learner, collective, data, streams, gather_aside)
+        # The only backend that this strategy runs with.
+        self._keras_learner = cast("KerasLearner", learner)
+        self._sum = collective.sum_inside()
+        self._keras_learner.step.sum_by(self._sum)
+
+    def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
+        with self._around_gradients():
+            outcome = self._keras_learner.whole_step(batch, global_weight, self._streams.fraction, learning_rate)
+        return MemberStep(outcome, self._sum.seconds)
+
+
 @contextmanager
 def timeline(folder: Path) -> Iterator[None]:
     """Horovod's own, for Perfetto and Chrome: when the ranks agreed on each exchange, and how long it took."""
@@ -112,7 +140,7 @@ def join_horovod(world: World, config: TrainConfig, build: Callable[[], Learner]
     def join_collective(world: World) -> HorovodCollective:
         return HorovodCollective(world, config.compression, config.bucket_bytes, bool(config.profile_steps))
 
-    return replicated(join_collective, _sum_in_step)(world, config, build, reporter)
+    return replicated(join_collective, _sum_in_step, HorovodMember)(world, config, build, reporter)
 
 
 def _sum_in_step(tensor: Any, name: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -31,18 +31,36 @@ if TYPE_CHECKING:
     from train.reading import Batches, Epoch
 
 
-def replicated(join_collective: Callable[[World], Collective], sum_in_step: SumInStep | None = None) -> Join:
+class MakeMember(Protocol):
+    """A `ReplicatedMember`, or a kind of it."""
+
+    def __call__(
+        self,
+        learner: Learner,
+        collective: AnnouncedCollective,
+        data: DataIndex,
+        streams: StreamShare,
+        gather_aside: Gather,
+    ) -> ReplicatedMember: ...
+
+
+def replicated(
+    join_collective: Callable[[World], Collective],
+    sum_in_step: SumInStep | None = None,
+    make_member: MakeMember | None = None,
+) -> Join:
     """The `Strategy.join` of replicas that exchange data through a collective.
 
     `sum_in_step`: what batch norms add up their moments with, if the strategy can.
     """
+    make = make_member or ReplicatedMember
 
     def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
         data = DataIndex(world.rank, world.world_size)
         # A model that does not build is a user's error on every rank: none should wait for the others then.
         learner = build()
         collective = AnnouncedCollective(join_collective, world, reporter)
-        member = ReplicatedMember(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
+        member = make(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
         if config.sync_batch_norm and sum_in_step and world.world_size > 1:
             member.sum_moments_by(sum_in_step, reporter)
         return member
@@ -68,6 +86,10 @@ class StreamShare:
     def of(cls, data: DataIndex, config: TrainConfig) -> StreamShare:
         """That of a member which reads a share of the pinned dataset."""
         return cls(len(config.streams_of(data.index, data.count)), config.num_streams)
+
+    @property
+    def fraction(self) -> float:
+        return self.here / self.total
 
 
 class ReplicatedMember:
@@ -100,7 +122,7 @@ class ReplicatedMember:
 
     def _addends(self, batch: Batch, global_weight: int) -> list[Any]:
         with self._around_gradients():
-            return self.learner.gradients(batch, global_weight, self._streams.here / self._streams.total)
+            return self.learner.gradients(batch, global_weight, self._streams.fraction)
 
     def sum_moments_by(self, sum_in_step: SumInStep, reporter: Reporter) -> None:
         """For sums inside a compiled step, where no single one can be announced: all of it may be waiting."""

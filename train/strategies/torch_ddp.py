@@ -139,8 +139,7 @@ class DdpMember(ReplicatedMember):
             summing.append(dist.all_reduce(figures, async_op=True))
             self._sums.begin()
 
-        share_of_streams = self._streams.here / self._streams.total
-        figures = self._torch_learner.differentiate(batch, global_weight, share_of_streams, begin_to_sum)
+        figures = self._torch_learner.differentiate(batch, global_weight, self._streams.fraction, begin_to_sum)
         # What is left of the exchange after the backward pass could not be hidden behind it.
         with during(self._reporter, waiting("an allreduce")):
             stopwatch = Stopwatch()

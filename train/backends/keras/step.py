@@ -1,4 +1,4 @@
-"""One training step in two compiled halves, with room for the collective between them: gradients, then the update.
+"""One training step: compiled in two halves with room for a collective between them, or whole with one inside.
 
 Shape legend: N batch, H height, W width, C channels, K classes.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -40,6 +40,22 @@ Run = Callable[[Gradients, Rows, Any, Any], list[Any]]
 """What a strategy of tf.distribute puts around it: the function, and what it is to be called with -> addends."""
 
 
+class SumInside(Protocol):
+    """A strategy's sum over ranks as a part of the compiled step, which tells when it comes to it."""
+
+    def begin(self) -> None:
+        """All that this rank adds is computed. Called in each step, by a thread of TensorFlow."""
+        ...
+
+    def sum_tensors(self, tensors: list[Any]) -> list[Any]:
+        """Called once, to be traced: `train.strategies.collective.Collective.sum_tensors`."""
+        ...
+
+    def end(self) -> None:
+        """The sums are there. Called as `begin` is, if they come to be."""
+        ...
+
+
 class TrainStep:
     """The step of `train.backends.backend.Learner`, which says what goes in and comes out."""
 
@@ -63,6 +79,7 @@ class TrainStep:
         self._segments = segments
         self._seed = seed
         self._around: Run | None = None
+        self._sum_inside: SumInside | None = None
         self.compile()
         self._compiled_sum = tf.function(_sum_of)
         self._compiled_outputs = tf.function(self._outputs)
@@ -72,6 +89,10 @@ class TrainStep:
         self._around = run
         self.compile()
 
+    def sum_by(self, sum_inside: SumInside) -> None:
+        """Let `whole` sum over ranks in its one compiled function: that takes less time than two and a call between."""
+        self._sum_inside = sum_inside
+
     def compile(self) -> None:
         """Trace the step anew when it is next called: which variables are trained has changed."""
         import tensorflow as tf
@@ -80,19 +101,34 @@ class TrainStep:
         gradients = self._gradients if run is None else lambda *arguments: run(self._gradients, *arguments)
         self._compiled_gradients = tf.function(gradients)
         self._compiled_update = tf.function(self._update)
+        self._compiled_whole = tf.function(self._whole)
 
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
-        addends: list[Any] = []
         parts = list(parts_of(batch, self._accumulation_steps))
+        return self._gradients_of_parts(parts, global_weight, share_of_streams / len(parts))
+
+    def _gradients_of_parts(self, parts: list[Batch], global_weight: int, share_of_each: float) -> list[Any]:
+        addends: list[Any] = []
         for part in parts:
             # The first call traces.
             with self._changed_layers(), as_layers_raised_them():
-                of_part = self._compiled_gradients(*self._arguments(part, global_weight, share_of_streams / len(parts)))
+                of_part = self._compiled_gradients(*self._arguments(part, global_weight, share_of_each))
             addends = self._compiled_sum(addends, of_part) if addends else of_part
             # An accelerator computes asynchronously: waiting here keeps its time out of the time of the allreduce, and
             # the activations of one part at a time in its memory.
             addends[-1].numpy()
         return addends
+
+    def whole(
+        self, batch: Batch, global_weight: int, share_of_streams: float, learning_rate: float | None
+    ) -> StepOutcome:
+        """Gradients, their sum over ranks (`sum_by`) and the update; of a batch in parts, all that with the last."""
+        *earlier, last = parts_of(batch, self._accumulation_steps)
+        share_of_each = share_of_streams / (len(earlier) + 1)
+        addends = self._gradients_of_parts(earlier, global_weight, share_of_each)
+        self._set(learning_rate)
+        with self._changed_layers(), as_layers_raised_them():
+            return _outcome(*self._compiled_whole(addends, *self._arguments(last, global_weight, share_of_each)))
 
     def num_flops(self, batch: Batch) -> int:
         """By TensorFlow's profiler, from the shapes in what is compiled."""
@@ -130,8 +166,8 @@ class TrainStep:
         """Those that an update changes now."""
         return self._built.model.trainable_variables
 
-    def whole(self, rows: Rows, global_weight: Any, learning_rate: Any) -> tuple[Any, Any, Any]:
-        """Traced, for a strategy that has a worker compute a whole batch and update the weights by it.
+    def traced(self, rows: Rows, global_weight: Any, learning_rate: Any) -> tuple[Any, Any, Any]:
+        """For a strategy that has a worker compute a whole batch and update the weights by it.
 
         -> whether the update was applied, the gradient's norm, (loss, number correct).
         """
@@ -144,13 +180,13 @@ class TrainStep:
         return is_applied, gradient_norm, sums[-1]
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
+        self._set(learning_rate)
+        is_applied, gradient_norm = self._compiled_update(sums)
+        return _outcome(is_applied, gradient_norm, sums[-1])
+
+    def _set(self, learning_rate: float | None) -> None:
         if learning_rate is not None:
             self._chosen.optimizer.learning_rate = learning_rate
-        is_applied, gradient_norm = self._compiled_update(sums)
-        loss, num_correct = sums[-1].numpy().tolist()
-        # The optimizer has left out a scaled loss that overflowed, which is no failure.
-        overflowed = bool(is_applied) and not math.isfinite(gradient_norm)
-        return StepOutcome(loss, num_correct, float(gradient_norm), bool(is_applied), overflowed)
 
     def are_finite(self, addends: list[Any]) -> bool:
         import tensorflow as tf
@@ -194,6 +230,27 @@ class TrainStep:
         ]
         return [*dense, tf.stack([loss, tf.reduce_sum(weights_N * is_correct_N)])]
 
+    def _whole(self, earlier: list[Any], rows: Rows, global_weight: Any, share_of_streams: Any) -> tuple[Any, Any, Any]:
+        """-> whether the update was applied, the gradient's norm, (loss, number correct)."""
+        import tensorflow as tf
+
+        inside = self._sum_inside
+        assert inside is not None
+        addends = self._gradients(rows, global_weight, share_of_streams)
+        addends = _sum_of(earlier, addends) if earlier else addends
+        # A function of Python takes its arguments from the host's memory: to bring one there, an accelerator has to
+        # have computed all that it was given before.
+        with tf.control_dependencies(addends):
+            begun = tf.numpy_function(lambda _: inside.begin(), [tf.identity(addends[-1])], [])
+        with tf.control_dependencies([begun]):
+            # Nothing in it depends on a tensor's value; to translate Horovod's sources takes a second.
+            summed = tf.autograph.experimental.do_not_convert(inside.sum_tensors)
+            sums = summed([tf.identity(each) for each in addends])
+        with tf.control_dependencies(sums):
+            ended = tf.numpy_function(lambda _: inside.end(), [tf.identity(sums[-1])], [])
+        with tf.control_dependencies([ended]):
+            return *self._update([tf.identity(each) for each in sums]), sums[-1]
+
     def _update(self, sums: list[Any]) -> tuple[Any, Any]:
         import tensorflow as tf
 
@@ -224,6 +281,13 @@ class TrainStep:
 
     def _standardize(self, images_NHWC: Any) -> Any:
         return standardize(images_NHWC, self._scale)
+
+
+def _outcome(is_applied: Any, gradient_norm: Any, figures: Any) -> StepOutcome:
+    loss, num_correct = figures.numpy().tolist()
+    # The optimizer has left out a scaled loss that overflowed, which is no failure.
+    overflowed = bool(is_applied) and not math.isfinite(gradient_norm)
+    return StepOutcome(loss, num_correct, float(gradient_norm), bool(is_applied), overflowed)
 
 
 def _sum_of(left: list[Any], right: list[Any]) -> list[Any]:
