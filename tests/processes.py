@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from tests.services.marked import marked
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -72,17 +74,13 @@ class Listener:
 def listeners(mark: str) -> set[Listener]:
     """Everything on which processes listen that have `mark` in their environment."""
     inodes: dict[str, tuple[bool, bool]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                command = (folder / "cmdline").read_bytes()
-                kinds = b"train.launching.rank" in command, b"org.apache.spark" in command
-                for link in (folder / "fd").iterdir():
-                    # A file that is closed meanwhile is no listener, and must not hide those behind it.
-                    with suppress(FileNotFoundError):
-                        inodes[re.sub(r"socket:\[(\d+)\]", r"\1", str(link.readlink()))] = kinds
-        except OSError:
-            continue
+    for pid, command in marked(mark).items():
+        kinds = "train.launching.rank" in command, any("org.apache.spark" in each for each in command)
+        # A process or a file that is gone meanwhile is no listener, and must not hide those behind it.
+        with suppress(OSError):
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(FileNotFoundError):
+                    inodes[re.sub(r"socket:\[(\d+)\]", r"\1", str(link.readlink()))] = kinds
     found = set()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardmill.jobs.process import PREFIX
 from shardmill.values import DatasetPin
-from tests.services.marked import MARK, free_ports
+from tests.services.marked import MARK, free_ports, marked
 from train.launching.attach import JOB_TOKEN_VARIABLE
 from train.launching.place import Place
 
@@ -111,14 +111,7 @@ class Driver:
 
     def processes_left(self) -> list[str]:
         """Command lines of live processes that inherited the mark."""
-        left = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() in (folder / "environ").read_bytes() and int(folder.name) != self.process.pid:
-                    left.append((folder / "cmdline").read_text().replace("\0", " "))
-            except OSError:
-                continue
-        return left
+        return [" ".join(command) for pid, command in marked(self.mark).items() if pid != self.process.pid]
 
     def assert_no_file_left(self) -> None:
         """Of the ranks: what a driver that is no command leaves goes with its command's own folder."""
