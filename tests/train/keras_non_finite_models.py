@@ -1,4 +1,4 @@
-"""A Keras model whose gradients are not finite for some samples."""
+"""Keras models whose gradients are not finite for some samples."""
 
 from __future__ import annotations
 
@@ -27,3 +27,9 @@ def steep(image_shape, num_classes):
     images = keras.Input(image_shape)
     pixels = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(images))
     return keras.Model(images, Steep()([images, keras.layers.Dense(num_classes)(pixels)]))
+
+
+def steep_behind_norm(image_shape, num_classes):
+    images = keras.Input(image_shape)
+    normed = keras.layers.BatchNormalization()(keras.layers.Rescaling(1 / 255)(images))
+    return keras.Model(images, Steep()([images, keras.layers.Dense(num_classes)(keras.layers.Flatten()(normed))]))

@@ -16,16 +16,20 @@ import numpy as np
 import pytest
 
 from shardmill.errors import StorageError
+from shardmill.failpoints import VARIABLE
+from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from shardmill.values import DatasetPin
 from tests.train.checkpoints import CONFIG, OneRank, Silent
-from tests.train.training import Recorder, train_here
+from tests.train.training import Recorder, StepWatcher, task_of, train_here
 from train.activities import Activity
 from train.checkpoints.attempts import Attempt, claim_attempt
 from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity, open_checkpoint
 from train.checkpoints.checkpoint_writer import OF_ALL_RANKS, STORING, CheckpointWriter, Moment
 from train.checkpoints.state import WEIGHTS
+from train.launching import LAUNCHERS
+from train.launching.faults import RankLost
 from train.progress import Progress
 from train.values import RESULT, ModelIdentity
 
@@ -143,6 +147,27 @@ def test_training_goes_on_while_the_store_is_slow(tiny_uri, tmp_path, whole, fau
             if int(folder.name[5:13]) > step:
                 shutil.rmtree(folder)
         assert train_here(tiny_uri, models, **CONFIG).weights_sha256 == whole.weights_sha256
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    "place", ["checkpoint_file:1", "checkpoint_file:4", "checkpoint_marker:2", "checkpoint_done:1"]
+)
+def test_a_rank_of_two_that_is_killed_inside_a_checkpoint_changes_nothing(tiny_uri, tmp_path, monkeypatch, place):
+    """Whichever of them comes there first; each writes a file of its own, and rank 0 the marker."""
+    config = {"model": "tests.train.torch_models:stateful", "strategy": "torch_ddp", "num_workers": 2, "epochs": 2,
+              "launcher": "local", "global_batch_size": 12, "num_streams": 6,
+              "checkpoint_every_steps": 1}  # fmt: skip
+
+    def launch(models: str):
+        return LAUNCHERS["local"].launch(task_of(tiny_uri, tmp_path / models, **config), SparkConfig(), StepWatcher())
+
+    with monkeypatch.context() as patch:
+        patch.setenv(VARIABLE, f"{place}@{tmp_path / 'was-there'}")
+        with pytest.raises(RankLost, match="was killed by SIGKILL"):
+            launch("killed")
+    assert (tmp_path / "was-there").exists()
+    assert launch("killed").weights_sha256 == launch("undisturbed").weights_sha256
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,25 @@ def test_all_ranks_leave_out_a_batch_and_stop_before_the_same_update(tiny_uri, t
         assert [array.tobytes() for array in left] == [array.tobytes() for array in expected]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "num_workers"), [("single", 1), pytest.param("horovod", 2, marks=pytest.mark.drill)]
+)
+def test_a_keras_model_is_as_if_a_batch_had_not_been(
+    tiny_uri, tmp_path, monkeypatch, by_brightness, strategy, num_workers
+):
+    """Of two ranks one has the sample; the moving statistics of a batch norm are as they were on both."""
+    monkeypatch.setenv(LIMIT, str(by_brightness[-2][0] + 0.5))
+    config = {**CONFIG, "model": "tests.train.keras_non_finite_models:steep_behind_norm", "epochs": 1,
+              "global_batch_size": 96, "strategy": strategy, "num_workers": num_workers,
+              "launcher": "local"}  # fmt: skip
+    watcher = Watcher()
+    result = LAUNCHERS["local"].launch(task_of(tiny_uri, tmp_path, **config), SparkConfig(), watcher)
+    assert result.num_skipped_steps == result.num_steps == 1 and watcher.events.count("step_skipped") == 1
+    for rank in range(num_workers):
+        moving_mean, moving_variance, *_ = load_arrays((tmp_path / result.checkpoint / rank_file(rank)).read_bytes())
+        assert not moving_mean.any() and (moving_variance == 1).all()
+
+
 # On two ranks, or two devices: the rank or device without the sample learns of it by the sum.
 ON_TWO: dict[str, dict] = {
     "horovod": {"num_workers": 2},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class Killer(Watcher):
 
     rank: int = -1
     at: tuple[int, int] = (0, 0)
+    wait_seconds: float = 0.0
     pids: dict[int, int] = field(default_factory=dict)
     fields: dict[str, dict] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -52,6 +54,7 @@ class Killer(Watcher):
         for name, seconds in step.reports[0].seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         if (step.epoch, step.step) == self.at and self.rank >= 0:
+            time.sleep(self.wait_seconds)
             os.kill(self.pids[self.rank], signal.SIGKILL)
             self.rank = -1
 
@@ -117,6 +120,20 @@ def test_workers_train_what_the_chief_dispatches_and_a_lost_one_is_replaced(tiny
     assert result.world_size == 2
     files = {file.name for file in (tmp_path / result.checkpoint).iterdir()}
     assert files == {"MARKER.json", "weights.npz", "optimizer.npz", "rank-00000.npz"}
+
+
+@pytest.mark.drill
+def test_a_step_that_is_lost_with_its_worker_is_given_to_another_and_reported(tiny_uri, tmp_path):
+    """Steps take so long that the worker is in the middle of one soon after one has ended; if it was not, once more."""
+    laborious = {"model": "tests.train.laborious_model:laborious", "epochs": 2, "checkpoint_every_steps": 0}
+    for attempt in range(3):
+        watcher = Killer(rank=2, at=(1, 2), wait_seconds=0.1)
+        launch(tiny_uri, tmp_path / str(attempt), watcher, **laborious)
+        assert_all_steps_in_order(watcher, tiny_uri, TrainConfig(**{**SERVED, "epochs": 2}))
+        if "redispatched" in watcher.fields:
+            break
+    told = watcher.fields["redispatched"]
+    assert told["num_steps"] >= 1 and told["warning"].startswith(f"{told['num_steps']} step(s) were given to another")
 
 
 @pytest.mark.drill

@@ -73,6 +73,14 @@ def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_
     model = ("--set", "train.model=tests.train.torch_models:stateful")
     many = shardmill("plan", tiny_uri, "--devices", "3xT4", "--world-size", "2", *model, cwd=tmp_path)
     assert many.returncode == 2 and "give --world-size 3, or --devices 1xT4" in many.stderr
+    config = tmp_path / "flowers.toml"
+    config.write_text(
+        f'[dataset]\nuri = "{tiny_uri}"\n[models]\nuri = "{tmp_path}/models"\n'
+        '[train]\nmodel = "tests.train.torch_models:linear"\nnum_streams = 8\n'
+    )
+    table = shardmill("plan", str(config), "--world-size", "8", "--devices", "1xH200", cwd=tmp_path)
+    assert table.returncode == 0, table.stderr
+    assert all(each in table.stdout for each in ("torch_ddp", "8 worker(s)", "one H200", "2,307 weights")), table.stdout
     done = shardmill("plan", tiny_uri, "--json", "--devices", "1xT4", "--world-size", "2", *model, cwd=tmp_path)
     document = json.loads(done.stdout)
     assert "local: in processes of one machine (planned for 1xT4; one host, as spark.master" in document["reason"]

@@ -1,4 +1,4 @@
-"""Float16 on PyTorch: what a scaled loss changes, which is nothing but which small gradients survive."""
+"""Sixteen bits on PyTorch; what float16's scaled loss changes, which is nothing but which small gradients survive."""
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.train.test_multi_rank import train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
 from train.backends.backend import Learner, StatePart
 from train.backends.torch.precision import FIRST_SCALE, LARGEST_SCALE, NUM_UPDATES_TO_DOUBLE, Precision
-from train.checkpoints.state import OPTIMIZER, load_arrays
+from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
 
 MODELS = "tests.train.torch_models"
 STEEPNESS = "SHARDMILL_TEST_STEEPNESS"
@@ -32,6 +32,15 @@ def scale_of(one: Learner) -> float:
 def with_scale(one: Learner, scale: float) -> None:
     arrays = one.arrays(StatePart.OPTIMIZER)
     one.assign(StatePart.OPTIMIZER, [*arrays[:-2], np.array(scale, np.float32), arrays[-1]], "the test")
+
+
+@pytest.mark.parametrize("mixed_precision", ["off", "bfloat16", "float16"])
+def test_every_precision_trains_with_float32_weights(tiny_uri, tmp_path, mixed_precision):
+    config = {"model": f"{MODELS}:smooth", "mixed_precision": mixed_precision, "epochs": 3, "learning_rate": 0.005}
+    result = train_here(tiny_uri, tmp_path, **config)
+    assert result.history[-1].train_loss < result.history[0].train_loss
+    weights = load_arrays((tmp_path / result.checkpoint / WEIGHTS).read_bytes())
+    assert {str(array.dtype) for array in weights} == {"float32"}
 
 
 def test_gradients_and_their_clipping_know_no_scale(monkeypatch):

@@ -29,6 +29,7 @@ CONFIG = {"epochs": 4, "global_batch_size": 6, "num_streams": 6, "checkpoint_eve
         pytest.param("local", "horovod", 3, f"{MODELS}:stateful", marks=pytest.mark.drill),
         pytest.param("spark_barrier", "torch_ddp", 2, TORCH, marks=pytest.mark.drill),
         pytest.param("horovod_spark", "horovod", 2, f"{MODELS}:stateful", marks=pytest.mark.drill),
+        pytest.param("attach", "torch_ddp", 2, TORCH, marks=pytest.mark.drill),
     ],
 )
 def test_sigterm_stops_all_ranks_before_one_step_and_the_end_is_the_same(

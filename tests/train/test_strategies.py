@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -38,6 +39,16 @@ def every_collective_is_the_identity(join: Callable[[World], Collective]) -> Non
 @pytest.mark.parametrize("join", [open_single, HorovodCollective])
 def test_in_a_world_of_one_every_collective_is_the_identity(join):
     in_own_process(every_collective_is_the_identity, join)
+
+
+def fusion_threshold(bucket_bytes: int) -> str:
+    HorovodCollective(World(), bucket_bytes=bucket_bytes).close()
+    return os.environ.get("HOROVOD_FUSION_THRESHOLD", "its own")
+
+
+def test_horovod_is_told_how_much_it_may_send_at_once():
+    """By the variable that it reads when it starts: what it has taken up it does not say."""
+    assert in_own_process(fusion_threshold, 20_000) == "20000" and in_own_process(fusion_threshold, 0) == "its own"
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
