@@ -17,8 +17,10 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
 from shardmill.jobs.observer import FieldValue
+from tests.processes import in_own_process
 from tests.support import make_dataset
 from tests.train.driver_process import PIN, WORKERS
+from train.backends import BACKENDS
 from train.backends.gpu_builds import why_no_gpu
 from train.checks.preflight import check_terms
 from train.config import TrainConfig
@@ -28,7 +30,7 @@ from train.launching.place import Place
 from train.launching.spark_slots import num_slots_of
 from train.task import WorkerTask
 from train.values import TrainResult
-from train.world import RankDevices
+from train.world import RankDevices, World
 
 HERE = socket.gethostname()
 pytestmark = pytest.mark.skipif(bool(why_no_gpu("torch")), reason="PyTorch was built without CUDA here")
@@ -198,3 +200,22 @@ def test_gpus_bound_the_slots_of_an_executor():
     assert num_slots_of("local-cluster[2,3,1024]", conf) == 4
     yarn = {**conf, "spark.executor.instances": "3", "spark.executor.cores": "1"}
     assert num_slots_of("yarn", yarn) == 3
+
+
+def memory_that_grows() -> list[tuple[str, bool]]:
+    """What TensorFlow is told if it sees two GPUs, in a process where it has not begun to run."""
+    from unittest.mock import patch
+
+    import tensorflow as tf
+
+    told: list[tuple[str, bool]] = []
+    seen = patch.object(tf.config, "list_physical_devices", lambda kind: [f"{kind}:0", f"{kind}:1"])
+    grow = patch.object(tf.config.experimental, "set_memory_growth", lambda gpu, enable: told.append((gpu, enable)))
+    with seen, grow:
+        BACKENDS["keras"].start(World(placement=(RankDevices(0, HERE, ("0", "1")),)), 0)
+    return told
+
+
+def test_tensorflow_takes_a_gpus_memory_as_it_needs_it():
+    """Else each process takes all of it at once. TensorFlow without CUDA sees no GPU: it is told of two."""
+    assert in_own_process(memory_that_grows) == [("GPU:0", True), ("GPU:1", True)]
