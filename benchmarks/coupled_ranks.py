@@ -10,7 +10,8 @@ rank 0's wall time of a block, and on a busy machine its CPU time. By hand: unde
 gradient, as its first guide shows; under PyTorch DistributedDataParallel. Uncoupled: each process trains for itself,
 which two processes on one machine cannot beat. `accumulated`, in two processes of its own: ours with 8 parts to one
 exchange (`--parts`), beside 8 uncoupled steps. A model of one's own (`--model`) has no contestant by hand. `--beside`
-adds ours with another setting of the training, in the process group of the first (`torch_ddp`).
+adds ours with another setting of the training, in the process group of the first (`torch_ddp`). More `--blocks` make
+the medians surer.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ STEPS_OF_BLOCK = 8
 NUM_RESAMPLES = 2000
 ACCUMULATED = "accumulated"
 BESIDE = "SHARDMILL_BENCHMARK_BESIDE"
-BLOCKS = "SHARDMILL_BENCHMARK_BLOCKS"
+BLOCKS, WITHOUT = "SHARDMILL_BENCHMARK_BLOCKS", "SHARDMILL_BENCHMARK_WITHOUT"
 MODELS = {"horovod": "small_cnn", "torch_ddp": "benchmarks.training_step:torch_net"}
 
 
@@ -145,6 +146,7 @@ def measure(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
         other = join_beside(world, changed, learner(changed)(), member)
         other.start({}, 0, "")
         contestants["beside"] = lambda: other.train_step(small, total, None)
+    contestants.pop(os.environ[WITHOUT], None)
     order = list(contestants.items())
     seconds: dict[str, list[float]] = {each: [] for each in contestants}
     cpu_seconds: dict[str, list[float]] = {each: [] for each in contestants}
@@ -201,8 +203,9 @@ def main() -> None:
     parser.add_argument("--beside", type=lambda each: each.split("=", 1), help="KEY=VALUE of [train]")
     parser.add_argument("--parts", type=int, nargs="+", default=[1, NUM_PARTS], help="of a step of ours")
     parser.add_argument("--blocks", type=int, default=42, help="of each contestant")
+    parser.add_argument("--without", choices=("", "uncoupled", "by hand"), default="", help="leave a contestant out")
     given = parser.parse_args()
-    os.environ[BLOCKS] = str(given.blocks)
+    os.environ[BLOCKS], os.environ[WITHOUT] = str(given.blocks), given.without
     settings = {
         "strategy": given.strategy, "compression": given.compression, "bucket_bytes": given.bucket_bytes,
         "model": given.model or MODELS[given.strategy],
@@ -232,7 +235,7 @@ def main() -> None:
 
 
 def interval_of_median(values: np.ndarray) -> tuple[float, float]:
-    """90 % of it, by the bootstrap of Efron (1979)."""
+    """The 5th and the 95th percentile of its bootstrap distribution (Efron, 1979)."""
     resampled = np.random.default_rng(0).choice(values, (NUM_RESAMPLES, len(values)))
     low, high = np.percentile(np.median(resampled, axis=1), (5, 95))
     return float(low), float(high)

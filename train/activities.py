@@ -17,7 +17,7 @@ SLOW_BYTES_PER_SECOND = 10e6
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """One thing that the main thread does, or waits for."""
+    """One thing that the thread which trains does, or waits for; it or the framework that it has called says so."""
 
     what: str = "its own work"
     """For people; activities of one name are timed together."""

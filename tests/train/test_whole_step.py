@@ -111,6 +111,21 @@ def test_waiting_for_the_sum_is_announced_and_timed():
         assert SLEEP_SECONDS <= summed.seconds <= time.perf_counter() - start
 
 
+def test_with_other_sums_in_front_the_time_before_it_may_be_waiting_and_the_update_is_not():
+    one, reporter = learner("keras", LINEAR["keras"]), Reported()
+    summed = announced(Twice(), reporter)
+    one.step.sum_by(summed)
+    for _ in range(2):
+        reporter.done = [Activity()]
+        with during(reporter, Activity("a step")):
+            summed.expect_others()
+            one.whole_step(batch_of(SHAPE), 4, 1.0, 0.1)
+        assert [(each.what, each.waits) for each in reporter.done[1:]] == [
+            ("a step", False), ("an allreduce in its step", True), ("an allreduce", True), ("a step", False),
+            ("its own work", False),
+        ]  # fmt: skip
+
+
 def test_a_sum_that_fails_leaves_the_weights_and_what_the_rank_waited_for():
     one, reporter = learner("keras", LINEAR["keras"]), Reported()
     one.step.sum_by(announced(Twice(is_lost=True), reporter))

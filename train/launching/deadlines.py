@@ -157,8 +157,8 @@ class Deadlines:
         at_work = [rank for rank in self.ranks if rank.is_at_work]
         waiting = [rank for rank in at_work if rank.doing.activity.waits]
         late = [rank for rank in at_work if now - rank.progress_seconds > self._limit_seconds(rank)]
-        # Not every collective can be announced (inside a graph, on a GPU's stream): while another rank stands still
-        # that has time left, the late one may be waiting for it.
+        # Not every collective is announced (of moments inside a graph, on a GPU's stream): while another rank stands
+        # still that has time left, the late one may be waiting for it.
         has_time = any(
             now - rank.progress_seconds > APART_SECONDS and rank not in late and rank not in waiting for rank in at_work
         )

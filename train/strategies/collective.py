@@ -21,7 +21,8 @@ class Collective(Protocol):
 
         The last one holds figures of the step, which are never compressed.
 
-        Equal bits on every rank and in every run of the same world size.
+        Equal bits on every rank and in every run of the same world size. A strategy that sums inside a compiled step
+        (`AnnouncedSum`) has it traced there: then it returns what the graph will compute.
         """
         ...
 
@@ -84,23 +85,33 @@ class AnnouncedCollective:
 
 
 class AnnouncedSum:
-    """A collective's sum inside a compiled step, where the computation says when it waits and when it does no more."""
+    """A collective's sum inside a compiled step, where the computation says when it waits and when it does no more.
+
+    `begin` and `end` are called by a thread of the framework, while the one that trains waits for the step.
+    """
 
     def __init__(self, collective: Collective, reporter: Reporter) -> None:
         self.sum_tensors = collective.sum_tensors
         self._reporter = reporter
         self._stopwatch = Stopwatch()
-        self._before = Activity()
+        self._before: Activity | None = None
         self.seconds = 0.0
         """What the last one took."""
 
+    def expect_others(self) -> None:
+        """Before a step with other sums in front of this one, which are not announced: until it comes, all may wait."""
+        self._before = self._reporter.doing(waiting("an allreduce in its step"))
+
     def begin(self) -> None:
-        self._before = self._reporter.doing(waiting("an allreduce"))
+        before = self._reporter.doing(waiting("an allreduce"))
+        self._before = self._before or before
         self._stopwatch = Stopwatch()
 
     def end(self) -> None:
         self.seconds = self._stopwatch.lap()
+        assert self._before is not None
         self._reporter.doing(self._before)
+        self._before = None
 
 
 class SingleCollective:

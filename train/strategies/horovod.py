@@ -18,7 +18,7 @@ import numpy as np
 
 from shardmill.errors import TrainingError
 from shardmill.values import Batch
-from train.backends.backend import Learner
+from train.backends.backend import Learner, SumInStep
 from train.config import TrainConfig
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS, meeting
@@ -62,16 +62,18 @@ class HorovodCollective:
         self._rank: int = world.rank
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
+        # Inside a compiled function ranks know an operation by its name: one of our own, which no trace counts up.
         if not self._is_compressed:
-            return self._hvd.grouped_allreduce(tensors, op=self._hvd.Sum)
+            return self._hvd.grouped_allreduce(tensors, op=self._hvd.Sum, name="gradients", ignore_name_scope=True)
         import tensorflow as tf
 
         # A loss of a thousand samples should not be told in sixteen bits; a group has one type.
         *gradients, figures = tensors
         halves: list[Any] = self._hvd.grouped_allreduce(
-            [tf.cast(each, tf.float16) for each in gradients], op=self._hvd.Sum
+            [tf.cast(each, tf.float16) for each in gradients], op=self._hvd.Sum, name="halves", ignore_name_scope=True
         )
-        return [*(tf.cast(each, tf.float32) for each in halves), self._hvd.allreduce(figures, op=self._hvd.Sum)]
+        summed = self._hvd.allreduce(figures, op=self._hvd.Sum, name="figures", ignore_name_scope=True)
+        return [*(tf.cast(each, tf.float32) for each in halves), summed]
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         return np.asarray(self._hvd.grouped_allreduce([array], op=self._hvd.Sum)[0])
@@ -111,12 +113,18 @@ class HorovodMember(ReplicatedMember):
         # The only backend that this strategy runs with.
         self._keras_learner = cast("KerasLearner", learner)
         self._sum = collective.sum_inside()
-        self._keras_learner.step.sum_by(self._sum)
+        self._keras_learner.sum_by(self._sum)
+        self._sums_moments = False
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
-        with self._around_gradients():
-            outcome = self._keras_learner.whole_step(batch, global_weight, self._streams.fraction, learning_rate)
+        if self._sums_moments:
+            self._sum.expect_others()
+        outcome = self._keras_learner.whole_step(batch, global_weight, self._streams.fraction, learning_rate)
         return MemberStep(outcome, self._sum.seconds)
+
+    def sum_moments_by(self, sum_in_step: SumInStep, reporter: Reporter) -> None:
+        super().sum_moments_by(sum_in_step, reporter)
+        self._sums_moments = True
 
 
 @contextmanager

@@ -129,7 +129,9 @@ class RemoteSteps:
             weights_N.set_shape([None])
             sample_keys_N.set_shape([None])
             rows = Rows(images_NHWC, labels_N, weights_N, sample_keys_N)
-            is_applied, gradient_norm, figures = self._learner.step.traced(rows, global_weight, learning_rate)
+            is_applied, gradient_norm, figures = self._learner.step.whole_without_sum(
+                rows, global_weight, learning_rate
+            )
             with tf.control_dependencies([is_applied]):
                 self._applied.assign_add(1, read_value=False)
             return is_applied, gradient_norm, figures, labels_N, weights_N, sample_ids_N, seconds

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,43 +29,6 @@ from train.world import Gather, World
 if TYPE_CHECKING:
     from shardmill.values import Cursor
     from train.reading import Batches, Epoch
-
-
-class MakeMember(Protocol):
-    """A `ReplicatedMember`, or a kind of it."""
-
-    def __call__(
-        self,
-        learner: Learner,
-        collective: AnnouncedCollective,
-        data: DataIndex,
-        streams: StreamShare,
-        gather_aside: Gather,
-    ) -> ReplicatedMember: ...
-
-
-def replicated(
-    join_collective: Callable[[World], Collective],
-    sum_in_step: SumInStep | None = None,
-    make_member: MakeMember | None = None,
-) -> Join:
-    """The `Strategy.join` of replicas that exchange data through a collective.
-
-    `sum_in_step`: what batch norms add up their moments with, if the strategy can.
-    """
-    make = make_member or ReplicatedMember
-
-    def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
-        data = DataIndex(world.rank, world.world_size)
-        # A model that does not build is a user's error on every rank: none should wait for the others then.
-        learner = build()
-        collective = AnnouncedCollective(join_collective, world, reporter)
-        member = make(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
-        if config.sync_batch_norm and sum_in_step and world.world_size > 1:
-            member.sum_moments_by(sum_in_step, reporter)
-        return member
-
-    return join
 
 
 def _whole_model(read: Callable[[str], bytes], world_size: int) -> WholeModel:
@@ -125,7 +88,7 @@ class ReplicatedMember:
             return self.learner.gradients(batch, global_weight, self._streams.fraction)
 
     def sum_moments_by(self, sum_in_step: SumInStep, reporter: Reporter) -> None:
-        """For sums inside a compiled step, where no single one can be announced: all of it may be waiting."""
+        """For sums inside compiled gradients, where none of these is announced: all that time may be waiting."""
         self.learner.sum_moments_by(sum_in_step)
         self._around_gradients = partial(during, reporter, waiting("an allreduce in its step"))
 
@@ -203,3 +166,30 @@ class ReplicatedMember:
                 received = self._collective.broadcast_bytes(mine)
                 if self.rank > 0:
                     self.learner.assign(part, load_arrays(received), "rank 0")
+
+
+MakeMember = Callable[[Learner, AnnouncedCollective, DataIndex, StreamShare, Gather], ReplicatedMember]
+
+
+def replicated(
+    join_collective: Callable[[World], Collective],
+    sum_in_step: SumInStep | None = None,
+    make_member: MakeMember = ReplicatedMember,
+) -> Join:
+    """The `Strategy.join` of replicas that exchange data through a collective.
+
+    `sum_in_step`: what batch norms add up their moments with, if the strategy can. `make_member`: a kind of replica
+    that takes its steps otherwise.
+    """
+
+    def join(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
+        data = DataIndex(world.rank, world.world_size)
+        # A model that does not build is a user's error on every rank: none should wait for the others then.
+        learner = build()
+        collective = AnnouncedCollective(join_collective, world, reporter)
+        member = make_member(learner, collective, data, StreamShare.of(data, config), world.exchange_aside)
+        if config.sync_batch_norm and sum_in_step and world.world_size > 1:
+            member.sum_moments_by(sum_in_step, reporter)
+        return member
+
+    return join

@@ -21,7 +21,7 @@ from train.backends.keras.profile import TensorFlowRecording
 from train.backends.keras.recompute import Segments
 from train.backends.keras.runtime import assign_variables, decorrelate_seed_states, start_tensorflow
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
-from train.backends.keras.step import Run, TrainStep
+from train.backends.keras.step import Run, SumInside, TrainStep
 from train.checkpoints.state import arrays_sha256
 from train.world import World
 
@@ -152,6 +152,10 @@ class KerasLearner:
     def write_portable(self, folder: Path, images_NHWC: np.ndarray, max_abs_diff: float) -> str:
         agrees = KerasCheck(self._serving.answers_name, images_NHWC, self.answers(images_NHWC), max_abs_diff)
         return write_keras_file(self._serving, folder / KERAS_FILE, agrees)
+
+    def sum_by(self, sum_inside: SumInside) -> None:
+        """Let `whole_step` sum over ranks."""
+        self.step.sum_by(sum_inside)
 
     def wrap(self, run: Run) -> None:
         """Compute gradients inside `run`: what strategies of tf.distribute need."""

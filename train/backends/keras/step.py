@@ -48,7 +48,7 @@ class SumInside(Protocol):
         ...
 
     def sum_tensors(self, tensors: list[Any]) -> list[Any]:
-        """Called once, to be traced: `train.strategies.collective.Collective.sum_tensors`."""
+        """`train.strategies.collective.Collective.sum_tensors`, called to be traced."""
         ...
 
     def end(self) -> None:
@@ -90,16 +90,17 @@ class TrainStep:
         self.compile()
 
     def sum_by(self, sum_inside: SumInside) -> None:
-        """Let `whole` sum over ranks in its one compiled function: that takes less time than two and a call between."""
+        """Let `whole` sum over ranks in its one compiled function."""
         self._sum_inside = sum_inside
+        self.compile()
 
     def compile(self) -> None:
         """Trace the step anew when it is next called: which variables are trained has changed."""
         import tensorflow as tf
 
         run = self._around
-        gradients = self._gradients if run is None else lambda *arguments: run(self._gradients, *arguments)
-        self._compiled_gradients = tf.function(gradients)
+        self._wrapped = self._gradients if run is None else lambda *arguments: run(self._gradients, *arguments)
+        self._compiled_gradients = tf.function(self._wrapped)
         self._compiled_update = tf.function(self._update)
         self._compiled_whole = tf.function(self._whole)
 
@@ -122,7 +123,10 @@ class TrainStep:
     def whole(
         self, batch: Batch, global_weight: int, share_of_streams: float, learning_rate: float | None
     ) -> StepOutcome:
-        """Gradients, their sum over ranks (`sum_by`) and the update; of a batch in parts, all that with the last."""
+        """Gradients, their sum over ranks (`sum_by`) and the update; of a batch in parts, all that with the last.
+
+        The halves are traced when they are called: for the other parts, or to find what was not finite.
+        """
         *earlier, last = parts_of(batch, self._accumulation_steps)
         share_of_each = share_of_streams / (len(earlier) + 1)
         addends = self._gradients_of_parts(earlier, global_weight, share_of_each)
@@ -166,8 +170,8 @@ class TrainStep:
         """Those that an update changes now."""
         return self._built.model.trainable_variables
 
-    def traced(self, rows: Rows, global_weight: Any, learning_rate: Any) -> tuple[Any, Any, Any]:
-        """For a strategy that has a worker compute a whole batch and update the weights by it.
+    def whole_without_sum(self, rows: Rows, global_weight: Any, learning_rate: Any) -> tuple[Any, Any, Any]:
+        """Traced, for a strategy that has a worker compute a whole batch and update the weights by it.
 
         -> whether the update was applied, the gradient's norm, (loss, number correct).
         """
@@ -236,14 +240,14 @@ class TrainStep:
 
         inside = self._sum_inside
         assert inside is not None
-        addends = self._gradients(rows, global_weight, share_of_streams)
+        addends = self._wrapped(rows, global_weight, share_of_streams)
         addends = _sum_of(earlier, addends) if earlier else addends
         # A function of Python takes its arguments from the host's memory: to bring one there, an accelerator has to
         # have computed all that it was given before.
         with tf.control_dependencies(addends):
             begun = tf.numpy_function(lambda _: inside.begin(), [tf.identity(addends[-1])], [])
         with tf.control_dependencies([begun]):
-            # Nothing in it depends on a tensor's value; to translate Horovod's sources takes a second.
+            # Nothing in it depends on a tensor's value; AutoGraph would translate a library's sources for a second.
             summed = tf.autograph.experimental.do_not_convert(inside.sum_tensors)
             sums = summed([tf.identity(each) for each in addends])
         with tf.control_dependencies(sums):
