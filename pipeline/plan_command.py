@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -29,6 +30,7 @@ def plan(
     common: Common = context.obj
     ranks = (f"train.num_workers={world_size}",) if world_size else ()
     tree = load_for_dataset(dataset, (*common.overrides, *ranks), common.workdir)
+    sys.stderr.write("plan: the model is built, which loads its framework, and some steps of it are measured\n")
     with after_etl(dataset):
         planned = plan_training(tree.part(TrainTree), devices, bandwidth)
     print_result(common, planned.document(), planned.rows(), title="plan")

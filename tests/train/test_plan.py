@@ -69,7 +69,8 @@ def test_for_devices_that_are_not_here_a_range_is_predicted(tiny_uri, tmp_path):
 
 def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_path):
     wrong = shardmill("plan", tiny_uri, "--set", "train.model=tests.train.torch_models:no_model", cwd=tmp_path)
-    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "no_model" in wrong.stderr
+    begun, error = wrong.stderr.splitlines()
+    assert wrong.returncode == 2 and begun.startswith("plan: ") and "no_model" in error
     model = ("--set", "train.model=tests.train.torch_models:stateful")
     many = shardmill("plan", tiny_uri, "--devices", "3xT4", "--world-size", "2", *model, cwd=tmp_path)
     assert many.returncode == 2 and "give --world-size 3, or --devices 1xT4" in many.stderr

@@ -169,7 +169,11 @@ def _read_marker(store: Store, path: str) -> CheckpointMarker:
     try:
         body = unseal(store.read(f"{path}/{MARKER}"), where)
     except FileNotFoundError:
-        raise IntegrityError(f"{path} has no {MARKER}", "it was never completed", _DAMAGED) from None
+        raise IntegrityError(
+            f"{path} has no {MARKER}",
+            "whoever wrote it was interrupted before it was complete",
+            "a training goes on from its newest whole checkpoint by itself; restore this one if it was whole before",
+        ) from None
     try:
         return from_json(CheckpointMarker, body)
     except ValidationError as error:

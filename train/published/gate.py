@@ -45,7 +45,7 @@ def decide(
         elif replace_current:
             reason = f"{reached}; replaced by --replace-current, because {against.reason}"
         else:
-            reason = f"{against.reason}; `shardmill promote --replace-current` promotes without a comparison"
+            reason = f"{against.reason}; `shardmill promote MODELS --replace-current` promotes without a comparison"
     else:
         figure, before = against.candidate_figure, against.current_figure
         num_samples = against.num_samples
