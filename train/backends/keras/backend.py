@@ -73,15 +73,15 @@ class KerasLearner:
         return self.step.num_flops(batch)
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
-        return self._averaged(self.step.apply(sums, learning_rate))
+        return self._with_averages(self.step.apply(sums, learning_rate))
 
     def whole_step(
         self, batch: Batch, global_weight: int, share_of_streams: float, learning_rate: float | None
     ) -> StepOutcome:
         """`gradients`, a sum over ranks and `apply` as one compiled function: for strategies that can sum inside it."""
-        return self._averaged(self.step.whole(batch, global_weight, share_of_streams, learning_rate))
+        return self._with_averages(self.step.whole(batch, global_weight, share_of_streams, learning_rate))
 
-    def _averaged(self, outcome: StepOutcome) -> StepOutcome:
+    def _with_averages(self, outcome: StepOutcome) -> StepOutcome:
         if self._averages and outcome.is_applied and not outcome.overflowed:
             self._averages.update()
         return outcome

@@ -130,7 +130,7 @@ class TrainStep:
         *earlier, last = parts_of(batch, self._accumulation_steps)
         share_of_each = share_of_streams / (len(earlier) + 1)
         addends = self._gradients_of_parts(earlier, global_weight, share_of_each)
-        self._set(learning_rate)
+        self._set_learning_rate(learning_rate)
         with self._changed_layers(), as_layers_raised_them():
             return _outcome(*self._compiled_whole(addends, *self._arguments(last, global_weight, share_of_each)))
 
@@ -184,11 +184,11 @@ class TrainStep:
         return is_applied, gradient_norm, sums[-1]
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
-        self._set(learning_rate)
+        self._set_learning_rate(learning_rate)
         is_applied, gradient_norm = self._compiled_update(sums)
         return _outcome(is_applied, gradient_norm, sums[-1])
 
-    def _set(self, learning_rate: float | None) -> None:
+    def _set_learning_rate(self, learning_rate: float | None) -> None:
         if learning_rate is not None:
             self._chosen.optimizer.learning_rate = learning_rate
 
