@@ -48,6 +48,8 @@ class InitialFile:
     suffix: str
     class_names: tuple[str, ...] | None = None
     """Of an export of ours; None if the file does not say them."""
+    image_shape_HWC: tuple[int, int, int] | None = None
+    """Likewise."""
     sha256: str = ""
     """As the export's record or the config has it; empty if the file has yet to be hashed."""
 
@@ -203,7 +205,8 @@ def _in_export(root: str, number: int, name: str, sha256: str) -> InitialFile:
                 what = f"train.init_from = {root}@{number}: the file of export {number}"
                 raise _other_digest(what, file.sha256, sha256)
             suffix = f".{name.rpartition('.')[2]}"
-            return InitialFile(join_uri(store.uri, file.path), suffix, record.class_names, file.sha256)
+            shape_HWC = record.normalize.image_shape_HWC
+            return InitialFile(join_uri(store.uri, file.path), suffix, record.class_names, shape_HWC, file.sha256)
     raise UsageError(
         f"train.init_from = {root}@{number}: the export has no {name}",
         f"its model {record.model!r} is of the backend {record.backend!r} {record.keras_note}".strip(),

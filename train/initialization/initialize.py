@@ -11,7 +11,7 @@ from shardmill.jobs.observer import WARNING
 from shardmill.sealed import seal
 from shardmill.storage import Store
 from train.activities import Activity, during
-from train.initialization.initial import read_pinned
+from train.initialization.initial import InitialFile, read_pinned
 from train.initialization.match_weights import Initialized, listed, match_weights
 from train.records import read_if_whole
 from train.values import to_json
@@ -52,9 +52,18 @@ def initialize(session: Session) -> None:
     if found.share < _FEW:
         fields[WARNING] = (
             f"only {found.share:.0%} of the model's numbers come from {found.source}; "
-            f"it has no {listed(found.missing) or 'head that fits'}"
+            f"it has no {listed(found.missing) or 'head that fits'}{_other_size(file, session)}"
         )
     session.event("initialized", fields)
+
+
+def _other_size(file: InitialFile, session: Session) -> str:
+    """Why an export of ours has other layers, if images of another size are why."""
+    here, there = session.dataset.manifest.normalize.image_shape_HWC, file.image_shape_HWC
+    if there is None or there == here:
+        return ""
+    made_for, has = (" x ".join(map(str, shape_HWC)) for shape_HWC in (there, here))
+    return f"; it was made for images of {made_for}, and these are {has}: etl.image_size makes them alike"
 
 
 def read_initialized(store: Store, training_dir: str) -> Initialized | None:

@@ -1,0 +1,25 @@
+"""`train.init_from` with an export that was made for images of another size."""
+
+from __future__ import annotations
+
+from shardmill.jobs.observer import WARNING
+from tests.support import make_dataset
+from tests.train.training import Recorder, train_here
+from train.config import TrainConfig
+from train.initialization.initial import pinned
+from train.published.export import export_training
+
+
+def test_that_the_size_differs_is_said(tiny_uri, tmp_path):
+    """A larger image gets one more convolution from `small_cnn`."""
+    models = tmp_path / "models"
+    config = TrainConfig(epochs=1, global_batch_size=32, augment={"random_crop_padding": 1})
+    export_training(str(models), config, train_here(tiny_uri, models, epochs=1), "run")
+    large = make_dataset(tmp_path / "large", num_images=60, image_size=64)
+    recorder = Recorder()
+    init_from = pinned(TrainConfig(init_from=f"{models}@1")).init_from
+    train_here(large, tmp_path / "other", recorder, epochs=1, init_from=init_from)
+    [said] = recorder.named("initialized")
+    assert said[WARNING].endswith(
+        "; it was made for images of 16 x 16 x 3, and these are 64 x 64 x 3: etl.image_size makes them alike"
+    )
