@@ -69,7 +69,7 @@ def test_one_function_does_what_two_halves_do(config):
     batch = batch_of(SHAPE, num_rows=7)
     # Adam would make steps of the rounding errors that the gradient of a bias below a batch norm is.
     halves, whole = (learner("keras", STATEFUL["keras"], optimizer="sgd", **config) for _ in range(2))
-    whole.step.sum_by(announced(Twice()))
+    whole.sum_by(announced(Twice()))
     for _ in range(3):
         expected = halves.apply(Twice().sum_tensors(halves.gradients(batch, 14, 0.5)), 0.1)
         found = whole.whole_step(batch, 14, 0.5, 0.1)
@@ -87,7 +87,7 @@ def test_one_function_does_what_two_halves_do(config):
 @pytest.mark.parametrize("model", [CLIFF, LINEAR], ids=["gradient", "loss"])
 def test_what_is_not_finite_changes_nothing(model):
     one = learner("keras", model["keras"])
-    one.step.sum_by(announced(SingleCollective()))
+    one.sum_by(announced(SingleCollective()))
     if model is LINEAR:
         infinite = [np.full_like(each, np.inf) for each in one.arrays(StatePart.WEIGHTS)]
         one.assign(StatePart.WEIGHTS, infinite, "the test")
@@ -99,7 +99,7 @@ def test_what_is_not_finite_changes_nothing(model):
 def test_waiting_for_the_sum_is_announced_and_timed():
     one, reporter, batch = learner("keras", LINEAR["keras"]), Reported(), batch_of(SHAPE)
     summed = announced(Twice(SLEEP_SECONDS), reporter)
-    one.step.sum_by(summed)
+    one.sum_by(summed)
     for _ in range(2):
         reporter.done = [Activity()]
         start = time.perf_counter()
@@ -114,7 +114,7 @@ def test_waiting_for_the_sum_is_announced_and_timed():
 def test_with_other_sums_in_front_the_time_before_it_may_be_waiting_and_the_update_is_not():
     one, reporter = learner("keras", LINEAR["keras"]), Reported()
     summed = announced(Twice(), reporter)
-    one.step.sum_by(summed)
+    one.sum_by(summed)
     for _ in range(2):
         reporter.done = [Activity()]
         with during(reporter, Activity("a step")):
@@ -128,7 +128,7 @@ def test_with_other_sums_in_front_the_time_before_it_may_be_waiting_and_the_upda
 
 def test_a_sum_that_fails_leaves_the_weights_and_what_the_rank_waited_for():
     one, reporter = learner("keras", LINEAR["keras"]), Reported()
-    one.step.sum_by(announced(Twice(is_lost=True), reporter))
+    one.sum_by(announced(Twice(is_lost=True), reporter))
     before = one.weights_sha256()
     with pytest.raises(Exception, match="the other rank is gone"):
         one.whole_step(batch_of(SHAPE), 4, 1.0, 0.1)

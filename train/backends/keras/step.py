@@ -180,8 +180,7 @@ class TrainStep:
         if self._chosen.follows_schedule:
             self._chosen.optimizer.learning_rate.assign(learning_rate)
         sums = self._gradients(rows, global_weight, tf.constant(1.0))
-        is_applied, gradient_norm = self._update(sums)
-        return is_applied, gradient_norm, sums[-1]
+        return *self._update(sums), sums[-1]
 
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
         self._set_learning_rate(learning_rate)
