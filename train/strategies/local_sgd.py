@@ -9,7 +9,7 @@ checkpoints are those of other replicas.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,13 +57,11 @@ class LocalRound:
 
 
 def local_round(learner: Learner, batch: Batch, num_steps: int, learning_rate: float | None) -> LocalRound:
-    """Update the learner `num_steps` times, each time by the mean gradient of another part of `batch`."""
+    """Update the learner by the mean gradient of each of `num_steps` parts of `batch` that has samples."""
     num_samples, loss_sum, num_correct, gradient_norm = 0.0, 0.0, 0.0, 0.0
-    for part in parts_of(batch, num_steps):
+    for part in _parts_with_samples(batch, num_steps):
         here = float(part.weights_N.sum())
-        # A part of padding alone takes its place as a step without a gradient, so that all ranks count alike; it has no
-        # weight in the mean.
-        outcome = learner.apply(learner.gradients(part, max(1, round(here)), 1.0), learning_rate)
+        outcome = learner.apply(learner.gradients(part, round(here), 1.0), learning_rate)
         num_samples += here
         loss_sum += outcome.loss * here
         num_correct += outcome.num_correct
@@ -71,6 +69,12 @@ def local_round(learner: Learner, batch: Batch, num_steps: int, learning_rate: f
         if not outcome.is_applied:
             return LocalRound(num_samples, outcome.loss, num_correct, outcome.gradient_norm, False)
     return LocalRound(num_samples, loss_sum, num_correct, gradient_norm, True)
+
+
+def _parts_with_samples(batch: Batch, num_steps: int) -> Iterator[Batch]:
+    """Without the parts that are padding alone: momentum, moments, weight decay and regularisation losses would change
+    the weights without a sample."""
+    return (part for part in parts_of(batch, num_steps) if part.weights_N.any())
 
 
 class LocalSgdMember(ReplicatedMember):
@@ -105,27 +109,27 @@ class LocalSgdMember(ReplicatedMember):
 
     def own_gradient_is_finite(self, batch: Batch, global_weight: int) -> bool:
         # By the weights as its own updates of the round have left them.
-        parts = parts_of(batch, self._local_steps)
+        parts = _parts_with_samples(batch, self._local_steps)
         return all(self.learner.are_finite(self.learner.gradients(part, len(part.weights_N), 1.0)) for part in parts)
 
     def _mean(self, part: StatePart, weight_here: float) -> list[np.ndarray]:
         """The mean over ranks of a part of the state.
 
-        Integers count steps, which all ranks take alike. So do some scalars; in float64 their mean is what they were.
+        Scalars in float64, in which the mean of equal ones is what they were. Integers count updates: a rank whose last
+        parts were padding has made fewer, and the mean is rounded.
         """
         arrays = self.learner.arrays(part)
-        floating = [place for place, array in enumerate(arrays) if array.dtype.kind == "f"]
-        for places, kind in (
-            ([place for place in floating if arrays[place].ndim], np.float32),
-            ([place for place in floating if not arrays[place].ndim], np.float64),
-        ):
+        tensors = [place for place, array in enumerate(arrays) if array.ndim and array.dtype.kind == "f"]
+        others = [place for place in range(len(arrays)) if place not in tensors]
+        for places, kind in ((tensors, np.float32), (others, np.float64)):
             if not places:
                 continue
             mine = np.concatenate([arrays[place].ravel().astype(kind) for place in places])
             means = self._collective.sum_array(mine * kind(weight_here))
             for place in places:
                 array = arrays[place]
-                arrays[place] = means[: array.size].astype(array.dtype).reshape(array.shape)
+                mean = means[: array.size] if array.dtype.kind == "f" else np.rint(means[: array.size])
+                arrays[place] = mean.astype(array.dtype).reshape(array.shape)
                 means = means[array.size :]
         return arrays
 
