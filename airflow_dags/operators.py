@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -150,14 +149,7 @@ class ShardmillOperator(BaseOperator):
         end_with_worker()
         folder = RunFolder(self.workdir, self.shardmill_run_id)
         folder.remove_summary()
-        program = shlex.split(dag_settings().command)
-        self._process = subprocess.Popen(
-            [*program, *self.arguments, *chosen_flags(self.flags, context)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            **tied_to_this_process(),
-        )
+        self._process = self._start([*self.arguments, *chosen_flags(self.flags, context)])
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self.log.info("%s", line.rstrip())
@@ -169,6 +161,25 @@ class ShardmillOperator(BaseOperator):
     def on_kill(self) -> None:
         if self._process is not None:
             end_in_order(self._process)
+
+    def _start(self, arguments: list[str]) -> subprocess.Popen[str]:
+        program = dag_settings().command_line()
+        try:
+            return subprocess.Popen(
+                [*program, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                # The command's messages may quote any file name.
+                encoding="utf-8",
+                errors="backslashreplace",
+                **tied_to_this_process(),
+            )
+        except (FileNotFoundError, PermissionError) as error:
+            # The next try would find the same.
+            raise AirflowFailException(
+                f"{self.stage} could not be started: {error}; expected SHARDMILL_COMMAND to name one of this worker"
+            ) from error
 
 
 class ConfigErrorOperator(BaseOperator):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 _PREFIX = "SHARDMILL_"
+# Airflow's database keeps them as 32-bit integers.
+_LARGEST_NUMBER = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,51 @@ class DagSettings:
             workdir = f"{self.reports_url.rstrip('/')}/{workdir.rstrip('/').rpartition('/')[2]}"
         return f"{workdir}/runs/{run_id}/report.html"
 
+    def check(self) -> None:
+        """Raises ValueError for a variable that no DAG could work with, and says which."""
+        self.dag_schedule()
+        self.command_line()
+        self.has_own_training_dag()
+        self.of_each_task()
+        if self.reports_url and not self.reports_url.startswith(("http://", "https://")):
+            raise self._wrong("reports_url", "expected the http:// or https:// address of a web server")
+        self._check_workdir()
+
+    def dag_schedule(self) -> str | None:
+        """What Airflow takes as a schedule. Raises ValueError for one that it refuses, or that never comes."""
+        if not self.schedule:
+            return None
+        from airflow.sdk import DAG
+        from croniter import croniter
+
+        try:
+            probe = DAG("schedule", schedule=self.schedule, max_active_runs=1, auto_register=False)
+            probe.validate()
+            # Airflow itself looks for the next date only later, when it is too late for an error of this DAG alone.
+            if cron := getattr(probe.timetable, "expression", ""):
+                croniter(cron).get_next()
+        except Exception as error:  # Airflow and croniter share no type of error
+            raise self._wrong("schedule", f"expected a cron expression or a preset such as @daily ({error})") from error
+        return self.schedule
+
+    def command_line(self) -> list[str]:
+        """The program and its first arguments. Raises ValueError for a text that no shell could split."""
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            raise self._wrong("command", f"expected a command line ({error})") from error
+        if not words:
+            raise self._wrong("command", "expected a command line, such as shardmill")
+        return words
+
     def has_own_training_dag(self) -> bool:
         """Raises ValueError if `train_on_asset` is neither true nor false."""
         if self.train_on_asset.lower() not in ("true", "false"):
-            raise ValueError(f"{_PREFIX}TRAIN_ON_ASSET={self.train_on_asset!r}: expected true or false")
+            raise self._wrong("train_on_asset", "expected true or false")
         return self.train_on_asset.lower() == "true"
 
     def of_each_task(self) -> dict[str, Any]:
-        """Arguments of every task. Raises ValueError for a number that is none."""
+        """Arguments of every task. Raises ValueError for an invalid number."""
         return {
             "retries": self._number("retries", at_least=0),
             "retry_delay": timedelta(seconds=self._number("retry_delay_seconds", at_least=1)),
@@ -62,9 +102,24 @@ class DagSettings:
 
     def _number(self, name: str, *, at_least: int) -> int:
         text = getattr(self, name)
-        if not text.isdecimal() or int(text) < at_least:
-            raise ValueError(f"{_PREFIX}{name.upper()}={text!r}: expected a whole number from {at_least}")
+        # Ten digits are more than enough; Python refuses to convert thousands of them.
+        if not text.isdecimal() or len(text) > 10 or not at_least <= int(text) <= _LARGEST_NUMBER:
+            raise self._wrong(name, f"expected a whole number from {at_least} to {_LARGEST_NUMBER}")
         return int(text)
+
+    def _check_workdir(self) -> None:
+        from shardmill.errors import UsageError
+        from shardmill.stores import check_place
+
+        try:
+            check_place(self.workdir)
+        except UsageError as error:
+            raise self._wrong(
+                "workdir", f"expected a folder, or the URI of one that can be written ({error})"
+            ) from error
+
+    def _wrong(self, name: str, expected: str) -> ValueError:
+        return ValueError(f"{_PREFIX}{name.upper()}={getattr(self, name)!r}: {expected}")
 
 
 def dag_settings() -> DagSettings:

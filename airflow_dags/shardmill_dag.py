@@ -1,8 +1,8 @@
 """Airflow DAGs for each TOML file of a folder: doctor, etl, verify, train, evaluate, gate, promote, report.
 
-This file may be copied into any DAG folder. A config file that cannot be read has a DAG with one task, which fails
-and says why, and the tag `config-error`; it takes no other DAG away. (Airflow drops all DAGs of a module with an import
-error.)
+This file may be copied into any DAG folder. A config file of which no DAG can be built, and a wrong variable of the
+environment, have a DAG with one task, which fails and says why, and the tag `config-error`; no other DAG disappears.
+(Airflow drops all DAGs of a module with an import error.)
 
 Spark stages go through `spark-submit` with the connection `spark_default`, the others through the command `shardmill`;
 Airflow's own environment needs no TensorFlow. All that tasks hand on are ids and digests. Settings come from the
@@ -34,6 +34,8 @@ ASSET_VERSION = (
     "{{ (triggering_asset_events.values() | map('list') | sum(start=[])"
     " | map(attribute='extra.version') | list + [0]) | max }}"
 )
+# The id of the DAG that says why there are no others.
+NO_CONFIGS = "shardmill_config_error"
 # What a person may ask of a run, and the option of the task that does it.
 REPLACE_SOURCE = Param(False, type="boolean", description="etl: the images may come from another source now")
 FRESH = Param(False, type="boolean", description="train: from the first step, although a result exists")
@@ -64,6 +66,10 @@ def read_config(config_file: Path) -> dict[str, Any]:
             table = table.get(name, {})
         if not isinstance(table, dict):
             raise ValueError(f"{path} = {table!r} is not a section; expected [{path}] and keys below it")
+    for section in ("dataset", "models"):
+        uri = config.get(section, {}).get("uri", "")
+        if not isinstance(uri, str):
+            raise ValueError(f"{section}.uri = {uri!r} is not a text; expected a path or URI in quotes")
     return config
 
 
@@ -136,42 +142,47 @@ def _outlet(asset: Asset | None) -> dict[str, Any]:
     return {"outlets": [AssetAlias(f"{asset.name}:new")], "publishes": asset.uri} if asset else {}
 
 
-def empty_dag(config_file: Path, dag_id: str, settings: DagSettings, **kwargs: Any) -> DAG:
-    """A DAG for one config file, without tasks yet."""
+def empty_dag(about: str, dag_id: str, **kwargs: Any) -> DAG:
+    """A DAG without tasks yet."""
     return DAG(
         dag_id=dag_id,
-        description=f"shardmill: {config_file.name}",
+        description=f"shardmill: {about}",
         start_date=datetime(2026, 1, 1),
         catchup=False,
         # Two runs at once would only race to the same dataset version.
         max_active_runs=1,
         tags=["shardmill"],
-        **{"schedule": settings.schedule or None, **kwargs},
+        # Else Airflow would also take up what was left when building one failed.
+        auto_register=False,
+        **kwargs,
     )
 
 
 def build_dags(config_file: Path, dag_id: str, settings: DagSettings) -> list[DAG]:
     """The DAGs of one config file. Raises ValueError or OSError for a file that is none."""
+    # Airflow's database keeps the path as text.
+    str(config_file).encode()
     config = read_config(config_file)
     stages = Stages(config_file, dag_id, config, settings.workdir_of(config_file))
     common = {"default_args": settings.of_each_task()}
+    schedule = settings.dag_schedule()
     both = {"fresh": FRESH, "require_promotion": REQUIRE}
 
     # One DAG for everything: images to a promoted model.
     if not settings.has_own_training_dag():
-        with empty_dag(
-            config_file, dag_id, settings, params={"replace_source": REPLACE_SOURCE, **both}, **common
-        ) as dag:
+        params = {"replace_source": REPLACE_SOURCE, **both}
+        with empty_dag(config_file.name, dag_id, schedule=schedule, params=params, **common) as dag:
             in_order([*etl_stages(stages), *training_stages(stages, VERSION)])
         return [dag]
 
     # Or one that publishes versions of the dataset, and one that each of them starts.
     if not config.get("dataset", {}).get("uri"):
         raise ValueError("dataset.uri is not set; expected a place, whose versions start the training")
-    with empty_dag(config_file, dag_id, settings, params={"replace_source": REPLACE_SOURCE}, **common) as dag:
+    params = {"replace_source": REPLACE_SOURCE}
+    with empty_dag(config_file.name, dag_id, schedule=schedule, params=params, **common) as dag:
         in_order(etl_stages(stages))
-    training_id = f"{dag_id}_train"
-    with empty_dag(config_file, training_id, settings, schedule=[stages.dataset], params=both, **common) as training:
+    on_dataset = [stages.dataset]
+    with empty_dag(config_file.name, f"{dag_id}_train", schedule=on_dataset, params=both, **common) as training:
         in_order(training_stages(stages, ASSET_VERSION))
     return [dag, training]
 
@@ -203,25 +214,48 @@ def in_order(tasks: Sequence[BaseOperator]) -> None:
         before.set_downstream(after)
 
 
-def config_error_dag(config_file: Path, dag_id: str, settings: DagSettings, problem: str) -> DAG:
-    """What stands for a config file that is wrong: people see it, and its schedule fails instead of going silent."""
-    with empty_dag(config_file, dag_id, settings) as dag:
+def config_error_dag(dag_id: str, settings: DagSettings, problem: str) -> DAG:
+    """What stands for DAGs that cannot be built: people see it, and its schedule fails instead of going silent."""
+    from shardmill.jobs.redact import redacted_text
+
+    # Names of files may hold bytes that are no text, which Airflow's database refuses.
+    problem = redacted_text(problem).encode(errors="backslashreplace").decode()
+    logging.getLogger(__name__).error("no DAG for %s", problem)
+    try:
+        schedule = settings.dag_schedule()
+    except ValueError:
+        schedule = None
+    # Airflow allows 250 characters.
+    with empty_dag("config error", dag_id[:250], schedule=schedule) as dag:
         dag.description = f"CONFIG ERROR: {problem}"
-        dag.doc_md = f"**This config file is wrong.**\n\n```text\n{problem}\n```"
+        dag.doc_md = f"**This DAG could not be built.**\n\n```text\n{problem}\n```"
         dag.tags.add("config-error")
         ConfigErrorOperator(task_id="config_error", problem=problem)
     return dag
 
 
-def dags_of_folder(settings: DagSettings) -> dict[str, DAG]:
-    """The DAGs of each config file of the folder, by id. Raises OSError if there is no such folder."""
-    from shardmill.jobs.redact import redacted_text
-
+def config_files(config_dir: str) -> dict[str, list[Path]]:
+    """The config files of the folder by the id of their DAG. Raises OSError if there is no such folder."""
     files: dict[str, list[Path]] = {}
-    for file in sorted(Path(settings.config_dir).iterdir()):
+    for file in sorted(Path(config_dir).iterdir()):
         if file.suffix == ".toml":
             # What Airflow allows in an id.
             files.setdefault("shardmill_" + re.sub(r"[^\w.-]+", "_", file.stem), []).append(file)
+    return files
+
+
+def dags_of_folder(settings: DagSettings) -> dict[str, DAG]:
+    """The DAGs of each config file of the folder, by id; whatever is wrong is said by a DAG, and never raised."""
+    try:
+        files = config_files(settings.config_dir)
+    except OSError as error:
+        problem = f"SHARDMILL_CONFIG_DIR={settings.config_dir!r}: expected a folder of config files ({error})"
+        return {NO_CONFIGS: config_error_dag(NO_CONFIGS, settings, problem)}
+    try:
+        settings.check()
+    except ValueError as error:
+        return {dag_id: config_error_dag(dag_id, settings, str(error)) for dag_id in files}
+
     dags: dict[str, DAG] = {}
     for dag_id, (file, *others) in files.items():
         try:
@@ -233,9 +267,7 @@ def dags_of_folder(settings: DagSettings) -> dict[str, DAG]:
                 raise ValueError(f"its training would be {taken[0]}, which is another config file; rename one of them")
             dags |= {dag.dag_id: dag for dag in built}
         except Exception as error:  # whatever is wrong with one file must not take the DAGs of the others away
-            problem = redacted_text(f"{file}: {error}")
-            logging.getLogger(__name__).error("no DAG for %s", problem)
-            dags[dag_id] = config_error_dag(file, dag_id, settings, problem)
+            dags[dag_id] = config_error_dag(dag_id, settings, f"{file}: {error}")
     return dags
 
 

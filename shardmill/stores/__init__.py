@@ -50,6 +50,12 @@ def open_store(uri: str | Path) -> Store:
 
     Nothing is read or created yet.
     """
+    text = check_place(uri)
+    return STORES[scheme_of(text)](text)
+
+
+def check_place(uri: str | Path) -> str:
+    """A path or URI in the spelling that records have of it. Raises UsageError for an unknown scheme."""
     text = str(uri)
     scheme, _, path = text.partition(":/")
     if scheme in _ALIASES:
@@ -60,10 +66,9 @@ def open_store(uri: str | Path) -> Store:
         meant = f"/{path}" if scheme == "hdfs" else path
         raise UsageError(f"no storage for {text!r}", "expected two slashes", f"did you mean {scheme}://{meant}?")
     scheme = scheme_of(text)
-    problem = STORES.problem_with(scheme)
-    if problem:
+    if problem := STORES.problem_with(scheme):
         raise UsageError(f"no storage for {scheme}:// (given {text!r})", f"{problem}; a local path needs no scheme")
-    return STORES[scheme](text)
+    return text
 
 
 def scheme_of(uri: str) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +112,7 @@ def test_a_failure_is_classified_by_the_summary_of_this_attempt(tmp_path: Path):
     assert seen["doctor"][0] == "AirflowFailException" and "exit code 2" in seen["doctor"][1]
     assert seen["died"][0] == "AirflowException" and "exit code 4" in seen["died"][1]
     assert seen["wrong config"] == ["AirflowFailException", "no section"]
+    assert seen["no command"][0] == "AirflowFailException" and "SHARDMILL_COMMAND" in seen["no command"][1]
     assert seen["killed"][0] == "AirflowException" and "left no reason" in seen["killed"][1]
     assert [code for code in "23456789" if seen[code][0] == "AirflowFailException"] == ["2", "3", "7", "8", "9"]
 
@@ -180,9 +183,77 @@ def test_a_wrong_config_file_takes_no_other_dag_away_and_secrets_are_in_none(tmp
     assert all(f'"{name}": "{value}"' in shown["shardmill_good"][-1] for name, value in PLAIN_SETTINGS.items())
 
 
-def test_a_missing_config_folder_is_an_import_error(tmp_path: Path):
-    with pytest.raises(AssertionError, match="No such file or directory"):
-        python("import airflow_dags.shardmill_dag", tmp_path)
+def bagged(folder: Path, *cases: dict[str, str]) -> list[dict[str, Any]]:
+    """What Airflow itself takes up from the DAG file, for each set of variables."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    printed = program("bagged_dags", folder, folder / "cases.json")
+    return json.loads(printed.splitlines()[-1])
+
+
+def test_a_config_that_fails_while_its_dag_is_built_leaves_no_half_of_it(tmp_path: Path):
+    write_config(tmp_path, "good", tmp_path)
+    configs = tmp_path / "configs"
+    configs.joinpath("number.toml").write_text("[dataset]\nuri = 5\n")
+    configs.joinpath("model.toml").write_text("[dataset]\nuri = '/d'\n[models]\nuri = ['a', 'b']\n")
+    # The dataset's asset is refused by Airflow, when the first task is there already.
+    configs.joinpath("long.toml").write_text(f"[dataset]\nuri = '/{'d' * 1600}'\n")
+    configs.joinpath(f"{'n' * 250}.toml").write_text("[dataset]\nuri = '/d'\n")
+    (tmp_path / "configs").joinpath(os.fsdecode(b"caf\xe9.toml")).write_text("[dataset]\nuri = '/d'\n")
+    for shown in bagged(tmp_path, {}, {"TRAIN_ON_ASSET": "true"}):
+        assert shown["errors"] == {}
+        wrong = {name: dag for name, dag in shown["dags"].items() if not name.startswith("shardmill_good")}
+        assert sorted(name[:15] for name in wrong) == [
+            "shardmill_caf_", "shardmill_long", "shardmill_model", "shardmill_nnnnn", "shardmill_numbe",
+        ]  # fmt: skip
+        for dag in wrong.values():
+            assert (dag["tasks"], dag["tags"]) == (["config_error"], ["config-error", "shardmill"])
+        assert "dataset.uri = 5 is not a text" in wrong["shardmill_number"]["description"]
+        assert "models.uri = ['a', 'b'] is not a text" in wrong["shardmill_model"]["description"]
+        assert "1500 characters" in wrong["shardmill_long"]["description"]
+        assert "caf\\udce9.toml" in wrong["shardmill_caf_"]["description"]
+        good = [
+            task for name, dag in shown["dags"].items() if name.startswith("shardmill_good") for task in dag["tasks"]
+        ]
+        assert sorted(good) == sorted(STAGES)
+
+
+WRONG_VARIABLES = [
+    {"SCHEDULE": "@dayly"},
+    {"SCHEDULE": "99 * * * *"},
+    {"SCHEDULE": "daily"},
+    # The thirty-first of February never comes.
+    {"SCHEDULE": "0 0 31 2 *"},
+    {"RETRIES": "many"},
+    {"RETRIES": "-1"},
+    # Airflow's database has no room for it.
+    {"RETRIES": "99999999999"},
+    {"RETRY_DELAY_SECONDS": "0"},
+    {"RETRY_DELAY_SECONDS": "9" * 20},
+    {"EXECUTION_TIMEOUT_SECONDS": "1.5"},
+    {"COMMAND": 'shardmill "'},
+    {"COMMAND": " "},
+    {"WORKDIR": "s3:/bucket"},
+    {"WORKDIR": "s4://bucket"},
+    {"REPORTS_URL": "reports.example.org"},
+    {"TRAIN_ON_ASSET": "perhaps"},
+    {"CONFIG_DIR": "/nowhere"},
+    {"CONFIG_DIR": "/etc/hostname"},
+]
+RIGHT_VARIABLES = [{"SCHEDULE": text} for text in ("@daily", "@once", "@continuous", "*/5 * * * *", "0 0 29 2 *")]
+
+
+def test_a_wrong_variable_is_a_dag_that_names_it(tmp_path: Path):
+    write_config(tmp_path, "one", tmp_path)
+    shown = bagged(tmp_path, *WRONG_VARIABLES, *RIGHT_VARIABLES)
+    for given, seen in zip(WRONG_VARIABLES, shown[: len(WRONG_VARIABLES)], strict=True):
+        [(name, value)] = given.items()
+        assert seen["errors"] == {}
+        [(dag_id, dag)] = seen["dags"].items()
+        assert dag_id == ("shardmill_config_error" if name == "CONFIG_DIR" else "shardmill_one")
+        assert (dag["tasks"], dag["tags"]) == (["config_error"], ["config-error", "shardmill"])
+        assert dag["description"].startswith(f"CONFIG ERROR: SHARDMILL_{name}={value!r}: expected "), dag
+    for seen in shown[len(WRONG_VARIABLES) :]:
+        assert seen["dags"]["shardmill_one"]["tasks"] == STAGES
 
 
 def test_a_copy_of_the_dag_file_finds_the_installed_jobs(tmp_path: Path):

@@ -54,6 +54,8 @@ os.environ["SHARDMILL_COMMAND"] = "sh"
 # The failures above are on record still: a death without a word must not be taken for one of them.
 try_it("killed", killed)
 try_it("died", died)
+os.environ["SHARDMILL_COMMAND"] = "/nowhere/shardmill"
+try_it("no command", died)
 for code in (2, 3, 4, 5, 6, 7, 8, 9):
     write_summary(workdir, "codes", RunState("failed", code, "e"))
     seen[code] = [type(RunFolder(workdir, "codes").failure("etl", "ended")).__name__, ""]
