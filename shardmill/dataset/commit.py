@@ -17,10 +17,12 @@ from shardmill.dataset.index import check_files, read_shards, write_index
 from shardmill.dataset.layout import Layout
 from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.manifest import (
+    DIGEST_RULE,
     Counts,
     Manifest,
     SplitInfo,
     content_digest,
+    digested_classes,
     encode_manifest,
     manifest_path,
     parse_manifest,
@@ -123,7 +125,8 @@ def _draft(
 ) -> Manifest:  # fmt: skip
     layout = Layout(shard for result in results for shard in result.shards if shard.format == build.formats[0])
     splits = {name: _split_info(total, layout) for name, total in totals.items()}
-    content = content_digest(build.columns, build.class_names, build.normalization_fingerprint, splits)
+    classes = digested_classes(build.class_names, splits)
+    content = content_digest(build.columns, classes, build.normalization_fingerprint, splits)
     # Index and ledger are published while the manifest is made: a crash here leaves files that nothing names.
     return Manifest(
         version=parent_version + 1,
@@ -132,8 +135,9 @@ def _draft(
         operation=build.operation,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         parent_version=parent_version or None,
+        digest_rule=DIGEST_RULE,
         content_digest=content,
-        layout_digest=layout.digest(content, build.class_names),
+        layout_digest=layout.digest(content, build.class_names, classes),
         columns=build.columns,
         formats=build.formats,
         class_names=build.class_names,

@@ -43,13 +43,13 @@ class Layout:
                 self.num_chunks[shard.split] += 1
         self.num_shards[shard.split] += 1
 
-    def digest(self, content_digest: str, class_names: Sequence[str]) -> str:
-        """The layout digest: over the ordered chunks of each split, and over the numbers of the classes, which the
-        content digest leaves out, where they do not follow from their names.
+    def digest(self, content_digest: str, class_names: Sequence[str], classes: Sequence[str]) -> str:
+        """The layout digest: over the ordered chunks of each split, and over the label map `class_names`, unless that
+        is the `classes` which the content digest covers, numbered in the order of their names.
 
         It is that of one canonical JSON object, which is never whole in memory.
         """
-        numbers = {} if list(class_names) == sorted(class_names) else {"class_names": list(class_names)}
+        numbers = {} if tuple(class_names) == tuple(classes) else {"class_names": list(class_names)}
         rest = json.dumps({"content": content_digest, **numbers}, sort_keys=True, separators=(",", ":"))
         found = hashlib.sha256(b'{"chunks":{')
         with as_storage_error(tempfile.gettempdir()):

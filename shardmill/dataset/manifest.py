@@ -20,6 +20,8 @@ from shardmill.typed_columns import LABEL, LABEL_TYPES, ExtraColumn, are_types_k
 
 SCHEMA_VERSION = 1
 MANIFESTS = "manifests"
+DIGEST_RULE = 2
+"""How the digests of a new version cover its classes (see `digested_classes`)."""
 
 Operation = Literal["full", "incremental", "append", "compact", "expire", "rollback"]
 """What made a version: a `full` build of its source, an `incremental` one of what had changed, an `append` of a source
@@ -113,6 +115,8 @@ class Manifest(Section):
     """For a rollback: the version whose files this one names."""
     expired_versions: tuple[VersionRange, ...] = ()
     """All versions that had expired when this one was committed: their manifests stay, their files may be deleted."""
+    digest_rule: Literal[1, 2] = 1
+    """How both digests cover the classes; 1 in a version that an older shardmill committed."""
     content_digest: str = Field(pattern="^[0-9a-f]{64}$")
     layout_digest: str = Field(pattern="^[0-9a-f]{64}$")
     columns: dict[str, str]
@@ -147,12 +151,15 @@ class Manifest(Section):
         return columns
 
     @property
+    def digested_classes(self) -> tuple[str, ...]:
+        """The classes that its digests cover."""
+        return digested_classes(self.class_names, self.splits, self.digest_rule)
+
+    @property
     def empty_classes(self) -> tuple[str, ...]:
         """Classes of the label map of which no split has an image."""
-        counts = [split.class_counts for split in self.splits.values()]
-        return tuple(
-            name for label, name in enumerate(self.class_names) if not any(of_split[label] for of_split in counts)
-        )
+        used = set(digested_classes(self.class_names, self.splits))
+        return tuple(name for name in self.class_names if name not in used)
 
     @property
     def evaluation_split(self) -> str | None:
@@ -257,15 +264,30 @@ def _canonical(body: dict[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
+def digested_classes(
+    class_names: Sequence[str], splits: dict[str, SplitInfo], rule: int = DIGEST_RULE
+) -> tuple[str, ...]:
+    """The classes that the digests cover, sorted by name: by rule 2 those that have an image in any split.
+
+    A class that has lost its last image stays in the label map, and a full build of the same source never sees it: by
+    rule 1, which covers the whole label map, the two had equal rows and different digests.
+    """
+    counts = [split.class_counts for split in splits.values()]
+    is_empty = [not any(of_split[label] for of_split in counts) for label in range(len(class_names))]
+    return tuple(sorted(name for name, empty in zip(class_names, is_empty, strict=True) if rule == 1 or not empty))
+
+
 def content_digest(
-    columns: dict[str, str], class_names: Sequence[str], normalization_fingerprint: str, splits: dict[str, SplitInfo]
+    columns: dict[str, str], classes: Sequence[str], normalization_fingerprint: str, splits: dict[str, SplitInfo]
 ) -> str:
-    """Order-free: columns, class names, normalization, and each split's number of rows and sum of row digests."""
+    """Order-free: columns, classes, normalization, and each split's number of rows and sum of row digests.
+
+    `classes`: the `digested_classes`.
+    """
     return canonical_digest(
         {
             "columns": columns,
-            # Sorted: a label map that has grown lists its names in the order in which they came.
-            "class_names": sorted(class_names),
+            "class_names": list(classes),
             "normalization": normalization_fingerprint,
             "splits": {name: [split.num_rows, split.row_digest_sum] for name, split in splits.items()},
         }

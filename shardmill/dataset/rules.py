@@ -170,7 +170,7 @@ class RecordRules:
             total = add_digests(*(int.from_bytes(digest, "big") for digest in self.column("row_sha256", split)))
             require(format_digest(total) == info.row_digest_sum, f"the rows of split {split} are not the counted ones")
         actual = content_digest(
-            manifest.columns, manifest.class_names, manifest.normalization_fingerprint, manifest.splits
+            manifest.columns, manifest.digested_classes, manifest.normalization_fingerprint, manifest.splits
         )
         require(actual == manifest.content_digest, f"content digest {actual}, manifest says {manifest.content_digest}")
         return actual[:16]
@@ -178,7 +178,9 @@ class RecordRules:
     def layout(self) -> str:
         manifest = self.dataset.manifest
         shards = (shard for shard in self.dataset.shards if shard.format == manifest.formats[0])
-        actual = Layout(shards).digest(manifest.content_digest, manifest.class_names)
+        actual = Layout(shards).digest(
+            manifest.content_digest, manifest.class_names, manifest.digested_classes
+        )
         require(actual == manifest.layout_digest, f"layout digest {actual}, manifest says {manifest.layout_digest}")
         return actual[:16]
 

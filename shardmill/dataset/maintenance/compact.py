@@ -145,7 +145,7 @@ def _draft(dataset: Dataset, after: dict[str, list[_Copies]], run_id: str) -> Ma
         run_id,
         content=manifest,
         splits=splits,
-        layout_digest=layout.digest(manifest.content_digest, manifest.class_names),
+        layout_digest=layout.digest(manifest.content_digest, manifest.class_names, manifest.digested_classes),
         index_segments=write_index(dataset.store, shards),
     )
 
