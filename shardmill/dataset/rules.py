@@ -178,9 +178,7 @@ class RecordRules:
     def layout(self) -> str:
         manifest = self.dataset.manifest
         shards = (shard for shard in self.dataset.shards if shard.format == manifest.formats[0])
-        actual = Layout(shards).digest(
-            manifest.content_digest, manifest.class_names, manifest.digested_classes
-        )
+        actual = Layout(shards).digest(manifest.content_digest, manifest.class_names, manifest.digested_classes)
         require(actual == manifest.layout_digest, f"layout digest {actual}, manifest says {manifest.layout_digest}")
         return actual[:16]
 

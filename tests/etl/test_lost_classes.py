@@ -167,7 +167,12 @@ def test_a_class_of_several_that_no_row_has_any_more(tmp_path: Path):
 
 def test_a_layout_tells_label_maps_apart_that_give_its_classes_other_numbers(tmp_path: Path):
     write_images(tmp_path / "images", num_images=30, num_classes=2)
-    maps = [("class_0", "class_1"), ("class_1", "class_0"), ("class_0", "between", "class_1"), ("class_0", "class_1", "x")]
+    maps = [
+        ("class_0", "class_1"),
+        ("class_1", "class_0"),
+        ("class_0", "between", "class_1"),
+        ("class_0", "class_1", "x"),
+    ]
     manifests = [build(tmp_path, f"dataset_{place}", label_map=names).manifest for place, names in enumerate(maps)]
     assert len({each.content_digest for each in manifests}) == 1
     assert len({each.layout_digest for each in manifests}) == len(maps)
