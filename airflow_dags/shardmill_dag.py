@@ -29,6 +29,8 @@ from airflow_dags.operators import RUN_ID, ConfigErrorOperator, ShardmillOperato
 from airflow_dags.settings import DagSettings, dag_settings
 
 VERSION = "{{ ti.xcom_pull(task_ids='etl')['version'] }}"
+# Of both DAGs: what `verify` has found to be whole, also if the latest version is another one by now.
+VERIFIED_VERSION = "{{ ti.xcom_pull(task_ids='verify')['version'] }}"
 # The newest of those whose events started the run; 0, which is the latest, if a person did.
 ASSET_VERSION = (
     "{{ (triggering_asset_events.values() | map('list') | sum(start=[])"
@@ -103,9 +105,11 @@ class Stages:
     def models(self) -> Asset:
         return Asset(name=f"{self.name}_model", uri=asset_uri(self._given_models() or f"{self.workdir}/models"))
 
-    def command(self, stage: str, publishes: Asset | None = None, **kwargs: Any) -> ShardmillOperator:
+    def command(
+        self, stage: str, *more_arguments: str, publishes: Asset | None = None, **kwargs: Any
+    ) -> ShardmillOperator:
         """A stage as a command."""
-        arguments = [stage, str(self.config_file), *self._common()]
+        arguments = [stage, str(self.config_file), *self._common(), *more_arguments]
         return ShardmillOperator(
             task_id=stage, stage=stage, arguments=arguments, workdir=self.workdir, **_outlet(publishes), **kwargs
         )
@@ -199,11 +203,12 @@ def etl_stages(stages: Stages) -> list[BaseOperator]:
 def training_stages(stages: Stages, version: str) -> list[BaseOperator]:
     """A dataset version, given by a template -> a promoted model."""
     return [
-        stages.command("verify"),
-        stages.spark("train", "--until", "export", "--dataset-version", version, flags={"fresh": "--fresh"}),
+        stages.command("verify", "--dataset-version", version),
+        stages.spark("train", "--until", "export", "--dataset-version", VERIFIED_VERSION, flags={"fresh": "--fresh"}),
+        # These take the export that `train` has recorded for this run.
         stages.command("evaluate"),
         stages.command("gate"),
-        stages.command("promote", stages.models, flags={"require_promotion": "--require"}),
+        stages.command("promote", publishes=stages.models, flags={"require_promotion": "--require"}),
         stages.command("report"),
     ]
 

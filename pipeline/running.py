@@ -12,7 +12,7 @@ from pipeline.config_file import to_toml
 from pipeline.progress import RunProgress
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
-from shardmill.jobs.run_files import RUNNING, StageRecord, failed_stage
+from shardmill.jobs.run_files import RUNNING, StageRecord, dataset_section, failed_stage
 from shardmill.jobs.run_record import RunRecord, recording
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def verify_record(report: VerifyReport) -> StageRecord:
         report.raise_if_failed()
     except ShardmillError as error:
         return failed_stage("verify", error)
-    return StageRecord(stage="verify")
+    return StageRecord(stage="verify", sections={"dataset": dataset_section(report.pin, report.manifest)})
 
 
 def setting(tree: PipelineTree, workdir: str) -> str:

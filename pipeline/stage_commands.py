@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -75,9 +75,12 @@ def verify(
     context: typer.Context,
     dataset: DatasetArgument,
     deep: Annotated[bool, typer.Option("--deep", help="Re-read every byte of every shard.")] = False,
+    version: Annotated[
+        int, typer.Option("--dataset-version", min=0, help="Check this version of the dataset; 0: none in particular.")
+    ] = 0,
 ) -> None:
     common: Common = context.obj
-    report = _verified(dataset, common, deep=deep)
+    report = _verified(dataset, common, version, deep=deep)
     print_result(common, verify_document(report), verify_rows(report), title=f"{report.uri}@{report.version}")
     try:
         report.raise_if_failed()
@@ -214,16 +217,20 @@ def _print_record(common: Common, record: StageRecord) -> None:
     print_result(common, machine, stage_rows(record), title=stage_title(record))
 
 
-def _verified(dataset_or_config: str, common: Common, *, deep: bool) -> VerifyReport:
+def _verified(dataset_or_config: str, common: Common, version: int, *, deep: bool) -> VerifyReport:
     """With a config file, the check is a stage of the run; a bare dataset leaves no run record."""
     from shardmill.dataset.open import open_dataset
     from shardmill.dataset.verify import verify_dataset
 
+    def named(uri: str) -> str:
+        return f"{split_version(uri)[0]}@{version}" if version else uri
+
     if not dataset_or_config.endswith(".toml"):
-        return verify_dataset(open_dataset(existing_path(dataset_or_config)), deep=deep)
+        return verify_dataset(open_dataset(named(existing_path(dataset_or_config))), deep=deep)
     with open_run(dataset_or_config, common) as run:
         require(run.tree, "dataset")
-        uri = _dataset_of_run(run)
+        # Not what an earlier attempt of this stage has checked: a later version may be there by now.
+        uri = named(_dataset_of_run(run, ("etl",)))
         return run.stage(
             "verify",
             lambda: verify_dataset(open_dataset(uri), deep=deep, on_shard=run.progress.shard_verified),
@@ -278,12 +285,15 @@ def _export_of_run(run: Run) -> ExportOutcome:
     return export_training(trained.models_uri, run.tree.train, trained.result, run.id)
 
 
-def _dataset_of_run(run: Run) -> str:
-    """DATASET@N as it was asked for, or as this run's ETL committed it; without either, what the config names."""
+def _dataset_of_run(run: Run, stages: Sequence[str] = ("etl", "verify")) -> str:
+    """DATASET@N as it was asked for, or as the last of `stages` in this run committed or checked it; without either,
+    what the config names."""
     if split_version(run.tree.dataset.uri)[1] is not None:
         return run.tree.dataset.uri
-    earlier = read_stage_record(run.record.workdir, run.id, "etl")
-    if earlier is None or earlier.status == "failed":
+    records = [read_stage_record(run.record.workdir, run.id, stage) for stage in stages]
+    # An older shardmill's check does not say of which version it was.
+    ended = [each for each in records if each is not None and each.status != "failed" and "dataset" in each.sections]
+    if not ended:
         return run.tree.dataset.uri
-    dataset = earlier.sections["dataset"]
+    dataset = max(ended, key=lambda each: each.started).sections["dataset"]
     return f"{dataset['uri']}@{dataset['version']}"

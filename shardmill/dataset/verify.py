@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.deep import read_everything
+from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.rules import RecordRules
 from shardmill.dataset.segment import RESTORE
 from shardmill.errors import IntegrityError, SecurityRefusal, ShardmillError, StorageError
+from shardmill.values import DatasetPin
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +28,18 @@ class Check:
 class VerifyReport:
     """All rules of one version."""
 
-    uri: str
-    version: int
+    pin: DatasetPin
+    manifest: Manifest
     deep: bool
     checks: tuple[Check, ...]
+
+    @property
+    def uri(self) -> str:
+        return self.pin.uri
+
+    @property
+    def version(self) -> int:
+        return self.pin.version
 
     @property
     def problems(self) -> tuple[Check, ...]:
@@ -75,7 +85,7 @@ def verify_dataset(
         rule = "every byte has its checksums, and every row decodes to what was counted"
         checks.append((rule, lambda: read_everything(dataset, rules.rows_of, on_shard)))
     found = tuple(_checked(rule, check) for rule, check in checks)
-    return VerifyReport(dataset.pin.uri, dataset.pin.version, deep, found)
+    return VerifyReport(dataset.pin, dataset.manifest, deep, found)
 
 
 def _checked(rule: str, check: Callable[[], str]) -> Check:
