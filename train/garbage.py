@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardmill.dataset.maintenance.retention import UNPUBLISHED, Garbage, Retention
@@ -16,21 +16,18 @@ from shardmill.errors import CommitConflict, IntegrityError, UsageError
 from shardmill.failpoints import failpoint
 from shardmill.jobs.reach import REACH, planted
 from shardmill.storage import Store, StoredFile
-from train.checkpoints.attempts import ATTEMPTS
 from train.checkpoints.checkpoint import MARKER, complete_checkpoints
-from train.initialization.initialize import INITIALIZED
 from train.published.current import CURRENT, read_history
 from train.published.exported import ARTIFACTS, EXPORTS, Export, read_export
 from train.records import record_numbers, record_path
-from train.trainings import TRAININGS, read_result
-from train.values import CONFUSION, EXCHANGED_FILES, PROFILES, RESULT
+from train.trainings import FRESH, TRAININGS, read_result
+from train.values import RESULT
 
 _FOLDERS = (TRAININGS, ARTIFACTS, EXPORTS, CURRENT, REACH)
-_ATTEMPT = r"v\d{8}-[0-9a-f]{8}/epochs-\d+-\w+(?:/fresh-\d{8})?"
-_TRAINING_FILE = re.compile(
-    rf"({TRAININGS}/[0-9a-f]+/{_ATTEMPT})/(?:{RESULT}|{INITIALIZED}|{CONFUSION}|{ATTEMPTS}/\d+\.json"
-    rf"|{EXCHANGED_FILES}/.+|{PROFILES}/.+|checkpoints/([^/]+)/.+)"
-)
+_FIRST = rf"{TRAININGS}/[0-9a-f]+/v\d{{8}}-[0-9a-f]{{8}}/epochs-\d+-\w+"
+# Every file below its folder is a training's: what `train` learns to keep there goes with it.
+_TRAINING_FILE = re.compile(rf"({_FIRST}(?:/{FRESH}-\d{{8}})?)/.+")
+_FRESH_RECORD = re.compile(rf"({_FIRST})/{FRESH}/(\d{{8}})\.json")
 
 Files = Mapping[str, list[StoredFile]]
 """Files by the folder of their training, their checkpoint, or their export."""
@@ -66,8 +63,8 @@ def plan_models(store: Store, retention: Retention, now: float) -> ModelsReport:
         return now - file.mtime_ns / 1e9 > retention.older_than_seconds
 
     exports = [read_export(store.uri, number) for number in record_numbers(store, EXPORTS)]
-    artifacts = _by_folder(store.list(ARTIFACTS), re.compile(rf"({ARTIFACTS}/[^/]+)/.+"))
-    trainings = _by_folder(store.list(TRAININGS), _TRAINING_FILE)
+    artifacts = _by_folder(store.list(ARTIFACTS), _matched(rf"({ARTIFACTS}/[^/]+)/.+"))
+    trainings = _by_folder(store.list(TRAININGS), _training_of_file)
 
     # Choose: by number and age, but for what is needed.
     kept_exports = _kept_exports(store, exports, artifacts, retention, now)
@@ -177,7 +174,7 @@ def _training_of(checkpoint: str) -> str:
 def _unfinished(trainings: Files, kept: set[str]) -> Iterator[StoredFile]:
     """Of checkpoints without a marker in trainings that stay: whoever wrote them was killed."""
     for folder in kept:
-        checkpoints = _by_folder(trainings[folder], re.compile(r"(.*/checkpoints/[^/]+)/.+"))
+        checkpoints = _by_folder(trainings[folder], _matched(rf"({re.escape(folder)}/checkpoints/[^/]+)/.+"))
         for path, files in checkpoints.items():
             if not any(file.path == f"{path}/{MARKER}" for file in files):
                 yield from files
@@ -191,16 +188,36 @@ def _records(store: Store, exports: list[Export]) -> Iterator[Garbage]:
 
 
 def _deletion_order(file: StoredFile) -> int:
+    """The result, then what else an equal training would obey, then the files of checkpoints."""
     name = file.path.rpartition("/")[2]
-    return 0 if name == RESULT else 1 if name == MARKER else 2
+    return 0 if name == RESULT else 2 if "/checkpoints/" in file.path and name != MARKER else 1
 
 
-def _by_folder(files: Iterator[StoredFile] | list[StoredFile], pattern: re.Pattern[str]) -> Files:
+def _training_of_file(path: str) -> str | None:
+    """The folder of the training that a file belongs to, which need not be the folder that it is in."""
+    asked = _FRESH_RECORD.fullmatch(path)
+    if asked:
+        return f"{asked[1]}/{FRESH}-{asked[2]}"
+    match = _TRAINING_FILE.fullmatch(path)
+    return match[1] if match else None
+
+
+def _matched(pattern: str) -> Callable[[str], str | None]:
+    """The first group of the pattern in a path that matches it."""
+
+    def folder_of(path: str) -> str | None:
+        match = re.fullmatch(pattern, path)
+        return match[1] if match else None
+
+    return folder_of
+
+
+def _by_folder(files: Iterable[StoredFile], folder_of: Callable[[str], str | None]) -> Files:
     found: defaultdict[str, list[StoredFile]] = defaultdict(list)
     for file in files:
-        match = pattern.fullmatch(file.path)
-        if match:
-            found[match[1]].append(file)
+        folder = folder_of(file.path)
+        if folder is not None:
+            found[folder].append(file)
     return found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,21 +13,29 @@ import pytest
 
 from shardmill.dataset.maintenance.retention import Retention
 from shardmill.errors import IntegrityError, UsageError
+from shardmill.failpoints import VARIABLE
+from shardmill.jobs.config import SparkConfig
 from shardmill.options import NormalizeOptions
 from shardmill.sealed import seal, seal_file
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from tests.train.checkpoints import write_checkpoint
+from tests.train.test_job import tree_of
 from train.checkpoints.attempts import claim_attempt
 from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity
+from train.choosing.auto import resolve
+from train.choosing.kept_choice import CHOSEN, keep, read_choice
+from train.choosing.memory import MEMORY
 from train.garbage import ModelsReport, collect_models, plan_models
+from train.initialization.initialize import INITIALIZED
 from train.progress import BestEpoch, Progress
 from train.published.current import CURRENT, Pointer
 from train.published.exported import EXPORTS, ExportRecord
 from train.records import put_record, record_numbers
-from train.trainings import TRAININGS
+from train.trainings import FRESH, TRAININGS, FreshTraining
 from train.values import CONFUSION, EXCHANGED_FILES, PROFILES, RESULT, ModelIdentity, TimeShares, TrainResult, to_json
 
+ROOT = Path(__file__).parents[2]
 _PIN, _MODEL = DatasetPin("dataset", 1, "0" * 64), ModelIdentity("", "")
 _HOUR = 3600.0
 
@@ -129,6 +139,82 @@ def test_old_trainings_go_but_for_what_others_and_exports_name(tmp_path: Path):
         folder.split("/epochs")[0] for folder in (exported, shorter, continued, newest)
     }
     assert not list((tmp_path / TRAININGS / f"{3:016x}").rglob("*"))
+
+
+def leave_everything(models: Path, number: int, *, fresh: int = 0) -> str:
+    """What a training may leave beside its checkpoints and result, and a later shardmill perhaps more."""
+    first = training(models, number)
+    folder, store = f"{first}/{FRESH}-{fresh:08d}" if fresh else first, open_store(models)
+    if fresh:
+        assert put_record(store, f"{first}/{FRESH}", fresh, FreshTraining(run_id=f"run-{fresh}"))
+        keeps = CheckpointFolder(claim_attempt(store, folder, 1), 1)
+        write_checkpoint(keeps, 7, TrainingIdentity(_PIN, "plan", _MODEL, {}), Progress())
+    for name in (CHOSEN, MEMORY, INITIALIZED, "later.json", "later/1/x"):
+        store.put(f"{folder}/{name}", b"")
+    age(models / first, (100 - number) * _HOUR)
+    return folder
+
+
+def test_nothing_of_a_deleted_training_is_left(tmp_path: Path):
+    gone = leave_everything(tmp_path, 1)
+    kept = leave_everything(tmp_path, 2)
+    before = {path for path in files(tmp_path) if path.startswith(kept)}
+    assert collect(tmp_path, 1).expired_trainings == (gone,)
+    assert {path for path in files(tmp_path) if path.startswith(TRAININGS)} == before
+    assert not list((tmp_path / TRAININGS / f"{1:016x}").rglob("*"))
+
+
+@pytest.mark.parametrize("killed", ["gc_delete:2", "gc_delete:4", "gc_delete:9"])
+def test_a_killed_gc_of_a_training_is_finished_by_the_next(tmp_path: Path, killed: str):
+    gone, kept = leave_everything(tmp_path, 1), leave_everything(tmp_path, 2)
+    code = (
+        "import sys; from pathlib import Path; from tests.train.test_garbage import collect; "
+        "collect(Path(sys.argv[1]), 1)"
+    )
+    environment = {**os.environ, VARIABLE: killed}
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, env=environment, check=False, timeout=300)
+    assert done.returncode == -9
+    assert any(path.startswith(gone) for path in files(tmp_path)) and f"{gone}/{RESULT}" not in files(tmp_path)
+    collect(tmp_path, 1)
+    assert all(path.startswith(kept) for path in files(tmp_path) if path.startswith(TRAININGS))
+
+
+def test_a_training_that_was_asked_for_goes_with_its_record_and_numbers_go_on(tmp_path: Path):
+    gone = leave_everything(tmp_path, 1, fresh=1)
+    first = gone.rpartition("/")[0]
+    # Another one of the same settings is young: it stays, and so does the record that leads to it.
+    store = open_store(tmp_path)
+    assert put_record(store, f"{first}/{FRESH}", 2, FreshTraining(run_id="run-2"))
+    store.put(f"{first}/{FRESH}-00000002/{CHOSEN}", b"")
+    report = collect(tmp_path, 0)
+    assert report.expired_trainings == (first, gone)
+    assert report.retained_trainings == (f"{first}/{FRESH}-00000002",)
+    left = {path for path in files(tmp_path) if path.startswith(TRAININGS)}
+    assert left == {f"{first}/{FRESH}/00000002.json", f"{first}/{FRESH}-00000002/{CHOSEN}"}
+    # Of the last one nothing is left either: an equal training is the first one again.
+    age(tmp_path / first, 3 * _HOUR)
+    collect(tmp_path, 0)
+    assert not any(path.startswith(TRAININGS) for path in files(tmp_path))
+
+
+def test_an_equal_training_after_gc_chooses_anew(tiny_uri: str, tmp_path: Path, choice_of):
+    tree = tree_of(tiny_uri, tmp_path, num_workers=2)
+    _, _, choice, store = choice_of(tmp_path, tree)
+    chosen = resolve(tree.train, SparkConfig()).with_strategy("multi_worker_mirrored", "as it was then")
+    keep(store, choice, chosen, SparkConfig())
+    _, _, asked, _ = choice_of(tmp_path, tree)
+    assert read_choice(store, asked) is not None
+    newer = training(tmp_path, 99)
+    age(tmp_path / choice.training_dir, 50 * _HOUR)
+    assert collect(tmp_path, 1).retained_trainings == (newer,)
+    _, _, again, _ = choice_of(tmp_path, tree)
+    assert again.training_dir == choice.training_dir and read_choice(store, again) is None
+    # Nor is a training that somebody asked for the one that an equal training goes on with.
+    assert put_record(store, f"{choice.training_dir}/{FRESH}", 1, FreshTraining(run_id="r"))
+    assert choice_of(tmp_path, tree)[2].training_dir == f"{choice.training_dir}/{FRESH}-00000001"
+    age(tmp_path / choice.training_dir, 50 * _HOUR)
+    collect(tmp_path, 1)
+    assert choice_of(tmp_path, tree)[2].training_dir == choice.training_dir
 
 
 def test_what_killed_processes_left_goes_by_age_alone(tmp_path: Path):
