@@ -78,7 +78,7 @@ def measured(way: str, folder: Path) -> dict[str, float]:
         )
         finished = Finished(listing, map(unit_result, range(num_rows // (_CHUNKS_PER_UNIT * _ROWS_PER_CHUNK))))
         layout = Layout(shard for result in finished.results for shard in result.shards if shard.format == "parquet")
-        layout.digest("", ())
+        layout.digest("", (), ())
         index = write_index(store, (shard for result in finished.results for shard in result.shards))
         (folder / "index.json").write_text(json.dumps([asdict(segment) for segment in index]))
         found = layout.num_chunks["train"]
