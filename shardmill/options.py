@@ -59,6 +59,8 @@ class NormalizeOptions(Section):
     """A source with a longer side is rejected as `too_many_pixels`."""
     min_source_side_pixels: int = Field(default=1, ge=1)
     """A source with a shorter side is left out as `too_small`; that counts against no limit, it was asked for."""
+    significant_bits: int = Field(default=16, ge=9, le=16)
+    """Of the samples of 16-bit sources that do not declare it; 12 for most medical and scientific cameras."""
     max_aspect_ratio: float = Field(default=100, ge=1)
     """A source whose longer side is more than this many times its shorter one is rejected as `aspect_ratio`."""
 

@@ -16,7 +16,10 @@ from shardmill.images.kernel import NATIVE_ID, resolve_kernel
 from shardmill.options import NormalizeOptions
 
 # Increase it with every change to this package that can change a pixel or a rejection.
-RULES_VERSION = 3
+RULES_VERSION = 4
+# Older rules of which the pixels of all ordinary files are those of today: what was trained on them still serves.
+# 3: rejected what libjpeg warns of, took the preview of a TIFF, and did not look for the declared bits of 16-bit files.
+SERVED_RULES = (3,)
 DECODER_ID = (
     f"rules-{RULES_VERSION}+simplejpeg-{simplejpeg.__version__}+opencv-{cv2.__version__}"
     f"+pillow-{PIL.__version__}+littlecms-{features.version('littlecms2')}+shrink-area+enlarge-linear-exact+ipp-off"
@@ -30,12 +33,24 @@ def decoder_id(options: NormalizeOptions) -> str:
     return f"{DECODER_ID}+{NATIVE_ID}" if resolve_kernel(options.kernel) == "native" else DECODER_ID
 
 
+def is_served(options: NormalizeOptions, fingerprint: str) -> bool:
+    """Whether this machine makes the pixels that a model was trained on, whose dataset has this fingerprint."""
+    here = decoder_id(options)
+    before = [here.replace(f"rules-{RULES_VERSION}+", f"rules-{rules}+", 1) for rules in SERVED_RULES]
+    return fingerprint in [_fingerprint(options, each) for each in (here, *before)]
+
+
 def normalization_fingerprint(options: NormalizeOptions) -> str:
     """SHA-256 over the options and `decoder_id`: equal fingerprints promise equal stored bytes for equal sources."""
+    return _fingerprint(options, decoder_id(options))
+
+
+def _fingerprint(options: NormalizeOptions, decoder: str) -> str:
     deciding = options.model_dump(mode="json")
     # The kernel is in the id: what the wheels made before there was a choice keeps its fingerprint.
     del deciding["kernel"]
-    # So does what was made before there was this one, whose default leaves nothing out.
-    if options.min_source_bytes == 1:
-        del deciding["min_source_bytes"]
-    return canonical_digest({"options": deciding, "decoder_id": decoder_id(options)})
+    # So does what was made before there were these, whose defaults change nothing.
+    for name in ("min_source_bytes", "significant_bits"):
+        if deciding[name] == NormalizeOptions.model_fields[name].default:
+            del deciding[name]
+    return canonical_digest({"options": deciding, "decoder_id": decoder})

@@ -12,7 +12,7 @@ from shardmill.images.pixels import apply_orientation
 
 ORIENTATION_TAG = 0x0112
 MPO_IMAGE_COUNT_TAG = 0xB001
-TYPE_SIZES_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8}
+TYPE_SIZES_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}
 # An honest directory holds some dozens of entries, and no tag that we read has more values than an image has strips.
 MAX_ENTRIES = 4096
 MAX_VALUES = 1 << 18
@@ -47,7 +47,7 @@ class Directory:
     next_start: int
 
     def integers(self, tag: int) -> tuple[int, ...]:
-        """The values of a SHORT or LONG tag, empty if it is absent."""
+        """The values of a SHORT, LONG or IFD tag, empty if it is absent."""
         entry = self.entries.get(tag)
         if entry is not None and entry.count > MAX_VALUES:
             raise BadDirectory(f"tag {tag} has {entry.count} values")
@@ -57,6 +57,13 @@ class Directory:
         """The first value alone, however many the tag declares."""
         values = self._unpack(tag, 1)
         return values[0] if values else default
+
+    def small_integer(self, tag: int) -> int:
+        """The first value of a tag that may have another type too; 0 then, and if it is absent."""
+        try:
+            return self.integer(tag, default=0)
+        except BadDirectory:
+            return 0
 
     def raw(self, tag: int) -> bytes | None:
         """The value's bytes as they lie in the file, None if the tag is absent."""
@@ -69,7 +76,7 @@ class Directory:
         entry = self.entries.get(tag)
         if entry is None:
             return ()
-        if entry.type not in (3, 4):
+        if entry.type not in (3, 4, 13):
             raise BadDirectory(f"tag {tag} has type {entry.type}")
         code = "H" if entry.type == 3 else "I"
         return struct.unpack_from(f"{self.byte_order}{min(entry.count, at_most)}{code}", self.data, entry.value_start)
@@ -80,7 +87,11 @@ def read_directory(data: bytes) -> Directory:
     order = {b"II": "<", b"MM": ">"}.get(data[:2])
     if order is None or len(data) < 8 or struct.unpack_from(order + "H", data, 2)[0] != 42:
         raise BadDirectory("no TIFF header")
-    start = struct.unpack_from(order + "I", data, 4)[0]
+    return directory_at(data, order, struct.unpack_from(order + "I", data, 4)[0])
+
+
+def directory_at(data: bytes, order: str, start: int) -> Directory:
+    """The directory at `start`, in bytes whose header was read."""
     num_entries = _count_entries(data, order, start)
     if num_entries > MAX_ENTRIES:
         raise BadDirectory(f"directory of {num_entries} entries at byte {start}")

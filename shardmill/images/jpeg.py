@@ -5,23 +5,54 @@ simplejpeg's `strict=True` turns every libjpeg warning into an error.
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import simplejpeg
 
 from shardmill.images.exif import count_mpo_images, orient_by_exif, read_orientation
 from shardmill.images.geometry import choose_reduction, kept_spans, reduced_length
 from shardmill.images.icc import changes_pixels, cmyk_to_srgb, to_srgb
-from shardmill.images.jpeg_markers import JpegHeader, find_end, has_later_metadata, read_header, strip_metadata
+from shardmill.images.jpeg_markers import (
+    Complaint,
+    JpegHeader,
+    find_end,
+    has_later_metadata,
+    read_header,
+    strip_metadata,
+)
 from shardmill.images.jpeg_native import decode_shrunk
+from shardmill.images.jpeg_repair import repair
 from shardmill.images.pixels import SWAPS_SIDES, TRAILING_NOTE, DecodedImage, Refused, expect_size
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
 
+# libjpeg's warnings that damage may explain, or something harmless; the first needs a guess at four inks.
+HARMLESS_WARNINGS = ("Warning: unknown JFIF revision", "Invalid SOS parameters for sequential JPEG")
+UNKNOWN_TRANSFORM = "Unknown Adobe color transform"
+EXTRANEOUS_BYTES = re.compile("Corrupt JPEG data: [0-9]+ extraneous bytes before marker")
+# A repair shows what else libjpeg warns of; a file has one oddity, or two.
+MAX_REPAIRS = 4
 # libjpeg's warnings about the pixel data, by how their text begins; what is left are errors in tables and headers.
-SCAN_WARNINGS = ("Corrupt JPEG data", "Inconsistent progression", "Invalid SOS parameters", "Unknown Adobe", "Warning:")
+SCAN_WARNINGS = ("Corrupt JPEG data", "Inconsistent progression")
 
 
 def decode_jpeg(data: bytes, options: NormalizeOptions) -> DecodedImage:
+    notes: tuple[str, ...] = ()
+    for _ in range(MAX_REPAIRS):
+        try:
+            decoded = _decode_intact(data, options)
+        except Complaint as complaint:
+            repaired = repair(data, complaint)
+            data, notes = repaired.data, notes + repaired.notes
+        else:
+            return replace(decoded, notes=(*dict.fromkeys(notes), *decoded.notes)) if notes else decoded
+    return _decode_intact(data, options)
+
+
+def _decode_intact(data: bytes, options: NormalizeOptions) -> DecodedImage:
+    """Raises `Complaint` if libjpeg warns of what may be harmless."""
     header = read_header(data, options)
     notes: list[str] = []
     end = find_end(data, header.scan_start)
@@ -70,7 +101,13 @@ def _decode_reduced(data: bytes, header: JpegHeader, scale: int) -> np.ndarray:
     """A pixel of each `scale` x `scale`. All of the entropy-coded data is checked nevertheless."""
     colorspace = {1: "GRAY", 3: "RGB", 4: "CMYK"}[header.num_components]
     height, width = reduced_length(header.height, scale), reduced_length(header.width, scale)
-    pixels_HWC = _decode_strictly(data, colorspace, height, width)
+    try:
+        pixels_HWC = _decode_strictly(data, colorspace, height, width)
+    except Complaint as complaint:
+        # Of four inks it makes CMYK or YCCK: one of them is wrong.
+        if header.num_components == 4 and UNKNOWN_TRANSFORM in complaint.detail:
+            raise Refused(complaint.reason, complaint.detail) from complaint
+        raise
     expect_size(pixels_HWC, height, width)
     return pixels_HWC
 
@@ -87,6 +124,10 @@ def _decode_strictly(data: bytes, colorspace: str, least_height: int, least_widt
             raise MemoryError(detail) from error
         if detail.startswith("libjpeg: Premature end of JPEG file"):
             raise Refused(RejectReason.TRUNCATED, detail) from error
+        if str(error).startswith((*HARMLESS_WARNINGS, UNKNOWN_TRANSFORM)):
+            raise Complaint(detail) from error
+        if EXTRANEOUS_BYTES.match(str(error)):
+            raise Complaint(detail, is_of_scans=True) from error
         if str(error).startswith(SCAN_WARNINGS):
             raise Refused(RejectReason.CORRUPT_SCAN, detail) from error
         if "subsampling" in detail:

@@ -17,10 +17,11 @@ from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
 
 SOI, EOI, SOS, TEM = 0xD8, 0xD9, 0xDA, 0x01
+RESTARTS = range(0xD0, 0xD8)
 APP0, APP14 = 0xE0, 0xEE
 # Quantization, Huffman codes, restart interval: nothing in them is asked for here.
 TABLES = frozenset({0xDB, 0xC4, 0xDD})
-WITH_LENGTH = frozenset(range(0xC0, 0xFF)) - {*range(0xD0, 0xD8), SOI, EOI}
+WITH_LENGTH = frozenset(range(0xC0, 0xFF)) - {*RESTARTS, SOI, EOI}
 SEGMENT_HEAD = struct.Struct(">BBH")
 APP_OR_COMMENT = frozenset({*range(0xE0, 0xF0), 0xFE})
 START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
@@ -37,6 +38,15 @@ LATER_METADATA = re.compile(rb"\xff[\xe0-\xef\xfe]")
 NO_FILL_BYTE = re.compile(rb"[^\xff]")
 # Honest files hold some dozens of segments, a few hundred with large profiles.
 MAX_SEGMENTS = 10_000
+
+
+class Complaint(Refused):
+    """What libjpeg warns of, of a file whose pixels may all be whole: `jpeg_repair` finds out."""
+
+    def __init__(self, detail: str, *, is_of_scans: bool = False) -> None:
+        """`is_of_scans`: there are bytes behind a scan."""
+        super().__init__(RejectReason.CORRUPT_SCAN, detail)
+        self.is_of_scans = is_of_scans
 
 
 @dataclass(slots=True)
@@ -177,7 +187,7 @@ def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 def _judge_segment(data: bytes, position: int) -> tuple[int, int, int]:
     """Every marker before the first scan but TEM has a length."""
     if position < len(data) and data[position] != 0xFF:
-        raise Refused(RejectReason.BAD_HEADER, f"no marker at byte {position}")
+        raise _complain_of_gap(data, position)
     marker_code = NO_FILL_BYTE.search(data, position)  # any number of fill bytes may stand before it
     position = marker_code.start() if marker_code else len(data)
     if position + 3 > len(data):
@@ -185,7 +195,7 @@ def _judge_segment(data: bytes, position: int) -> tuple[int, int, int]:
     marker = data[position]
     if marker == TEM:
         return marker, position + 1, position + 1
-    if marker in (0, SOI, EOI) or 0xD0 <= marker <= 0xD7:
+    if marker in (0, SOI, EOI) or marker in RESTARTS:
         raise Refused(RejectReason.BAD_HEADER, f"marker 0x{marker:02x} at byte {position} before the first scan")
     length = int.from_bytes(data[position + 1 : position + 3])
     if length < 2:
@@ -194,6 +204,14 @@ def _judge_segment(data: bytes, position: int) -> tuple[int, int, int]:
     if end > len(data):
         raise Refused(RejectReason.TRUNCATED, f"a header segment ends at byte {end} of {len(data)}")
     return marker, position + 3, end
+
+
+def _complain_of_gap(data: bytes, position: int) -> Refused:
+    """Of bytes between two segments; they are no segments of a length that was altered, if they hold no 0xFF."""
+    end = data.find(b"\xff", position)
+    if end < 0 or END_OF_SCAN.match(data, end) is None:
+        return Refused(RejectReason.BAD_HEADER, f"no marker at byte {position}")
+    return Complaint(f"{end - position} extraneous bytes at byte {position}")
 
 
 def _read_segment(header: JpegHeader, marker: int, payload: bytes, options: NormalizeOptions) -> None:

@@ -20,9 +20,14 @@ if TYPE_CHECKING:
 STRIP_PIXELS = 1 << 18
 
 FLATTENED_NOTE = "alpha_flattened"
-SCALED_NOTE = "scaled_16_bit"
+LOW_RANGE_NOTE = "low_range_16_bit"
+EXTRA_BANDS_NOTE = "extra_bands_dropped"
+PREVIEW_NOTE = "preview_only"
 CMYK_NOTE = "cmyk_converted"
 TRAILING_NOTE = "trailing_bytes"
+
+# A 16-bit image whose samples need no more bits is at most a quarter as bright as it can be.
+LOW_RANGE_BITS = 14
 
 # EXIF's orientations: how stored pixels are turned upright, the exchange of rows and columns first.
 SWAPS_SIDES = frozenset({5, 6, 7, 8})
@@ -131,13 +136,37 @@ def expect_size(pixels_HWC: np.ndarray, height: int, width: int) -> None:
         raise Refused(RejectReason.BAD_HEADER, f"declares {width}x{height} pixels but holds {found}")
 
 
-def scale_to_8_bit(pixels_HWC: np.ndarray, notes: list[str]) -> np.ndarray:
-    if pixels_HWC.dtype == np.uint16:
-        notes.append(SCALED_NOTE)
-        return (pixels_HWC >> 8).astype(np.uint8)
-    if pixels_HWC.dtype != np.uint8:
-        raise Refused(RejectReason.UNSUPPORTED_MODE, f"samples of type {pixels_HWC.dtype}")
-    return pixels_HWC
+def scale_to_8_bit(
+    color_HWC: np.ndarray,
+    alpha_HW: np.ndarray | None,
+    declared_bits: int,
+    options: NormalizeOptions,
+    notes: list[str],
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Samples of 8 bits as they are, of 16 by those of their bits that are used.
+
+    Cameras and scanners of 10, 12 or 14 bits store their samples in 16. `declared_bits` is what the file says of it (0:
+    nothing); it counts if no sample has more.
+    """
+    if color_HWC.dtype == np.uint8:
+        return color_HWC, alpha_HW
+    if color_HWC.dtype != np.uint16:
+        raise Refused(RejectReason.UNSUPPORTED_MODE, f"samples of type {color_HWC.dtype}")
+    num_bits, brightest = options.significant_bits, int(color_HWC.max())
+    if 8 < declared_bits < 16 and brightest < 1 << declared_bits:
+        num_bits = declared_bits
+    elif brightest >= 1 << num_bits:
+        raise Refused(
+            RejectReason.UNSUPPORTED_MODE, f"a sample of {brightest} has more bits than significant_bits = {num_bits}"
+        )
+    elif num_bits == 16 and 0 < brightest < 1 << LOW_RANGE_BITS:
+        notes.append(LOW_RANGE_NOTE)
+    notes.append(f"scaled_{num_bits}_bit")
+    color_HWC = (color_HWC >> (num_bits - 8)).astype(np.uint8)
+    if alpha_HW is not None and alpha_HW.dtype == np.uint16:
+        alpha_bits = 16 if alpha_HW.max() >= 1 << num_bits else num_bits
+        alpha_HW = (alpha_HW >> (alpha_bits - 8)).astype(np.uint8)
+    return color_HWC, alpha_HW
 
 
 def flatten_over_white(

@@ -30,7 +30,7 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 IHDR_BYTES = 13
 PIXEL_CHUNKS = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
 # Animation data is as large as the pixels, and we do not look at it: only its checksum is verified.
-KEPT_CHUNKS = frozenset({b"acTL", b"eXIf", b"iCCP"})
+KEPT_CHUNKS = frozenset({b"acTL", b"eXIf", b"iCCP", b"sBIT"})
 GRAY, RGB, PALETTE, GRAY_ALPHA, RGB_ALPHA = 0, 2, 3, 4, 6
 DEPTHS_BY_COLOR_TYPE = {
     GRAY: (1, 2, 4, 8, 16),
@@ -91,11 +91,12 @@ def decode_png(data: bytes, options: NormalizeOptions) -> DecodedImage:
     alpha_HW: np.ndarray | None = None
     if transparent_gray is not None:
         alpha_HW = np.where(pixels_HWC[:, :, 0] == transparent_gray, 0, 255).astype(np.uint8)
-    pixels_HWC = scale_to_8_bit(pixels_HWC, notes)
     if pixels_HWC.shape[2] == 4:
         alpha_HW = pixels_HWC[:, :, 3]
     # OpenCV makes three equal channels of gray with alpha; a profile of gray describes one.
     color_HWC = pixels_HWC[:, :, : 1 if header.color_type in (GRAY, GRAY_ALPHA) else 3]
+    declared_bits = _declared_bits(payloads.get(b"sBIT", b""), color_HWC)
+    color_HWC, alpha_HW = scale_to_8_bit(color_HWC, alpha_HW, declared_bits, options, notes)
     pixels_HWC = to_srgb(color_HWC, _read_profile(payloads.get(b"iCCP")), notes)
     if alpha_HW is not None:
         pixels_HWC = flatten_over_white(pixels_HWC, alpha_HW, notes)
@@ -149,6 +150,18 @@ def _transparent_gray(transparency: bytes | None, header: PngHeader) -> int | No
     brightest = (1 << header.depth) - 1
     value = int.from_bytes(transparency[:2]) & brightest
     return value if header.depth >= 8 else value * 255 // brightest
+
+
+def _declared_bits(significant: bytes, color_HWC: np.ndarray) -> int:
+    """Of the samples, by their chunk sBIT; 0 if they are spread over all 16 bits, as the standard wants them.
+
+    Then what lies below the declared bits repeats the highest ones, and is nothing but zeros in a dark image.
+    """
+    if color_HWC.dtype != np.uint16 or len(significant) < color_HWC.shape[2]:
+        return 0
+    num_bits = max(significant[: color_HWC.shape[2]])
+    has_low_bits = num_bits < 16 and bool(np.any(color_HWC & ((1 << (16 - num_bits)) - 1)))
+    return num_bits if has_low_bits else 0
 
 
 def _read_profile(chunk: bytes | None) -> bytes | None:

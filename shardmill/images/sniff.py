@@ -35,6 +35,11 @@ UNSUPPORTED_SIGNATURES = (
     (b"II+\0", "bigtiff"),
     (b"MM\0+", "bigtiff"),
     (b"BPG\xfb", "bpg"),
+    (b"IIU\0", "rw2"),
+    (b"IIRO", "orf"),
+    (b"IIRS", "orf"),
+    (b"MMOR", "orf"),
+    (b"FUJIFILMCCD-RAW", "raf"),
     (b"gimp xcf", "xcf"),
 )
 LOOKS_LIKE_SIGNATURES = (

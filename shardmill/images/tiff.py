@@ -1,4 +1,4 @@
-"""TIFF to the pixels of its first page: layout, planes and colours here, Pillow and zlib decompress the strips.
+"""TIFF to the pixels of its photo: layout, planes and colours here, Pillow and zlib decompress the strips.
 
 OpenCV silently leaves the rest of a damaged strip black and mixes up planes of 16 bits; here every strip must give
 exactly its bytes. Whatever the samples are, to a decompressor a row is a row of bytes.
@@ -9,39 +9,42 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 from PIL.TiffImagePlugin import TiffImageFile
 
-from shardmill.images.exif import ORIENTATION_TAG, BadDirectory, Directory, next_directory, orient, read_directory
+from shardmill.images.exif import ORIENTATION_TAG, BadDirectory, Directory, orient
 from shardmill.images.icc import cmyk_to_srgb, to_srgb
 from shardmill.images.pillow import decode_plain_gray
 from shardmill.images.pixels import (
+    EXTRA_BANDS_NOTE,
+    PREVIEW_NOTE,
     DecodedImage,
     Refused,
     check_dimensions,
     flatten_over_white,
     scale_to_8_bit,
 )
+from shardmill.images.tiff_pages import HEIGHT, PHOTOMETRIC, WIDTH, choose_page
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
 
-WIDTH, HEIGHT, BITS_PER_SAMPLE, COMPRESSION, PHOTOMETRIC, FILL_ORDER = 256, 257, 258, 259, 262, 266
+BITS_PER_SAMPLE, COMPRESSION, FILL_ORDER = 258, 259, 266
 STRIP_OFFSETS, SAMPLES_PER_PIXEL, ROWS_PER_STRIP, STRIP_BYTE_COUNTS, PLANAR = 273, 277, 278, 279, 284
 PREDICTOR, COLOR_MAP, TILE_WIDTH, INK_SET, EXTRA_SAMPLES, SAMPLE_FORMAT = 317, 320, 322, 332, 338, 339
-ICC_PROFILE = 34675
+MAX_SAMPLE_VALUE, LARGEST_SAMPLE_VALUE, ICC_PROFILE = 281, 341, 34675
+"""The second is SMaxSampleValue, of any type."""
 UNCOMPRESSED, LZW, DEFLATE, OLD_DEFLATE, PACKBITS = 1, 5, 8, 32946, 32773
 WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, PALETTE, CMYK = 0, 1, 2, 3, 5
 NUM_COLOR_SAMPLES = {WHITE_IS_ZERO: 1, BLACK_IS_ZERO: 1, RGB: 3, PALETTE: 1, CMYK: 4}
 PREMULTIPLIED_ALPHA, STRAIGHT_ALPHA = 1, 2
-MAX_PAGES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the samples of the first page lie in its strips."""
+    """How the samples of a page lie in its strips."""
 
     height: int
     width: int
@@ -54,7 +57,9 @@ class Layout:
     uses_predictor: bool
     rows_per_strip: int
     alpha_kind: int
-    """One of the two alpha constants, or 0 if the extra sample is not alpha, or there is none."""
+    """One of the two alpha constants, or 0 without alpha."""
+    alpha_place: int
+    """Of the sample that is alpha."""
     byte_order: str
 
     def row_bytes(self) -> int:
@@ -63,56 +68,60 @@ class Layout:
 
 
 def decode_tiff(data: bytes, options: NormalizeOptions) -> DecodedImage:
-    try:
-        page = _read_first_page(data)
-        layout = _read_layout(page, options)
-        num_pages = _count_pages(data, page)
-        samples_HWC = _read_samples(data, page, layout)
-        orientation = page.integer(ORIENTATION_TAG, default=1)
-        color_map = page.integers(COLOR_MAP)
-    except BadDirectory as error:
-        raise Refused(RejectReason.BAD_HEADER, str(error)) from error
-    notes = [f"first_frame_of_{num_pages}"] if num_pages > 1 else []
-    profile = page.raw(ICC_PROFILE)
-    samples_HWC = scale_to_8_bit(samples_HWC, notes)
-    num_color_samples = NUM_COLOR_SAMPLES[layout.photometric]
-    color_HWC = samples_HWC[:, :, :num_color_samples]
-    is_print = layout.photometric == CMYK
-    if is_print:
-        pixels_HWC = cmyk_to_srgb(color_HWC, profile, notes, stored_inverted=False)
-    else:
-        pixels_HWC = _to_color(color_HWC, layout.photometric, color_map)
-    if layout.alpha_kind:
-        pixels_HWC = flatten_over_white(
-            pixels_HWC,
-            samples_HWC[:, :, num_color_samples],
-            notes,
-            premultiplied=layout.alpha_kind == PREMULTIPLIED_ALPHA,
-        )
-    if not is_print:
-        # After alpha: premultiplied colours are none that the profile describes, and white is white in all of them.
-        pixels_HWC = to_srgb(pixels_HWC, profile, notes)
-    return DecodedImage(pixels_HWC=orient(pixels_HWC, orientation, notes), notes=tuple(notes))
-
-
-def _read_first_page(data: bytes) -> Directory:
     if len(data) < 8:
         raise Refused(RejectReason.TRUNCATED, f"the header ends at byte {len(data)}")
     first_start = int.from_bytes(data[4:8], "little" if data[:2] == b"II" else "big")
     if first_start >= len(data):  # writers put the directory last, so a cut file points beyond its end
         raise Refused(RejectReason.TRUNCATED, f"the first directory is at byte {first_start} of {len(data)}")
-    return read_directory(data)
+    place = ""
+    try:
+        photo = choose_page(data)
+        place = photo.place
+        decoded = _decode_page(data, photo.page, options)
+    except BadDirectory as error:
+        raise Refused(RejectReason.BAD_HEADER, str(error)) from error
+    except Refused as refusal:
+        where = f" ({place}: the first one is a preview)" if place else ""
+        raise Refused(refusal.reason, refusal.detail + where) from refusal
+    notes = [f"first_frame_of_{photo.num_pages}"] if photo.num_pages > 1 else []
+    notes += [PREVIEW_NOTE] if photo.is_preview else []
+    return replace(decoded, notes=(*notes, *decoded.notes))
 
 
-def _count_pages(data: bytes, first_page: Directory) -> int:
-    seen: set[int] = set()
-    start = first_page.next_start
-    while start:
-        if start in seen or len(seen) >= MAX_PAGES:
-            raise BadDirectory("the directories form a loop")
-        seen.add(start)
-        start = next_directory(data, first_page.byte_order, start)
-    return 1 + len(seen)
+def _decode_page(data: bytes, page: Directory, options: NormalizeOptions) -> DecodedImage:
+    layout = _read_layout(page, options)
+    samples_HWC = _read_samples(data, page, layout)
+    notes: list[str] = []
+    profile = page.raw(ICC_PROFILE)
+    num_color_samples = NUM_COLOR_SAMPLES[layout.photometric]
+    color_HWC, alpha_HW = scale_to_8_bit(
+        samples_HWC[:, :, :num_color_samples],
+        samples_HWC[:, :, layout.alpha_place] if layout.alpha_kind else None,
+        _declared_bits(page),
+        options,
+        notes,
+    )
+    if layout.num_samples > num_color_samples + bool(layout.alpha_kind):
+        notes.append(EXTRA_BANDS_NOTE)
+    is_print = layout.photometric == CMYK
+    if is_print:
+        pixels_HWC = cmyk_to_srgb(color_HWC, profile, notes, stored_inverted=False)
+    else:
+        pixels_HWC = _to_color(color_HWC, layout.photometric, page.integers(COLOR_MAP))
+    if alpha_HW is not None:
+        is_premultiplied = layout.alpha_kind == PREMULTIPLIED_ALPHA
+        pixels_HWC = flatten_over_white(pixels_HWC, alpha_HW, notes, premultiplied=is_premultiplied)
+    if not is_print:
+        # After alpha: premultiplied colours are none that the profile describes, and white is white in all of them.
+        pixels_HWC = to_srgb(pixels_HWC, profile, notes)
+    pixels_HWC = orient(pixels_HWC, page.integer(ORIENTATION_TAG, default=1), notes)
+    return DecodedImage(pixels_HWC=pixels_HWC, notes=tuple(notes))
+
+
+def _declared_bits(page: Directory) -> int:
+    """Of the samples, if the largest value that the page allows is that of some whole number of bits; 0 if not."""
+    allowed = [page.small_integer(tag) for tag in (MAX_SAMPLE_VALUE, LARGEST_SAMPLE_VALUE)]
+    return max((value.bit_length() for value in allowed if value & (value + 1) == 0), default=0)
 
 
 def _read_layout(page: Directory, options: NormalizeOptions) -> Layout:
@@ -121,8 +130,12 @@ def _read_layout(page: Directory, options: NormalizeOptions) -> Layout:
     photometric = page.integer(PHOTOMETRIC, default=-1)
     num_samples = page.integer(SAMPLES_PER_PIXEL, default=1)
     all_bits = set(page.integers(BITS_PER_SAMPLE) or (1,))
-    extra_samples = page.integers(EXTRA_SAMPLES)
-    alpha_kind = extra_samples[0] if extra_samples else 0
+    alphas = [
+        (kind, NUM_COLOR_SAMPLES.get(photometric, 0) + number)
+        for number, kind in enumerate(page.integers(EXTRA_SAMPLES))
+        if kind in (PREMULTIPLIED_ALPHA, STRAIGHT_ALPHA)
+    ]
+    alpha_kind, alpha_place = alphas[0] if alphas else (0, 0)
     layout = Layout(
         height=height,
         width=width,
@@ -133,13 +146,14 @@ def _read_layout(page: Directory, options: NormalizeOptions) -> Layout:
         is_planar=page.integer(PLANAR, default=1) == 2,
         uses_predictor=page.integer(PREDICTOR, default=1) == 2,
         rows_per_strip=max(1, min(height, page.integer(ROWS_PER_STRIP, default=height))),
-        alpha_kind=alpha_kind if alpha_kind in (PREMULTIPLIED_ALPHA, STRAIGHT_ALPHA) else 0,
+        alpha_kind=alpha_kind,
+        alpha_place=alpha_place,
         byte_order=page.byte_order,
     )
     problem = _find_unsupported(page, layout, all_bits)
     if problem:
         raise Refused(RejectReason.UNSUPPORTED_MODE, f"tiff with {problem}")
-    if num_samples < NUM_COLOR_SAMPLES[photometric] + bool(layout.alpha_kind):
+    if num_samples <= max(NUM_COLOR_SAMPLES[photometric] - 1, alpha_place):
         raise Refused(RejectReason.BAD_HEADER, f"{num_samples} samples per pixel in photometric {photometric}")
     return layout
 
@@ -157,8 +171,9 @@ def _find_unsupported(page: Directory, layout: Layout, all_bits: set[int]) -> st
         return f"{sorted(all_bits)} bits per sample"
     if layout.photometric == PALETTE and layout.bits != 8:
         return f"a palette of {layout.bits} bits"
-    if layout.num_samples > 8:
-        return f"{layout.num_samples} samples per pixel"
+    num_others = layout.num_samples - NUM_COLOR_SAMPLES[layout.photometric] - bool(layout.alpha_kind)
+    if layout.num_samples > 8 or (num_others > 0 and NUM_COLOR_SAMPLES[layout.photometric] == 1):
+        return f"{layout.num_samples} bands that are no colours (photometric interpretation {layout.photometric})"
     if page.integer(PREDICTOR, default=1) not in (1, 2) or (layout.uses_predictor and layout.bits == 1):
         return f"predictor {page.integer(PREDICTOR, default=1)}"
     if page.integer(FILL_ORDER, default=1) != 1 or page.integer(INK_SET, default=1) != 1:
@@ -260,6 +275,8 @@ def _to_color(samples_HWC: np.ndarray, photometric: int, color_map: tuple[int, .
     if photometric == PALETTE:
         if len(color_map) != 3 * 256:
             raise Refused(RejectReason.BAD_HEADER, f"a palette of {len(color_map)} values")
-        palette_KC = (np.array(color_map, dtype=np.uint16) >> 8).astype(np.uint8).reshape(3, 256).T
+        # Colours have 16 bits; some writers use eight of them.
+        shift = 8 if max(color_map) > 255 else 0
+        palette_KC = (np.array(color_map, dtype=np.uint16) >> shift).astype(np.uint8).reshape(3, 256).T
         return palette_KC[samples_HWC[:, :, 0]]
     return samples_HWC

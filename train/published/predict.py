@@ -13,7 +13,7 @@ import numpy as np
 from shardmill.dataset.versions import split_version
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_stored
-from shardmill.images.decoder_id import decoder_id, normalization_fingerprint
+from shardmill.images.decoder_id import decoder_id, is_served
 from shardmill.images.sandbox import DecodeSandbox
 from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.values import Rejection, SourceImage
@@ -71,7 +71,7 @@ def open_model(model: str) -> ExportedModel:
     uri, _, number = exact_name(model).rpartition("@")
     exported = load_exported(uri, int(number))
     record = exported.export.record
-    if normalization_fingerprint(record.normalize) != record.normalization_fingerprint:
+    if not is_served(record.normalize, record.normalization_fingerprint):
         raise UsageError(
             f"{model} was trained on images decoded by {record.decoder_id}",
             f"this machine decodes with {decoder_id(record.normalize)}",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardmill.errors import IntegrityError
 from shardmill.formats.encodings import decode_stored, encode_image
-from shardmill.images.decoder_id import DECODER_ID, normalization_fingerprint
+from shardmill.images.decoder_id import DECODER_ID, RULES_VERSION, is_served, normalization_fingerprint
 from shardmill.images.normalize import normalize
 from shardmill.options import ENCODINGS, NormalizeOptions
 from tests.shardmill.images.make import gray_photo, jpeg, photo, png, ramp_alpha, webp
@@ -160,6 +160,7 @@ def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest
         NormalizeOptions(upscale="never"),
         NormalizeOptions(min_source_side_pixels=2),
         NormalizeOptions(max_aspect_ratio=1.5),
+        NormalizeOptions(significant_bits=12),
     ]
     assert len(changed) == len(NormalizeOptions.model_fields)
     fingerprints = {normalization_fingerprint(options) for options in [base, *changed]}
@@ -171,6 +172,20 @@ def test_the_fingerprint_covers_every_option_and_the_decoder(monkeypatch: pytest
     monkeypatch.setattr("shardmill.images.decoder_id.DECODER_ID", "decoder")
     older = "752e3e3701665db36469b3444064210219a7c9d4401ad5a7c8edaded56a79812"
     assert normalization_fingerprint(NormalizeOptions(image_size=32, encoding="png")) == older
+
+
+def test_models_of_older_rules_with_the_same_pixels_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = NormalizeOptions(image_size=32)
+    here = normalization_fingerprint(options)
+    before = DECODER_ID.replace(f"rules-{RULES_VERSION}+", "rules-3+")
+    monkeypatch.setattr("shardmill.images.decoder_id.DECODER_ID", before)
+    older = normalization_fingerprint(options)
+    monkeypatch.setattr("shardmill.images.decoder_id.DECODER_ID", before + "x")
+    other = normalization_fingerprint(options)
+    monkeypatch.undo()
+    assert older != here
+    assert [is_served(options, each) for each in (here, older, other)] == [True, True, False]
+    assert not is_served(NormalizeOptions(image_size=33), older)
 
 
 def test_the_decoder_id_names_what_pixels_depend_on() -> None:
