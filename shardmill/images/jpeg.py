@@ -14,17 +14,10 @@ import simplejpeg
 from shardmill.images.exif import count_mpo_images, orient_by_exif, read_orientation
 from shardmill.images.geometry import choose_reduction, kept_spans, reduced_length
 from shardmill.images.icc import changes_pixels, cmyk_to_srgb, to_srgb
-from shardmill.images.jpeg_markers import (
-    Complaint,
-    JpegHeader,
-    find_end,
-    has_later_metadata,
-    read_header,
-    strip_metadata,
-)
+from shardmill.images.jpeg_markers import JpegHeader, find_end, has_later_metadata, read_header, strip_metadata
 from shardmill.images.jpeg_native import decode_shrunk
 from shardmill.images.jpeg_repair import repair
-from shardmill.images.pixels import SWAPS_SIDES, TRAILING_NOTE, DecodedImage, Refused, expect_size
+from shardmill.images.pixels import SWAPS_SIDES, TRAILING_NOTE, Complaint, DecodedImage, Refused, expect_size
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardmill.images.kernel import shardmill_native
-from shardmill.images.pixels import Refused, check_dimensions
+from shardmill.images.pixels import Complaint, Refused, check_dimensions
 from shardmill.options import NormalizeOptions
 from shardmill.values import RejectReason
 
@@ -38,15 +38,6 @@ LATER_METADATA = re.compile(rb"\xff[\xe0-\xef\xfe]")
 NO_FILL_BYTE = re.compile(rb"[^\xff]")
 # Honest files hold some dozens of segments, a few hundred with large profiles.
 MAX_SEGMENTS = 10_000
-
-
-class Complaint(Refused):
-    """What libjpeg warns of, of a file whose pixels may all be whole: `jpeg_repair` finds out."""
-
-    def __init__(self, detail: str, *, is_of_scans: bool = False) -> None:
-        """`is_of_scans`: there are bytes behind a scan."""
-        super().__init__(RejectReason.CORRUPT_SCAN, detail)
-        self.is_of_scans = is_of_scans
 
 
 @dataclass(slots=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from shardmill.images.jpeg_markers import APP0, APP14, EOI, RESTARTS, SOS, TEM, Complaint
 from shardmill.images.jpeg_scans import Bits, Damaged, Frame, Scan
-from shardmill.images.pixels import Refused
+from shardmill.images.pixels import Complaint, Refused
 from shardmill.values import RejectReason
 
+TEM, EOI, SOS, APP0, APP14 = 0x01, 0xD9, 0xDA, 0xE0, 0xEE
+RESTARTS = range(0xD0, 0xD8)
 EXTRANEOUS_NOTE = "extraneous_bytes"
 REVISION_NOTE = "jfif_revision"
 SCAN_HEADER_NOTE = "scan_parameters"

@@ -44,6 +44,15 @@ class Refused(Exception):
         super().__init__(f"{reason}: {detail}")
 
 
+class Complaint(Refused):
+    """What libjpeg warns of, of a JPEG whose pixels may all be whole: `jpeg_repair` finds out."""
+
+    def __init__(self, detail: str, *, is_of_scans: bool = False) -> None:
+        """`is_of_scans`: there are bytes behind a scan."""
+        super().__init__(RejectReason.CORRUPT_SCAN, detail)
+        self.is_of_scans = is_of_scans
+
+
 @dataclass(frozen=True, slots=True)
 class DecodedImage:
     """Upright uint8 pixels of one source image: whole, at a reduced scale, cut to the part that `normalize` keeps, or
