@@ -15,10 +15,12 @@ from shardmill.stores import open_store
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.keras.backend import SAVED_MODEL
 from train.backends.keras.serving import ServingModel, load_saved_model, write_saved_model
-from train.evaluation.evaluate import evaluate_predictions
+from train.evaluation.evaluate import evaluate_batches
+from train.evaluation.scores import scores_by
 from train.labels import LabelSpec
 from train.published.exported import ARTIFACTS, EXPORTS, Export, ExportRecord
 from train.records import put_record, record_numbers
+from train.strategies.collective import SingleCollective
 
 
 def put_export(models_uri: str, dataset_uri: str, *, is_good: bool = True, split: str | None = "test") -> Export:
@@ -48,8 +50,10 @@ def put_export(models_uri: str, dataset_uri: str, *, is_good: bool = True, split
             store.put_file(files[-1].path, file)
     evaluation = None
     if split:
+        labels = LabelSpec.of(manifest)
+        scores = scores_by(served.outputs, labels.kind, served.outputs_are_logits)
         with read_split(dataset, split) as batches:
-            evaluation = evaluate_predictions(served, batches, split, LabelSpec.of(manifest)).without_classes()
+            evaluation = evaluate_batches(scores, batches, split, labels, SingleCollective()).without_classes()
     record = ExportRecord(
         created_at="",
         run_id="run",

@@ -157,7 +157,7 @@ def test_an_export_answers_as_the_model_does(name, tmp_path):
     served = BACKENDS[name].load_served(tmp_path)
     for num_rows in (1, 5):
         images_NHWC = batch_of(SHAPE, num_rows).images_NHWC
-        answers_NK = served(images_NHWC)
+        answers_NK = served.answers(images_NHWC)
         assert answers_NK.shape == (num_rows, 3) and answers_NK.dtype == np.float32
         np.testing.assert_allclose(answers_NK.sum(axis=1), 1, rtol=1e-5)
         np.testing.assert_allclose(answers_NK, one.answers(images_NHWC), atol=1e-5)

@@ -3,8 +3,6 @@
 # pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportOperatorIssue=false
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,8 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import TrainingError
 from shardmill.reader import read_batches, read_samples, read_split
 from tests.support import make_dataset
-from train.evaluation.evaluate import evaluate_batches, evaluate_predictions
+from train.evaluation.evaluate import evaluate_batches
+from train.evaluation.scores import Outputs, scores_by
 from train.labels import LabelSpec
 from train.strategies.collective import SingleCollective
 from train.values import Evaluation
@@ -42,9 +41,9 @@ def softmax(logits_NK: np.ndarray) -> np.ndarray:
 
 def evaluate_logits(dataset: Dataset, split: str, batch_size: int, num_streams: int) -> Evaluation:
     spec = dataset.plan_spec(split, seed=0, global_batch_size=batch_size, num_streams=num_streams, shuffle=False)
-    labels = LabelSpec.of(dataset.manifest)
+    labels, scores = LabelSpec.of(dataset.manifest), scores_by(logits_of, "class", are_logits=True)
     with read_batches(dataset, dataset.plan_epoch(spec, 0)) as batches:
-        return evaluate_batches(logits_of, batches, split, labels, exchange=SingleCollective(), outputs_are_logits=True)
+        return evaluate_batches(scores, batches, split, labels, SingleCollective())
 
 
 def matrix(evaluation: Evaluation) -> list[list[int]]:
@@ -55,11 +54,10 @@ def matrix(evaluation: Evaluation) -> list[list[int]]:
     return dense.tolist()
 
 
-def evaluate(
-    probabilities_of: Callable[[np.ndarray], np.ndarray], dataset: Dataset, batch_size: int = 64
-) -> Evaluation:
+def evaluate(probabilities_of: Outputs, dataset: Dataset, batch_size: int = 64) -> Evaluation:
+    labels, scores = LabelSpec.of(dataset.manifest), scores_by(probabilities_of, "class", are_logits=False)
     with read_split(dataset, "test", batch_size=batch_size) as batches:
-        return evaluate_predictions(probabilities_of, batches, "test", LabelSpec.of(dataset.manifest))
+        return evaluate_batches(scores, batches, "test", labels, SingleCollective())
 
 
 @pytest.mark.parametrize(("batch_size", "num_streams"), [(8, 1), (8, 8), (64, 4), (3, 3)])

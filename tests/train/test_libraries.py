@@ -84,7 +84,7 @@ def test_an_architecture_of_torchvision_trains_and_exports(tmp_path):
     one.write_served(tmp_path)
     images_NHWC = batch_of(shape, 5).images_NHWC
     served = BACKENDS["torch"].load_served(tmp_path)
-    np.testing.assert_allclose(served(images_NHWC), one.answers(images_NHWC), atol=1e-5)
+    np.testing.assert_allclose(served.answers(images_NHWC), one.answers(images_NHWC), atol=1e-5)
 
 
 def test_images_that_an_architecture_of_torchvision_does_not_take_are_refused():

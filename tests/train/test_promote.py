@@ -15,6 +15,7 @@ from shardmill.sealed import seal
 from shardmill.stores import open_store
 from tests.services.faulty_store import FaultyStore, send_twice
 from tests.train.exports import put_export
+from train.evaluation.scores import SMALLEST_LOG_PROBABILITY
 from train.gate_config import GateConfig
 from train.published.candidate import promote_export, promotion_record
 from train.published.current import CURRENT, Pointer, read_history
@@ -26,8 +27,9 @@ from train.records import put_record
 
 
 def test_classes_are_matchedby_name():
-    predict = by_name(lambda images: np.array([[0.1, 0.7, 0.2]] * len(images)), ("a", "b", "c"), ("c", "new", "a", "b"))
-    assert predict(np.zeros((2, 1, 1, 1), np.uint8)).tolist() == [[0.2, 0.0, 0.1, 0.7]] * 2
+    scores = by_name(lambda images: np.array([[-3.0, -0.1, -2.0]] * len(images)), "abc", ("c", "new", "a", "b"))
+    last = SMALLEST_LOG_PROBABILITY
+    assert scores(np.zeros((2, 1, 1, 1), np.uint8)).tolist() == [[-2.0, last, -3.0, -0.1]] * 2
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def test_outside_training_it_is_not_there(name, tmp_path):
     assert np.array_equal(one.answers(batch.images_NHWC), answers)
     assert not [array for array in one.arrays(StatePart.OWN) if array.dtype.kind == "f"]
     one.write_served(tmp_path)
-    np.testing.assert_allclose(BACKENDS[name].load_served(tmp_path)(batch.images_NHWC), answers, atol=1e-6)
+    np.testing.assert_allclose(BACKENDS[name].load_served(tmp_path).answers(batch.images_NHWC), answers, atol=1e-6)
     if name == "keras":
         bare = learner(name, "small_cnn")
         bare.assign(StatePart.WEIGHTS, one.arrays(StatePart.WEIGHTS), "the test")

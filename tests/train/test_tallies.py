@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
+from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from sklearn.metrics import average_precision_score
 
 from shardmill.values import Batch
 from train.evaluation.evaluate import tally_of
+from train.evaluation.scores import scores_of
 from train.labels import LabelSpec
 from train.tallies import multi_label as multi_label_tally
 from train.tallies.multi_label import average_precision
@@ -56,14 +59,14 @@ def on_ranks(
     threads, found = Threads(num_ranks), {}
 
     def work(rank: int) -> None:
-        tally = tally_of(labels, are_logits)
+        tally = tally_of(labels)
         mine = np.arange(rank, len(outputs_NK), num_ranks)
         for start in range(0, len(mine), 7):
             rows = mine[start : start + 7]
             padded = np.concatenate([rows, np.zeros(7 - len(rows), int)])
             weights_N = np.array([1.0] * len(rows) + [0.0] * (7 - len(rows)), np.float32)
             batch = Batch(np.zeros((7, 1, 1, 1), np.uint8), truth_N[padded], weights_N, padded, 0, 0)
-            tally.add(outputs_NK[padded], batch)
+            tally.add(scores_of(labels.kind, outputs_NK[padded], are_logits), batch)
         found[rank] = tally.evaluation("test", threads.of(rank))
 
     workers = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
@@ -72,6 +75,48 @@ def on_ranks(
     for each in workers:
         each.join(60)
     return [found[rank] for rank in range(num_ranks)], threads
+
+
+# From 16.7 on a float32 sigmoid is 1; from 88 on a float32 exponential overflows, from 710 on a float64 one.
+SIZES = pytest.mark.parametrize("size", [1, 30, 100, 2000])
+
+
+def log_of_sum_of_exponentials(numbers: list[float]) -> float:
+    """By whole decimals instead of float64."""
+    with localcontext() as context:
+        context.prec = 60
+        context.Emin, context.Emax = -999_999, 999_999
+        return float(sum(Decimal(number).exp() for number in numbers).ln())
+
+
+@SIZES
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_loss_of_a_class_is_exact_at_any_size_of_logits(size, num_ranks):
+    rng = np.random.default_rng(6)
+    truth_N = rng.integers(0, 7, 40)
+    logits_NK = (size * rng.normal(size=(40, 7))).astype(np.float32)
+    found, _ = on_ranks(LabelSpec("class", tuple("abcdefg")), logits_NK, truth_N, num_ranks, are_logits=True)
+    losses = [
+        log_of_sum_of_exponentials(row) - row[truth] for row, truth in zip(logits_NK.tolist(), truth_N, strict=True)
+    ]
+    places_N = (logits_NK > logits_NK[np.arange(40), truth_N][:, None]).sum(axis=1)
+    for each in found:
+        assert each.loss == pytest.approx(math.fsum(losses) / 40, rel=1e-12)
+        assert (each.accuracy, each.top5_accuracy) == ((places_N < 1).mean(), (places_N < 5).mean())
+
+
+@SIZES
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_loss_of_several_classes_is_exact_at_any_size_of_logits(size, num_ranks):
+    rng = np.random.default_rng(7)
+    truth_NK = (rng.random((40, 3)) < 0.5).astype(np.float32)
+    logits_NK = (size * rng.normal(size=(40, 3))).astype(np.float32)
+    found, _ = on_ranks(LabelSpec("multi_label", tuple("abc")), logits_NK, truth_NK, num_ranks, are_logits=True)
+    signs_NK = np.where(truth_NK > 0, -1.0, 1.0)
+    losses = [log_of_sum_of_exponentials([0.0, each]) for each in (signs_NK * logits_NK).ravel().tolist()]
+    for each in found:
+        assert each.loss == pytest.approx(math.fsum(losses) / len(losses), rel=1e-12)
+        assert each.accuracy == pytest.approx(((logits_NK >= 0) == (truth_NK > 0)).mean())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 50])

@@ -30,6 +30,16 @@ Predict = Callable[[np.ndarray], np.ndarray]
 """images_NHWC uint8 -> answers_NK float32: probabilities of classes, or the numbers that labels are."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The functions inside an export."""
+
+    answers: Predict
+    outputs: Predict
+    """What its loss is computed from: the logits behind probabilities if the export carries them, else the answers."""
+    outputs_are_logits: bool
+
+
 SumInStep = Callable[[Any, str], Any]
 """(float64 tensor, a name equal on all ranks) -> its sum over all ranks; called inside the forward and the backward
 pass, on every rank in the same order. In a compiled step each has a name of its own."""
@@ -214,7 +224,10 @@ class Learner(Protocol):
         ...
 
     def write_served(self, folder: Path) -> None:
-        """The trained model with standardization and class names inside, as `Backend.load_served` reads it."""
+        """The trained model with standardization and class names inside, as `Backend.load_served` reads it.
+
+        One that gives logits carries them beside its answers.
+        """
         ...
 
     def write_portable(self, folder: Path, images_NHWC: np.ndarray, max_abs_diff: float) -> str:
@@ -248,8 +261,8 @@ class Backend(Protocol):
         """What `train.model` names, with fresh weights from `train.seed`. Raises UsageError if it does not fit."""
         ...
 
-    def load_served(self, folder: Path) -> Predict:
-        """The function inside an export."""
+    def load_served(self, folder: Path) -> ServedModel:
+        """What is inside an export."""
         ...
 
     def record(self, folder: Path) -> Recording:

@@ -6,51 +6,36 @@ minimised, so that models compare. Shape legend: N batch, H height, W width, C c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
-
-import numpy as np
 
 from shardmill.sealed import seal
 from shardmill.storage import Store
 from shardmill.values import Batch
+from train.evaluation.scores import Scores
 from train.labels import LabelSpec
 from train.records import read_if_whole
-from train.strategies.collective import SingleCollective
 from train.tallies import TALLIES
 from train.tallies.tally import Exchange, Tally
 from train.values import CONFUSION, Confusion, Evaluation, to_json
 
 
-def tally_of(labels: LabelSpec, outputs_are_logits: bool) -> Tally:
+def tally_of(labels: LabelSpec) -> Tally:
     """An empty tally for labels of that kind."""
-    return TALLIES[labels.kind](labels, outputs_are_logits)
+    return TALLIES[labels.kind](labels)
 
 
 def evaluate_batches(
-    outputs_of: Callable[[np.ndarray], np.ndarray],
-    batches: Iterable[Batch],
-    split: str,
-    labels: LabelSpec,
-    *,
-    exchange: Exchange,
-    outputs_are_logits: bool,
+    scores_of: Scores, batches: Iterable[Batch], split: str, labels: LabelSpec, exchange: Exchange
 ) -> Evaluation:
     """Figures of a model over the batches of one split; all ranks call it, each with its own, and all get the same.
 
-    `outputs_of`: images_NHWC uint8 -> outputs_NK. Raises TrainingError if an output is not a number.
+    Raises TrainingError if an output is not a number.
     """
-    tally = tally_of(labels, outputs_are_logits)
+    tally = tally_of(labels)
     for batch in batches:
-        tally.add(outputs_of(batch.images_NHWC), batch)
+        tally.add(scores_of(batch.images_NHWC), batch)
     return tally.evaluation(split, exchange)
-
-
-def evaluate_predictions(
-    answers_of: Callable[[np.ndarray], np.ndarray], batches: Iterable[Batch], split: str, labels: LabelSpec
-) -> Evaluation:
-    """The same figures in one process, for anything that maps images_NHWC uint8 to what an export answers."""
-    return evaluate_batches(answers_of, batches, split, labels, exchange=SingleCollective(), outputs_are_logits=False)
 
 
 def evaluation_section(evaluation: Evaluation | None) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from shardmill.reader import read_batches
 from shardmill.values import Batch
 from train.activities import Activity, during, reading
 from train.evaluation.evaluate import evaluate_batches, write_confusion
+from train.evaluation.scores import scores_by
 from train.reading import reader_options
 from train.session import Session, each_announced
 from train.values import Evaluation
@@ -28,11 +29,12 @@ def evaluate_split(session: Session, split: str) -> Evaluation:
         shuffle=False,
     )
 
+    learner = session.member.learner
     reporter, evaluating = session.reporter, Activity(f"the evaluation on {split}", repeats=True)
 
     def outputs_of(images_NHWC: np.ndarray) -> np.ndarray:
         with during(reporter, evaluating):
-            return session.member.learner.outputs(images_NHWC)
+            return learner.outputs(images_NHWC)
 
     plan, options = dataset.plan_epoch(spec, 0), reader_options(config)
     # A silo that may not read the pinned dataset adds nothing.
@@ -40,12 +42,11 @@ def evaluate_split(session: Session, split: str) -> Evaluation:
     with opened or nullcontext(()) as read:
         batches = each_announced(reporter, reading(f"reading a batch of {split}", dataset.store), read)
         return evaluate_batches(
-            outputs_of,
+            scores_by(outputs_of, session.labels.kind, learner.outputs_are_logits),
             batches if session.member.data.is_first else map(_without_rows, batches),
             split,
             session.labels,
-            exchange=session.member,
-            outputs_are_logits=session.member.learner.outputs_are_logits,
+            session.member,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import tempfile
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from train.backends import BACKENDS
 from train.backends.backend import Backend, Learner, StatePart, model_spec
 from train.checkpoints.checkpoint import open_checkpoint
 from train.config import TrainConfig
-from train.evaluation.evaluate import evaluate_predictions
+from train.evaluation.evaluate import evaluate_batches
+from train.evaluation.scores import scores_by
 from train.labels import LabelSpec
 from train.models.identity import check_same_model
 from train.models.user import source_sha256
@@ -37,6 +39,7 @@ from train.published.exported import (
 )
 from train.records import put_record, record_numbers
 from train.strategies import STRATEGIES
+from train.strategies.collective import SingleCollective
 from train.strategies.strategy import WholeModel
 from train.values import Evaluation, ModelIdentity, TrainResult
 from train.world import World
@@ -139,8 +142,11 @@ def export_record(outcome: ExportOutcome) -> StageRecord:
     return StageRecord(stage="export", status=status, sections={"export": section})
 
 
-def check_figures(measured: Evaluation, recorded: Evaluation, config: TrainConfig) -> None:
-    """Raises IntegrityError, with both figures, if an export does not answer as well (or as badly) as was recorded."""
+def check_figures(measured: Evaluation, recorded: Evaluation, config: TrainConfig, *, rounding: float = 0.0) -> None:
+    """Raises IntegrityError, with both figures, if an export does not answer as well (or as badly) as was recorded.
+
+    `rounding`: by how much numbers may differ that are answers; a model without error would have to answer exactly.
+    """
     factor = MIXED_PRECISION_FACTOR if config.mixed_precision != "off" else 1
     metric, figure = recorded.metric, recorded.figure
     if metric.higher_is_better:
@@ -148,7 +154,8 @@ def check_figures(measured: Evaluation, recorded: Evaluation, config: TrainConfi
         figure_limit = factor * max(FIGURE_TOLERANCE, 1 / recorded.num_samples)
     else:
         # Errors have a unit: what is small is known relative to them alone.
-        loss_limit, figure_limit = factor * LOSS_TOLERANCE * recorded.loss, factor * LOSS_TOLERANCE * figure
+        loss_limit = factor * LOSS_TOLERANCE * recorded.loss + rounding * (2 * math.sqrt(recorded.loss) + rounding)
+        figure_limit = factor * LOSS_TOLERANCE * figure + rounding
     # Not `>`: a figure that is not a number must fail, too. Sums of floats do not decide about the last sample.
     agree = (
         measured.num_samples == recorded.num_samples
@@ -227,10 +234,11 @@ def _write_and_compare(
     images_NHWC = _parity_images(dataset)
     learner.write_served(scratch)
     served = backend.load_served(scratch)
-    answers_NK = learner.answers(images_NHWC)
-    # Numbers may be large, and float32 rounds them accordingly.
-    size = max(1.0, float(np.abs(answers_NK).max()))
-    difference = float(np.abs(served(images_NHWC) - answers_NK).max()) / size
+    outputs_NK = learner.outputs(images_NHWC)
+    # Numbers and logits may be large, and float32 rounds them accordingly.
+    size = max(1.0, float(np.abs(outputs_NK).max()))
+    differences = [served.outputs(images_NHWC) - outputs_NK, served.answers(images_NHWC) - learner.answers(images_NHWC)]
+    difference = max(float(np.abs(each).max()) for each in differences) / size
     if not difference <= MAX_PARITY_DIFF:
         raise TrainingError(
             f"the exported model differs from the training model by {difference:g} on {len(images_NHWC)} images",
@@ -239,10 +247,12 @@ def _write_and_compare(
         )
     measured = None
     if recorded is not None:
+        labels = LabelSpec.of(dataset.manifest)
+        scores = scores_by(served.outputs, labels.kind, served.outputs_are_logits)
         with read_split(dataset, recorded.split, format=config.format) as batches:
-            measured = evaluate_predictions(served, batches, recorded.split, LabelSpec.of(dataset.manifest))
+            measured = evaluate_batches(scores, batches, recorded.split, labels, SingleCollective())
         measured = measured.without_classes()
-        check_figures(measured, recorded, config)
+        check_figures(measured, recorded, config, rounding=MAX_PARITY_DIFF * size)
     note = learner.write_portable(scratch, images_NHWC, MAX_PARITY_DIFF * size)
     return _Comparison(difference, len(images_NHWC), measured, note)
 

@@ -6,10 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.options import NormalizeOptions
@@ -18,6 +15,7 @@ from shardmill.section import Section
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin, LabelKind
+from train.backends.backend import Predict, ServedModel
 from train.labels import LabelSpec
 from train.records import read_record, record_numbers
 from train.values import Evaluation
@@ -63,8 +61,8 @@ class ExportRecord(Section):
     evaluation: Evaluation | None
     """The same figures of the reloaded SavedModel: measured when it was exported, and found equal to those."""
     parity_max_abs_diff: float
-    """Largest difference between answers of the reloaded export and of the training model; of numbers, relative to
-    the largest of them."""
+    """Largest difference between the reloaded export and the training model, in answers and logits; relative to the
+    largest logit or number, if that is over 1."""
     parity_num_images: int
 
     @property
@@ -86,8 +84,13 @@ class ExportedModel:
     """An export, verified and loaded."""
 
     export: Export
-    predict: Callable[[np.ndarray], np.ndarray]
-    """images_NHWC uint8 of the normalized size -> answers_NK float32: probabilities, or the numbers that labels are."""
+    served: ServedModel
+    """Takes images of the normalized size."""
+
+    @property
+    def predict(self) -> Predict:
+        """What it answers."""
+        return self.served.answers
 
 
 def read_export(models_uri: str, number: int) -> Export:

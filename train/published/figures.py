@@ -5,16 +5,18 @@ Shape legend: N batch, H height, W width, C channels, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
 from shardmill.values import Batch
-from train.evaluation.evaluate import evaluate_predictions
+from train.evaluation.evaluate import evaluate_batches
+from train.evaluation.scores import SMALLEST_LOG_PROBABILITY, Scores, scores_by
 from train.labels import LabelSpec
 from train.published.exported import ExportedModel
+from train.strategies.collective import SingleCollective
 from train.values import Evaluation
 
 
@@ -23,7 +25,7 @@ def evaluate_export(
 ) -> Evaluation:
     """Exact figures of an export on the batches of a dataset's split, whose images have its size.
 
-    A class of the dataset that the export does not know gets probability 0. `among` limits its answers to these
+    A class of the dataset that the export does not know gets a probability near 0. `among` limits its answers to these
     classes. Raises UsageError for labels of another kind, and images of another size.
     """
     record, manifest = model.export.record, dataset.manifest
@@ -38,28 +40,27 @@ def evaluate_export(
             f"export {model.export.number} takes images of {record.normalize.image_shape_HWC}",
             f"the dataset {dataset.pin.uri}@{dataset.pin.version} holds {manifest.normalize.image_shape_HWC}",
         )
-    answers = model.predict
+    scores = scores_by(model.served.outputs, labels.kind, model.served.outputs_are_logits)
     if not labels.are_numbers:
-        answers = by_name(model.predict, record.class_names, labels.class_names, among)
-    return evaluate_predictions(answers, batches, split, labels)
+        scores = by_name(scores, record.class_names, labels.class_names, among)
+    return evaluate_batches(scores, batches, split, labels, SingleCollective())
 
 
-def by_name(
-    predict: Callable[[np.ndarray], np.ndarray],
-    names: Sequence[str],
-    wanted_names: Sequence[str],
-    among: Sequence[str] = (),
-) -> Callable[[np.ndarray], np.ndarray]:
-    """`predict` with its columns in the order of `wanted_names`; those not in `names`, or not in `among`, are 0."""
+def by_name(scores: Scores, names: Sequence[str], wanted_names: Sequence[str], among: Sequence[str] = ()) -> Scores:
+    """`scores` with the columns of `wanted_names`; a class not in `names`, or not in `among`, comes behind all others.
+
+    Not normalized again: the loss of a sample is that of its class among all that the export knows.
+    """
     given = {name: column for column, name in enumerate(names) if not among or name in among}
-    # A wanted class without a column takes the column of zeros that is appended behind the last one.
+    # A wanted class without a column takes the column that is appended behind the last one.
     columns_K = [given.get(name, len(names)) for name in wanted_names]
     if columns_K == list(range(len(names))):
-        return predict
+        return scores
 
-    def predict_wanted(images_NHWC: np.ndarray) -> np.ndarray:
-        probabilities_NK = predict(images_NHWC)
-        zero_N1 = np.zeros((len(probabilities_NK), 1), probabilities_NK.dtype)
-        return np.concatenate([probabilities_NK, zero_N1], axis=1)[:, columns_K]
+    def wanted_scores(images_NHWC: np.ndarray) -> np.ndarray:
+        scores_NK = scores(images_NHWC)
+        # Below the log-probabilities of a model that is surer than float32 can say.
+        last_N1 = np.minimum(scores_NK.min(axis=1, keepdims=True) - 1.0, SMALLEST_LOG_PROBABILITY)
+        return np.concatenate([scores_NK, last_N1], axis=1)[:, columns_K]
 
-    return predict_wanted
+    return wanted_scores

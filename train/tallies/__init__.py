@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _NUMBERS = Entry("train.tallies.numbers:NumberTally", "mean squared and mean absolute error")
 
-TALLIES: Registry[Callable[[LabelSpec, bool], Tally]] = Registry(
+TALLIES: Registry[Callable[[LabelSpec], Tally]] = Registry(
     "the kind of labels",
     {
         "class": Entry("train.tallies.one_class:ClassTally", "accuracy, top five, which class is taken for which"),
@@ -22,4 +22,4 @@ TALLIES: Registry[Callable[[LabelSpec, bool], Tally]] = Registry(
         "float_vector": _NUMBERS,
     },
 )
-"""`LabelKind` -> what makes an empty tally of labels, given whether the outputs are logits."""
+"""`LabelKind` -> what makes an empty tally of such labels."""

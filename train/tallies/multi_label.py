@@ -1,6 +1,6 @@
-"""Several classes an image: average precision of each class, exact, from the scores of all samples.
+"""Several classes an image: average precision of each class, exact, from the probabilities of all samples.
 
-Scores are kept (5 bytes for each sample and class) and gathered class by class, so a rank holds its own part and a
+They are kept (5 bytes for each sample and class) and gathered class by class, so a rank holds its own part and a
 block of everyone's. Shape legend: N batch, K classes, B classes of a block.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.labels import LabelSpec
-from train.tallies.tally import SMALLEST_PROBABILITY, Exchange, check_finite
+from train.tallies.tally import Exchange, check_finite
 from train.values import ClassFigures, Evaluation
 
 BLOCK_BYTES = 64_000_000
@@ -20,31 +20,25 @@ _BYTES_EACH = 5
 class MultiLabelTally:
     """`train.tallies.Tally` for labels that are 0 or 1 for each class."""
 
-    def __init__(self, labels: LabelSpec, outputs_are_logits: bool) -> None:
+    def __init__(self, labels: LabelSpec) -> None:
         self._names = labels.class_names
-        self._are_logits = outputs_are_logits
         self._loss_sum = 0.0
-        self._scores = [np.empty((0, len(self._names)), np.float32)]
+        self._probabilities = [np.empty((0, len(self._names)), np.float32)]
         self._truths = [np.empty((0, len(self._names)), np.bool_)]
 
-    def add(self, outputs_NK: np.ndarray, batch: Batch) -> None:
+    def add(self, scores_NK: np.ndarray, batch: Batch) -> None:
         is_real_N = batch.weights_N > 0
-        truth_NK, outputs_NK = batch.labels_N[is_real_N] > 0.5, outputs_NK[is_real_N].astype(np.float64)
-        if self._are_logits:
-            # log(1 + exp(-x)) for a yes, log(1 + exp(x)) for a no.
-            self._loss_sum += float(np.logaddexp(0, np.where(truth_NK, -outputs_NK, outputs_NK)).mean(axis=1).sum())
-            outputs_NK = np.exp(-np.logaddexp(0, -outputs_NK))
-        else:
-            of_truth_NK = np.where(truth_NK, outputs_NK, 1 - outputs_NK)
-            self._loss_sum -= float(np.log(np.clip(of_truth_NK, SMALLEST_PROBABILITY, 1.0)).mean(axis=1).sum())
-        # As float32, in which an export answers: what is equal there must be equal here.
-        self._scores.append(outputs_NK.astype(np.float32))
+        truth_NK, scores_NK = batch.labels_N[is_real_N] > 0.5, scores_NK[is_real_N]
+        # log(1 + exp(-x)) for a yes, log(1 + exp(x)) for a no.
+        self._loss_sum += float(np.logaddexp(0, np.where(truth_NK, -scores_NK, scores_NK)).mean(axis=1).sum())
+        # As float32, in which an export answers: what is equal there counts as equal here.
+        self._probabilities.append(np.exp(-np.logaddexp(0, -scores_NK)).astype(np.float32))
         self._truths.append(truth_NK)
 
     def evaluation(self, split: str, exchange: Exchange) -> Evaluation:
-        scores_NK, truth_NK = np.concatenate(self._scores), np.concatenate(self._truths)
-        num_right = int(((scores_NK >= 0.5) == truth_NK).sum())
-        total = exchange.sum_array(np.array([self._loss_sum, num_right, len(scores_NK)], np.float64))
+        probabilities_NK, truth_NK = np.concatenate(self._probabilities), np.concatenate(self._truths)
+        num_right = int(((probabilities_NK >= 0.5) == truth_NK).sum())
+        total = exchange.sum_array(np.array([self._loss_sum, num_right, len(probabilities_NK)], np.float64))
         num_samples, num_classes = int(total[2]), len(self._names)
         loss = float(total[0]) / max(1, num_samples)
         check_finite(loss, split)
@@ -52,7 +46,7 @@ class MultiLabelTally:
         block = max(1, BLOCK_BYTES // (_BYTES_EACH * max(1, num_samples)))
         for start in range(0, num_classes, block):
             classes = slice(start, start + block)
-            all_scores_NB, all_truth_NB = _gathered(scores_NK[:, classes], truth_NK[:, classes], exchange)
+            all_scores_NB, all_truth_NB = _gathered(probabilities_NK[:, classes], truth_NK[:, classes], exchange)
             per_class += [
                 _figures(name, all_scores_NB[:, place], all_truth_NB[:, place])
                 for place, name in enumerate(self._names[classes])

@@ -16,15 +16,15 @@ from train.values import Evaluation
 class NumberTally:
     """`train.tallies.Tally` for float32 labels."""
 
-    def __init__(self, labels: LabelSpec, outputs_are_logits: bool) -> None:
+    def __init__(self, labels: LabelSpec) -> None:
         self._labels = labels
         self._sums = np.zeros(3)
         """Of squared errors, of absolute errors, of samples."""
 
-    def add(self, outputs_NK: np.ndarray, batch: Batch) -> None:
+    def add(self, scores_NK: np.ndarray, batch: Batch) -> None:
         is_real_N = batch.weights_N > 0
-        outputs_NK = outputs_NK[is_real_N].astype(np.float64)
-        errors_NK = outputs_NK - batch.labels_N[is_real_N].reshape(outputs_NK.shape)
+        scores_NK = scores_NK[is_real_N]
+        errors_NK = scores_NK - batch.labels_N[is_real_N].reshape(scores_NK.shape)
         self._sums += (float((errors_NK**2).sum()), float(np.abs(errors_NK).sum()), len(errors_NK))
 
     def evaluation(self, split: str, exchange: Exchange) -> Evaluation:

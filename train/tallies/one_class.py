@@ -11,7 +11,7 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.labels import LabelSpec
-from train.tallies.tally import SMALLEST_PROBABILITY, Exchange, check_finite
+from train.tallies.tally import Exchange, check_finite
 from train.values import ClassFigures, Confusion, Evaluation
 
 TOP = 5
@@ -23,23 +23,22 @@ class ClassTally:
     A pair of classes is one number, true * K + predicted: at 10,000 classes a matrix would take 800 MB on every rank.
     """
 
-    def __init__(self, labels: LabelSpec, outputs_are_logits: bool) -> None:
+    def __init__(self, labels: LabelSpec) -> None:
         self._names = labels.class_names
-        self._are_logits = outputs_are_logits
         self._loss_sum = 0.0
         self._num_top5 = 0
         self._pairs: list[np.ndarray] = []
 
-    def add(self, outputs_NK: np.ndarray, batch: Batch) -> None:
+    def add(self, scores_NK: np.ndarray, batch: Batch) -> None:
         is_real_N = batch.weights_N > 0
-        labels_N, outputs_NK = batch.labels_N[is_real_N], outputs_NK[is_real_N]
+        labels_N, scores_NK = batch.labels_N[is_real_N], scores_NK[is_real_N]
         rows_N = np.arange(len(labels_N))
-        self._loss_sum -= float(_log_probabilities(outputs_NK, self._are_logits)[rows_N, labels_N].sum())
+        self._loss_sum -= float(scores_NK[rows_N, labels_N].sum())
         # The place of the true class among all; of equal ones the lower index comes first, as argmax has it.
-        of_true_N1 = outputs_NK[rows_N, labels_N][:, None]
-        is_tied_before_NK = (outputs_NK == of_true_N1) & (np.arange(outputs_NK.shape[1]) < labels_N[:, None])
-        self._num_top5 += int((((outputs_NK > of_true_N1) | is_tied_before_NK).sum(axis=1) < TOP).sum())
-        self._pairs.append(labels_N * len(self._names) + outputs_NK.argmax(axis=1))
+        of_true_N1 = scores_NK[rows_N, labels_N][:, None]
+        is_tied_before_NK = (scores_NK == of_true_N1) & (np.arange(scores_NK.shape[1]) < labels_N[:, None])
+        self._num_top5 += int((((scores_NK > of_true_N1) | is_tied_before_NK).sum(axis=1) < TOP).sum())
+        self._pairs.append(labels_N * len(self._names) + scores_NK.argmax(axis=1))
 
     def evaluation(self, split: str, exchange: Exchange) -> Evaluation:
         pairs_P, counts_P = np.unique(np.concatenate([*self._pairs, np.empty(0, np.int64)]), return_counts=True)
@@ -82,12 +81,3 @@ class ClassTally:
             per_class=per_class,
             confused=Confusion(tuple(true_P.tolist()), tuple(predicted_P.tolist()), tuple(counts_P.tolist())),
         )
-
-
-def _log_probabilities(outputs_NK: np.ndarray, outputs_are_logits: bool) -> np.ndarray:
-    """In float64: the sum over a split should not depend on how it was cut into ranks."""
-    outputs_NK = np.asarray(outputs_NK, dtype=np.float64)
-    if not outputs_are_logits:
-        return np.log(np.clip(outputs_NK, SMALLEST_PROBABILITY, 1.0))
-    shifted_NK = outputs_NK - outputs_NK.max(axis=1, keepdims=True)
-    return shifted_NK - np.log(np.exp(shifted_NK).sum(axis=1, keepdims=True))

@@ -10,10 +10,6 @@ from shardmill.errors import TrainingError
 from shardmill.values import Batch
 from train.values import Evaluation
 
-# Keeps the logarithm of a probability of 0 finite, and no more than that. The training loss clips at 1e-7
-# (backends/keras/losses.py) to bound its gradient; none is taken here, and errors made with confidence should differ.
-SMALLEST_PROBABILITY = float(np.finfo(np.float32).tiny)
-
 
 class Exchange(Protocol):
     """What a tally needs of the other ranks; a `Member` has it, and a world of one."""
@@ -30,8 +26,8 @@ class Exchange(Protocol):
 class Tally(Protocol):
     """The part of one rank."""
 
-    def add(self, outputs_NK: np.ndarray, batch: Batch) -> None:
-        """Count a batch; rows of weight 0 are left out."""
+    def add(self, scores_NK: np.ndarray, batch: Batch) -> None:
+        """Count a batch, by the scores of `train.evaluation.scores`; rows of weight 0 are left out."""
         ...
 
     def evaluation(self, split: str, exchange: Exchange) -> Evaluation:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardmill.values import Batch
-from train.backends.backend import ModelSpec, NamedWeights, Predict, StatePart, StepOutcome, SumInStep
+from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, StepOutcome, SumInStep
 from train.backends.keras.averages import WeightAverages
 from train.backends.keras.batch_norms import KerasBatchNorms, TensorFlowMoments
 from train.backends.keras.build import BuiltModel, build_model
@@ -186,7 +186,7 @@ class KerasBackend:
         built = build_model(config, spec.image_shape_HWC, spec.labels, spec.class_weights)
         return KerasLearner(config, built, build_optimizer(config, built.model, built.compiled_optimizer), spec)
 
-    def load_served(self, folder: Path) -> Predict:
+    def load_served(self, folder: Path) -> ServedModel:
         return load_saved_model(folder / SAVED_MODEL)
 
     def record(self, folder: Path) -> TensorFlowRecording:

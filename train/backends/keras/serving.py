@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from train.backends.backend import ModelSpec
+from train.backends.backend import ModelSpec, Predict, ServedModel
 from train.backends.keras.losses import answers_of
 from train.backends.keras.runtime import import_tensorflow
 from train.backends.keras.standardize import standardize
@@ -20,6 +20,7 @@ from train.backends.keras.standardize import standardize
 # Outputs of an export.
 PROBABILITIES = "probabilities"
 VALUES = "values"
+LOGITS = "logits"
 # A class may have any name; this one is never asked for, because every index has its own.
 _UNKNOWN = "\0unknown"
 
@@ -38,22 +39,27 @@ class ServingModel:
         """What an export calls its answers."""
         return VALUES if self.spec.labels.are_numbers else PROBABILITIES
 
-    def answers(self, images_NHWC: Any) -> Any:
-        """uint8 images -> float32 probabilities_NK or numbers_NK, by the same operations as in training."""
+    def answers(self, images_NHWC: Any) -> dict[str, Any]:
+        """uint8 images -> float32 probabilities_NK (and the logits, if it gives some) or numbers_NK, by name.
+
+        By the same operations as in training.
+        """
         import tensorflow as tf
 
-        outputs_NK = self.model(standardize(images_NHWC, self.spec.scale), training=False)
-        return answers_of(self.spec.labels.kind, self.outputs_are_logits, tf.cast(outputs_NK, tf.float32))
+        outputs_NK = tf.cast(self.model(standardize(images_NHWC, self.spec.scale), training=False), tf.float32)
+        answers_NK = answers_of(self.spec.labels.kind, self.outputs_are_logits, outputs_NK)
+        carried = {LOGITS: outputs_NK} if self.outputs_are_logits else {}
+        return {self.answers_name: answers_NK, **carried}
 
     def predict(self, images_NHWC: np.ndarray) -> np.ndarray:
         """`answers`, compiled as training and serving compile it: other kernels would round otherwise."""
         import tensorflow as tf
 
-        return tf.function(self.answers)(tf.constant(images_NHWC, tf.uint8)).numpy()
+        return tf.function(self.answers)(tf.constant(images_NHWC, tf.uint8))[self.answers_name].numpy()
 
 
 def write_saved_model(serving: ServingModel, folder: Path) -> None:
-    """A TensorFlow SavedModel: `serving_default(images)` gives `probabilities` and `label`.
+    """A TensorFlow SavedModel: `serving_default(images)` gives `probabilities`, `logits` and `label`.
 
     Where an image may have several classes, it gives `class_names` in place of one label; of numbers, `values` alone.
     """
@@ -61,11 +67,9 @@ def write_saved_model(serving: ServingModel, folder: Path) -> None:
     import tensorflow as tf
 
     def serve(images: Any) -> dict[str, Any]:
-        answers_NK = serving.answers(images)
-        labels = serving.spec.labels
-        found = {serving.answers_name: answers_NK}
+        labels, found = serving.spec.labels, serving.answers(images)
         if labels.kind == "class":
-            found["label"] = tf.gather(tf.constant(labels.class_names), tf.argmax(answers_NK, axis=-1))
+            found["label"] = tf.gather(tf.constant(labels.class_names), tf.argmax(found[PROBABILITIES], axis=-1))
         elif labels.kind == "multi_label":
             found["class_names"] = tf.constant(labels.class_names)
         return found
@@ -77,18 +81,22 @@ def write_saved_model(serving: ServingModel, folder: Path) -> None:
     archive.write_out(str(folder), verbose=False)
 
 
-def load_saved_model(folder: Path) -> Any:
-    """A function images_NHWC uint8 -> answers_NK float32, as NumPy arrays."""
+def load_saved_model(folder: Path) -> ServedModel:
+    """Its functions images_NHWC uint8 -> NumPy arrays; exports of older versions carry no logits."""
     tf = import_tensorflow()
     loaded = tf.saved_model.load(str(folder))
     outputs = loaded.signatures["serving_default"].structured_outputs
-    name = next(name for name in (PROBABILITIES, VALUES) if name in outputs)
 
-    def predict(images_NHWC: np.ndarray) -> np.ndarray:
-        # `loaded` owns the variables, and would take them with it.
-        return loaded.signatures["serving_default"](images=tf.constant(images_NHWC, tf.uint8))[name].numpy()
+    def named(name: str) -> Predict:
+        def predict(images_NHWC: np.ndarray) -> np.ndarray:
+            # `loaded` owns the variables, and would take them with it.
+            return loaded.signatures["serving_default"](images=tf.constant(images_NHWC, tf.uint8))[name].numpy()
 
-    return predict
+        return predict
+
+    answers = named(next(name for name in (PROBABILITIES, VALUES) if name in outputs))
+    has_logits = LOGITS in outputs
+    return ServedModel(answers, named(LOGITS) if has_logits else answers, has_logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +162,7 @@ def _functional(serving: ServingModel, inlined: bool) -> Any:
     link = "softmax" if labels.kind == "class" else "sigmoid"
     last = link if serving.outputs_are_logits else "linear"
     answers = keras.layers.Activation(last, dtype="float32", name=serving.answers_name)(outputs)
-    found = {serving.answers_name: answers}
+    found = {serving.answers_name: answers, **({LOGITS: outputs} if serving.outputs_are_logits else {})}
     if labels.kind == "class":
         found["label"] = keras.layers.StringLookup(
             vocabulary=list(labels.class_names), invert=True, num_oov_indices=0, oov_token=_UNKNOWN, name="label"

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.values import Batch
-from train.backends.backend import ModelSpec, NamedWeights, Predict, StatePart, StepOutcome, SumInStep
+from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, StepOutcome, SumInStep
 from train.backends.parts import parts_of
 from train.backends.torch.averages import WeightAverages
 from train.backends.torch.losses import per_sample_losses, right_of
@@ -290,7 +290,7 @@ class TorchBackend:
     def build(self, config: TrainConfig, spec: ModelSpec) -> TorchLearner:
         return TorchLearner(config, build_module(config, spec), spec)
 
-    def load_served(self, folder: Path) -> Predict:
+    def load_served(self, folder: Path) -> ServedModel:
         return load_program(folder / SERVED)
 
     def record(self, folder: Path) -> TorchRecording:

@@ -12,11 +12,14 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.values import LabelKind
-from train.backends.backend import ModelSpec, Predict
+from train.backends.backend import ModelSpec, Predict, ServedModel
 from train.backends.torch.losses import answers_of
 from train.backends.torch.runtime import device, import_torch
 
 PROGRAM = "model.pt2"
+# Extra files of a program.
+CLASS_NAMES = "class_names.json"
+ARE_LOGITS = "outputs_are_logits.json"
 
 
 def served_module(classifier: Any, kind: LabelKind, are_logits: bool) -> Any:
@@ -27,6 +30,7 @@ def served_module(classifier: Any, kind: LabelKind, are_logits: bool) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.classifier = classifier
+            self.outputs_are_logits = are_logits
 
         def forward(self, images_NHWC: Any) -> Any:
             return answers_of(kind, are_logits, self.classifier(images_NHWC))
@@ -53,30 +57,52 @@ def program_of(served: Any, spec: ModelSpec, model: str) -> Any:
 
 
 def write_program(served: Any, spec: ModelSpec, model: str, folder: Path) -> None:
-    """Into a new folder; the names of the classes are among its extra files."""
+    """Into a new folder. Extra files: the names of the classes, and whether the last operation takes logits."""
     folder.mkdir()
-    names = json.dumps(spec.labels.class_names)
-    program = program_of(served, spec, model)
-    import_torch().export.save(program, folder / PROGRAM, extra_files={"class_names.json": names})
+    said = {CLASS_NAMES: spec.labels.class_names, ARE_LOGITS: served.outputs_are_logits}
+    extra_files = {name: json.dumps(value) for name, value in said.items()}
+    import_torch().export.save(program_of(served, spec, model), folder / PROGRAM, extra_files=extra_files)
 
 
-def load_program(folder: Path) -> Predict:
-    """The function inside, on this process's device. Loading can run code: a record must vouch for the file."""
+def load_program(folder: Path) -> ServedModel:
+    """The functions inside, on this process's device. Loading can run code: a record must vouch for the file."""
     torch = import_torch()
     from torch.export.passes import move_to_device_pass
 
+    # Left as it is by programs of older versions, which do not say it.
+    extra_files = {ARE_LOGITS: "false"}
     with warnings.catch_warnings():
         # That the file's bytes, which nothing writes to, are read-only.
         warnings.filterwarnings("ignore", "The given buffer is not writable")
-        program = torch.export.load(folder / PROGRAM)
+        program = torch.export.load(folder / PROGRAM, extra_files=extra_files)
     # `to` alone would leave the device that the program asserts.
-    module = move_to_device_pass(program, device()).module()
+    program, are_logits = move_to_device_pass(program, device()), bool(json.loads(extra_files[ARE_LOGITS]))
+    answers = _on_arrays(program.module())
+    outputs = _on_arrays(_without_last_operation(program.module())) if are_logits else answers
+    return ServedModel(answers, outputs, are_logits)
+
+
+def _on_arrays(module: Any) -> Predict:
+    torch = import_torch()
 
     def predict(images_NHWC: np.ndarray) -> np.ndarray:
         with torch.no_grad():
             return module(torch.from_numpy(np.ascontiguousarray(images_NHWC)).to(device())).cpu().numpy()
 
     return predict
+
+
+def _without_last_operation(module: Any) -> Any:
+    """The module of a program, but for the softmax or sigmoid of `answers_of`: it gives that one's argument.
+
+    A program that gave both would no longer be called as a model that gives probabilities.
+    """
+    result = module.graph.output_node()
+    ((answers,),) = result.args
+    result.args = ((answers.args[0],),)
+    module.graph.erase_node(answers)
+    module.recompile()
+    return module
 
 
 def write_state(model: Any, file: Path) -> None:
