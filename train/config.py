@@ -142,7 +142,7 @@ class TrainConfig(Section):
     """`auto` uses the loss of a compiled user model, and otherwise what fits the labels: softmax cross-entropy for one
     class an image, sigmoid cross-entropy for several, the squared error for numbers."""
     model_outputs: Literal["auto", "logits", "probabilities"] = "auto"
-    """What the last layer of a model of classes gives; `auto` looks at its loss or activation."""
+    """What a model of your own gives for classes; `auto` follows a compiled loss, else looks at the model's outputs."""
     label_smoothing: Annotated[float, SAFE] = Field(default=0.0, ge=0, lt=1)
     """Share of each label spread over all classes; of several classes an image, over yes and no of each."""
     class_weights: Annotated[Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]], SAFE, LATER] = Field(

@@ -6,14 +6,18 @@ unless `train.standardize` is false.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.user_module import with_line_of_user
 from train.backends.keras.freeze import Frozen, freeze
-from train.backends.keras.losses import PerSample, are_outputs_logits, choose_loss, right_of, weighted_loss
+from train.backends.keras.losses import PerSample, choose_loss, compiled_for_logits, right_of, weighted_loss
 from train.backends.keras.runtime import config_sha256
+from train.backends.output_form import Probe, are_logits
 from train.config import TrainConfig
 from train.labels import LabelSpec, check_labels
 from train.layers.sample_bits import number_layers
@@ -69,9 +73,12 @@ def build_model(
                 'return the model itself; for a PyTorch module set train.backend = "torch"',
             )
         check_pixels(config, model)
-        outputs_are_logits = are_outputs_logits(config, model, labels.kind)
+        outputs = _first_outputs(config.model, model, image_shape_HWC, labels)
+        outputs_are_logits = are_logits(
+            config, labels.kind, image_shape_HWC, _probe(config, model), compiled_for_logits(config, model)
+        )
         loss = choose_loss(config, model, outputs_are_logits, labels)
-        _check_outputs(config.model, model, loss, image_shape_HWC, labels)
+        _try_loss(loss, outputs, labels)
     finally:
         # The policy is Keras's global; nothing built later in this process should inherit it.
         keras.config.set_dtype_policy(former_policy)
@@ -103,9 +110,7 @@ def check_pixels(config: TrainConfig, model: Any) -> None:
         )
 
 
-def _check_outputs(
-    name: str, model: Any, loss: PerSample, image_shape_HWC: tuple[int, int, int], labels: LabelSpec
-) -> None:
+def _first_outputs(name: str, model: Any, image_shape_HWC: tuple[int, int, int], labels: LabelSpec) -> Any:
     """Call the model on two black images: creates the variables of subclassed models and shows the output's shape."""
     import tensorflow as tf
 
@@ -133,6 +138,31 @@ def _check_outputs(
         raise UsageError(
             f"train.model = {name!r} has no trainable variables", "expected at least one", "unfreeze a layer"
         )
+    return outputs
+
+
+def _probe(config: TrainConfig, model: Any) -> Probe:
+    import tensorflow as tf
+
+    def outputs(images_NHWC: np.ndarray) -> np.ndarray:
+        pixels_NHWC = tf.cast(images_NHWC, tf.float32)
+        # About as it is in training; the exact scale decides nothing.
+        standardized_NHWC = (pixels_NHWC - 127.5) / 64.0 if config.standardize else pixels_NHWC
+        return tf.cast(model(standardized_NHWC, training=False), tf.float32).numpy()
+
+    def weights() -> list[np.ndarray]:
+        return [np.asarray(variable) for variable in model.trainable_variables]
+
+    def assign(arrays: Sequence[np.ndarray]) -> None:
+        for variable, array in zip(model.trainable_variables, arrays, strict=True):
+            variable.assign(array)
+
+    return Probe(outputs, weights, assign)
+
+
+def _try_loss(loss: PerSample, outputs: Any, labels: LabelSpec) -> None:
+    import tensorflow as tf
+
     # Class numbers, or zeros of the outputs' shape: also for one number, whose labels come without a second axis.
     examples = tf.zeros(2, tf.int64) if labels.kind == "class" else tf.zeros((2, labels.num_outputs))
     loss(examples, tf.cast(outputs, tf.float32))

@@ -5,6 +5,7 @@ Shape legend: N batch, K outputs. Labels: class numbers (N,), 0 or 1 for each cl
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -70,28 +71,19 @@ def compiled_loss(model: Any) -> Any | None:
     return keras.losses.get(loss)
 
 
-def are_outputs_logits(config: TrainConfig, model: Any, kind: LabelKind) -> bool:
-    """What the config says; under `auto` what the compiled loss says, else what the last layer's activation says.
-
-    False for numbers: the outputs are the numbers.
-    """
+def compiled_for_logits(config: TrainConfig, model: Any) -> bool | None:
+    """What the compiled loss takes the outputs for; None if there is none that counts, or it does not say."""
     import keras
 
-    if kind in ("float", "float_vector"):
-        return False
-    if config.model_outputs != "auto":
-        return config.model_outputs == "logits"
-    own = compiled_loss(model)
+    own = compiled_loss(model) if config.loss == "auto" else None
+    if own is None:
+        return None
     if isinstance(own, keras.losses.Loss):
         from_logits = own.get_config().get("from_logits")
-        if isinstance(from_logits, bool):
-            return from_logits
-    last_layer = model.layers[-1] if model.layers else None
-    if kind == "multi_label":
-        return getattr(last_layer, "activation", None) is not keras.activations.sigmoid
-    if isinstance(last_layer, keras.layers.Softmax):
-        return False
-    return getattr(last_layer, "activation", None) is not keras.activations.softmax
+    else:
+        parameter = inspect.signature(own).parameters.get("from_logits")
+        from_logits = parameter.default if parameter is not None else None
+    return from_logits if isinstance(from_logits, bool) else None
 
 
 def right_of(kind: LabelKind, outputs_are_logits: bool) -> PerSample:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.user_module import with_line_of_user
 from train.backends.backend import ModelSpec
 from train.backends.layer_errors import as_layers_raised_them
+from train.backends.output_form import Probe, are_logits
 from train.backends.torch.freeze import Frozen, freeze
 from train.backends.torch.runtime import device, import_torch
 from train.config import TrainConfig
-from train.labels import LabelSpec, check_labels
+from train.labels import check_labels
 from train.models import MODELS
 from train.models.user import call_factory, imported_packages
 
@@ -70,12 +74,12 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
 
         check_pixels(config, model)
     classifier = _classifier(model.to(device()), is_keras, spec).to(device())
-    are_logits = _are_logits(config, model, is_keras, spec.labels)
-    _check_outputs(config.model, classifier, spec, are_logits)
+    _check_outputs(config.model, classifier, spec)
     if is_keras:
         _refuse_compiled(config, model)
+    outputs_are_logits = are_logits(config, spec.labels.kind, spec.image_shape_HWC, _probe(classifier))
     frozen = freeze(config, model, is_keras)
-    return BuiltModule(classifier, model, is_keras, are_logits, frozen, _identity(model, is_keras))
+    return BuiltModule(classifier, model, is_keras, outputs_are_logits, frozen, _identity(model, is_keras))
 
 
 def _classifier(model: Any, is_keras: bool, spec: ModelSpec) -> Any:
@@ -142,19 +146,21 @@ def _refuse_compiled(config: TrainConfig, model: Any) -> None:
         )
 
 
-def _are_logits(config: TrainConfig, model: Any, is_keras: bool, labels: LabelSpec) -> bool:
-    """What the config says; under `auto` whether the last layer or module is no softmax, or sigmoid."""
+def _probe(classifier: Any) -> Probe:
     torch = import_torch()
-    if is_keras:
-        from train.backends.keras.losses import are_outputs_logits
+    weights = [each for each in classifier.parameters() if each.requires_grad]
 
-        return are_outputs_logits(config, model, labels.kind)
-    if labels.are_numbers:
-        return False
-    if config.model_outputs != "auto":
-        return config.model_outputs == "logits"
-    last = torch.nn.Softmax if labels.kind == "class" else torch.nn.Sigmoid
-    return not isinstance(list(model.modules())[-1], last)
+    def outputs(images_NHWC: np.ndarray) -> np.ndarray:
+        classifier.eval()
+        with torch.no_grad():
+            return classifier(torch.from_numpy(images_NHWC).to(device())).cpu().numpy()
+
+    def assign(arrays: Sequence[np.ndarray]) -> None:
+        with torch.no_grad():
+            for weight, array in zip(weights, arrays, strict=True):
+                weight.copy_(torch.from_numpy(array))
+
+    return Probe(outputs, lambda: [each.detach().cpu().numpy().copy() for each in weights], assign)
 
 
 def _identity(model: Any, is_keras: bool) -> str:
@@ -167,7 +173,7 @@ def _identity(model: Any, is_keras: bool) -> str:
     return hashlib.sha256(f"{model!r}{shapes}".encode()).hexdigest()
 
 
-def _check_outputs(name: str, classifier: Any, spec: ModelSpec, are_logits: bool) -> None:
+def _check_outputs(name: str, classifier: Any, spec: ModelSpec) -> None:
     """Call it on two black images: builds lazy layers, and shows the output's shape."""
     torch = import_torch()
     height, width, channels = spec.image_shape_HWC
@@ -198,14 +204,6 @@ def _check_outputs(name: str, classifier: Any, spec: ModelSpec, are_logits: bool
             f"train.model = {name!r} gives an output of shape {tuple(outputs.shape)} for 2 images",
             f"expected {spec.labels.num_outputs} outputs: the dataset has {spec.labels}",
             "use the num_classes that the factory is called with in the last layer",
-        )
-    is_distribution = bool((outputs >= 0).all()) and bool(((outputs.sum(dim=1) - 1).abs() < 1e-3).all())
-    if spec.labels.kind == "class" and not are_logits and not is_distribution:
-        # A softmax that is built but used elsewhere looks like the last layer.
-        raise UsageError(
-            f"train.model = {name!r} is taken to give probabilities, and its outputs do not add up to 1",
-            "expected a softmax at its end, or logits",
-            'set train.model_outputs = "logits"',
         )
     if not any(parameter.requires_grad for parameter in classifier.parameters()):
         raise UsageError(

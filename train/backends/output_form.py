@@ -1,0 +1,133 @@
+"""Whether a model of classes gives logits or probabilities: what its outputs show, wherever in it a softmax is.
+
+Shape legend: N batch, H height, W width, C channels, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from shardmill.errors import UsageError
+from shardmill.values import LabelKind
+from train.config import TrainConfig
+from train.models import MODELS
+
+# A softmax in bfloat16 adds up to 1 within half a percent.
+_SUM_TOLERANCE = 0.01
+_LARGEST = 1.001
+# How much is added to weights, at random. Little changes outputs that are constant at first (a head of zeros); much
+# drives logits that are only small, or never negative (a ReLU at the end), out of 0 to 1.
+_NOISE = (0.02, 0.1, 1.0, 1.0, 1.0)
+
+
+class OutputForm(Enum):
+    """What all outputs have in common that were looked at."""
+
+    ANY = "any numbers"
+    UNIT = "each from 0 to 1"
+    DISTRIBUTION = "from 0 to 1, and those of an image add up to 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A built model, as it is looked at."""
+
+    outputs: Callable[[np.ndarray], np.ndarray]
+    """uint8 images_NHWC -> outputs_NK in inference mode."""
+    weights: Callable[[], Sequence[np.ndarray]]
+    """Copies of those that gradients change."""
+    assign: Callable[[Sequence[np.ndarray]], None]
+
+
+def are_logits(
+    config: TrainConfig,
+    kind: LabelKind,
+    image_shape_HWC: tuple[int, int, int],
+    probe: Probe,
+    compiled_for_logits: bool | None = None,
+) -> bool:
+    """What `train.model_outputs` says; under `auto` what the model's compiled loss says, else what the outputs show.
+
+    False for numbers. Raises UsageError if the outputs cannot be what is said, or are neither.
+    """
+    if kind not in ("class", "multi_label"):
+        return False
+    # Models by name give logits (train/models/).
+    if config.model_outputs == "logits" or not MODELS.is_own(config.model):
+        return True
+    images_NHWC = _images(image_shape_HWC)
+    at_first = form_of(probe.outputs(images_NHWC)) or OutputForm.ANY
+    expected = (OutputForm.DISTRIBUTION,) if kind == "class" else (OutputForm.DISTRIBUTION, OutputForm.UNIT)
+    if config.model_outputs == "probabilities":
+        if at_first not in expected:
+            raise _no_probabilities(config, kind, at_first)
+        return False
+    if compiled_for_logits is False:
+        if at_first is OutputForm.ANY:
+            raise UsageError(
+                f"train.model = {config.model!r} is compiled with a loss of probabilities, and gives {at_first.value}",
+                "expected from_logits=True in its loss, or a softmax or sigmoid at its end",
+                f'compile it so, or set train.loss = "{"softmax" if kind == "class" else "sigmoid"}"',
+            )
+        return False
+    form = at_first if at_first is OutputForm.ANY else _form_under_noise(probe, images_NHWC, at_first)
+    if compiled_for_logits:
+        if form in expected:
+            raise UsageError(
+                f"train.model = {config.model!r} is compiled with from_logits=True, and gives probabilities",
+                f"its outputs are {form.value}",
+                'compile it with from_logits=False, or set train.model_outputs = "logits" if they are meant so',
+            )
+        return True
+    if kind == "class" and form is OutputForm.UNIT:
+        raise UsageError(
+            f"train.model = {config.model!r} gives numbers from 0 to 1 that do not always add up to 1",
+            "expected logits, or the probabilities of a softmax: an image has one class",
+            'leave out a sigmoid at its end, or set train.model_outputs to "logits" or "probabilities"',
+        )
+    return form not in expected
+
+
+def form_of(outputs_NK: np.ndarray) -> OutputForm | None:
+    """Of the rows that are finite; None if none is."""
+    rows_NK = outputs_NK[np.isfinite(outputs_NK).all(axis=1)].astype(np.float64)
+    if not len(rows_NK):
+        return None
+    if rows_NK.min() < 0 or rows_NK.max() > _LARGEST:
+        return OutputForm.ANY
+    is_distribution = rows_NK.shape[1] > 1 and np.abs(rows_NK.sum(axis=1) - 1).max() <= _SUM_TOLERANCE
+    return OutputForm.DISTRIBUTION if is_distribution else OutputForm.UNIT
+
+
+def _form_under_noise(probe: Probe, images_NHWC: np.ndarray, at_first: OutputForm) -> OutputForm:
+    """What is probabilities by construction is so with any weights; the model gets its own back."""
+    forms, rng, own = {at_first}, np.random.default_rng(0), probe.weights()
+    try:
+        for size in _NOISE:
+            probe.assign([np.asarray(each + size * rng.standard_normal(each.shape), each.dtype) for each in own])
+            forms.add(form_of(probe.outputs(images_NHWC)) or at_first)
+            if OutputForm.ANY in forms:
+                break
+    finally:
+        probe.assign(own)
+    return next(form for form in OutputForm if form in forms)
+
+
+def _images(image_shape_HWC: tuple[int, int, int]) -> np.ndarray:
+    """Black, white, and noise: images that differ."""
+    noise = np.random.default_rng(0).integers(0, 256, (4, *image_shape_HWC), dtype=np.uint8)
+    return np.concatenate([np.zeros_like(noise[:1]), np.full_like(noise[:1], 255), noise])
+
+
+def _no_probabilities(config: TrainConfig, kind: LabelKind, form: OutputForm) -> UsageError:
+    of_image = ", and those of an image to add up to 1" if kind == "class" else ""
+    return UsageError(
+        f'train.model_outputs = "probabilities", and train.model = {config.model!r} gives numbers that are '
+        f"{'each from 0 to 1, but do not add up to 1' if form is OutputForm.UNIT else 'not all from 0 to 1'}",
+        f"expected outputs from 0 to 1{of_image}",
+        'set train.model_outputs = "auto"',
+    )
