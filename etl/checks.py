@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -160,11 +161,27 @@ def _thin_parts(plan: BuildPlan) -> Iterator[str]:
     few = tuple(f"{name}: {by_class[name]}" for name in plan.build.class_names if by_class[name] < _FEW_IN_CLASS)
     if few:
         yield f"{len(few)} of {num_classes} classes have fewer than {_FEW_IN_CLASS} images ({_named(few)})"
+    yield from _class_twins(plan.build.class_names)
     if plan.listing.has_splits:
         trained = _images_by_class(plan, "train")
         untrained = tuple(name for name in plan.build.class_names if not trained[name])
         if untrained:
             yield f"{len(untrained)} of {num_classes} classes have no image in train/ ({_named(untrained)})"
+
+
+def _class_twins(class_names: Iterable[str]) -> Iterator[str]:
+    """Classes that look alike to a person, and are different names."""
+    by_look: defaultdict[str, list[str]] = defaultdict(list)
+    for name in class_names:
+        look = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+        by_look[" ".join(look.split())].append(name)
+    # Names that are printed alike are told apart by their escapes.
+    twins = tuple(" and ".join(map(ascii, names)) for names in by_look.values() if len(names) > 1)
+    if twins:
+        yield (
+            f"classes that differ only in case, in spaces or in how Unicode writes them: {_named(twins)}; if they are "
+            "one class, give them one name"
+        )
 
 
 def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from etl.sources.containers import Containers, gone, image_file, reading, splits_of
+from etl.listed import ListingBatch, batches_of, listed_table
+from etl.sources.containers import Containers, gone, image_file, splits_of
 from etl.sources.extra import ExtraColumns
+from etl.sources.folder_labels import FolderRule, with_folder_labels
 from etl.sources.names import is_utf8
+from etl.sources.packing import reading
 from etl.sources.tar import ArchiveMember
-from etl.sources.tar_samples import TarImage, TarLayout, TarReject, read_samples
+from etl.sources.tar_samples import FOLDER_LABELS, TarImage, TarLayout, TarReject, read_samples
 from etl.stored_file import open_file
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
@@ -27,13 +30,14 @@ _PEEKED_MEMBERS = 1_000
 class ArchiveFormat:
     """How the archives of one kind are listed; each function raises IntegrityError for damage."""
 
-    unpack: Callable[[BinaryIO, StoredFile], BinaryIO]
-    """The file's own bytes -> those in which members have their places."""
-    members: Callable[[BinaryIO, StoredFile], Iterator[ArchiveMember]]
-    """Every member of an unpacked archive, in its order."""
+    unpack: Callable[[BinaryIO], BinaryIO]
+    """The file -> the bytes in which members have their places: another file if it is compressed as a whole."""
+    members: Callable[[BinaryIO, StoredFile, bool], Iterator[ArchiveMember]]
+    """Every member of an unpacked archive, in its order; the last argument says whether it was compressed."""
     check_end: Callable[[BinaryIO], None] = lambda stream: None
     """What remains to be checked behind the last member."""
-    block_images: Callable[[StoredFile], int] = lambda archive: BLOCK_IMAGES
+    packed_block_images: int = BLOCK_IMAGES
+    """Images in a block of an archive that is compressed as a whole."""
 
 
 class Archives:
@@ -44,17 +48,23 @@ class Archives:
         self._format = archive_format
         self._extra = extra
 
-    def entries(self, layout_of: Callable[[Iterable[ArchiveMember]], TarLayout]) -> Iterator[SourceImage | Rejection]:
+    def batches(
+        self, layout_of: Callable[[Iterable[ArchiveMember]], TarLayout], folders: FolderRule
+    ) -> Iterator[ListingBatch]:
         """Every image and every refused member; a file that is damaged or gone is one rejection.
 
         `layout_of` is given the first members of the first archive. Raises UsageError if there is no archive, or if
         only some of their names name a split.
         """
         found = self._files.find()
-        yield from found.rejections
-        splits = splits_of(archive.path for archive in found.containers)
+        yield ListingBatch(listed_table([]), found.rejections)
         layout = layout_of(self._first_members(found.containers[0]))
-        for archive in found.containers:
+        batches = batches_of(self._entries(found.containers, layout), lambda: self._extra.types)
+        yield from with_folder_labels(batches, folders) if layout.label_field == FOLDER_LABELS else batches
+
+    def _entries(self, archives: Sequence[StoredFile], layout: TarLayout) -> Iterator[SourceImage | Rejection]:
+        splits = splits_of(archive.path for archive in archives)
+        for archive in archives:
             try:
                 yield from self._list(archive, layout, splits[archive.path])
             except FileNotFoundError:
@@ -63,17 +73,19 @@ class Archives:
     def _first_members(self, archive: StoredFile) -> Iterator[ArchiveMember]:
         """As many as are sound; the listing will tell what is not."""
         with open_file(self._files.store, archive) as stream, suppress(IntegrityError), reading(archive.path):
-            members = self._format.members(self._format.unpack(stream, archive), archive)
-            yield from itertools.islice(members, _PEEKED_MEMBERS)
+            file = self._format.unpack(stream)
+            yield from itertools.islice(self._format.members(file, archive, file is not stream), _PEEKED_MEMBERS)
 
     def _list(self, archive: StoredFile, layout: TarLayout, split: str | None) -> Iterator[SourceImage | Rejection]:
         """The archive's images; if it is damaged, those before the damage and one rejection for the rest."""
-        num_images, block_images = 0, self._format.block_images(archive)
+        num_images = 0
         with open_file(self._files.store, archive) as stream:
             try:
                 with reading(archive.path):
-                    file = self._format.unpack(stream, archive)
-                    for found in read_samples(self._format.members(file, archive), file, layout):
+                    file = self._format.unpack(stream)
+                    is_packed = file is not stream
+                    block_images = self._format.packed_block_images if is_packed else BLOCK_IMAGES
+                    for found in read_samples(self._format.members(file, archive, is_packed), file, layout):
                         entry = _entry(found, archive, num_images // block_images, split)
                         yield _with_extra(entry, found, self._extra) if self._extra.given else entry
                         num_images += isinstance(found, TarImage)
@@ -101,7 +113,7 @@ def _entry(found: TarImage | TarReject, archive: StoredFile, block: int, split: 
         return image.rejected(RejectReason.PATH_NOT_UTF8, "the name is not UTF-8", "list")
     if found.problem:
         return image.rejected(RejectReason.BAD_LABEL, found.problem, "list")
-    return replace(image, label=found.label, split=found.split or split)
+    return replace(image, label=found.label, split=split)
 
 
 def _with_extra(

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import BinaryIO, Generic, TypeVar
 
 from etl.sources.names import SPLIT_OF_NAME
+from etl.sources.packing import reading
 from etl.sources.patterns import expanded, is_pattern, matches, names_any
 from etl.stored_file import open_file
 from shardmill.errors import CannotList, IntegrityError, NoSuchRoot, UsageError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
-from shardmill.storage_errors import as_storage_error
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
 
 Opened = TypeVar("Opened")
+_NUM_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class Containers:
         containers = tuple(file for file in found if self._is_container(file))
         if not containers:
             raise UsageError(
-                f"source {self.uri} holds no {' or '.join(self._suffixes)} file",
+                f"source {self.uri} holds no {' or '.join(self._suffixes[:_NUM_NAMED])} file",
                 "expected a folder of them, one such file, or a pattern",
                 "check source.uri and source.kind",
             )
@@ -186,26 +184,6 @@ def image_file(file: StoredFile) -> SourceImage:
 def gone(file: StoredFile) -> Rejection:
     """What becomes of a container that vanished behind the list of files, with all that it held."""
     return image_file(file).rejected(RejectReason.MISSING, "gone while the source was listed", "list")
-
-
-def is_packed(path: str) -> bool:
-    """Whether a container is compressed as a whole, so that it can only be read from its start."""
-    return path.lower().endswith((".gz", ".tgz"))
-
-
-def unpacked(stream: BinaryIO, file: StoredFile) -> BinaryIO:
-    """The container's bytes; seeking back in a compressed one starts again from its beginning."""
-    return gzip.open(stream, "rb") if is_packed(file.path) else stream  # pyright: ignore[reportReturnType]
-
-
-@contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Turn damage of a compressed container into IntegrityError, and a fault of its storage into StorageError."""
-    with as_storage_error(path):
-        try:
-            yield
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise IntegrityError(f"it does not unpack: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import pyarrow as pa
-
-from etl.listed import LISTED_SCHEMA, ListingBatch, batches_of, listed_table
+from etl.listed import ListingBatch, batches_of
 from etl.sources.files import FileReader
-from etl.sources.names import SPLIT_OF_NAME, is_image_name, is_utf8
-from etl.sources.spool import Spool
+from etl.sources.folder_labels import FolderRule, with_folder_labels
+from etl.sources.names import hidden_folder_of, is_image_name, is_utf8, unread_archive
 from shardmill.errors import NoSuchRoot, StorageError, UsageError
-from shardmill.printable import printable
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
 
@@ -42,24 +36,8 @@ class FolderSource:
         return FileReader(self.uri)
 
     def list(self) -> Iterator[ListingBatch]:
-        """Raises UsageError if there is no folder, or more than one level that may name the classes.
-
-        The place of splits and classes follows from all names together, so the entries are spooled to a local file
-        until the last of them is known.
-        """
-        layout, num_found_ahead = _Layout(), 0
-        with Spool() as spool:
-            for batch in batches_of(self._found()):
-                for path in set(map(_folder_of, batch.images.column("key").to_numpy().tolist())):
-                    layout.add(path)
-                spool.write(batch.images)
-                num_found_ahead += batch.images.num_rows
-                yield replace(batch, images=batch.images.slice(0, 0), num_found_ahead=num_found_ahead)
-            place = layout.label_place(self._config.label_level)
-            for table in spool.read():
-                num_found_ahead -= table.num_rows
-                yield replace(place.labelled(table), num_found_ahead=num_found_ahead)
-        yield from place.warnings()
+        """Raises UsageError if there is no folder, or more than one level that may name the classes."""
+        return with_folder_labels(batches_of(self._found()), FolderRule(self._config.label_level, is_innermost=False))
 
     def _found(self) -> Iterator[SourceImage | Rejection]:
         walk = _walk_store(self.uri)
@@ -71,6 +49,12 @@ class FolderSource:
 def _walk_local(root: Path, follow_symlinks: bool) -> Iterator[SourceImage | Rejection]:
     """Every file, link and special file below `root`, each exactly once; links to folders are entered if told so."""
     if not root.is_dir():
+        archive = unread_archive(root.name)
+        if archive and root.exists():
+            raise UsageError(
+                f"source {root} is a {archive} file, which is not read",
+                "expected a folder, or an archive of ZIP or tar", "unpack it, and name the folder",
+            )  # fmt: skip
         raise UsageError(
             f"source {root} is not a folder" if root.exists() else f"source {root} does not exist",
             "expected a folder with one folder per class",
@@ -138,138 +122,11 @@ def _walk_store(uri: str) -> Iterator[SourceImage | Rejection]:
         raise UsageError(f"source {uri} does not exist: {error.what}", "", "check source.uri") from None
 
 
-@dataclass(slots=True)
-class _Layout:
-    """What the names of all images say together. Grows with the number of folders, not of images."""
-
-    names: dict[str, list[set[str]]] = field(default_factory=dict)
-    """First folder -> the folders' names on each level, from that first one on."""
-    fewest: dict[str, int] = field(default_factory=dict)
-    """First folder -> the smallest number of folders above one of its images."""
-    most: int = 0
-
-    def add(self, path: str) -> None:
-        """A folder in which an image lies directly."""
-        folders = path.split("/") if path else []
-        top = folders[0] if folders else ""
-        levels = self.names.setdefault(top, [])
-        for level, name in enumerate(folders):
-            if level == len(levels):
-                levels.append(set())
-            levels[level].add(name)
-        self.fewest[top] = min(self.fewest.get(top, len(folders)), len(folders))
-        self.most = max(self.most, len(folders))
-
-    def label_place(self, label_level: int) -> _LabelPlace:
-        tops = {top for top in self.names if top}
-        # `train` beside `bus` and `car` is a vehicle; alone or beside `val` or `test` it is a split.
-        splits = {top for top in tops if top.lower() in SPLIT_OF_NAME}
-        has_train = any(SPLIT_OF_NAME[split.lower()] == "train" for split in splits)
-        has_splits = has_train and (tops == splits or len(splits) > 1)
-        if label_level == 0:
-            self._check_level_is_clear(splits if has_splits else set(self.names), first=int(has_splits))
-        class_depth = has_splits + max(1, label_level)
-        return _LabelPlace(has_splits, class_depth, has_classes=self.most >= class_depth)
-
-    def _check_level_is_clear(self, tops: Iterable[str], first: int) -> None:
-        """Raise UsageError if no image lies directly in a folder of the first level: any level may be the classes."""
-        num_levels = min((self.fewest[top] - first for top in tops), default=0)
-        if num_levels < 2:
-            return
-        seen: defaultdict[int, set[str]] = defaultdict(set)
-        for top in tops:
-            for level in range(num_levels):
-                seen[level] |= self.names[top][first + level]
-        named = [
-            f"level {level + 1} ({', '.join(map(printable, sorted(names)[:3]))}{', ...' if len(names) > 3 else ''})"
-            for level, names in sorted(seen.items())
-        ]
-        raise UsageError(
-            f"every image lies {num_levels} or more folders deep, so that the classes may be {' or '.join(named)}",
-            "expected one folder per class with its images directly in it",
-            "say which with --set source.label_level=N, or set source.uri to the folder above the class folders",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Folder:
-    """What the path of a folder says of the images that lie directly in it."""
-
-    split: str | None
-    label: str | None
-    fault: str
-    """Why they are rejected; empty if they are not."""
-    is_deeper: bool
-    """Whether the class is named by a folder above it."""
-
-
-@dataclass(slots=True)
-class _LabelPlace:
-    """Which folders name split and class."""
-
-    has_splits: bool
-    class_depth: int
-    has_classes: bool
-    num_images: int = 0
-    deeper: str | None = None
-    """The first key of those below, so that it does not depend on the order of the walk."""
-    num_deeper: int = 0
-
-    def labelled(self, images: pa.Table) -> ListingBatch:
-        """Listed images with split and class; folder by folder, because folders are few."""
-        keys = images.column("key").to_numpy().tolist()
-        paths = [_folder_of(key) for key in keys]
-        folders = {path: self._judge(path) for path in set(paths)}
-        deeper = [key for key, path in zip(keys, paths, strict=True) if folders[path].is_deeper]
-        self.num_deeper += len(deeper)
-        self.deeper = min((self.deeper, *deeper), key=lambda key: (key is None, key), default=None)
-        for name in ("label", "split"):
-            values = pa.array([getattr(folders[path], name) for path in paths], pa.string())
-            images = images.set_column(images.column_names.index(name), LISTED_SCHEMA.field(name), values)
-        if any(folder.fault for folder in folders.values()):
-            is_kept_N = np.array([not folders[path].fault for path in paths])
-            refused = images.filter(pa.array(~is_kept_N)).to_pylist()
-            images = images.filter(pa.array(is_kept_N))
-        else:
-            refused = []
-        self.num_images += images.num_rows
-        return ListingBatch(images, tuple(self._refused(SourceImage(**row)) for row in refused))
-
-    def _judge(self, path: str) -> _Folder:
-        names = path.split("/") if path else []
-        split = SPLIT_OF_NAME.get(names[0].lower()) if self.has_splits and names else None
-        label = names[self.class_depth - 1] if len(names) >= self.class_depth else None
-        fault = ""
-        if self.has_splits and split is None:
-            fault = "lies in no split folder, and others do"
-        elif self.has_classes and label is None:
-            fault = "lies in no class folder, and others do"
-        is_deeper = not fault and label is not None and names[-1] != label
-        return _Folder(split, label if self.has_classes else None, fault, is_deeper)
-
-    def _refused(self, image: SourceImage) -> Rejection:
-        fault = self._judge(_folder_of(image.key)).fault
-        return image.rejected(RejectReason.BAD_LABEL, fault, "list")
-
-    def warnings(self) -> Iterator[ListingBatch]:
-        if self.deeper is not None:
-            label = self._judge(_folder_of(self.deeper)).label
-            yield ListingBatch(
-                listed_table([]),
-                warnings=(
-                    f"{self.num_deeper} of {self.num_images} images lie deeper than their class folder, such as "
-                    f"{printable(self.deeper)}, taken as class {label}; source.label_level says otherwise",
-                ),
-            )
-
-
-def _folder_of(key: str) -> str:
-    return key.rpartition("/")[0]
-
-
 def _named_like_an_image(image: SourceImage) -> SourceImage | Rejection:
     if not is_utf8(image.key):
         return image.rejected(RejectReason.PATH_NOT_UTF8, "the name is not UTF-8", "list")
     if not is_image_name(image.key):
-        return image.rejected(RejectReason.NOT_AN_IMAGE_NAME, "the name is not an image's", "list")
+        hidden = hidden_folder_of(image.key)
+        detail = f"lies in the hidden folder {hidden}" if hidden else "the name is not an image's"
+        return image.rejected(RejectReason.NOT_AN_IMAGE_NAME, detail, "list")
     return image

@@ -1,19 +1,14 @@
-"""IDX files, the format of MNIST and its family: bare pixels in one file, the classes' numbers in another beside it.
-
-Format: http://yann.lecun.com/exdb/mnist/
-"""
+"""IDX files, the format of MNIST and its family: bare pixels in one file, the classes' numbers in another beside it."""
 
 # pyarrow.compute makes its functions when it is imported.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import itertools
 import re
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING, BinaryIO
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -27,11 +22,9 @@ from etl.sources.containers import (
     FoundFiles,
     gone,
     image_file,
-    is_packed,
-    reading,
     splits_of,
-    unpacked,
 )
+from etl.sources.idx_file import IdxFile, open_images, read_labels
 from etl.sources.names import IDX_SUFFIXES
 from etl.sources.plain_png import plain_png
 from etl.stored_file import open_file
@@ -45,10 +38,11 @@ if TYPE_CHECKING:
 
 # One after the other; a compressed file is unpacked from its start for each block.
 _BLOCK_IMAGES = 4_096
-_READ_BYTES = 1 << 20
 _BATCH_ROWS = 65_536
-_MAX_IMAGES, _MAX_IMAGE_BYTES = 100_000_000, 100_000_000
-_UNSIGNED_BYTE = 8
+# The usual ones first; QMNIST has `idx2-int`.
+_LABEL_KINDS = tuple(
+    f"idx{dims}-{kind}" for kind in ("ubyte", "int", "short", "byte", "float", "double") for dims in (1, 2)
+)
 
 
 class IdxSource:
@@ -58,31 +52,40 @@ class IdxSource:
         self._files = Containers(config.uri, IDX_SUFFIXES)
         self.uri = self._files.uri
 
-    def open(self, max_source_bytes: int) -> ContainerReader[_IdxFile]:
+    def open(self, max_source_bytes: int) -> ContainerReader[IdxFile]:
         """Reads images by number, as PNG."""
         return ContainerReader(
-            self._files.store, _open_images, lambda images, image: plain_png(images.read(image.place))
+            self._files.store, open_images, lambda images, image: plain_png(images.read(image.place))
         )
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no file of images, or only some have labels. Damage is a rejection."""
         found = self._files.find()
-        images = [file for file in found.containers if "images" in file.path]
-        labels = {file.path: self._labels_of(file) for file in images}
+        known = {file.path: file for file in (*found.containers, *found.others)}
+        images = [file for file in found.containers if "images" in file.path.rpartition("/")[2]]
+        labels = {file.path: self._labels_of(file.path, known) for file in images}
         _check_pairs(self.uri, labels)
         used = {file.path for file in labels.values() if file is not None} | labels.keys()
-        odd = FoundFiles((), tuple(file for file in (*found.containers, *found.others) if file.path not in used))
+        odd = FoundFiles((), tuple(file for path, file in known.items() if path not in used))
         yield ListingBatch(LISTED_SCHEMA.empty_table(), odd.rejections)
         splits = splits_of(labels)
         for file in images:
             yield from _list_pair(self._files.store, file, labels[file.path], splits[file.path])
 
-    def _labels_of(self, images: StoredFile) -> StoredFile | None:
-        """The file of labels that belongs to a file of images, packed or not."""
-        folder, slash, name = images.path.rpartition("/")
-        plain = re.sub(r"idx\d", "idx1", name.replace("images", "labels")).removesuffix(".gz")
-        found = (self._files.store.stat(f"{folder}{slash}{plain}{suffix}") for suffix in ("", ".gz"))
+    def _labels_of(self, images: str, known: Mapping[str, StoredFile]) -> StoredFile | None:
+        """The file of labels that belongs to a file of images, packed or not; a single file's lies beside it."""
+        found = (known.get(name) or self._files.store.stat(name) for name in _label_names(images))
         return next((file for file in found if file is not None), None)
+
+
+def _label_names(images: str) -> Iterator[str]:
+    """What the file of labels may be called: `train-labels-idx1-ubyte`, packed or not, in a folder of that name too."""
+    folder, slash, name = images.rpartition("/")
+    plain = name.replace("images", "labels").removesuffix(".gz")
+    folders = dict.fromkeys((folder, folder.replace("images", "labels")))
+    names = dict.fromkeys(re.sub(r"idx\d-\w+$", kind, plain) for kind in _LABEL_KINDS)
+    for folder, name in itertools.product(folders, names):
+        yield from (f"{folder}{slash}{name}{suffix}" for suffix in ("", ".gz"))
 
 
 def _check_pairs(uri: str, labels: dict[str, StoredFile | None]) -> None:
@@ -97,53 +100,6 @@ def _check_pairs(uri: str, labels: dict[str, StoredFile | None]) -> None:
         )
 
 
-@dataclass(slots=True)
-class _IdxFile:
-    """An opened file: `shape` is what its header states."""
-
-    file: BinaryIO
-    path: str
-    shape: tuple[int, ...]
-    start: int
-    """First byte of the data."""
-
-    @property
-    def item_bytes(self) -> int:
-        return prod(self.shape[1:])
-
-    def read(self, number: int) -> np.ndarray:
-        """One image: uint8 of shape `shape[1:]`. Raises IntegrityError if the file ends inside it."""
-        with reading(self.path):
-            self.file.seek(self.start + number * self.item_bytes)
-            data = self.file.read(self.item_bytes)
-        if len(data) < self.item_bytes:
-            raise IntegrityError(f"the file ends inside image {number}")
-        return np.frombuffer(data, np.uint8).reshape(self.shape[1:])
-
-
-def _open_idx(stream: BinaryIO, file: StoredFile) -> _IdxFile:
-    data = unpacked(stream, file)
-    with reading(file.path):
-        head = data.read(4)
-        sizes = data.read(4 * head[3]) if len(head) == 4 else b""
-    if len(head) < 4 or head[:2] != b"\0\0" or head[2] != _UNSIGNED_BYTE or not 1 <= head[3] <= 4:
-        raise IntegrityError(f"no IDX file of bytes: it begins with {head.hex()}")
-    if len(sizes) < 4 * head[3]:
-        raise IntegrityError("the file ends inside its header")
-    shape = struct.unpack(f">{head[3]}I", sizes)
-    if shape[0] > _MAX_IMAGES:
-        raise IntegrityError(f"it claims {shape[0]} items, and at most {_MAX_IMAGES} are read")
-    return _IdxFile(data, file.path, shape, 4 + 4 * head[3])
-
-
-def _open_images(stream: BinaryIO, file: StoredFile) -> _IdxFile:
-    images = _open_idx(stream, file)
-    is_picture = len(images.shape) == 3 or (len(images.shape) == 4 and images.shape[3] == 3)
-    if not is_picture or not 0 < images.item_bytes <= _MAX_IMAGE_BYTES:
-        raise IntegrityError(f"its shape is {images.shape}, expected (images, height, width) or (..., 3)")
-    return images
-
-
 def _list_pair(
     store: Store, file: StoredFile, labels_file: StoredFile | None, split: str | None
 ) -> Iterator[ListingBatch]:
@@ -155,9 +111,9 @@ def _list_pair(
 
     try:
         with open_file(store, file) as stream:
-            images = _open_images(stream, file)
-            num_whole = _num_whole(images, file)
-        labels = None if labels_file is None else _read_labels(store, labels_file)
+            images = open_images(stream, file)
+            num_whole = images.num_whole(file.size_bytes)
+        labels = None if labels_file is None else read_labels(store, labels_file)
         if labels is not None and len(labels) != images.shape[0]:
             raise IntegrityError(f"it has {images.shape[0]} images, and its file of labels {len(labels)}")
     except IntegrityError as error:
@@ -188,32 +144,3 @@ def _listed(rows: np.ndarray, file: StoredFile, labels: np.ndarray | None, split
     if labels is not None:
         columns["label"] = pa.array(labels[rows]).cast(pa.string())
     return listed_rows(columns, pa.nulls(num_rows, pa.string()), file.path)
-
-
-def _num_whole(images: _IdxFile, file: StoredFile) -> int:
-    """How many images the file really holds. A packed one is read to its end, where its checksum is compared."""
-    num_bytes = file.size_bytes - images.start
-    if is_packed(file.path):
-        num_bytes = _unpacked_bytes(images)
-    return min(images.shape[0], num_bytes // images.item_bytes)
-
-
-def _unpacked_bytes(images: _IdxFile) -> int:
-    expected, num_bytes = images.shape[0] * images.item_bytes, 0
-    # Read until the end is met, or a bomb has shown that it has more than its header states.
-    with reading(images.path):
-        while num_bytes <= expected:
-            data = images.file.read(_READ_BYTES)
-            if not data:
-                return num_bytes
-            num_bytes += len(data)
-    raise IntegrityError(f"more than the {images.shape[0]} images of its header follow")
-
-
-def _read_labels(store: Store, file: StoredFile) -> np.ndarray:
-    with open_file(store, file) as stream, reading(file.path):
-        labels = _open_idx(stream, file)
-        data = labels.file.read(labels.shape[0] + 1)
-    if len(labels.shape) != 1 or len(data) != labels.shape[0]:
-        raise IntegrityError(f"its file of labels has the shape {labels.shape} and {len(data)} bytes")
-    return np.frombuffer(data, np.uint8)

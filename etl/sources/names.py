@@ -15,9 +15,19 @@ IMAGE_SUFFIXES = frozenset(
         *("fits", "wmf", "mpo"),
     )
 )
-TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+TAR_SUFFIXES = (
+    *(".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2"),
+    *(".tar.xz", ".txz", ".tar.zst", ".tzst"),
+)
 ZIP_SUFFIXES = (".zip",)
-IDX_SUFFIXES = ("ubyte", "ubyte.gz")
+IDX_SUFFIXES = tuple(
+    f"{name}{suffix}"
+    for name in (
+        "ubyte",
+        *(f"idx{dims}-{kind}" for dims in range(1, 5) for kind in ("byte", "short", "int", "float", "double")),
+    )
+    for suffix in ("", ".gz")
+)
 PARQUET_SUFFIXES = (".parquet",)
 TFRECORD_SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz")
 TABLE_SUFFIXES = (
@@ -37,6 +47,15 @@ SPLIT_OF_NAME = {
     "t10k": "test",
 }
 MAX_CLASS_NAME_BYTES = 255
+# Of systems and programs that keep copies of images beside them; so do folders with a dot before their name.
+_SYSTEM_FOLDERS = frozenset(
+    {"__macosx", "@eadir", "#recycle", "#snapshot", "$recycle.bin", "system volume information", "lost+found"}
+)
+_UNREAD_ARCHIVES = {
+    ".rar": "RAR", ".7z": "7-Zip", ".lz4": "LZ4", ".lzma": "LZMA", ".lz": "lzip", ".z": "compress", ".ar": "ar",
+    ".cab": "Cabinet", ".iso": "ISO image", ".h5": "HDF5", ".hdf5": "HDF5", ".npz": "NumPy", ".npy": "NumPy",
+    ".mat": "MATLAB", ".lmdb": "LMDB", ".mdb": "LMDB", ".arrow": "Arrow", ".rec": "RecordIO",
+}  # fmt: skip
 _SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
 
 
@@ -52,10 +71,25 @@ def is_class_name(text: str) -> bool:
 def is_image_name(key: str) -> bool:
     """Whether a path is named like an image, or not named like anything."""
     name = key.rsplit("/", 1)[-1].lower()
+    if hidden_folder_of(key):
+        return False
     if name in _SYSTEM_FILES or name.startswith("._"):
         return False
     suffix = os.path.splitext(name.lstrip("."))[1]
     return suffix == "" or suffix in IMAGE_SUFFIXES
+
+
+def unread_archive(name: str) -> str:
+    """The format of a file that may hold images and is read in no way, by its suffix; empty for any other."""
+    return next((kind for suffix, kind in _UNREAD_ARCHIVES.items() if name.lower().endswith(suffix)), "")
+
+
+def hidden_folder_of(key: str) -> str:
+    """The folder of a path that no person fills, such as `.thumbnails`; empty if there is none."""
+    folders = key.split("/")[:-1]
+    return next(
+        (each for each in folders if each.lower() in _SYSTEM_FOLDERS or (each[:1] == "." and each.strip("."))), ""
+    )
 
 
 def is_utf8(key: str) -> bool:

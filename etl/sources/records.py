@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from etl.sources.packing import Packing, packing_of
 from shardmill.errors import IntegrityError
 from shardmill.formats.tfrecord import masked_crc
 
@@ -22,6 +23,24 @@ class Record:
     data: bytes
     is_intact: bool
     """Whether the data have the checksum that stands behind them."""
+
+
+def packing_of_records(file: BinaryIO) -> Packing | None:
+    """How a file is compressed; None if it is not, which the checksum of its first length shows.
+
+    A length may look like the first bytes of a compressed file. The file is left at its beginning.
+    """
+    file.seek(0)
+    header = file.read(_HEADER.size)
+    file.seek(0)
+    is_plain = len(header) == _HEADER.size and masked_crc(header[:8]) == _HEADER.unpack(header)[1]
+    return None if is_plain else packing_of(file)
+
+
+def unpacked_records(file: BinaryIO) -> BinaryIO:
+    """The unpacked bytes, or the file itself."""
+    packing = packing_of_records(file)
+    return file if packing is None else packing.open(file)
 
 
 def read_records(file: BinaryIO) -> Iterator[Record]:
@@ -43,7 +62,9 @@ def read_record(file: BinaryIO, start: int) -> Record | None:
     length, crc = _HEADER.unpack(header)
     # A length is trusted only after this: it says how much is read.
     if masked_crc(header[:8]) != crc or length > _MAX_RECORD_BYTES:
-        raise IntegrityError(f"no record at byte {start}")
+        is_zlib = start == 0 and header[0] & 0x0F == 8 and int.from_bytes(header[:2], "big") % 31 == 0
+        hint = ": it begins like zlib data (TensorFlow's compression_type ZLIB), and plain or gzip files are read"
+        raise IntegrityError(f"no record at byte {start}{hint if is_zlib else ''}")
     data = file.read(length)
     end = file.read(_CRC.size)
     if len(end) < _CRC.size:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import TracebackType
 
 import pyarrow as pa
 
-from etl.listed import LISTED_SCHEMA
+from etl.listed import LISTED_SCHEMA, ListingBatch
 
 
 class Spool:
@@ -34,3 +35,25 @@ class Spool:
         self._file.seek(0)
         for batch in pa.ipc.open_stream(self._file):
             yield pa.Table.from_batches([batch])
+
+
+def in_two_passes(
+    batches: Iterable[ListingBatch],
+    look: Callable[[pa.Table], object],
+    settle: Callable[[], Callable[[pa.Table], ListingBatch]],
+) -> Iterator[ListingBatch]:
+    """A listing of which all images must be seen before any of them can be judged.
+
+    `look` is given every table of images; what `settle` returns then makes the final batch of each.
+    """
+    num_found_ahead = 0
+    with Spool() as spool:
+        for batch in batches:
+            look(batch.images)
+            spool.write(batch.images)
+            num_found_ahead += batch.images.num_rows
+            yield replace(batch, images=batch.images.slice(0, 0), num_found_ahead=num_found_ahead)
+        judged = settle()
+        for table in spool.read():
+            num_found_ahead -= table.num_rows
+            yield replace(judged(table), num_found_ahead=num_found_ahead)

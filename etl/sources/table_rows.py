@@ -16,7 +16,6 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 
 from etl.sources.columns import bad_row
-from etl.sources.containers import unpacked
 from etl.sources.parquet_columns import column_batches, open_columns
 from etl.stored_file import open_file
 from shardmill.errors import IntegrityError
@@ -42,9 +41,8 @@ def read_rows(
     with open_file(store, file) as stream:
         try:
             with as_storage_error(file.path):
-                yield from _READERS[name.removesuffix(".gz").rpartition(".")[2]](
-                    unpacked(stream, file), file.path, wanted or {}
-                )
+                unpacked: Any = gzip.GzipFile(fileobj=stream) if name.endswith(".gz") else stream
+                yield from _READERS[name.removesuffix(".gz").rpartition(".")[2]](unpacked, file.path, wanted or {})
         except (pa.ArrowException, EOFError, gzip.BadGzipFile) as error:
             raise IntegrityError(
                 f"the table {printable(file.path)} does not parse: {str(error).splitlines()[0]}",

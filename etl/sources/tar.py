@@ -6,17 +6,23 @@ Format: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html#tag_
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from shardmill.errors import IntegrityError
+from shardmill.printable import printable
 
 _BLOCK = 512
 _EMPTY = bytes(_BLOCK)
 _MAX_EXTENDED_BYTES = 1 << 20
-_REGULAR, _FOLDER, _LONG_NAME, _LONG_LINK = (b"0", b"\0", b"7"), b"5", b"L", b"K"
+_FOLDER, _HARD_LINK, _LONG_NAME, _LONG_LINK = b"5", b"1", b"L", b"K"
 _PAX, _PAX_GLOBAL, _SOLARIS = b"x", b"g", b"X"
+_REGULAR = (b"0", b"\0", b"7")
+_FAULTS = {b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a named pipe", b"S": "a sparse file"}
+# Of the latest files, so that hard links find their targets: some 30 MB.
+_MAX_TARGETS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +32,25 @@ class ArchiveMember:
     name: str
     start: int
     size_bytes: int
-    is_file: bool
-    """False for folders, links, devices and sparse files."""
-    is_folder: bool
+    is_folder: bool = False
+    fault: str = ""
+    """Why it is no file whose bytes can be read: a link, encrypted, ...; empty if it is one."""
+
+    @property
+    def is_file(self) -> bool:
+        return not self.is_folder and not self.fault
 
 
-def tar_members(file: BinaryIO, max_bytes: int) -> Iterator[ArchiveMember]:
+def tar_members(file: BinaryIO, max_bytes: int, *, follows_links: bool = True) -> Iterator[ArchiveMember]:
     """Every member in order. Between two of them the caller may read the latest one's data.
 
+    A hard link has the place of its target, if that is among the latest files; without `follows_links` it is no file.
     Raises IntegrityError at the first header that is none, if the archive ends without its end marker, because members
     may be missing, or if it reaches past `max_bytes`. What was yielded before is sound.
     """
     position = 0
     extended: dict[str, str] = {}
+    targets = _Targets(_MAX_TARGETS if follows_links else 0)
     while True:
         if position > max_bytes:
             raise IntegrityError(f"the archive reaches to byte {position}, and may to byte {max_bytes}")
@@ -51,18 +63,56 @@ def tar_members(file: BinaryIO, max_bytes: int) -> Iterator[ArchiveMember]:
         position = start + -(-size_bytes // _BLOCK) * _BLOCK
         if kind in (_PAX, _SOLARIS):
             extended |= _pax_records(_read_extended(file, size_bytes, start))
-        elif kind == _LONG_NAME:
-            extended["path"] = _text(_read_extended(file, size_bytes, start).split(b"\0", 1)[0])
-        elif kind not in (_PAX_GLOBAL, _LONG_LINK):
+        elif kind in (_LONG_NAME, _LONG_LINK):
+            name = "path" if kind == _LONG_NAME else "linkpath"
+            extended[name] = _text(_read_extended(file, size_bytes, start).split(b"\0", 1)[0])
+        elif kind != _PAX_GLOBAL:
             size_bytes = _number_of(extended.get("size", str(size_bytes)), start)
             position = start + -(-size_bytes // _BLOCK) * _BLOCK
-            is_sparse = any(name.startswith("GNU.sparse") for name in extended)
-            name = extended.get("path") or _name(header)
-            is_folder = kind == _FOLDER or name.endswith("/")
-            yield ArchiveMember(
-                name, start, size_bytes, kind in _REGULAR and not is_sparse and not is_folder, is_folder
-            )
+            yield targets.resolved(_member(header, extended, start, size_bytes), _link_of(header, extended))
             extended = {}
+
+
+def _member(header: bytes, extended: dict[str, str], start: int, size_bytes: int) -> ArchiveMember:
+    name, kind = extended.get("path") or _name(header), header[156:157]
+    is_sparse = any(each.startswith("GNU.sparse") for each in extended)
+    fault = "" if kind in (*_REGULAR, _FOLDER, _HARD_LINK) else _FAULTS.get(kind, f"an entry of type {kind!r}")
+    return ArchiveMember(
+        name, start, size_bytes, kind == _FOLDER or name.endswith("/"), _FAULTS[b"S"] if is_sparse else fault
+    )
+
+
+def _link_of(header: bytes, extended: dict[str, str]) -> str:
+    """The path that a hard link stands for; empty for every other member."""
+    is_link = header[156:157] == _HARD_LINK
+    return (extended.get("linkpath") or _text(header[157:257].split(b"\0", 1)[0])) if is_link else ""
+
+
+class _Targets:
+    """Where the latest files of an archive are, by digests of their names: a name may be long."""
+
+    def __init__(self, max_files: int) -> None:
+        self._max_files = max_files
+        self._places: dict[bytes, tuple[int, int]] = {}
+
+    def resolved(self, member: ArchiveMember, link: str) -> ArchiveMember:
+        """The member, remembered if it is a file; a hard link as a file with its target's bytes, if that is known."""
+        if link:
+            place = self._places.get(_digest(link))
+            if place is None:
+                return replace(
+                    member, fault=f"a hard link to {printable(link)}, which is not among the files before it"
+                )
+            member = replace(member, start=place[0], size_bytes=place[1])
+        if member.is_file and self._max_files:
+            if len(self._places) == self._max_files:
+                del self._places[next(iter(self._places))]
+            self._places[_digest(member.name)] = (member.start, member.size_bytes)
+        return member
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.blake2b(name.removeprefix("./").encode("utf-8", "surrogateescape"), digest_size=16).digest()
 
 
 def _check_header(header: bytes, position: int) -> int:

@@ -1,19 +1,23 @@
-"""The samples of a tar archive: members that share a name up to its first dot (WebDataset), with their class."""
+"""The samples of a tar archive: members that share a name up to its first dot (WebDataset), with their class.
+
+Names may have further dots: a text belongs to the image that shares its name up to the last dot, if there is one.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from etl.sources.names import SPLIT_OF_NAME, is_image_name
+from etl.sources.class_values import class_of, text_of
+from etl.sources.names import is_image_name
 from etl.sources.tar import ArchiveMember
 from shardmill.values import RejectReason
 
 FOLDER_LABELS = "/"
-"""In place of a member: the class is the folder that an image lies in."""
+"""In place of a member: folders name the classes, once all of them are known."""
 
 _MAX_TEXT_BYTES = 1 << 20
 # Consecutive members with one name; more of them are cut into several samples, so that memory is bounded.
@@ -28,15 +32,14 @@ class TarLayout:
     """What may follow an image's name; empty: any suffix that images have."""
     label_field: str
     """A member's suffix (`cls`), a field of a JSON member (`json.class.name`), FOLDER_LABELS, or empty for none."""
-    label_level: int
-    """Which folder from the top names the class; 0: the one that the image lies in."""
     extra_fields: Mapping[str, str] = field(default_factory=dict)
     """What else is wanted of a sample: a column's name -> where its value is, as for a label."""
 
     @property
     def read_suffixes(self) -> frozenset[str]:
-        """Suffixes of the members whose text is read."""
-        return frozenset(name.partition(".")[0] for name in (self.label_field, *self.extra_fields.values())) - {""}
+        """Suffixes of the members whose text is read: `json` for `json.class.name`, or all of it if there is such."""
+        fields = (self.label_field, *self.extra_fields.values())
+        return frozenset(suffix for name in fields for suffix in (name, name.partition(".")[0])) - {"", FOLDER_LABELS}
 
     def is_image(self, member: ArchiveMember) -> bool:
         if not member.is_file:
@@ -50,8 +53,6 @@ class TarImage:
 
     member: ArchiveMember
     label: str | None
-    split: str | None
-    """Named by a folder inside the archive."""
     problem: str = ""
     """Why it has no label, if it should have one."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -75,13 +76,13 @@ def suffix_of(name: str) -> str:
 def detect_layout(members: Iterable[ArchiveMember]) -> str:
     """The label field that the first members of a source show."""
     names = [member.name for member in members if member.is_file]
-    suffixes = {suffix_of(name) for name in names}
+    suffixes = {_last_suffix(name) for name in names}
     if "cls" in suffixes:
         return "cls"
     # Captions and metadata beside the images: a WebDataset without classes, whose folders mean nothing.
     if suffixes & {"json", "txt"}:
         return ""
-    return FOLDER_LABELS if any("/" in _plain(name) and is_image_name(name) for name in names) else ""
+    return FOLDER_LABELS
 
 
 def read_samples(members: Iterable[ArchiveMember], file: BinaryIO, layout: TarLayout) -> Iterator[TarImage | TarReject]:
@@ -89,12 +90,27 @@ def read_samples(members: Iterable[ArchiveMember], file: BinaryIO, layout: TarLa
     suffixes = layout.read_suffixes
     for _, group in itertools.groupby(members, lambda member: _stem_of(member.name)):
         # Texts are read while the scan stands at them: a packed archive is not unpacked twice.
-        while some := [_with_text(member, file, suffixes) for member in itertools.islice(group, _MAX_SAMPLE_MEMBERS)]:
-            yield from _judged(some, layout)
+        for some in _cut(group):
+            yield from _judged([_with_text(member, file, suffixes) for member in some], layout)
+
+
+def _cut(members: Iterable[ArchiveMember]) -> Iterator[Iterator[ArchiveMember]]:
+    """Samples of bounded size; what shares a name up to its last dot stays together as long as that is possible."""
+    number, size, name = 0, 0, ""
+
+    def sample_of(member: ArchiveMember) -> int:
+        nonlocal number, size, name
+        before, name = name, _last_stem(member.name)
+        if size >= 2 * _MAX_SAMPLE_MEMBERS or (size >= _MAX_SAMPLE_MEMBERS and name != before):
+            number, size = number + 1, 0
+        size += 1
+        return number
+
+    return (some for _, some in itertools.groupby(members, sample_of))
 
 
 def _with_text(member: ArchiveMember, file: BinaryIO, suffixes: frozenset[str]) -> tuple[ArchiveMember, bytes | None]:
-    is_read = bool(suffixes) and member.is_file and suffix_of(member.name) in suffixes
+    is_read = bool(suffixes.intersection((suffix_of(member.name), _last_suffix(member.name)))) and member.is_file
     if not is_read or member.size_bytes > _MAX_TEXT_BYTES:
         return member, None
     file.seek(member.start)
@@ -103,57 +119,72 @@ def _with_text(member: ArchiveMember, file: BinaryIO, suffixes: frozenset[str]) 
 
 def _judged(sample: list[tuple[ArchiveMember, bytes | None]], layout: TarLayout) -> Iterator[TarImage | TarReject]:
     images = [member for member, _ in sample if layout.is_image(member)]
-    texts = {suffix_of(member.name): text for member, text in reversed(sample) if text is not None}
-    found = {name: _field_of(texts, place) for name, place in layout.extra_fields.items()}
-    extra = {name: value for name, value in found.items() if value is not None}
     for member, _ in sample:
         if member.is_folder:
             continue
         if not member.is_file:
-            yield TarReject(member, RejectReason.NOT_REGULAR_FILE, "a link, a device, sparse or encrypted")
+            yield TarReject(member, RejectReason.NOT_REGULAR_FILE, member.fault)
         elif not images:
             yield TarReject(member, RejectReason.NOT_AN_IMAGE_NAME, "belongs to no image")
+    texts = _Texts(sample)
     for member in images:
-        if layout.label_field == FOLDER_LABELS:
-            yield replace(_in_folder(member, layout.label_level), extra=extra)
-        elif layout.label_field:
-            value = _field_of(texts, layout.label_field)
-            label = str(value).strip() if isinstance(value, str | int) else ""
-            yield TarImage(member, label or None, None, "" if label else f"no {layout.label_field} beside it", extra)
-        else:
-            yield TarImage(member, None, None, extra=extra)
+        found = {name: texts.value(member.name, place) for name, place in layout.extra_fields.items()}
+        extra = {name: value for name, value in found.items() if value is not None}
+        label, problem = None, ""
+        if layout.label_field not in ("", FOLDER_LABELS):
+            label, problem = texts.label(member.name, layout.label_field)
+        yield TarImage(member, label, problem, extra)
 
 
-def _in_folder(member: ArchiveMember, label_level: int) -> TarImage:
-    folders = _plain(member.name).split("/")[:-1]
-    split = SPLIT_OF_NAME.get(folders[0].lower()) if len(folders) > 1 else None
-    below = folders[1:] if split else folders
-    place = label_level - 1 if label_level else len(below) - 1
-    if not 0 <= place < len(below):
-        return TarImage(member, None, split, "lies in no class folder, and others do")
-    return TarImage(member, below[place], split)
+class _Texts:
+    """The texts of one sample's members."""
 
+    def __init__(self, sample: Iterable[tuple[ArchiveMember, bytes | None]]) -> None:
+        self._texts: dict[tuple[str, str], bytes] = {}
+        for member, text in sample:
+            if text is not None:
+                self._texts.setdefault((_stem_of(member.name), suffix_of(member.name)), text)
+                self._texts.setdefault((_last_stem(member.name), _last_suffix(member.name)), text)
 
-def _field_of(texts: Mapping[str, bytes], name: str) -> Any:
-    """What a sample's members say of a field: a member's text, or a part of its JSON; None if they do not have it."""
-    suffix, dot, path = name.partition(".")
-    if suffix not in texts:
-        return None
-    if not dot:
-        return texts[suffix].decode("utf-8", "replace").strip()
-    try:
-        value: Any = json.loads(texts[suffix])
-        for part in path.split("."):
-            value = value[part]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return value
+    def label(self, image: str, place: str) -> tuple[str | None, str]:
+        """The class of an image, or None and why it has none."""
+        value = self._found(image, place)
+        return (None, f"no {place} beside it") if value is None else class_of([value], place)
 
+    def value(self, image: str, place: str) -> Any:
+        """What a member says, or a part of its JSON; None if there is none."""
+        value = self._found(image, place)
+        return (text_of(value) or value.decode("utf-8", "replace")).strip() if isinstance(value, bytes) else value
 
-def _plain(name: str) -> str:
-    return name.removeprefix("./")
+    def _found(self, image: str, place: str) -> Any:
+        suffix, dot, path = place.partition(".")
+        own = self._member(image, place)
+        if own is not None or not dot:
+            return own
+        try:
+            value: Any = json.loads(self._member(image, suffix) or b"")
+            for part in path.split("."):
+                value = value[part]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return value
+
+    def _member(self, image: str, suffix: str) -> bytes | None:
+        """The member beside an image; one that has the image's own name up to the last dot comes first."""
+        stems = (_last_stem(image), _stem_of(image))
+        return next((self._texts[stem, suffix] for stem in stems if (stem, suffix) in self._texts), None)
 
 
 def _stem_of(name: str) -> str:
     folder, slash, own = name.rpartition("/")
     return folder + slash + own.partition(".")[0]
+
+
+def _last_stem(name: str) -> str:
+    folder, slash, own = name.rpartition("/")
+    return folder + slash + (own.rpartition(".")[0] or own)
+
+
+def _last_suffix(name: str) -> str:
+    """What follows the last dot, in lower case: `a/img.v1.CLS` -> `cls`."""
+    return name.rpartition("/")[2].rpartition(".")[2].lower()

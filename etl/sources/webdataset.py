@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-from etl.listed import ListingBatch, batches_of
-from etl.sources.archives import BLOCK_IMAGES, ArchiveFormat, Archives
-from etl.sources.containers import ContainerReader, Containers, is_packed, unpacked
+from etl.listed import ListingBatch
+from etl.sources.archives import ArchiveFormat, Archives
+from etl.sources.containers import ContainerReader, Containers
 from etl.sources.extra import ExtraColumns
+from etl.sources.folder_labels import FolderRule
 from etl.sources.names import TAR_SUFFIXES
+from etl.sources.packing import unpacked
 from etl.sources.tar import ArchiveMember, tar_members
 from etl.sources.tar_samples import TarLayout, detect_layout
 from shardmill.errors import IntegrityError, UsageError
@@ -41,12 +43,12 @@ class WebDatasetSource:
 
     def open(self, max_source_bytes: int) -> ContainerReader[BinaryIO]:
         """Reads members by their places."""
-        return ContainerReader(self._archives.store, unpacked, _take)
+        return ContainerReader(self._archives.store, lambda stream, archive: unpacked(stream), _take)
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no archive or only some name a split. Damage ends an archive as a rejection."""
         archives = Archives(self._archives, _TAR, self._extra)
-        return batches_of(archives.entries(self._layout), lambda: self._extra.types)
+        return archives.batches(self._layout, FolderRule(self._config.label_level, is_innermost=True))
 
     def _layout(self, members: Iterable[ArchiveMember]) -> TarLayout:
         config = self._config
@@ -64,7 +66,7 @@ class WebDatasetSource:
         else:
             label_field = config.label_field or detect_layout(members)
         suffixes = tuple(each.strip() for each in config.image_field.lower().split(";") if each.strip())
-        return TarLayout(suffixes, label_field, config.label_level, extra_fields)
+        return TarLayout(suffixes, label_field, extra_fields)
 
 
 def _take(archive: BinaryIO, image: SourceImage) -> bytes:
@@ -75,9 +77,11 @@ def _take(archive: BinaryIO, image: SourceImage) -> bytes:
     return data
 
 
-def _members(file: BinaryIO, archive: StoredFile) -> Iterator[ArchiveMember]:
-    packed_limit = _MAX_EXPANSION * archive.size_bytes + _ALWAYS_ALLOWED_BYTES
-    return tar_members(file, packed_limit if is_packed(archive.path) else archive.size_bytes)
+def _members(file: BinaryIO, archive: StoredFile, is_packed: bool) -> Iterator[ArchiveMember]:
+    if not is_packed:
+        return tar_members(file, archive.size_bytes)
+    # The target of a link lies behind: the archive would be unpacked from its start for each.
+    return tar_members(file, _MAX_EXPANSION * archive.size_bytes + _ALWAYS_ALLOWED_BYTES, follows_links=False)
 
 
 def _check_rest(file: BinaryIO) -> None:
@@ -88,9 +92,4 @@ def _check_rest(file: BinaryIO) -> None:
     raise IntegrityError(f"more than {_MAX_REST_BLOCKS} MB follow the end of the archive")
 
 
-_TAR = ArchiveFormat(
-    unpacked,
-    _members,
-    _check_rest,
-    block_images=lambda archive: _PACKED_BLOCK_IMAGES if is_packed(archive.path) else BLOCK_IMAGES,
-)
+_TAR = ArchiveFormat(unpacked, _members, _check_rest, _PACKED_BLOCK_IMAGES)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-from etl.listed import ListingBatch, batches_of
+from etl.listed import ListingBatch
 from etl.sources.archives import ArchiveFormat, Archives
 from etl.sources.containers import ContainerReader, Containers
 from etl.sources.extra import ExtraColumns
+from etl.sources.folder_labels import FolderRule
 from etl.sources.names import ZIP_SUFFIXES
-from etl.sources.tar_samples import TarLayout, detect_layout
-from etl.sources.zip_members import read_zip_member, zip_members
+from etl.sources.tar_samples import FOLDER_LABELS, TarLayout
+from etl.sources.zip_data import read_zip_member
+from etl.sources.zip_members import zip_members
 from shardmill.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 # Its members are packed one by one, so the file itself is what is read.
 _ZIP = ArchiveFormat(
-    unpack=lambda stream, archive: stream, members=lambda stream, archive: zip_members(stream, archive.size_bytes)
+    unpack=lambda stream: stream, members=lambda file, archive, is_packed: zip_members(file, archive.size_bytes)
 )
 
 
@@ -35,7 +37,7 @@ class ZipSource:
         """Reads members by their places."""
         return ContainerReader(
             self._archives.store,
-            _ZIP.unpack,
+            lambda stream, archive: stream,
             lambda archive, image: read_zip_member(archive, image.place, image.size_bytes),
         )
 
@@ -47,6 +49,5 @@ class ZipSource:
                 "leave it empty, or make a table",
             )  # fmt: skip
         archives = Archives(self._archives, _ZIP, ExtraColumns((), "class"))
-        return batches_of(
-            archives.entries(lambda members: TarLayout((), detect_layout(members), self._config.label_level))
-        )
+        folders = FolderRule(self._config.label_level, is_innermost=True)
+        return archives.batches(lambda members: TarLayout((), FOLDER_LABELS), folders)

@@ -189,12 +189,12 @@ def _rejected_picture(source: SourceReader | None, rejection: Rejection) -> Pict
 
 def _is_near(rejection: Rejection) -> bool:
     """Not a URL that a table names, and not in an archive that would be unpacked up to the one image."""
-    from etl.sources.containers import is_packed
+    from etl.sources.packing import is_packed_name
     from etl.sources.uris import is_on_the_web
 
     # Of several sources, the name of its own comes first.
     file, container = (text.rpartition("\0")[2] for text in (rejection.key, rejection.container))
-    return not (is_packed(container) or is_on_the_web(container) or is_on_the_web(file))
+    return not (is_packed_name(container) or is_on_the_web(container) or is_on_the_web(file))
 
 
 def _decode_leniently(data: bytes) -> np.ndarray | None:

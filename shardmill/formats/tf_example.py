@@ -6,7 +6,7 @@ Message: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/ex
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardmill.errors import IntegrityError
@@ -53,15 +53,19 @@ def decode_example(data: memoryview) -> dict[str, bytes | memoryview | int]:
     return found
 
 
-def decode_lists(data: memoryview) -> dict[str, FeatureList]:
-    """All values of every feature, empty ones included. Raises IntegrityError if `data` is no tf.Example."""
+def decode_lists(data: memoryview, wanted: Collection[str] | None = None) -> dict[str, FeatureList]:
+    """All values of every feature, or of those `wanted`, empty ones included.
+
+    Raises IntegrityError if `data` is no tf.Example.
+    """
     found: dict[str, FeatureList] = {}
     try:
         for _, features in _fields(data):
             for _, entry in _fields(features):
                 name, feature = (value for _, value in _fields(entry))
-                for kind, values in _fields(feature):
-                    found[bytes(name).decode()] = FeatureList(kind, _READERS[kind](values))
+                text = bytes(name).decode()
+                for kind, values in _fields(feature) if wanted is None or text in wanted else ():
+                    found[text] = FeatureList(kind, _READERS[kind](values))
     except (IndexError, ValueError, KeyError, struct.error) as error:
         raise IntegrityError(f"a record is not a tf.Example: {error}") from None
     return found

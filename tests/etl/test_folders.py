@@ -258,3 +258,12 @@ def test_a_listing_changes_its_fingerprint_with_any_fact(tmp_path: Path):
     assert listed(tmp_path).key_sum == before.key_sum
     make_tree(tmp_path, "cat/notes.txt")
     assert listed(tmp_path).key_sum != before.key_sum
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a.rar", "RAR"), ("A.7Z", "7-Zip"), ("a.tar.lz4", "LZ4"), ("a.h5", "HDF5")]
+)
+def test_an_archive_that_is_not_read_is_named(name: str, kind: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UsageError, match=f"is a {kind} file, which is not read; .*; unpack it"):
+        listed(tmp_path / name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import struct
 from collections import Counter
 from pathlib import Path
@@ -111,6 +112,46 @@ def test_a_cut_file_lists_what_is_whole_and_rejects_the_rest(packed: bool, tmp_p
         # What a packed file holds is known only with its checksum.
         assert num_listed == (0 if packed else max(0, length - 16) // 48)
         assert [str(each.reason) for each in listing.rejections] == ["damaged_container"]
+
+
+@pytest.mark.parametrize(
+    ("code", "dtype"), [(8, ">u1"), (9, ">i1"), (11, ">i2"), (12, ">i4"), (13, ">f4"), (14, ">f8")]
+)
+@pytest.mark.parametrize("name", ["idx1-ubyte", "idx1-int", "idx2-int", "idx1-ubyte.gz"])
+def test_labels_of_every_type_are_read(code: int, dtype: str, name: str, tmp_path: Path):
+    """QMNIST has `idx2-int`; writers of their own keep MNIST's name."""
+    write_pair(tmp_path, "train", 30)
+    (tmp_path / "train-labels-idx1-ubyte").unlink()
+    shape = (30, 1) if "idx2" in name else (30,)
+    header = struct.pack(f">HBB{len(shape)}I", 0, code, len(shape), *shape)
+    data = header + (np.arange(30) % 3).astype(dtype).tobytes()
+    (tmp_path / f"train-labels-{name}").write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    for uri in (tmp_path, tmp_path / "train-images-idx3-ubyte"):
+        listing = list_images(idx(uri))
+        assert {image.label for image in images_of(listing)} == {"0", "1", "2"} and not listing.rejections
+
+
+@pytest.mark.parametrize(("data", "problem"), [
+    (struct.pack(">HBBI", 0, 13, 1, 30) + np.full(30, 0.5, ">f4").tobytes(), "float32 and not whole numbers"),
+    (struct.pack(">HBBI", 0, 14, 1, 30) + np.full(30, 0.1, ">f8").tobytes(), "float64 and not whole numbers"),
+    (struct.pack(">HBBII", 0, 12, 2, 30, 8) + bytes(960), r"shape \(30, 8\), expected one number for each image"),
+    (struct.pack(">HBBI", 0, 12, 1, 30) + bytes(119), r"shape \(30,\) and 119 bytes"),
+    (struct.pack(">HBBI", 0, 7, 1, 30) + bytes(30), "no IDX file: it begins with 00000701"),
+])  # fmt: skip
+def test_labels_that_are_none_name_their_type(data: bytes, problem: str, tmp_path: Path):
+    write_pair(tmp_path, "t10k", 30)
+    write_pair(tmp_path, "train", 30)
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(data)
+    [rejection] = list_images(idx(tmp_path)).rejections
+    assert re.search(problem, rejection.detail)
+
+
+def test_pixels_of_another_type_are_named(tmp_path: Path):
+    write_pair(tmp_path, "t10k", 30)
+    write_pair(tmp_path, "train", 30)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(struct.pack(">HBBIII", 0, 13, 3, 30, 8, 6) + bytes(5760))
+    [rejection] = list_images(idx(tmp_path)).rejections
+    assert rejection.detail == "its pixels are float32, expected uint8 (IDX type 0x08)"
 
 
 def test_headers_are_not_believed(tmp_path: Path):

@@ -88,10 +88,68 @@ def test_a_sample_without_a_label_is_a_rejection_and_so_is_a_label_without_an_im
     assert reasons(listing) == {"bad_label": 1, "not_an_image_name": 2}
 
 
+@pytest.mark.parametrize("stem", ["img_{:04d}.v1", "{:04d}.2024.05", "shot.{:05d}", "a.b/c.d.{}"])
+@pytest.mark.parametrize(("label_field", "suffix"), [("", "cls"), ("", "CLS"), ("txt", "txt"), ("json.label", "json")])
+def test_dots_in_names_lose_no_label(stem: str, label_field: str, suffix: str, tmp_path: Path):
+    """1,200 samples of `shot.` are one by WebDataset's rule, and more members than are kept at once."""
+    members = {}
+    for number in range(1_200 if stem.startswith("shot") else 8):
+        members[f"{stem.format(number)}.png"] = b"%d" % number
+        text = b'{"label": "%d"}' % (number % 3) if suffix == "json" else b"%d" % (number % 3)
+        members[f"{stem.format(number)}.{suffix}"] = text
+    source = write_tar(tmp_path / "a.tar", members).model_copy(update={"label_field": label_field})
+    listing = list_images(source)
+    expected = {f"{stem.format(number)}.png": str(number % 3) for number in range(len(members) // 2)}
+    assert labels(listing) == expected and not listing.rejections
+
+
+def test_a_suffix_with_a_dot_may_be_the_label(tmp_path: Path):
+    source = write_tar(
+        tmp_path / "a.tar", {"1.png": picture(1), "1.seg.cls": b"x", "2.png": picture(2), "2.seg.cls": b"y"}
+    )
+    listing = list_images(source.model_copy(update={"label_field": "seg.cls"}))
+    assert labels(listing) == {"1.png": "x", "2.png": "y"}
+
+
+@pytest.mark.parametrize("text", [
+    b"7", b"7\r\n", b" 7 ", b"\xef\xbb\xbf7", b"\xef\xbb\xbf7\r\n", "7".encode("utf-16"), b"\xfe\xff\x007\x00\n",
+])  # fmt: skip
+def test_a_label_is_its_text_whatever_editor_wrote_it(text: bytes, tmp_path: Path):
+    members = {"1.png": picture(1), "1.cls": text, "2.png": picture(2), "2.cls": b"7"}
+    assert list_images(write_tar(tmp_path / "a.tar", members)).class_names == ("7",)
+
+
+@pytest.mark.parametrize(("value", "label", "problem"), [
+    ("1.0", "1", ""), ("-2.0", "-2", ""), ("3", "3", ""), ('"cat"', "cat", ""), ("1e3", "1000", ""),
+    ("0.5", None, 'json.label is 0.5, which is no class; source.label_kind = "float" takes numbers'),
+    ("NaN", None, 'json.label is nan, which is no class; source.label_kind = "float" takes numbers'),
+    ("[1, 2]", None, "json.label has 2 values, and a class is one of them; "
+     'source.label_kind = "multi_label" or "float_vector" takes all'),
+    ("[4]", "4", ""), ("[]", None, "json.label is an empty list"),
+    ('{"id": 1}', None, "json.label is an object; source.label_field may name a field of it"),
+    ("null", None, "no json.label beside it"), ('""', None, "no json.label"),
+])  # fmt: skip
+def test_a_value_of_json_is_a_class_or_says_why_not(value: str, label: str | None, problem: str, tmp_path: Path):
+    members = {"0.png": picture(0), "0.json": b'{"label": "x"}'}
+    members |= {"1.png": picture(1), "1.json": b'\xef\xbb\xbf{"label": %s}' % value.encode()}
+    source = write_tar(tmp_path / "a.tar", members).model_copy(update={"label_field": "json.label"})
+    listing = list_images(source)
+    assert labels(listing).get("1.png") == label
+    assert [each.detail for each in listing.rejections] == ([problem] if problem else [])
+
+
+def test_labels_that_are_not_utf8_are_not_mixed_up(tmp_path: Path):
+    members = {"1.png": picture(1), "1.cls": b"caf\xe9", "2.png": picture(2), "2.cls": b"caf\xea", "3.png": picture(3)}
+    listing = list_images(write_tar(tmp_path / "a.tar", members | {"3.cls": b"tea"}))
+    assert listing.class_names == ("tea",)
+    assert [each.detail for each in listing.rejections] == ["cls is not UTF-8"] * 2
+
+
 def test_folders_in_a_plain_tar_are_classes(tmp_path: Path):
     names = ["pile/train/cat/1.png", "pile/train/dog/2.png", "pile/val/dog/3.png"]
     listing = list_images(write_tar(tmp_path / "a.tar", {f"./{name}": picture(0) for name in names}))
     assert labels(listing) == {f"./{name}": name.split("/")[2] for name in names}
+    assert Counter(image.split for image in images_of(listing)) == {"train": 2, "validation": 1}
     splits = {"train/cat/1.png": "train", "val/dog/2.png": "validation"}
     listing = list_images(write_tar(tmp_path / "b.tar", {name: picture(0) for name in splits}))
     assert {image.key.partition("\0")[2]: image.split for image in images_of(listing)} == splits

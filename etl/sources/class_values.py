@@ -1,0 +1,40 @@
+"""What one value says of an image's class: a text or a number of a record, or of a member beside the image."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+_BYTE_ORDER_MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+
+
+def text_of(data: bytes) -> str | None:
+    """The text of a file or feature without a byte order mark and spaces around it; None if it is not UTF-8 or 16."""
+    encoding = next((name for mark, name in _BYTE_ORDER_MARKS.items() if data.startswith(mark)), "utf-8-sig")
+    try:
+        return data.decode(encoding).strip().strip("\0")
+    except UnicodeDecodeError:
+        return None
+
+
+def class_of(values: Sequence[Any], name: str) -> tuple[str | None, str]:
+    """The class that a label's values name, or None and why they name none; `name` is that of the label."""
+    if len(values) > 1:
+        several = f"{name} has {len(values)} values, and a class is one of them"
+        return None, f'{several}; source.label_kind = "multi_label" or "float_vector" takes all'
+    value = values[0] if values else None
+    if isinstance(value, list):
+        return class_of(value, name) if value else (None, f"{name} is an empty list")
+    if isinstance(value, bytes | memoryview):
+        value = text_of(bytes(value))
+        if value is None:
+            return None, f"{name} is not UTF-8"
+    if isinstance(value, float):
+        if not value.is_integer():
+            return None, f'{name} is {value}, which is no class; source.label_kind = "float" takes numbers'
+        value = int(value)
+    if isinstance(value, dict):
+        return None, f"{name} is an object; source.label_field may name a field of it"
+    text = "" if value is None else str(value).strip()
+    return (text, "") if text else (None, f"no {name}")

@@ -1,0 +1,240 @@
+"""What the folders of all images say together: which level of them names the classes, and which the splits.
+
+A level of folders is one of splits if `train` is among its names beside others (`train`, `val`), or alone. Above it may
+be one wrapping folder on each level (`photos/train/cat`), or the folders of several collections or classes.
+"""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.listed import LISTED_SCHEMA, ListingBatch, listed_table
+from etl.sources.names import SPLIT_OF_NAME
+from etl.sources.split_words import alike_splits, is_split, names_splits
+from etl.sources.spool import in_two_passes
+from shardmill.errors import UsageError
+from shardmill.printable import printable
+from shardmill.values import Rejection, RejectReason, SourceImage
+
+_NUM_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FolderRule:
+    """How a source's folders are read where they leave a choice."""
+
+    label_level: int
+    """Which folder names the class, counted from the top or from split folders at the top; 0: see `is_innermost`."""
+    is_innermost: bool
+    """Whether the class is the folder that an image lies in, as in archives, or the outermost one."""
+    takes_labels: bool = True
+    """Whether classes are asked for; without them, folders name only splits."""
+
+
+def with_folder_labels(batches: Iterable[ListingBatch], rule: FolderRule) -> Iterator[ListingBatch]:
+    """A listing with the classes and splits that its folders name; see `docs/sources.md`.
+
+    Raises UsageError if more than one level may name the classes.
+    """
+    folders = _Folders(rule)
+
+    def settle():
+        folders.settle()
+        return folders.labelled
+
+    yield from in_two_passes(batches, folders.look, settle)
+    yield ListingBatch(listed_table([]), warnings=tuple(folders.warnings()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The levels of split and class, counted from 0; None for none."""
+
+    split: int | None
+    label: int | None
+    """-1: the innermost folder below the split."""
+
+    def judge(self, names: list[str]) -> _Folder:
+        """What a folder says of the images that lie directly in it."""
+        split_name = names[self.split] if self.split is not None and len(names) > self.split else ""
+        split = SPLIT_OF_NAME.get(split_name.lower())
+        if self.split is not None and split is None:
+            return _Folder(None, None, "lies in no split folder, and others do")
+        if self.label is None:
+            return _Folder(split, None)
+        first = 0 if self.split is None else self.split + 1
+        label = len(names) - 1 if self.label < 0 else self.label
+        if not (first if self.label < 0 else 0) <= label < len(names):
+            return _Folder(split, None, "lies in no class folder, and others do")
+        is_deeper = label < len(names) - 1 and not (self.split is not None and label < self.split == len(names) - 1)
+        return _Folder(split, names[label], is_deeper=is_deeper)
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    split: str | None
+    label: str | None
+    fault: str = ""
+    """Why its images are rejected; empty if they are not."""
+    is_deeper: bool = False
+    """Whether the class is named by a folder above it."""
+
+
+@dataclass(slots=True)
+class _Folders:
+    """All folders in which images lie directly. Grows with their number, not with that of images."""
+
+    rule: FolderRule
+    paths: set[str] = field(default_factory=set)
+    place: _Place = _Place(None, None)
+    num_images: int = 0
+    deeper: str | None = None
+    """The first key of those below their class folder, so that it does not depend on the order of the walk."""
+    num_deeper: int = 0
+
+    def look(self, images: pa.Table) -> None:
+        """Take in the folders of some images."""
+        self.paths.update(_folder_of(key) for key in images.column("key").to_numpy().tolist())
+
+    def settle(self) -> None:
+        """All folders are known: find the levels."""
+        folders = [path.split("/") for path in self.paths if path]
+        split = self._split_level(folders, has_flat="" in self.paths)
+        self.place = _Place(split, self._label_level(folders, split))
+
+    def _split_level(self, folders: list[list[str]], *, has_flat: bool) -> int | None:
+        levels = _levels(folders)
+        for level, names in enumerate(levels):
+            if names_splits(names):
+                # The config may say that these are classes.
+                return None if level and self.rule.label_level == level + 1 else level
+            # Archives may hold one split each.
+            is_inside = level == 0 and not has_flat and all(len(folder) > 1 for folder in folders)
+            if self.rule.is_innermost and is_inside and all(map(is_split, names)):
+                return level
+            if len(names) > 1:
+                break
+        # `cat/train/1.jpg`, `dog/train/2.jpg`: of several folders, each has to have splits.
+        fewest = 0 if has_flat else min(map(len, folders), default=0)
+        for level in range(1, fewest):
+            if self.rule.label_level != level + 1 and names_splits(levels[level]) and all(map(is_split, levels[level])):
+                return level
+        return None
+
+    def _label_level(self, folders: list[list[str]], split: int | None) -> int | None:
+        if not self.rule.takes_labels or not self.paths:
+            return None
+        given = self.rule.label_level
+        first = 0 if split is None else split + 1
+        inside = folders if split is None else [each for each in folders if len(each) > split and is_split(each[split])]
+        levels = _levels(inside)
+        if given:
+            level = given if split == 0 else given - 1
+            if level < len(levels):
+                return level
+            raise UsageError(
+                f"source.label_level = {given}, and no image lies more than {len(levels) - (split == 0)} folders deep",
+                "expected the level of the class folders, counted from the top", "correct source.label_level",
+            )  # fmt: skip
+        if len(levels) <= first:
+            # Images lie directly in split folders: these may lie in class folders.
+            is_above = bool(split) and len(levels[split - 1]) > 1
+            return split - 1 if is_above and split else None
+        if self.rule.is_innermost:
+            return -1
+        fewest = 0 if split is None and "" in self.paths else min(map(len, inside))
+        _check_level_is_clear(levels[:fewest], split)
+        return first
+
+    def labelled(self, images: pa.Table) -> ListingBatch:
+        """Listed images with split and class; folder by folder, because folders are few."""
+        keys = images.column("key").to_numpy().tolist()
+        paths = [_folder_of(key) for key in keys]
+        folders = {path: self.place.judge(path.split("/") if path else []) for path in set(paths)}
+        if self.rule.label_level or not self.rule.is_innermost:
+            deeper = [key for key, path in zip(keys, paths, strict=True) if folders[path].is_deeper]
+            self.num_deeper += len(deeper)
+            self.deeper = min((self.deeper, *deeper), key=lambda key: (key is None, key), default=None)
+        labels = pa.array([folders[path].label for path in paths], pa.string())
+        splits = pa.array([folders[path].split for path in paths], pa.string())
+        # What an archive's own name says stands behind what its folders say.
+        columns = {"label": labels, "split": pc.coalesce(splits, images.column("split").combine_chunks())}
+        for name, values in columns.items():
+            images = images.set_column(images.column_names.index(name), LISTED_SCHEMA.field(name), values)
+        is_kept_N = np.array([not folders[path].fault for path in paths], bool)
+        refused = images.filter(pa.array(~is_kept_N)).to_pylist()
+        self.num_images += len(keys) - len(refused)
+        return ListingBatch(
+            images.filter(pa.array(is_kept_N)), tuple(self._refused(SourceImage(**row)) for row in refused)
+        )
+
+    def _refused(self, image: SourceImage) -> Rejection:
+        path = _folder_of(image.key)
+        return image.rejected(RejectReason.BAD_LABEL, self.place.judge(path.split("/") if path else []).fault, "list")
+
+    def warnings(self) -> Iterator[str]:
+        """What looks wrong and ends nothing."""
+        if self.deeper is not None:
+            label = self.place.judge(_folder_of(self.deeper).split("/")).label
+            yield (
+                f"{self.num_deeper} of {self.num_images} images lie deeper than their class folder, such as "
+                f"{printable(self.deeper)}, taken as class {label}; source.label_level says otherwise"
+            )
+        levels = _levels(path.split("/") for path in self.paths if path)
+        label = len(levels) - 1 if self.place.label == -1 else self.place.label
+        alike = (
+            alike_splits(names, are_classes=level == label)
+            for level, names in enumerate(levels)
+            if level != self.place.split
+        )
+        for names in dict.fromkeys(filter(None, alike)):
+            yield (
+                f"the folders {', '.join(map(printable, names))} look like splits and are not taken as such: their "
+                "images are mixed; name them train, val and test, or give the splits in a table"
+            )
+
+
+def _check_level_is_clear(levels: list[set[str]], split: int | None) -> None:
+    """Raise UsageError if several of the levels that all images have may be the classes."""
+    # Of those above the splits, only one with several folders may be.
+    may_be = [
+        level
+        for level in range(len(levels))
+        if split is None or level > split or (level < split and len(levels[level]) > 1)
+    ]
+    if len(may_be) < 2:
+        return
+    # Levels are counted below split folders at the top.
+    named = [
+        f"level {level + (split != 0)} ({', '.join(map(printable, sorted(levels[level])[:_NUM_NAMED]))}"
+        f"{', ...' if len(levels[level]) > _NUM_NAMED else ''})"
+        for level in may_be
+    ]
+    raise UsageError(
+        f"every image lies {len(may_be)} or more folders deep, so that the classes may be {' or '.join(named)}",
+        "expected one folder per class with its images directly in it",
+        "say which with --set source.label_level=N, or set source.uri to the folder above the class folders",
+    )
+
+
+def _levels(folders: Iterable[list[str]]) -> list[set[str]]:
+    """The folders' names on each level from the top."""
+    levels: defaultdict[int, set[str]] = defaultdict(set)
+    for folder in folders:
+        for level, name in enumerate(folder):
+            levels[level].add(name)
+    return [levels[level] for level in range(len(levels))]
+
+
+def _folder_of(key: str) -> str:
+    """The folder that a file or an archive's member lies in."""
+    return key.rpartition("\0")[2].rpartition("/")[0].removeprefix("./")
