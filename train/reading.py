@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from shardmill.reader import ReaderOptions
 
 if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset
+    from shardmill.epoch_plan import EpochPlan
     from shardmill.reader import ReaderSeconds
     from shardmill.values import Batch
     from train.config import TrainConfig
@@ -50,3 +52,16 @@ class Epoch(Protocol):
 def reader_options(config: TrainConfig) -> ReaderOptions:
     """How our own reader works, by the section `train`."""
     return ReaderOptions(format=config.format, num_threads=config.reader_threads, prefetch_bytes=config.prefetch_bytes)
+
+
+def plan_evaluation(dataset: Dataset, config: TrainConfig, split: str) -> EpochPlan:
+    """One pass over `split` in stored order, in the same streams as a training has."""
+    spec = dataset.plan_spec(
+        split,
+        seed=0,
+        global_batch_size=config.global_batch_size,
+        num_streams=config.num_streams,
+        window_budget_bytes=config.window_budget_bytes,
+        shuffle=False,
+    )
+    return dataset.plan_epoch(spec, 0)

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from tests.pipeline.command import shardmill
+from train.checks.pace import Pace
 from train.checks.plan import exchange_time, parse_devices, plan_training
 from train.tree import TrainTree
 
@@ -46,9 +48,29 @@ def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
     assert f"{1000 * planned.exchange_seconds:.1f} ms of a step of" in rows["exchange"]
     assert planned.cost.sent_bytes == planned.cost.weights_bytes and rows["step"].count("ms (of 9.0 KiB)") == 1
     assert planned.local_batch_size == 8, "of six streams with four images each, the largest rank has two"
-    assert planned.images_per_second == pytest.approx(24 / (planned.cost.step_seconds + planned.exchange_seconds))
+    computing = planned.cost.step_seconds + planned.exchange_seconds
+    assert planned.speed is not None
+    assert planned.speed.computed_images_per_second == pytest.approx(24 / computing)
     assert not (tmp_path / "models").exists()
     assert planned.prediction is None, "of what is here the speed is measured"
+
+
+def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
+    train = {"global_batch_size": 24, "num_streams": 6, "epochs": 3, "model": "tests.train.torch_models:linear"}
+    tree = {"models": {"uri": str(tmp_path)}, "dataset": DatasetConfig(uri=tiny_uri), "spark": SparkConfig()}
+    planned = plan_training(TrainTree.model_validate({**tree, "train": train}))
+    speed = planned.speed
+    assert speed is not None and speed.pace is not None and speed.training_seconds is not None
+    pace = speed.pace
+    assert 0 < pace.input_wait_seconds < pace.step_seconds and pace.validation_seconds > 0
+    epoch_seconds = planned.steps_per_epoch * pace.step_seconds + pace.validation_seconds
+    first_seconds = pace.compile_seconds + pace.first_validation_seconds
+    assert speed.training_seconds == pytest.approx(3 * epoch_seconds + first_seconds)
+    num_rows = open_dataset(tiny_uri).manifest.splits["train"].num_rows
+    assert speed.images_per_second == pytest.approx(3 * num_rows / speed.training_seconds)
+    assert "validation; without the start of the ranks" in dict(planned.rows())["speed"]
+    # Servers have each worker take a batch of its own: as many updates in a fraction of the time.
+    assert Pace(5.0, 2.0, 0.0, 1.0, 10.0).training_seconds(3, 100 / 4, 0.5) == 5.0 + 3 * (25 * 2.5 + 10.0) + 1.0
 
 
 def test_for_devices_that_are_not_here_a_range_is_predicted(tiny_uri, tmp_path):
@@ -58,7 +80,7 @@ def test_for_devices_that_are_not_here_a_range_is_predicted(tiny_uri, tmp_path):
                    "model": "tests.train.torch_models:linear"}}
     )  # fmt: skip
     planned = plan_training(tree, "1xH200")
-    assert planned.prediction is not None and planned.images_per_second is None
+    assert planned.prediction is not None and planned.speed is None
     assert planned.prediction.image_flops == 2 * (2 * 16 * 16 * 3 * 3)
     assert planned.prediction.least_step_seconds > planned.exchange_seconds > 0
     assert dict(planned.rows())["speed"] == str(planned.prediction)

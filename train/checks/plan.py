@@ -13,6 +13,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig, require_uri
 from train.backends.backend import model_spec
 from train.checks.data_sheets import DATA_SHEETS, Prediction, predicted
+from train.checks.pace import PaceTask, Speed, speed_of
 from train.checks.preflight import check_terms, check_trainable, window_memory
 from train.choosing.exchange import ExchangeFacts, Weighed, weigh
 from train.choosing.fit import Fit, decided, size_of
@@ -43,8 +44,8 @@ class TrainingPlan:
     exchange_seconds: float
     """One allreduce of all gradients, as they travel, at the given bandwidth, 0 for one worker; with servers, what one
     worker reads and sends."""
-    images_per_second: float | None
-    """If every rank is as fast as the one measured here and input keeps up; None for devices that are not here."""
+    speed: Speed | None
+    """None for devices that are not here."""
     prediction: Prediction | None
     """For those; None if nothing can be said, and for what is here."""
     host: str
@@ -67,11 +68,15 @@ class TrainingPlan:
 
     def document(self) -> dict[str, Any]:
         """What `--json` prints."""
-        return {**asdict(self), "needed_bytes": self.needed_bytes}
+        return {
+            **asdict(self),
+            "needed_bytes": self.needed_bytes,
+            "images_per_second": self.speed and self.speed.images_per_second,
+        }
 
     def rows(self) -> list[tuple[str, str]]:
         """What a person reads."""
-        cost, speed = self.cost, self.images_per_second
+        cost = self.cost
         exchange = f", exchange {1000 * self.exchange_seconds:.1f} ms (of {size_of(cost.sent_bytes)})"
         exchange = exchange if self.exchange_seconds else ""
         return [
@@ -84,7 +89,7 @@ class TrainingPlan:
             ("memory", f"{size_of(cost.state_bytes)} of state and {size_of(cost.work_bytes)} for a step on a rank's "
              f"device; {size_of(self.window_bytes_per_rank)} of windows in its host's memory"),
             ("step", f"{1000 * cost.step_seconds:.1f} ms computation{exchange} (measured on {self.host})"),
-            ("speed", f"{speed:,.0f} images/s if input keeps up" if speed else str(self.prediction or self._no_figure)),
+            ("speed", str(self.speed or self.prediction or self._no_figure)),
             *([("fit", self.fit.reason)] if self.fit else []),
             *([("exchange", self.exchange.reason)] if self.exchange else []),
         ]  # fmt: skip
@@ -107,16 +112,14 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
     # Before the step is measured: it refuses what cannot run.
     windows = window_memory(config, dataset)
     local_batch_size = windows.streams_per_rank * config.global_batch_size // config.num_streams
-    spec = model_spec(dataset.manifest, config)
-    num_here = max(1, ranks_here(config, tree.spark))
-    measured_config = decided(config, 1, to_bfloat16=False)
-    task = ProbeTask(measured_config, spec, local_batch_size, num_here, counts_flops=bool(kind))
-    cost = probe(task)
+    paced = PaceTask(decided(config, 1, to_bfloat16=False), dataset.pin, max(1, ranks_here(config, tree.spark)))
+    cost = probe(_probe_task(paced, dataset, local_batch_size, counts_flops=bool(kind)))
     limit = Limit(f"one {kind}", DATA_SHEETS[kind].memory_bytes, on_gpu=True) if kind else limit_of(config, tree.spark)
     exchange_seconds = _exchange_seconds(config, cost.sent_bytes, network_gbit)
     images_at_once = config.global_batch_size * (1 if shares_streams(config) else config.num_workers)
+    epoch = dataset.plan_epoch(config.plan_spec(dataset), 0)
     fit, work = _fit(limit, tree.spark, config, dataset, windows.bytes_per_rank), (local_batch_size, images_at_once)
-    precision = "bfloat16" if fit and fit.to_bfloat16 else measured_config.mixed_precision
+    precision = "bfloat16" if fit and fit.to_bfloat16 else paced.config.mixed_precision
     return TrainingPlan(
         dataset=f"{dataset.pin.uri}@{dataset.pin.version}",
         strategy=config.strategy,
@@ -124,13 +127,13 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
         backend=config.backend,
         reason=(chosen.planned_for(devices) if devices else chosen).reason,
         num_workers=config.num_workers,
-        steps_per_epoch=dataset.plan_epoch(config.plan_spec(dataset), 0).num_steps,
+        steps_per_epoch=epoch.num_steps,
         global_batch_size=config.global_batch_size,
         local_batch_size=local_batch_size,
         window_bytes_per_rank=windows.bytes_per_rank,
         cost=cost,
         exchange_seconds=exchange_seconds,
-        images_per_second=None if kind else images_at_once / (cost.step_seconds + exchange_seconds),
+        speed=None if kind else speed_of(paced, epoch, cost, exchange_seconds),
         prediction=predicted(kind, precision, cost.image_flops, work, exchange_seconds) if kind else None,
         host=socket.gethostname(),
         device=kind,
@@ -138,6 +141,12 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
         fit=fit,
         exchange=None if kind else _weighed(config, cost, exchange_seconds, network_gbit),
     )
+
+
+def _probe_task(task: PaceTask, dataset: Dataset, local_batch_size: int, *, counts_flops: bool) -> ProbeTask:
+    """The same rank with random images, whose bytes and operations are counted."""
+    spec = model_spec(dataset.manifest, task.config)
+    return ProbeTask(task.config, spec, local_batch_size, task.ranks_per_node, counts_flops=counts_flops)
 
 
 def _check_count(devices: str, num_devices: int, kind: str, num_workers: int) -> None:

@@ -1,4 +1,4 @@
-"""What one rank's step costs on this machine, measured on made-up images in a process of its own."""
+"""What one rank's step costs on this machine, measured on random images in a process of its own."""
 
 from __future__ import annotations
 

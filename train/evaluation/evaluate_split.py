@@ -12,7 +12,7 @@ from shardmill.values import Batch
 from train.activities import Activity, during, reading
 from train.evaluation.evaluate import evaluate_batches, write_confusion
 from train.evaluation.scores import scores_by
-from train.reading import reader_options
+from train.reading import plan_evaluation, reader_options
 from train.session import Session, each_announced
 from train.values import Evaluation
 
@@ -20,15 +20,6 @@ from train.values import Evaluation
 def evaluate_split(session: Session, split: str) -> Evaluation:
     """Every rank reads the same streams as in training, each in stored order, and adds up its part of the sums."""
     dataset, config = session.dataset, session.task.config
-    spec = dataset.plan_spec(
-        split,
-        seed=0,
-        global_batch_size=config.global_batch_size,
-        num_streams=config.num_streams,
-        window_budget_bytes=config.window_budget_bytes,
-        shuffle=False,
-    )
-
     learner = session.member.learner
     reporter, evaluating = session.reporter, Activity(f"the evaluation on {split}", repeats=True)
 
@@ -36,7 +27,7 @@ def evaluate_split(session: Session, split: str) -> Evaluation:
         with during(reporter, evaluating):
             return learner.outputs(images_NHWC)
 
-    plan, options = dataset.plan_epoch(spec, 0), reader_options(config)
+    plan, options = plan_evaluation(dataset, config, split), reader_options(config)
     # A silo that may not read the pinned dataset adds nothing.
     opened = read_batches(dataset, plan, streams=session.streams, options=options) if session.streams else None
     with opened or nullcontext(()) as read:

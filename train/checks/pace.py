@@ -1,0 +1,208 @@
+"""How fast a rank trains with its real input, measured for some seconds, and the speed of all epochs that follows."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from shardmill.dataset.open import open_pinned
+from shardmill.errors import TrainingError
+from shardmill.reader import read_batches
+from shardmill.values import DatasetPin
+from train.backends import BACKENDS
+from train.backends.backend import model_spec
+from train.config import TrainConfig
+from train.evaluation.evaluate import tally_of
+from train.evaluation.scores import scores_by
+from train.labels import LabelSpec
+from train.launching.faults import FIX
+from train.launching.side_process import Question, answer, ask
+from train.readers import reader_of
+from train.readers.reader import Epochs
+from train.reading import plan_evaluation, reader_options
+from train.strategies import shares_streams
+from train.strategies.member import DataIndex
+from train.values import to_json
+from train.world import World
+
+if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset
+    from shardmill.epoch_plan import EpochPlan
+    from train.backends.backend import Learner
+    from train.choosing.probe import StepCost
+
+MEASURED_SECONDS = 6.0
+"""Of steps, over as many epochs as they take; likewise, at most, of validation."""
+MIN_STEPS = 3
+PREFETCHED_BATCHES = 2
+"""A full queue would feed the few measured steps faster than the reader can fill it."""
+
+
+COUNTED = (
+    "with reading, augmentation, the compilation of the first step and validation; without the start of the ranks, "
+    "checkpoints, the evaluation at the end and the export"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PaceTask:
+    """The training whose rank 0 is timed."""
+
+    config: TrainConfig
+    """Without `auto`."""
+    dataset: DatasetPin
+    ranks_per_node: int
+    """Ranks that will share this machine's cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds of one rank with its real input, alone on its share of the machine."""
+
+    compile_seconds: float
+    """What the first step took beyond the second."""
+    step_seconds: float
+    """Mean of a step, with the wait for its batch and its share of the start of an epoch."""
+    input_wait_seconds: float
+    """Of that, the wait for the batch."""
+    first_validation_seconds: float = 0.0
+    """What the first validation batch took beyond the others, because the model's outputs are compiled then."""
+    validation_seconds: float = 0.0
+    """Of this rank's validation batches after each epoch; 0 without a validation split."""
+
+    def training_seconds(self, num_epochs: int, steps_per_epoch: float, exchange_seconds: float) -> float:
+        """Of that many epochs, as `train.seconds` counts them but for checkpoints."""
+        epoch_seconds = steps_per_epoch * (self.step_seconds + exchange_seconds) + self.validation_seconds
+        return self.compile_seconds + num_epochs * epoch_seconds + self.first_validation_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """If every rank is as fast as the one that was measured here."""
+
+    num_epochs: int
+    num_rows: int
+    """Of the train split."""
+    computed_images_per_second: float
+    """By computation and exchange alone."""
+    pace: Pace | None
+    """None with silos, each of which reads a dataset of its own."""
+    training_seconds: float | None
+    """Of all epochs, with what `COUNTED` says; None without a pace."""
+
+    @property
+    def images_per_second(self) -> float:
+        """Of the whole training; with silos, of computation and exchange alone."""
+        if self.training_seconds is None:
+            return self.computed_images_per_second
+        return self.num_epochs * self.num_rows / self.training_seconds
+
+    def __str__(self) -> str:
+        speed = f"{self.images_per_second:,.0f} images/s"
+        if self.training_seconds is None or self.pace is None:
+            return f"{speed} by computation and exchange alone, without reading, augmentation and validation"
+        step, wait = 1000 * self.pace.step_seconds, 1000 * self.pace.input_wait_seconds
+        epochs = f"{self.num_epochs} epoch(s) in {timedelta(seconds=round(self.training_seconds))}"
+        return f"{speed}, {epochs}, {COUNTED}; a step waits {wait:.1f} of {step:.1f} ms for its input"
+
+
+def speed_of(task: PaceTask, epoch: EpochPlan, cost: StepCost, exchange_seconds: float) -> Speed:
+    """Measure the pace of a rank, and what follows for all epochs. Raises what `pace_of` raises."""
+    config = task.config
+    # Each worker of a parameter server takes a whole batch of its own.
+    batches_at_once = 1 if shares_streams(config) else config.num_workers
+    computed = config.global_batch_size * batches_at_once / (cost.step_seconds + exchange_seconds)
+    pace = None if config.silos else pace_of(task)
+    steps_in_turn = epoch.num_steps / batches_at_once
+    seconds = pace.training_seconds(config.epochs, steps_in_turn, exchange_seconds) if pace else None
+    return Speed(config.epochs, epoch.num_rows, computed, pace, seconds)
+
+
+def pace_of(task: PaceTask) -> Pace:
+    """Measure it in a process of its own, while no other rank runs.
+
+    Raises what building the model and reading raise (UsageError, IntegrityError, StorageError), else TrainingError.
+    """
+    return ask(Question("train.checks.pace", to_json(task), {}, timeout_seconds=None), Pace, _not_measured)
+
+
+def _not_measured(how: str) -> TrainingError:
+    return TrainingError(f"the measurement of some steps with their input {how}", fix=FIX)
+
+
+def measure(task: PaceTask) -> Pace:
+    """In this process, with a fresh framework."""
+    dataset = open_pinned(task.dataset)
+    batch_bytes = task.config.global_batch_size * math.prod(dataset.manifest.normalize.image_shape_HWC)
+    prefetch_bytes = min(task.config.prefetch_bytes, PREFETCHED_BATCHES * batch_bytes)
+    config = task.config.model_copy(update={"prefetch_bytes": prefetch_bytes})
+    backend = BACKENDS[config.backend]
+    backend.start(World(ranks_per_node=task.ranks_per_node), config.seed)
+    learner = backend.build(config, model_spec(dataset.manifest, config))
+    compile_seconds = _measure_compilation(learner, config, dataset)
+    step_seconds, wait_seconds = _measure_steps(learner, config, dataset)
+    validation = _measure_validation(learner, config, dataset) if "validation" in dataset.manifest.splits else ()
+    return Pace(compile_seconds, step_seconds, wait_seconds, *validation)
+
+
+def _measure_compilation(learner: Learner, config: TrainConfig, dataset: Dataset) -> float:
+    """What the first of two steps on one batch took beyond the second."""
+    epoch = _epochs(config, dataset)[0]
+    with epoch.read(0) as batches:
+        batch = next(iter(batches))
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        learner.apply(learner.gradients(batch, epoch.num_rows_of_step(0), 1.0), None)
+        seconds.append(time.perf_counter() - started)
+    return max(0.0, seconds[0] - seconds[1])
+
+
+def _epochs(config: TrainConfig, dataset: Dataset) -> Epochs:
+    return Epochs(reader_of(config), dataset, config, DataIndex(0, config.num_workers))
+
+
+def _measure_steps(learner: Learner, config: TrainConfig, dataset: Dataset) -> tuple[float, float]:
+    """-> mean seconds of a step, mean seconds that it waited for its batch."""
+    epochs = _epochs(config, dataset)
+    share = len(config.streams_of(0, config.num_workers)) / config.num_streams
+    num_steps, wait_seconds, started = 0, 0.0, time.perf_counter()
+    for number in range(config.epochs):
+        epoch = epochs[number]
+        with epoch.read(0) as batches:
+            before = time.perf_counter()
+            for step, batch in enumerate(batches):
+                wait_seconds += time.perf_counter() - before
+                learner.apply(learner.gradients(batch, epoch.num_rows_of_step(step), share), None)
+                num_steps, before = num_steps + 1, time.perf_counter()
+                if num_steps >= MIN_STEPS and before - started > MEASURED_SECONDS:
+                    return (before - started) / num_steps, wait_seconds / num_steps
+    return (time.perf_counter() - started) / num_steps, wait_seconds / num_steps
+
+
+def _measure_validation(learner: Learner, config: TrainConfig, dataset: Dataset) -> tuple[float, float]:
+    """-> seconds that compilation added to the first batch, seconds of all batches of the rank."""
+    plan = plan_evaluation(dataset, config, "validation")
+    labels = LabelSpec.of(dataset.manifest)
+    tally, scores_of = tally_of(labels), scores_by(learner.outputs, labels.kind, learner.outputs_are_logits)
+    seconds = []
+    with read_batches(
+        dataset, plan, streams=config.streams_of(0, config.num_workers), options=reader_options(config)
+    ) as batches:
+        before = time.perf_counter()
+        for batch in batches:
+            tally.add(scores_of(batch.images_NHWC), batch)
+            after = time.perf_counter()
+            seconds.append(after - before)
+            before = after
+            if len(seconds) > MIN_STEPS and sum(seconds[1:]) > MEASURED_SECONDS:
+                break
+    mean_seconds = sum(seconds[1:]) / (len(seconds) - 1) if len(seconds) > 1 else seconds[0]
+    return max(0.0, seconds[0] - mean_seconds), plan.num_steps * mean_seconds
+
+
+if __name__ == "__main__":
+    answer(PaceTask, measure)
