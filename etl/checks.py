@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 
 from etl.listed import SPLITS
 from shardmill.dataset.duplicates import DuplicateExamples, find_examples
-from shardmill.dataset.index import read_shards
+from shardmill.dataset.index import has_all_files, read_shards
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.observer import FieldValue
 from shardmill.printable import printable
 from shardmill.storage import Store
-from shardmill.values import (
-    RejectReason,
-)
+from shardmill.values import TRANSIENT_REASONS, RejectReason
 
 if TYPE_CHECKING:
     from etl.plan import BuildPlan
@@ -30,6 +28,21 @@ _NUM_NAMED = 5
 # Of the section `etl`: rows that were accepted under other ones may not stand, or not in their split.
 _EQUAL_SETTINGS = ("split_fractions", "duplicates")
 _NO_CLASSES = "no classes: the images lie in no folders"
+
+
+def is_up_to_date(plan: BuildPlan, parent: Manifest) -> bool:
+    """Whether building again would give the latest version again: equal inputs and config, no file of it lost."""
+    build = plan.build
+    same = (parent.config_fingerprint, parent.source.listing_fingerprint, parent.source.kind) == (
+        build.config_fingerprint, build.source.listing_fingerprint, build.source.kind
+    )  # fmt: skip
+    # Equal facts of a listing are equal files if it is the same source, or at least says how large they are.
+    has_moved = not build.source.is_same_place(parent.source)
+    compares_content = plan.task.config.detect_changes == "content"
+    if (has_moved and plan.is_append) or ((has_moved or compares_content) and not plan.listing.has_all_sizes):
+        return False
+    # Inputs with transient faults are read again: they may be fine now.
+    return same and not TRANSIENT_REASONS & set(parent.counts.by_reason) and has_all_files(plan.store, parent)
 
 
 def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:

@@ -13,7 +13,8 @@ from etl.limits import check_limits
 from etl.pending import clear_pending, kept_results
 from etl.same_content import with_same_content
 from etl.shard_rows import RowCopier
-from shardmill.dataset.commit import commit_version, has_all_files
+from shardmill.dataset.commit import commit_version
+from shardmill.dataset.index import has_all_files
 
 if TYPE_CHECKING:
     from etl.changes import Changes
@@ -30,13 +31,13 @@ def commit_results(
     plan: BuildPlan,
     finished: Finished,
     changes: Changes | None = None,
-    before_commit: Callable[[], None] = lambda: None,
+    check_lease: Callable[[], object] = lambda: None,
     group: Group = group_here,
     copy: Copy | None = None,
 ) -> Manifest:
     """Commit what all units produced, and what `changes` left of the parent; then clear the units' pending records.
 
-    `before_commit` may still refuse, when all files are written and only the manifest is not. `group` brings rows of
+    `check_lease` may still refuse, when all files are written and only the manifest is not. `group` brings rows of
     equal bytes together, `copy`, which changes need, makes shards with what stays of older ones.
     If no new version came of it, the records stay, unless `changes` asks to read again: the same listing (of touched
     files, say) is not processed again.
@@ -54,8 +55,9 @@ def commit_results(
             return plan.parent
         build, results = beside
     resolved = resolve_duplicates(results, rejections, plan.task.config, copier, group)
-    before_commit()
-    manifest = commit_version(plan.store, build, resolved.results, rejections, resolved.counts, plan.parent_version)
+    manifest = commit_version(
+        plan.store, build, resolved.results, rejections, resolved.counts, plan.parent_version, check_lease
+    )
     _clear_pending(plan, manifest, changes)
     return manifest
 

@@ -12,7 +12,6 @@ if __name__ == "__main__":
     # spark-submit puts this file's folder first, where `config` or `split` would hide other people's modules.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from etl.checks import (
     check_same_source,
     inferred_facts,
     inferred_warnings,
+    is_up_to_date,
     version_warnings,
 )
 from etl.commit import commit_results
@@ -35,7 +35,6 @@ from etl.pending import clear_pending, kept_results
 from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
 from etl.units import ListingPlace
 from etl.vanished import check_vanished
-from shardmill.dataset.commit import has_all_files
 from shardmill.dataset.leases import writing
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest
@@ -48,7 +47,7 @@ from shardmill.jobs.observer import RETRIED, WARNING, Observer, SilentObserver
 from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.jobs.run_job import job_parser, run_job
 from shardmill.jobs.run_record import RunRecord
-from shardmill.values import TRANSIENT_REASONS, DatasetPin
+from shardmill.values import DatasetPin
 
 # Each is a version that another writer made, so that all of them together always get on.
 _MAX_LOST_COMMITS = 1_000
@@ -126,8 +125,9 @@ def _build(
     _warn(observer, inferred_warnings(plan))
 
     # Skip all of it if the latest version was made from the same listing and config.
-    parent = _up_to_date_parent(plan)
-    if parent is not None:
+    parent = plan.parent
+    if parent is not None and is_up_to_date(plan, parent):
+        check_limits(plan, RejectionLog(plan.listing.folder, read_rejections(plan.store, parent)))
         record_if_missing(plan.store, parent.version)
         _warn(observer, version_warnings(plan.store, parent))
         clear_pending(plan.store, plan.units, parent.version)  # of a run that was killed just behind its commit
@@ -148,30 +148,39 @@ def _build_on_latest(
     `started`: by the monotonic clock.
     """
     retries: list[int] = []
-    # The lease keeps `gc` away from what no manifest names yet, and from the parent's shards.
+    num_lost = 0
+    while True:
+        try:
+            return _commit_once(plan, tree, observer, retries, started, replace_source=replace_source)
+        except CommitConflict:
+            num_lost += 1
+            behind = plan_again(plan, tree) if plan.is_append and num_lost < _MAX_LOST_COMMITS else plan
+            # Nobody has won: `gc` is at work, or the lease has lapsed.
+            if behind.parent_version == plan.parent_version:
+                raise
+        # An append goes behind the winner; its finished units are kept.
+        plan = behind
+        observer.event("etl.rebased", {"version": plan.parent_version, "num_lost": num_lost})
+
+
+def _commit_once(
+    plan: BuildPlan, tree: EtlTree, observer: Observer, retries: list[int], started: float, *, replace_source: bool
+) -> BuildOutcome:
+    """The units of `plan` that are missing, and the commit. Raises CommitConflict if another writer was first."""
+    # The lease keeps `gc` away from what no manifest names yet, and from the parent's shards. One under which a race
+    # was lost may have lapsed: what it protected is looked at again under another one.
     with writing(plan.store, f"etl, run {plan.build.run_id},") as lease:
-        for num_lost in itertools.count(1):
-            # Leave out what the latest version holds already.
-            changed = plan_changes(plan, observer)
-            plan, changes = changed or (plan, None)
-            if not replace_source:
-                check_vanished(plan, changes)
+        # Leave out what the latest version holds already.
+        changed = plan_changes(plan, observer)
+        plan, changes = changed or (plan, None)
+        if not replace_source:
+            check_vanished(plan, changes)
 
-            # Keep what an interrupted run has finished, and run the rest.
-            finished, kept = run_units(plan, tree, observer, retries.append)
+        # Keep what an interrupted run has finished, and run the rest.
+        finished, kept = run_units(plan, tree, observer, retries.append)
 
-            # Commit: the limits, the accounting, then one manifest.
-            try:
-                manifest = commit_results(
-                    plan, finished, changes, lease.check, _group_on_engine(tree), _copy_on_engine(tree)
-                )
-                break
-            except CommitConflict:
-                if not plan.is_append or num_lost == _MAX_LOST_COMMITS:
-                    raise
-            # An append goes behind the winner; its finished units are kept.
-            plan = plan_again(plan, tree)
-            observer.event("etl.rebased", {"version": plan.parent_version, "num_lost": num_lost})
+        # Commit: the limits, the accounting, then one manifest.
+        manifest = commit_results(plan, finished, changes, lease.check, _group_on_engine(tree), _copy_on_engine(tree))
     _warn(observer, version_warnings(plan.store, manifest))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
     return _outcome(plan, manifest, time.monotonic() - started, kept, sum(retries))
@@ -236,26 +245,6 @@ def _settings(tree: EtlTree) -> EngineSettings:
 def _warn(observer: Observer, messages: Iterable[str]) -> None:
     for message in messages:
         observer.event("etl.warning", {WARNING: message})
-
-
-def _up_to_date_parent(plan: BuildPlan) -> Manifest | None:
-    """The latest version, if building again would give the same: equal inputs and config, no file of it lost."""
-    parent, build = plan.parent, plan.build
-    if parent is None:
-        return None
-    same = (parent.config_fingerprint, parent.source.listing_fingerprint, parent.source.kind) == (
-        build.config_fingerprint, build.source.listing_fingerprint, build.source.kind
-    )  # fmt: skip
-    # Equal facts of a listing are equal files if it is the same source, or at least says how large they are.
-    has_moved = not build.source.is_same_place(parent.source)
-    compares_content = plan.task.config.detect_changes == "content"
-    if (has_moved and plan.is_append) or ((has_moved or compares_content) and not plan.listing.has_all_sizes):
-        return None
-    # Inputs with transient faults are read again: they may be fine now.
-    if not same or TRANSIENT_REASONS & set(parent.counts.by_reason) or not has_all_files(plan.store, parent):
-        return None
-    check_limits(plan, RejectionLog(plan.listing.folder, read_rejections(plan.store, parent)))
-    return parent
 
 
 def stage_record(outcome: BuildOutcome, tree: EtlTree) -> StageRecord:

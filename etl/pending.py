@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 from shardmill.dataset.index import read_shards, shard_file
@@ -68,8 +69,8 @@ def finished_units(store: Store, units: Sequence[Unit]) -> Iterator[UnitResult]:
     with ThreadPoolExecutor(_NUM_AT_ONCE, "shardmill-finished") as pool:
         results = pool.map(lambda unit: _read_if_there(store, pending_path(unit)), recorded)
         for unit, result in zip(recorded, results, strict=True):
-            if result is not None and _is_of(result, unit):
-                yield result
+            if result is not None:
+                yield _placed(result, unit)
 
 
 def _recorded(store: Store, units: Sequence[Unit]) -> list[Unit]:
@@ -83,9 +84,7 @@ def kept_result(store: Store, unit: Unit) -> UnitResult | None:
     A damaged record or file counts as absent: the unit is run again.
     """
     try:
-        result = read_pending(store, pending_path(unit))
-        if not _is_of(result, unit):
-            return None
+        result = _placed(read_pending(store, pending_path(unit)), unit)
         if not all(_still_holds(rejection) for rejection in result.rejections):
             return None
         for shard in result.shards:
@@ -149,9 +148,15 @@ def _is_settled(store: Store, file: StoredFile, committed: frozenset[str]) -> bo
     return bool(record.shards) and all(shard.path in committed for shard in record.shards)
 
 
-def _is_of(result: UnitResult, unit: Unit) -> bool:
-    # Units of two builds that are equal have one fingerprint, and so one record; their places in the plans may differ.
-    return (result.fingerprint, result.unit_index) == (unit.fingerprint, unit.index)
+def _placed(result: UnitResult, unit: Unit) -> UnitResult:
+    """The result at the unit's place in its own plan.
+
+    Units of two builds that are equal have one fingerprint, and so one record; their places in the plans may differ.
+    Raises IntegrityError for the record of another unit.
+    """
+    if result.fingerprint != unit.fingerprint:
+        raise IntegrityError(f"the record of work unit {unit.index} is that of another one")
+    return replace(result, unit_index=unit.index)
 
 
 def _read_if_there(store: Store, path: str) -> UnitResult | None:

@@ -1,4 +1,4 @@
-"""Failpoints: named places where a process can be made to die as by `kill -9`, for tests of what is left behind.
+"""Failpoints: named places where a process can be made to die as by `kill -9`, or to stop, for tests of what follows.
 
 Off unless SHARDMILL_FAILPOINT is set; docs/failpoints.md lists the points.
 """
@@ -22,7 +22,7 @@ FAILPOINTS = {
     "shard_mid": "the shard is published, its row segment is not",
     "shard_close": "shard and row segment are published",
     "task_report": "a unit is finished and recorded, its task has not reported it",
-    "manifest_put": "everything that a manifest names is published, the manifest is not",
+    "manifest_put": "all that a manifest names is published, the lease is checked, the manifest is not published",
     "post_commit": "the manifest is there, nothing that follows the commit was done",
     "checkpoint_file": "a file of a training's checkpoint is about to be written",
     "checkpoint_marker": "all files of a checkpoint are there, its marker is not",
@@ -39,7 +39,8 @@ def is_failpoint_set() -> bool:
 
 
 def failpoint(name: str) -> None:
-    """Kill this process if SHARDMILL_FAILPOINT is `NAME`, `NAME:N` (the Nth pass) or `NAME@FILE` (once; makes FILE).
+    """Kill this process if SHARDMILL_FAILPOINT is `NAME`, `NAME:N` (the Nth pass) or `NAME@FILE` (once; makes FILE);
+    with `stop:` before any of them, stop it until it is sent SIGCONT.
 
     A retried task meets the point again in a new process: `@FILE` lets that one live. Raises UsageError if the variable
     names no failpoint, so that a misspelt test cannot pass.
@@ -47,14 +48,15 @@ def failpoint(name: str) -> None:
     wanted = os.environ.get(VARIABLE)
     if not wanted:
         return
-    parsed = re.fullmatch(r"(\w+)(?::(\d+))?(?:@(.+))?", wanted)
-    if parsed is None or parsed[1] not in FAILPOINTS:
-        raise UsageError(f"{VARIABLE}={wanted}", f"expected NAME, NAME:N or NAME@FILE of {', '.join(FAILPOINTS)}")
-    if parsed[1] != name or (parsed[2] and next(_passes) != int(parsed[2])):
+    parsed = re.fullmatch(r"(stop:)?(\w+)(?::(\d+))?(?:@(.+))?", wanted)
+    if parsed is None or parsed[2] not in FAILPOINTS:
+        expected = f"expected NAME, NAME:N or NAME@FILE, or stop: and one of these, of {', '.join(FAILPOINTS)}"
+        raise UsageError(f"{VARIABLE}={wanted}", expected)
+    if parsed[2] != name or (parsed[3] and next(_passes) != int(parsed[3])):
         return
-    if parsed[3]:
+    if parsed[4]:
         try:
-            os.close(os.open(parsed[3], os.O_CREAT | os.O_EXCL))
+            os.close(os.open(parsed[4], os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGSTOP if parsed[1] else signal.SIGKILL)

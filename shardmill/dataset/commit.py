@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from shardmill.dataset.duplicates import DuplicateCounts
-from shardmill.dataset.index import check_files, read_shards, write_index
+from shardmill.dataset.index import has_all_files, write_index
 from shardmill.dataset.layout import Layout
 from shardmill.dataset.ledger import write_ledger
 from shardmill.dataset.manifest import (
@@ -63,7 +63,7 @@ def check_accounting(
 
 def commit_version(
     store: Store, build: Build, results: Sequence[UnitResult], rejections: RejectionLog, duplicates: DuplicateCounts,
-    parent_version: int,
+    parent_version: int, check_lease: Callable[[], object] = lambda: None,
 ) -> Manifest:  # fmt: skip
     """Make version `parent_version + 1` visible, and return it; or the winner, if another committed the same.
 
@@ -87,12 +87,26 @@ def commit_version(
         ):
             record_if_missing(store, parent_version)
             return parent
-    return publish(store, draft)
+    return publish(store, draft, check_lease)
 
 
-def publish(store: Store, draft: Manifest) -> Manifest:
-    """Put the manifest if its number is free. One winner among any number of writers, lost replies included."""
+def publish(store: Store, draft: Manifest, check_lease: Callable[[], object] = lambda: None) -> Manifest:
+    """Put the manifest if its number is free. One winner among any number of writers, lost replies included.
+
+    `check_lease`: that of the lease which the caller has held since before it wrote, or found, any file of the draft
+    that no other version names.
+
+    The new version names no file that `gc` has deleted, however long this process was suspended, and where:
+    - `gc` does not begin while the lease is live. If the lease has lapsed, `gc` first commits a version of its own.
+    - If the lease lapsed before the check, the check raises. Otherwise no `gc` began before the check.
+    - If it lapses between the check and the PUT, the version of `gc` has the number of this draft or a higher one. So
+      the number of this draft is taken, and the PUT does nothing. If the PUT is first, `gc` fails to commit and deletes
+      nothing (or, if the two versions are equal, it lists what the versions name after that).
+    A store needs nothing for this but `put_if_absent`, which decides when the file appears (`link`, rename,
+    `If-None-Match`), not when the request is sent.
+    """
     data, winner = encode_manifest(draft), draft
+    check_lease()
     failpoint("manifest_put")
     # Everything that the manifest names is published by now; from this one request on, the version exists.
     if not store.put_if_absent(manifest_path(draft.version), data):
@@ -108,15 +122,6 @@ def publish(store: Store, draft: Manifest) -> Manifest:
         "expected no other writer; nothing of this run was published",
         f"look at the winner with `shardmill inspect {store.uri}@{draft.version}`, then run again",
     )
-
-
-def has_all_files(store: Store, manifest: Manifest) -> bool:
-    """Whether every file of a version is there with its size: a version that lost one is no reason to skip a build."""
-    try:
-        check_files(store, read_shards(store, manifest))
-    except IntegrityError:
-        return False
-    return True
 
 
 def _draft(

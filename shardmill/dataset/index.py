@@ -248,6 +248,15 @@ def check_files(store: Store, shards: Sequence[ShardInfo]) -> int:
     return sum(file.size_bytes for file in expected)
 
 
+def has_all_files(store: Store, manifest: Manifest) -> bool:
+    """Whether every file of a version is there with its size: a version that lost one is no reason to skip a build."""
+    try:
+        check_files(store, read_shards(store, manifest))
+    except IntegrityError:
+        return False
+    return True
+
+
 def _check_totals(manifest: Manifest, shards: tuple[ShardInfo, ...]) -> None:
     """Raise IntegrityError unless the index holds what the manifest counted, split by split in each format."""
     found: dict[tuple[str, str], list[ShardInfo]] = {}

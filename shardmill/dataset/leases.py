@@ -2,7 +2,8 @@
 
 Two rules stand on them. `gc` deletes nothing while a writer works, because no manifest names a writer's files yet; and
 it keeps the files of a version that a reader has leased. Each side first writes its own lease and then looks for the
-other's, so of two that start at once at least one sees the other.
+other's, so of two that start at once at least one sees the other. A writer whose lease has lapsed may be suspended and
+go on at any time: the commit keeps it out (see `shardmill.dataset.commit.publish`).
 """
 
 from __future__ import annotations
@@ -60,19 +61,22 @@ class HeldLease:
         self._store = store
         self._data = data
         self._ttl_seconds = ttl_seconds
-        self._renewed = 0.0
+        self._renewed: float | None = None
+        self._longest_gap_seconds = 0.0
         self._ended = threading.Event()
         self.renew()
         self._renewer = threading.Thread(target=self._renew_until_ended, name="shardmill-lease", daemon=True)
         self._renewer.start()
 
     def check(self) -> None:
-        """Raise CommitConflict (exit 6) if the lease may have lapsed: what it protected may be gone."""
-        # By the wall clock: a monotonic one stands still while a machine is suspended.
-        age_seconds = time.time() - self._renewed
-        if age_seconds > self._ttl_seconds:
+        """Raise CommitConflict (exit 6) if the lease may have lapsed at any time: what it protected may be gone.
+
+        A renewal does not make up for that: `gc` may have worked between the two.
+        """
+        self._note_gap(time.time())
+        if self._longest_gap_seconds > self._ttl_seconds:
             raise CommitConflict(
-                f"the lease {self.path} of {self._store.uri} was not renewed for {age_seconds:.0f} s",
+                f"the lease {self.path} of {self._store.uri} was not renewed for {self._longest_gap_seconds:.0f} s",
                 f"expected a renewal within {self._ttl_seconds:.0f} s; nothing was published",
                 "this process was suspended or lost its storage; run it again: finished work is kept",
             )
@@ -81,6 +85,7 @@ class HeldLease:
         """Write the lease again; returns the time by the store's clock, in seconds since the epoch."""
         began = time.time()
         self._store.put(self.path, self._data)
+        self._note_gap(time.time())
         self._renewed = began
         stored = self._store.stat(self.path)
         return stored.mtime_ns / 1e9 if stored is not None else began
@@ -93,6 +98,11 @@ class HeldLease:
         with suppress(ShardmillError):
             self._store.delete(self.path)
 
+    def _note_gap(self, now: float) -> None:
+        # By the wall clock: a monotonic one stands still while a machine is suspended.
+        if self._renewed is not None:
+            self._longest_gap_seconds = max(self._longest_gap_seconds, now - self._renewed)
+
     def _renew_until_ended(self) -> None:
         while not self._ended.wait(self._ttl_seconds / _RENEWALS_PER_TTL):
             # A store that fails for a moment is asked again; one that fails for longer is noticed by `check`.
@@ -102,7 +112,7 @@ class HeldLease:
 
 @contextmanager
 def writing(store: Store, purpose: str, *, ttl_seconds: float = TTL_SECONDS) -> Iterator[HeldLease]:
-    """A writer's lease around units and their commit; call `check` on it just before the commit.
+    """A writer's lease around units and their commit, which is given its `check`.
 
     Raises CommitConflict (exit 6) if `gc` is deleting.
     """

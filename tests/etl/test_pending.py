@@ -132,16 +132,29 @@ def test_records_of_another_build_that_was_interrupted_stay_until_they_are_aband
     assert pending(folder) == []
 
 
-def test_the_record_of_an_equal_unit_at_another_place_is_not_that_of_this_one(folder: Path):
+def test_the_record_of_an_equal_unit_at_another_place_serves_both_builds(folder: Path):
     """Two builds at once whose listings differ elsewhere share the records of equal units."""
     plan = plan_build(tree_for(folder), run_id="a")
+    places = [unit.index for unit in plan.units]
+    for unit in plan.units:
+        # As the other build wrote it, whose record it is as well: it must stay.
+        keep_result(plan.store, unit, replace(write_unit(unit, plan.task), unit_index=unit.index + 1_000))
+    before = pending(folder)
+    assert [each.unit_index for each in finished_units(plan.store, plan.units)] == places
+    kept = list(kept_results(plan.store, plan.units))
+    assert [each.unit_index for each in kept] == places and pending(folder) == before
+    manifest = commit_results(plan, Finished(plan.listing, kept))
+    verify_dataset(open_dataset(str(folder / "dataset")), deep=True).raise_if_failed()
+    tree = tree_for(folder)
+    other = tree.model_copy(update={"dataset": DatasetConfig(uri=str(folder / "other"))})
+    assert build_dataset(other, run_id="b").manifest.layout_digest == manifest.layout_digest
+
+
+def test_the_record_of_another_unit_under_this_one_s_name_is_not_taken(folder: Path):
+    plan = plan_build(tree_for(folder), run_id="a")
     unit, other = plan.units[:2]
-    result = write_unit(unit, plan.task)
-    write_unit(other, plan.task)
-    keep_result(plan.store, unit, replace(result, unit_index=other.index))
-    assert [each.fingerprint for each in finished_units(plan.store, plan.units)] == [other.fingerprint]
-    keep_result(plan.store, unit, result)
-    assert [each.unit_index for each in finished_units(plan.store, plan.units)] == [unit.index, other.index]
+    keep_result(plan.store, unit, write_unit(other, plan.task))
+    assert [each.fingerprint for each in kept_results(plan.store, plan.units)] == [other.fingerprint]
 
 
 def test_inputs_known_by_name_alone_that_were_repaired_after_a_refusal_are_read_again(tmp_path: Path):

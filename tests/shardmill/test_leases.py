@@ -70,6 +70,11 @@ def test_a_writer_that_could_not_renew_its_lease_does_not_commit(tmp_path: Path,
         time.sleep(0.8)
         with pytest.raises(CommitConflict, match="not renewed"):
             lease.check()
+        # A later renewal does not undo what `gc` may have done meanwhile.
+        faulty.clear()
+        lease.renew()
+        with pytest.raises(CommitConflict, match="not renewed"):
+            lease.check()
 
 
 def test_who_cannot_write_can_still_read(tmp_path: Path, faulty: dict):

@@ -55,8 +55,7 @@ def compact_dataset(dataset: Dataset, run_id: str) -> Compaction:
             return Compaction(dataset.manifest, *counts, 0)
 
         # The rows are the parent's, so are their sums; only where they lie is new.
-        lease.check()
-        manifest = publish(dataset.store, _draft(dataset, after, run_id))
+        manifest = publish(dataset.store, _draft(dataset, after, run_id), lease.check)
         return Compaction(manifest, *counts, _num_rows_copied(before, after))
 
 

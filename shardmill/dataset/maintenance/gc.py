@@ -7,14 +7,14 @@ the retention's age. Which files those are follows from listings alone, so a `gc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from shardmill.dataset.commit import publish
 from shardmill.dataset.dataset import read_shards
 from shardmill.dataset.index import INDEXES, ROWS, SHARDS
-from shardmill.dataset.leases import LEASES, HeldLease, collecting, list_leases
+from shardmill.dataset.leases import LEASES, HeldLease, LeaseKind, collecting, list_leases
 from shardmill.dataset.ledger import REJECTS
 from shardmill.dataset.maintenance.child import child_of
 from shardmill.dataset.maintenance.retention import (
@@ -64,35 +64,42 @@ def plan_gc(store: Store, retention: Retention, now: float) -> GcReport:
     versions = _unexpired(store)
     expired = choose_expired(versions, retention, now, _leased_versions(store, now))
     retained = [each for each in versions if each.manifest.version not in expired]
-    return _report(store, expired, retained, retention, now)
+    garbage = _find_garbage(store, _manifests(retained), retention.older_than_seconds, now, _lapsed_writers(store, now))
+    return _report(expired, retained, garbage)
 
 
 def collect_garbage(store: Store, retention: Retention, run_id: str) -> GcReport:
     """Expire what `retention` does not keep, then delete every old file that nothing names; returns what was done.
 
-    Raises CommitConflict (exit 6) while a writer works; nothing is changed then. Raises as `plan_gc` does.
+    Raises CommitConflict (exit 6) while a writer works, or if one that was suspended commits first; nothing is changed
+    then. Raises as `plan_gc` does.
     """
     # Before anything is written, a lease included: this may be no dataset.
     _unexpired(store)
     with collecting(store, f"gc, run {run_id},") as lease:
         # Expire, by a commit: from here on a version without protection cannot be opened, though all of it is there.
+        # If a writer's lease has lapsed, there is a commit even if nothing expires: the writer may only be suspended,
+        # and the commit takes the version number that it would use (see `publish`).
         now = lease.renew()
         expired = choose_expired(_unexpired(store), retention, now, _leased_versions(store, now))
-        if expired:
-            _commit_expiry(store, expired, run_id)
+        fenced = _lapsed_writers(store, now)
+        if expired or fenced:
+            _commit_expiry(store, expired, run_id, lease)
 
         # Delete, by what is committed now: of a version whose reader has just ended nothing goes before it expires.
-        report = _report(store, expired, _unexpired(store), retention, lease.renew())
+        retained = _unexpired(store)
+        garbage = _find_garbage(store, _manifests(retained), retention.older_than_seconds, lease.renew(), fenced)
+        report = _report(expired, retained, garbage)
         _delete(store, lease, report.garbage)
     return report
 
 
-def _report(
-    store: Store, expired: tuple[int, ...], retained: list[CommittedVersion], retention: Retention, now: float
-) -> GcReport:
-    manifests = [each.manifest for each in retained]
-    garbage = _find_garbage(store, manifests, retention.older_than_seconds, now)
-    return GcReport(expired, tuple(manifest.version for manifest in manifests), tuple(garbage))
+def _report(expired: tuple[int, ...], retained: list[CommittedVersion], garbage: Iterable[Garbage]) -> GcReport:
+    return GcReport(expired, tuple(each.manifest.version for each in retained), tuple(garbage))
+
+
+def _manifests(versions: list[CommittedVersion]) -> list[Manifest]:
+    return [each.manifest for each in versions]
 
 
 def _unexpired(store: Store) -> list[CommittedVersion]:
@@ -112,13 +119,23 @@ def _leased_versions(store: Store, now: float) -> frozenset[int]:
     return frozenset(each.version for each in leases if each.is_live and each.version is not None)
 
 
-def _commit_expiry(store: Store, expired: tuple[int, ...], run_id: str) -> None:
+def _lapsed_writers(store: Store, now: float) -> frozenset[str]:
+    """Leases of writers that were killed, or are suspended."""
+    leases = list_leases(store, now)
+    return frozenset(each.path for each in leases if each.kind is LeaseKind.WRITER and not each.is_live)
+
+
+def _commit_expiry(store: Store, expired: tuple[int, ...], run_id: str, lease: HeldLease) -> None:
     latest = read_manifest(store, latest_version(store))
     all_expired = as_ranges({*numbers_of(latest.expired_versions), *expired})
-    publish(store, child_of(latest, "expire", run_id, content=latest, expired_versions=all_expired))
+    publish(store, child_of(latest, "expire", run_id, content=latest, expired_versions=all_expired), lease.check)
 
 
-def _find_garbage(store: Store, retained: list[Manifest], older_than_seconds: float, now: float) -> Iterator[Garbage]:
+def _find_garbage(
+    store: Store, retained: list[Manifest], older_than_seconds: float, now: float, fenced: frozenset[str]
+) -> Iterator[Garbage]:
+    """`fenced`: leases of writers that can commit nothing any more."""
+
     def is_old(file: StoredFile) -> bool:
         return now - file.mtime_ns / 1e9 > older_than_seconds
 
@@ -131,8 +148,12 @@ def _find_garbage(store: Store, retained: list[Manifest], older_than_seconds: fl
         yield from (Garbage(folder, file) for file in store.list(folder) if file.path not in named and is_old(file))
     for folder in _ALL_FOLDERS:
         yield from (Garbage(UNPUBLISHED, file) for file in store.list_unpublished(folder) if is_old(file))
-    lapsed = {lease.path for lease in list_leases(store, now) if not lease.is_live}
-    yield from (Garbage(LEASES, file) for file in store.list(LEASES) if file.path in lapsed and is_old(file))
+    lapsed = {each.path for each in list_leases(store, now) if not each.is_live and each.kind is not LeaseKind.WRITER}
+    for file in store.list(LEASES):
+        # A fenced writer's lease goes at any age, so that the next `gc` does not commit because of it; no other
+        # writer's lease goes, because it is what makes `gc` commit first.
+        if file.path in fenced or (file.path in lapsed and is_old(file)):
+            yield Garbage(LEASES, file)
 
 
 def _with_shards(store: Store, manifests: list[Manifest]) -> Iterator[tuple[Manifest, tuple[ShardInfo, ...]]]:

@@ -37,6 +37,5 @@ def roll_back(store: Store, version: int, run_id: str) -> Rollback:
         if latest.index_segments == wanted.index_segments and latest.ledger_segments == wanted.ledger_segments:
             return Rollback(latest, is_new=False)
         check_files(store, read_shards(store, wanted))
-        lease.check()
         draft = child_of(latest, "rollback", run_id, content=wanted, restored_version=version)
-        return Rollback(publish(store, draft), is_new=True)
+        return Rollback(publish(store, draft, lease.check), is_new=True)

@@ -1,0 +1,41 @@
+"""Writes a version of the dataset in the folder argv[1], by the operation argv[2]; exits as a command would."""
+
+import sys
+from pathlib import Path
+
+from etl.config import EtlConfig, EtlTree, SourceConfig
+from etl.job import build_dataset
+from shardmill.dataset.maintenance.compact import compact_dataset
+from shardmill.dataset.maintenance.rollback import roll_back
+from shardmill.dataset.open import open_dataset
+from shardmill.errors import ShardmillError
+from shardmill.jobs.config import DatasetConfig
+from shardmill.stores import open_store
+from tests.shardmill.collecting import config_of
+
+
+def build(folder: Path, source: str, config: EtlConfig) -> None:
+    config = config.model_copy(update={"engine": "tests.extending_entries:NEW_ENGINE"})
+    source_config, dataset = SourceConfig(uri=str(folder / source)), DatasetConfig(uri=str(folder / "dataset"))
+    build_dataset(EtlTree(source=source_config, dataset=dataset, etl=config), run_id="stopped")
+
+
+def main(folder: Path, operation: str) -> int:
+    root = str(folder / "dataset")
+    try:
+        if operation == "etl":
+            build(folder, "images", config_of(10))
+        elif operation == "append":
+            build(folder, "tuesday", config_of(9).model_copy(update={"write_mode": "append"}))
+        elif operation == "compact":
+            compact_dataset(open_dataset(root), "stopped")
+        else:
+            roll_back(open_store(root), 1, "stopped")
+    except ShardmillError as error:
+        print(error)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
