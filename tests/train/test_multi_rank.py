@@ -38,6 +38,7 @@ TORCH_MODELS = "tests.train.torch_models"
 STATEFUL_MODEL = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
 # PyTorch's does not use all of its weights in every step, on no rank or on some.
 SMOOTH_MODEL = {"keras": f"{MODELS}:smooth", "torch": f"{TORCH_MODELS}:routed"}
+ORDINARY_MODEL = {"keras": "tests.train.ordinary_models:relu_cnn", "torch": f"{TORCH_MODELS}:relu_cnn"}
 
 # Whose ranks all run the loop; the others have tests of their own (test_parameter_server.py).
 OF_EQUALS = {name: each for name, each in STRATEGIES.items() if each.roles is all_members}
@@ -182,6 +183,18 @@ def at_one_rank(tiny_uri, tmp_path_factory):
         return result, recorder, last_weights(models, result)
 
     return train
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), SYNCHRONOUS_WORLDS)
+def test_losses_of_an_ordinary_network_agree_in_its_first_steps(tiny_uri, tmp_path, strategy, world_size):
+    """With ReLU and max pooling. Later a rounding error may cross a kink, and losses go apart: nothing is promised."""
+    model = ORDINARY_MODEL[STRATEGIES[strategy].backends[0]]
+    config, one = {"num_streams": 12, "global_batch_size": 24, "epochs": 2, "model": model}, Recorder()
+    train_here(tiny_uri, tmp_path / "one", one, **config)
+    _, several = train_on_ranks(tiny_uri, tmp_path / "several", world_size, {**config, "strategy": strategy})
+    assert len(several.losses) == len(one.losses) == 8
+    for step, loss in one.losses.items():
+        assert float.fromhex(several.losses[step]) == pytest.approx(float.fromhex(loss), rel=1e-5), step
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), SYNCHRONOUS_WORLDS)

@@ -26,6 +26,15 @@ def wide(image_shape, num_classes):
     )  # fmt: skip
 
 
+def relu_cnn(image_shape, num_classes):
+    """As in ordinary_models.py."""
+    layers, channels = [], image_shape[2]
+    for num_channels in (8, 16):
+        layers += [nn.Conv2d(channels, num_channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        channels = num_channels
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * (image_shape[0] // 4) ** 2, num_classes))
+
+
 class Roomy(nn.Module):
     """Needs 55 MiB for each image of 16 x 16 that it computes at a time, and few weights; counts the images."""
 

@@ -1,8 +1,9 @@
 """A small convolutional network for small images: the demo's model, quick on one CPU core.
 
-It has no batch norm and no dropout, so a global batch gives the same update at every world size; and nothing in it has
-a kink. With ReLU and max pooling, differences in the last bit between world sizes flip a gradient from one place to
-another and grow to 2 % of the loss within 100 steps of Adam; as it is they stay below 1e-5 (docs/LOG.md).
+It has no batch norm and no dropout, so a global batch gives the same update at every world size, up to rounding; and
+nothing in it has a kink. With ReLU and max pooling, differences in the last bit between world sizes send a gradient
+another way and grow to thousandths of the loss within 100 steps of Adam; as it is they stay below 1e-5
+(docs/benchmarks/world_size_drift.md).
 """
 
 from __future__ import annotations
