@@ -46,7 +46,7 @@ def main() -> None:
             started = time.perf_counter()
             reader = ReaderOptions(format=format_name, num_threads=_NUM_THREADS)
             plan = dataset.plan_epoch(spec, epoch)
-            with read_batches(dataset, plan, options=reader, augment=AugmentOptions()) as batches:
+            with read_batches(dataset, plan, options=reader, augment=AugmentOptions(random_flip=True)) as batches:
                 num_rows = sum(int(batch.weights_N.sum()) for batch in batches)
             assert num_rows == len(stored)
             return time.perf_counter() - started

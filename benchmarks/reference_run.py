@@ -43,6 +43,7 @@ TRAIN = (
     "train.num_streams=6",
     "train.record_samples=true",
     "train.augment.random_crop_padding=2",
+    "train.augment.random_flip=true",
     "train.checkpoint_every_steps=2",
 )
 

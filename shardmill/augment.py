@@ -36,6 +36,6 @@ def augment(
         padded_HWC = cv2.copyMakeBorder(image_HWC, padding, padding, padding, padding, cv2.BORDER_REPLICATE)
         padded_HWC = padded_HWC.reshape(height + 2 * padding, width + 2 * padding, num_channels)
         changed_HWC = padded_HWC[top : top + height, left : left + width]
-    if options.random_flip and mix64(*key, FLIP_DRAW) >> 63:
+    if options.flips and mix64(*key, FLIP_DRAW) >> 63:
         changed_HWC = changed_HWC[:, ::-1]
     return np.array(changed_HWC, order="C")

@@ -118,7 +118,15 @@ class DecodeLimits(Section):
 class AugmentOptions(Section):
     """Random changes to training images, each a function of (seed, epoch, sample id, occurrence) alone."""
 
+    images: Literal["any", "photographs"] = "any"
+    """What the images show: `photographs` declares natural ones, which stay what they are when they are mirrored."""
     random_crop_padding: int = Field(default=4, ge=0)
     """Pad by this many pixels (edges repeated), then crop back at a random offset; 0 switches it off."""
-    random_flip: bool = True
-    """Mirror left to right half of the time; switch it off if left and right differ (digits, text)."""
+    random_flip: bool | Literal["auto"] = "auto"
+    """Mirror left to right half of the time; `auto`: only if `images = "photographs"`. Never for digits or text; labels
+    that are numbers (positions, angles) are not mirrored with the image."""
+
+    @property
+    def flips(self) -> bool:
+        """Whether images are mirrored."""
+        return self.images == "photographs" if self.random_flip == "auto" else self.random_flip

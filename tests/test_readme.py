@@ -17,7 +17,8 @@ from shardmill.sealed import unseal
 from tests.demo import Demo
 from tests.pipeline.command import ENVIRONMENT
 from tests.support import write_images
-from train.config import HOW, settings_of
+from train.config import HOW
+from train.settings import settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

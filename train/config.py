@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -42,6 +40,9 @@ SAFE = Resume("steps to come use it, what a checkpoint holds does not depend on 
 
 SHA256_OF_FILE = "#sha256="
 """In `train.init_from`, as the driver gives it to the ranks: the hash of the file follows."""
+
+_IN_EVERY_RECORD = ("augment", "early_stop_epochs", "momentum", "schedule_step_factor", "weight_decay")
+"""No config file that a person writes names all of them."""
 
 
 class TrainConfig(Section):
@@ -127,10 +128,13 @@ class TrainConfig(Section):
     """`step`: multiply by `schedule_step_factor` every so many epochs."""
     schedule_step_factor: Annotated[float, SAFE] = Field(default=0.1, gt=0, le=1)
     """`step`: the factor."""
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    """`sgd` only."""
-    weight_decay: Annotated[float, SAFE] = Field(default=1e-4, ge=0)
-    """`adamw` only."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = "auto"
+    """`sgd` only; `auto`: 0.9."""
+    weight_decay: Annotated[Annotated[float, Field(ge=0)] | Literal["auto"], SAFE] = "auto"
+    """`adamw`: the share, times the learning rate, by which a step shrinks weights; `auto`: 0.05. `sgd`: the factor of
+    L2 regularization; `auto`: 0.0001. Biases, norms and position embeddings are left alone."""
+    recipe_version: Annotated[int, LATER] = Field(default=2, ge=1, le=2)
+    """1: the rules of trainings that began before there was a 2, which go on by them (docs/training.md)."""
     ema_decay: Annotated[float, LATER] = Field(default=0.0, ge=0, lt=1)
     """Evaluate and export moving averages of the weights, which keep this share of themselves at each update (less in
     the first ones), for instance 0.999; 0 switches it off."""
@@ -228,6 +232,17 @@ class TrainConfig(Section):
         return fewest_streams * (self.global_batch_size // self.num_streams)
 
     @property
+    def is_first_recipe(self) -> bool:
+        """Whether this is a training of the time before `recipe_version`, or one by its rules."""
+        return self.recipe_version == 1
+
+    @property
+    def augmentation(self) -> AugmentOptions:
+        """`augment`, with what `auto` stands for. In the first recipe all images were mirrored."""
+        always = self.is_first_recipe and self.augment.random_flip == "auto"
+        return self.augment.model_copy(update={"random_flip": always or self.augment.flips})
+
+    @property
     def num_named(self) -> int:
         """Ranks that this config names one by one, by their silos or weights."""
         return len(self.silos or self.rank_weights)
@@ -249,6 +264,14 @@ class TrainConfig(Section):
         if step < self.warmup_steps:
             return self.base_learning_rate * (step + 1) / self.warmup_steps
         return self.base_learning_rate * SCHEDULES[self.schedule].factor(step, self, steps_per_epoch)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _recipe_of_a_record(cls, given: Any) -> Any:
+        # The `config.toml` of a run names every setting; of a run before there were recipes, this one is missing.
+        names: set[str] = {*given} if isinstance(given, dict) else set()
+        is_record = "recipe_version" not in names and names.issuperset(_IN_EVERY_RECORD)
+        return {**given, "recipe_version": 1} if is_record else given
 
     @model_validator(mode="after")
     def _batch_fits_streams(self) -> Self:
@@ -275,26 +298,3 @@ class TrainConfig(Section):
                 f"be at most {share}, the samples of a step that the rank with the fewest streams has"
             )
         return self
-
-
-def settings_of(meaning: Resume) -> frozenset[str]:
-    """The settings of section `train` that are declared so."""
-    return frozenset(name for name, field in TrainConfig.model_fields.items() if meaning in field.metadata)
-
-
-def settings_that_matter(config: TrainConfig) -> dict[str, str]:
-    """The settings that decide a training's outcome, name -> JSON."""
-    free = settings_of(HOW) | settings_of(LENGTH)
-    # Trainings that began when there was one backend do not name it.
-    free |= {"backend"} if config.backend in ("auto", "keras") else set()
-    fields = TrainConfig.model_fields
-    defaults = {name: fields[name].get_default(call_default_factory=True) for name in settings_of(LATER)}
-    free |= {name for name, default in defaults.items() if getattr(config, name) == default}
-    # Between synchronous strategies a training may move: they apply the same updates.
-    is_synchronous = config.strategy == "auto" or STRATEGIES[config.strategy].synchronous
-    free -= set() if is_synchronous else {"strategy"}
-    values = config.model_dump(mode="json")
-    # A file is what it holds, wherever it lies; one of our exports also knows its classes.
-    place, _, digest = config.init_from.rpartition(SHA256_OF_FILE)
-    values["init_from"] = f"export {digest}" if re.search(r"@\d+$", place) else digest
-    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in free}

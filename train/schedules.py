@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardmill.errors import UsageError
 from shardmill.registry import Entry, Registry
 
 if TYPE_CHECKING:
@@ -49,3 +50,17 @@ def _step(step: int, config: TrainConfig, steps_per_epoch: int) -> float:
 CONSTANT = Schedule(_constant)
 COSINE = Schedule(_cosine, knows_length=True)
 STEP = Schedule(_step)
+
+
+def check_schedule(config: TrainConfig) -> None:
+    """Raises UsageError for a setting of another schedule."""
+    fields = type(config).model_fields
+    names = ("schedule_step_epochs", "schedule_step_factor")
+    given = [name for name in names if getattr(config, name) != fields[name].default]
+    if given and config.schedule != "step" and not config.is_first_recipe:
+        raise UsageError(
+            f"{', '.join(f'train.{name} = {getattr(config, name)}' for name in given)} with train.schedule = "
+            f"{config.schedule!r}",
+            "which does not use it",
+            "leave it out, or set train.schedule = 'step'",
+        )

@@ -18,7 +18,6 @@ from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin, Nonce
-from train.checkpoints.checkpoint import complete_checkpoints
 from train.checks.changes import AS_USUAL, Again, BegunTraining, going_on
 from train.checks.preflight import WindowMemory, check_ranks, check_spread, check_terms, check_trainable, window_memory
 from train.checks.trial_build import try_build
@@ -30,6 +29,7 @@ from train.choosing.trial import trial_of
 from train.config import TrainConfig
 from train.freezing import never_unfrozen
 from train.initialization.initial import pinned
+from train.labels import LabelSpec
 from train.launching import LAUNCHERS
 from train.launching.restarts import Restart, launch_until_done
 from train.readers import reader_of
@@ -88,6 +88,7 @@ def train_model(
     # The version: the latest, or the one that `dataset.uri` names. What is unfinished on another one stays as it is.
     choice = _choose(tree, version, fresh_for)
     choice.report(asked, observer)
+    asked, tree = choice.by_its_recipe(asked), tree.model_copy(update={"train": choice.by_its_recipe(tree.train)})
     dataset = open_pinned(choice.dataset)
     chosen = check_spread(asked, tree.spark, dataset)
     if choice.result is not None:
@@ -161,10 +162,7 @@ def _try_build(
 
     What has steps already was built by whoever made them. Raises as `try_build` does.
     """
-    has_begun = (
-        choice.continues is not None or next(complete_checkpoints(models, choice.training_dir), None) is not None
-    )
-    if "pyspark" in LAUNCHERS.entry(tree.train.launcher).packages and not has_begun:
+    if "pyspark" in LAUNCHERS.entry(tree.train.launcher).packages and not choice.has_begun(models):
         try_build(tree.train, tree.spark, dataset.manifest.row_schema, observer)
 
 
@@ -186,6 +184,12 @@ def _report_plan(
     observer.event("plan", {"rank": 0, "chosen": chosen.reason, **memory.as_fields()})
     if never := never_unfrozen(chosen.config):
         observer.event("freeze", {"rank": 0, WARNING: never})
+    if chosen.config.augmentation.random_flip and LabelSpec.of(dataset.manifest).are_numbers:
+        mirrored = (
+            "train.augment mirrors half of the images left to right, and labels that are numbers stay as they are: "
+            "wrong for positions, angles and directions; train.augment.random_flip = false switches it off"
+        )
+        observer.event("augment", {"rank": 0, WARNING: mirrored})
     if choice.resumes:
         observer.event("changed", {"rank": 0, "path": choice.resumes, "changes": "; ".join(choice.changes)})
     if limits := reader_of(chosen.config).limits(chosen.config, dataset):

@@ -20,12 +20,13 @@ from shardmill.sealed import check_relative_path, unseal
 from shardmill.section import Section
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin, Nonce
-from train.checkpoints.checkpoint import MARKER
-from train.config import TrainConfig, settings_that_matter
+from train.checkpoints.checkpoint import MARKER, complete_checkpoints
+from train.config import TrainConfig
 from train.models.user import source_sha256
 from train.records import put_record, read_record, record_numbers
 from train.reporting.observer import TrainObserver
 from train.schedules import SCHEDULES
+from train.settings import settings_that_matter
 from train.task import WorkerTask
 from train.values import RESULT, TrainResult, Trial, from_json
 
@@ -64,6 +65,8 @@ class TrainingChoice:
     unfinished_versions: tuple[int, ...]
     """Older dataset versions on which the same training was begun and not finished."""
 
+    recipe_version: int = 2
+    """Of the rules by which it is trained: those of the config, or the first ones if it was begun by them."""
     resumes: str = ""
     """The checkpoint of an unfinished training with other settings, from which this one goes on."""
     changes: tuple[str, ...] = ()
@@ -76,12 +79,23 @@ class TrainingChoice:
         """In which its records are looked for: its own, then that of the shorter training that it goes on with."""
         return [self.training_dir, *([self.continues.training_dir] if self.continues else [])]
 
+    def has_begun(self, store: Store) -> bool:
+        """Whether there is anything to go on from, or a run has asked for it."""
+        is_known = self.result is not None or self.continues is not None or f"/{FRESH}-" in self.training_dir
+        return is_known or next(complete_checkpoints(store, self.training_dir), None) is not None
+
+    def by_its_recipe(self, config: TrainConfig) -> TrainConfig:
+        """`config`, with the rules of this training."""
+        return config.model_copy(update={"recipe_version": self.recipe_version})
+
     def report(self, config: TrainConfig, observer: TrainObserver) -> None:
         """Report what a person should know of other trainings before this one starts or is skipped."""
         for version in self.unfinished_versions:
             dataset = f"{self.dataset.uri}@{version}"
             fields = {"rank": 0, "version": version, "dataset": dataset, "trains": self.dataset.version}
             observer.event("unfinished", fields)
+        if self.recipe_version != config.recipe_version:
+            observer.event("first_recipe", {"rank": 0, "training_dir": self.training_dir})
         for each in self.discarded:
             fields = {"rank": 0, "path": each.training_dir, "reason": each.reason}
             observer.event("training_discarded", fields)
@@ -130,8 +144,17 @@ def training_dir(config: TrainConfig, dataset: DatasetPin, model_source_sha256: 
 def choose_training(store: Store, config: TrainConfig, dataset: DatasetPin, fresh_for: str = "") -> TrainingChoice:
     """What to do on exactly this version: nothing, go on, or start. `fresh_for`: a run that wants a new training.
 
-    The newest of several trainings that were asked for counts.
+    The newest of several trainings that were asked for counts. One that was begun by the rules of the first recipe goes
+    on by them, unless there is one by those of `config`.
     """
+    choice = _choose_by_recipe(store, config, dataset, fresh_for)
+    if fresh_for or config.is_first_recipe or choice.has_begun(store):
+        return choice
+    first = _choose_by_recipe(store, config.model_copy(update={"recipe_version": 1}), dataset, "")
+    return first if first.has_begun(store) else choice
+
+
+def _choose_by_recipe(store: Store, config: TrainConfig, dataset: DatasetPin, fresh_for: str) -> TrainingChoice:
     source = source_sha256(config.model)
     first = training_dir(config, dataset, source)
     folder = _newest_attempt(store, first, fresh_for)
@@ -147,6 +170,7 @@ def choose_training(store: Store, config: TrainConfig, dataset: DatasetPin, fres
         continues=continues,
         discarded=discarded,
         unfinished_versions=_unfinished_versions(first, paths),
+        recipe_version=config.recipe_version,
     )
 
 

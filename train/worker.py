@@ -22,7 +22,6 @@ from train.checkpoints.checkpoint import CheckpointFolder, FoundCheckpoint, Trai
 from train.checkpoints.checkpoint_writer import CheckpointWriter
 from train.choose_backend import choose_backend
 from train.choosing.trial import try_ranks
-from train.config import settings_that_matter
 from train.evaluation.evaluate_split import evaluate_finally, evaluate_split
 from train.freezing import hold_still, step_activity
 from train.initialization.initialize import initialize
@@ -43,6 +42,7 @@ from train.session import (
     step_report,
     stop,
 )
+from train.settings import settings_that_matter
 from train.strategies import find_strategy
 from train.strategies.member import evaluated_streams
 from train.task import WorkerTask

@@ -36,6 +36,9 @@ _KEYS_FIX = "`shardmill config show` prints every key"
 # For people, by how pydantic's names of its errors begin (`int_parsing`, `int_from_float`).
 _EXPECTED_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
+_TYPES_OF_VALUES = ("bool", "float", "constrained-float")
+"""In the place of a key, if a value may also be a word: `true` or `"auto"`."""
+
 
 class DatasetConfig(Section):
     """Where the committed dataset is."""
@@ -182,8 +185,12 @@ def _of_the_type_that_was_meant(errors: list[ErrorDetails]) -> list[ErrorDetails
 
 
 def _keys(error: ErrorDetails) -> list[str]:
-    """Pydantic names each type that a key may have like a key: `literal['balanced']`, `dict[str,float]`."""
-    return [str(part) for part in error["loc"] if "[" not in str(part)]
+    """Pydantic names each type that a key may have like a key: `literal['balanced']`, `dict[str,float]`, `bool`."""
+    parts = [str(part) for part in error["loc"]]
+    # Behind a `dict[...]` such a word is a name in the table.
+    if len(parts) > 1 and parts[-1] in _TYPES_OF_VALUES and "[" not in parts[-2]:
+        parts.pop()
+    return [part for part in parts if "[" not in part]
 
 
 def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> tuple[str, str]:

@@ -18,7 +18,8 @@ from shardmill.values import Cursor
 from tests.support import build_here, make_dataset, write_images
 from tests.train.test_job import ETL, Recorder, tree_of
 from train.checks.changes import Again, BegunTraining, check_allowed
-from train.config import HOW, LENGTH, SAFE, TrainConfig, settings_of
+from train.config import HOW, LENGTH, SAFE, TrainConfig
+from train.settings import settings_of
 from train.training import train_model
 
 

@@ -13,7 +13,8 @@ from tests.train.training import Killed, Recorder, train_here
 from train.checkpoints.checkpoint import (
     MARKER,
 )
-from train.config import HOW, LATER, LENGTH, TrainConfig, settings_of, settings_that_matter
+from train.config import HOW, LATER, LENGTH, TrainConfig
+from train.settings import settings_of, settings_that_matter
 from train.values import to_json
 
 
@@ -24,10 +25,10 @@ from train.values import to_json
         ({"model": "small_cnn"}, r'train.model: then "tests.*:stateful", now "small_cnn"'),
         (
             {"optimizer": "sgd", "momentum": 0.5},
-            r'train.momentum: then 0.9, now 0.5; train.optimizer: then "auto", now "sgd"',
+            r'train.momentum: then 0.9, now 0.5; train.optimizer: then "auto", now "sgd"; train.recipe_version',
         ),
         ({"global_batch_size": 16}, r"train.global_batch_size: then 32, now 16"),
-        ({"augment": {"random_flip": False}}, r"train.augment: then .*true.* now .*false"),
+        ({"augment": {"images": "photographs"}}, r"train.augment: then .*false.* now .*true"),
     ],
 )
 def test_another_training_is_refused_with_each_difference(tiny_uri, models, change, message):
@@ -108,6 +109,21 @@ def test_every_free_setting_exists():
         "optimizer", "schedule", "schedule_step_epochs", "schedule_step_factor", "seed", "standardize",
         "warmup_steps", "weight_decay", "window_budget_bytes",
     ]  # fmt: skip
+
+
+def test_a_setting_that_changes_nothing_makes_no_other_training():
+    """What images are declared to be, if that decides nothing; the recipe, if the optimizer is the same in both."""
+    for one, other in (
+        ({}, {"augment": {"random_flip": False}}),
+        ({"augment": {"random_flip": True}}, {"augment": {"images": "photographs"}}),
+        ({"augment": {"random_flip": True}}, {"recipe_version": 1}),
+        ({"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 1e-4}),
+    ):
+        assert settings_that_matter(TrainConfig(**one)) == settings_that_matter(TrainConfig(**other))
+    for optimizer in ("sgd", "adamw"):
+        config = {"optimizer": optimizer, "weight_decay": 0.1, "augment": {"random_flip": True}}
+        found = [settings_that_matter(TrainConfig(**config, recipe_version=version)) for version in (1, 2)]
+        assert found[0] != found[1]
 
 
 def test_what_makes_another_training_than_those_before_it_is_named():

@@ -19,6 +19,7 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.stores import open_store
 from tests.support import make_dataset
+from tests.train.test_backends import SHAPE, TORCH_MODELS
 from tests.train.test_models import THREE, batch_of
 from tests.train.training import MODELS, Recorder, keras_model_of, train_here
 from train.backends import BACKENDS
@@ -26,17 +27,16 @@ from train.backends.backend import InputScale, ModelSpec, StatePart
 from train.backends.weight_files import read_arrays
 from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
 from train.checks.preflight import check_terms
-from train.config import TrainConfig, settings_that_matter
+from train.config import TrainConfig
 from train.initialization.initial import pinned, read_pinned
 from train.initialization.initialize import read_initialized
 from train.initialization.match_weights import match_weights
 from train.published.export import export_training
 from train.published.exported import read_export
+from train.settings import settings_that_matter
 from train.trainings import training_dir
 from train.world import World
 
-SHAPE = (16, 16, 3)
-TORCH_MODELS = "tests.train.torch_models"
 NORMED = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}
 
 

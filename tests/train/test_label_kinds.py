@@ -24,6 +24,7 @@ from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import SilentObserver
 from tests.etl.test_extra_columns import build
 from tests.train.test_models import batch_of
+from tests.train.test_trainings import Observer, tree_of
 from tests.train.training import MODELS, task_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
@@ -36,6 +37,7 @@ from train.published.candidate import judge_export, promote_export
 from train.published.export import export_training
 from train.published.predict import open_model, predict_files
 from train.reporting.run_log import RunLog
+from train.training import train_model
 from train.values import EpochRecord, Evaluation
 from train.world import World
 
@@ -86,6 +88,19 @@ def datasets(tmp_path_factory) -> dict[str, Dataset]:
         found[kind] = open_dataset(str(folder / "dataset"))
         assert LabelSpec.of(found[kind].manifest) == KINDS[kind]
     return found
+
+
+@EVERY_KIND
+def test_mirrored_images_beside_labels_that_are_numbers_are_a_warning(datasets, kind, tmp_path):
+    for number, augment in enumerate(({}, {"random_flip": True}, {"images": "photographs"})):
+        tree = tree_of(
+            datasets[kind].pin.uri, tmp_path / "models", model=LINEAR["keras"], epochs=1, seed=number, augment=augment
+        )
+        observer = Observer()
+        train_model(tree, observer)
+        told = [fields["warning"] for fields in observer.named("augment")]
+        assert len(told) == (kind != "multi_label" and augment != {}), told
+        assert all("labels that are numbers stay as they are" in warning for warning in told)
 
 
 @EVERY_KIND

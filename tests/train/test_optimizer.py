@@ -8,12 +8,18 @@ import math
 import numpy as np
 import pytest
 
+from shardmill.errors import UsageError
+from shardmill.jobs.config import SparkConfig
+from tests.train.test_backends import LINEAR, learner
 from tests.train.test_models import SHAPE, THREE, batch_of, step_of
-from tests.train.training import Killed, Recorder, train_here
-from train.backends.backend import InputScale
+from tests.train.training import MODELS, Killed, Recorder, train_here
+from train.backends import BACKENDS
+from train.backends.backend import InputScale, StatePart
 from train.backends.keras.build import DTYPE_POLICIES, build_model
 from train.backends.keras.optimizers import build_optimizer
 from train.backends.keras.step import TrainStep
+from train.backends.weight_decay import is_decayed
+from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.optimizers import OPTIMIZERS
 from train.schedules import SCHEDULES
@@ -31,14 +37,122 @@ def test_every_optimizer_learns_and_resumes(tiny_uri, tmp_path, name):
     assert train_here(tiny_uri, tmp_path / "killed", **config).weights_sha256 == result.weights_sha256
 
 
-def test_momentum_and_weight_decay_reach_the_optimizer():
-    for config in (TrainConfig(optimizer="sgd", momentum=0.5), TrainConfig(optimizer="adamw", weight_decay=0.25)):
-        optimizer = OPTIMIZERS[config.optimizer].keras(config)
-        assert (optimizer.momentum if config.optimizer == "sgd" else optimizer.weight_decay) in (0.5, 0.25)
+def both_arrays(learner) -> list[np.ndarray]:
+    """Kernel and bias of a linear model; PyTorch's kernel, like its images, has channels first."""
+    return [np.array(each, np.float64) for each in learner.arrays(StatePart.WEIGHTS)]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_sgd_is_its_formula_under_a_changing_rate(name):
+    """The sum of gradients times the rate of now, with L2 in it for the kernel: in NumPy beside each backend."""
+    config = {"schedule": "step", "schedule_step_epochs": 1, "learning_rate": 0.05, "warmup_steps": 2}
+    config = {**config, "optimizer": "sgd", "momentum": 0.8, "weight_decay": 0.3}
+    one, rates = learner(name, LINEAR[name], **config), TrainConfig(**config)
+    expected, momenta = both_arrays(one), [0.0, 0.0]
+    for step in range(9):
+        batch, rate = batch_of(SHAPE, num_rows=3 + step), rates.learning_rate_at(step, steps_per_epoch=3)
+        addends = one.gradients(batch, 3 + step, 1.0)
+        for place, decay in enumerate((0.3, 0.0)):
+            gradient = np.array(addends[place], np.float64) + decay * expected[place]
+            momenta[place] = 0.8 * momenta[place] + gradient
+            expected[place] = expected[place] - rate * momenta[place]
+        one.apply(addends, rate)
+        for found, wanted in zip(both_arrays(one), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_adamw_shrinks_kernels_and_no_biases(name):
+    batch, found = batch_of(SHAPE, num_rows=6), {}
+    for decay in (0.0, 0.5):
+        one = learner(name, LINEAR[name], optimizer="adamw", weight_decay=decay)
+        one.assign(StatePart.WEIGHTS, [np.full_like(each, 0.25) for each in one.arrays(StatePart.WEIGHTS)], "the test")
+        one.apply(one.gradients(batch, 6, 1.0), 0.01)
+        found[decay] = both_arrays(one)
+    (kernel, bias), (decayed, same_bias) = found[0.0], found[0.5]
+    np.testing.assert_allclose(decayed, kernel - 0.01 * 0.5 * 0.25, rtol=1e-5)
+    np.testing.assert_array_equal(same_bias, bias)
+
+
+def test_what_weight_decay_leaves_alone():
+    for name, num_axes in (
+        ("dense/kernel", 2), ("layer1.0.conv1.weight", 4), ("attention.in_proj_weight", 2), ("embedding/embeddings", 2),
+        ("mha/query/kernel", 3), ("compose.weight", 2),
+    ):  # fmt: skip
+        assert is_decayed(name, num_axes), name
+    for name, num_axes, owner in (
+        ("dense/bias", 1, ""), ("mha/query/bias", 2, ""), ("in_proj_bias", 1, ""), ("batch_norm/gamma", 1, ""),
+        ("ln/gamma", 3, ""), ("norm.weight", 3, "LayerNorm"), ("norm.weight", 3, "LayerNorm2d"), ("scale", 1, ""),
+        ("encoder.pos_embedding", 3, ""), ("pos_embed", 3, ""), ("positional_embedding", 2, ""), ("cls_token", 3, ""),
+        ("class_token", 3, ""), ("position_embedding/embeddings", 2, ""), ("rnn.bias_ih_l0", 1, ""),
+        ("attn.relative_position_bias_table", 2, ""), ("temperature", 0, ""),
+    ):  # fmt: skip
+        assert not is_decayed(name, num_axes, owner), name
+
+
+@pytest.mark.parametrize("model", ["vit", "resnet50"])
+def test_of_our_models_only_kernels_are_decayed(model):
+    """Above all not the vision transformer's embedding of positions, which is a bias of a dense layer."""
+    config = TrainConfig(model=model, optimizer="adamw")
+    built = build_model(config, (32, 32, 3), THREE)
+    optimizer = build_optimizer(config, built.model, None).optimizer
+    weights = built.model.trainable_variables
+    decayed = {weight.path for weight in weights if optimizer._use_weight_decay(weight)}
+    assert decayed == {weight.path for weight in weights if weight.path.rpartition("/")[2] == "kernel"}
+    assert optimizer.weight_decay == 0.05
+
+
+def test_a_setting_that_the_optimizer_does_not_use_is_refused():
+    for config, message in (
+        ({"momentum": 0.9}, r"train.momentum = 0.9 with train.optimizer = 'auto'; which does not use it; .* to 'sgd'"),
+        ({"optimizer": "adam", "momentum": 0}, "train.momentum = 0.0 with train.optimizer = 'adam'"),
+        ({"optimizer": "adamw", "momentum": 0.5}, "train.momentum = 0.5 with train.optimizer = 'adamw'"),
+        ({"optimizer": "adam", "weight_decay": 1e-4}, "train.weight_decay = 0.0001 .* to 'sgd' or 'adamw'"),
+        ({"schedule_step_factor": 0.5}, "train.schedule_step_factor = 0.5 with train.schedule = 'cosine'"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            check_terms(TrainConfig(**config), SparkConfig())
+    check_terms(TrainConfig(optimizer="sgd", momentum=0, weight_decay=0), SparkConfig())
+    check_terms(
+        TrainConfig(optimizer="adamw", weight_decay=0.1, schedule="step", schedule_step_epochs=2), SparkConfig()
+    )
+
+
+def test_what_the_optimizer_of_a_compiled_model_does_not_follow_is_refused():
+    for name, value in (("learning_rate", 0.5), ("schedule", "constant"), ("warmup_steps", 3)):
+        config = TrainConfig(model=f"{MODELS}:compiled_by_name", **{name: value})
+        built = build_model(config, SHAPE, THREE)
+        with pytest.raises(UsageError, match=f"train.{name} = .* with the optimizer of a compiled model"):
+            build_optimizer(config, built.model, built.compiled_optimizer)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_first_recipe_is_as_it_was(name):
+    """SGD without decay, in Keras with its own momentum; AdamW's decay on every weight."""
+    batch, config = batch_of(SHAPE, num_rows=6), {"recipe_version": 1, "optimizer": "sgd", "momentum": 0.9}
+    one = learner(name, LINEAR[name], **config)
+    expected, velocities = both_arrays(one), [0.0, 0.0]
+    for rate in (0.1, 0.01):
+        addends = one.gradients(batch, 6, 1.0)
+        for place, gradient in enumerate(np.array(each, np.float64) for each in addends[:2]):
+            scale = (1.0, rate) if name == "torch" else (rate, 1.0)
+            velocities[place] = 0.9 * velocities[place] + scale[0] * gradient
+            expected[place] = expected[place] - scale[1] * velocities[place]
+        one.apply(addends, rate)
+    for found, wanted in zip(both_arrays(one), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+
+    found = []
+    for decay in (0.0, 0.5):
+        one = learner(name, LINEAR[name], recipe_version=1, optimizer="adamw", weight_decay=decay)
+        one.assign(StatePart.WEIGHTS, [np.full_like(each, 0.25) for each in one.arrays(StatePart.WEIGHTS)], "the test")
+        one.apply(one.gradients(batch, 6, 1.0), 0.01)
+        found.append(both_arrays(one)[1])
+    np.testing.assert_allclose(found[1], found[0] - 0.01 * 0.5 * 0.25, rtol=1e-5)
 
 
 def test_clipping_bounds_the_update():
-    config = TrainConfig(optimizer="sgd", momentum=0, gradient_clip_norm=0.01)
+    config = TrainConfig(optimizer="sgd", momentum=0, weight_decay=0, gradient_clip_norm=0.01)
     built, step = step_of(config, SHAPE)
     before = [np.array(variable) for variable in built.model.trainable_variables]
     outcome = step.apply(step.gradients(batch_of(SHAPE), 4, 1.0), 1.0)

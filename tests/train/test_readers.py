@@ -168,7 +168,7 @@ def test_what_it_cannot_read_is_refused_before_anything_starts(tmp_path, many_ur
 
 
 def test_the_default_leaves_old_trainings_what_they_were():
-    from train.config import settings_that_matter
+    from train.settings import settings_that_matter
 
     assert "reader" not in settings_that_matter(config_of("shardmill"))
     assert settings_that_matter(config_of("petastorm"))["reader"] == '"petastorm"'

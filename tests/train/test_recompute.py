@@ -21,7 +21,8 @@ from train.choosing.fit import decided, fit
 from train.choosing.host_memory import Limit
 from train.choosing.memory import considered, facts_of, record_of
 from train.choosing.probe import ProbeTask, StepCost, probe
-from train.config import TrainConfig, settings_that_matter
+from train.config import TrainConfig
+from train.settings import settings_that_matter
 from train.training import train_model
 
 BLOCKS = "tests.train.torch_recompute_models"

@@ -15,7 +15,8 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
 from shardmill.storage import Store
 from train.checkpoints.checkpoint import FoundCheckpoint, TrainingIdentity, complete_checkpoints
-from train.config import LENGTH, SAFE, TrainConfig, settings_of, settings_that_matter
+from train.config import LENGTH, SAFE, TrainConfig
+from train.settings import settings_of, settings_that_matter
 from train.trainings import TRAININGS, TrainingChoice
 from train.values import RESULT, ModelIdentity
 

@@ -18,8 +18,10 @@ from train.labels import LabelSpec, check_gate, check_labels
 from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
 from train.models.user import imported_packages
+from train.optimizers import check_optimizer
 from train.readers import reader_of
 from train.row_shares import follows_plan, row_shares
+from train.schedules import check_schedule
 from train.strategies import STRATEGIES, find_strategy, roles_of, shares_streams, streams_per_rank
 from train.strategies.nics import ipv4_of
 
@@ -58,6 +60,8 @@ def check_terms(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None
     """
     chosen = check_spread(config, spark, dataset)
     check_initial(chosen.config)
+    check_optimizer(chosen.config)
+    check_schedule(chosen.config)
     return chosen
 
 

@@ -141,7 +141,7 @@ class PetastormBatches:
             stored = stored.ljust(height * width * channels, b"\0")
         image_HWC = decode_stored(stored, options.encoding, options.image_shape_HWC)
         config = self._config
-        return augment(image_HWC, config.augment, seed=config.seed, epoch=self._epoch, sample_id=sample_id)
+        return augment(image_HWC, config.augmentation, seed=config.seed, epoch=self._epoch, sample_id=sample_id)
 
 
 class Petastorm:

@@ -32,7 +32,7 @@ class PlannedEpoch:
             streams=self._streams,
             first_step=first_step,
             options=reader_options(config),
-            augment=config.augment,
+            augment=config.augmentation,
         )
 
 

@@ -81,7 +81,7 @@ class StepReader:
         config = self._config
         plan = self._dataset.plan_epoch(self._plan_spec, epoch)
         options = reader_options(config)
-        self._reader = read_batches(self._dataset, plan, options=options, augment=config.augment)
+        self._reader = read_batches(self._dataset, plan, options=options, augment=config.augmentation)
         self._epoch, self._num_steps, self._ahead = epoch, plan.num_steps, {}
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmill.errors import UsageError
+from train.backends.weight_decay import is_decayed
 from train.config import TrainConfig
-from train.optimizers import OPTIMIZERS, not_in
+from train.optimizers import OPTIMIZERS, momentum_of, not_in, optimizer_name, weight_decay_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +38,16 @@ def build_optimizer(config: TrainConfig, model: Any, compiled_optimizer: Any | N
     own = compiled_optimizer if config.optimizer == "auto" else None
     if own is not None:
         optimizer = own
-        if config.gradient_clip_norm:
-            raise UsageError(
-                f"train.gradient_clip_norm = {config.gradient_clip_norm} with the optimizer of a compiled model",
-                "expected 0 there",
-                "set train.optimizer to one of ours, or pass `global_clipnorm` to your own",
-            )
+        _check_unused(config)
     else:
-        name = "adam" if config.optimizer == "auto" else config.optimizer
+        name = optimizer_name(config)
         create = OPTIMIZERS[name].keras
         if create is None:
             raise not_in(name, "keras")
         optimizer = create(config)
+        if not config.is_first_recipe:
+            weights = model.trainable_variables
+            optimizer.exclude_from_weight_decay([each for each in weights if not is_decayed(each.path, each.ndim)])
     if config.mixed_precision == "float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     if not optimizer.built:
@@ -67,13 +66,30 @@ def check_unfreezable(chosen: ChosenOptimizer) -> None:
         )
 
 
+def _check_unused(config: TrainConfig) -> None:
+    """Raises UsageError for a setting that the optimizer of a compiled model does not follow."""
+    fields = TrainConfig.model_fields
+    names = ("gradient_clip_norm", "learning_rate", "learning_rate_batch_size", "warmup_steps", "schedule")
+    given = [name for name in names if getattr(config, name) != fields[name].default]
+    if given:
+        raise UsageError(
+            f"{', '.join(f'train.{name} = {getattr(config, name)!r}' for name in given)} with the optimizer of a "
+            "compiled model",
+            "it keeps the learning rate and clipping that it was compiled with",
+            "set train.optimizer to one of ours, or leave this out and pass it to your own optimizer",
+        )
+
+
 def sgd(config: TrainConfig) -> Any:
-    """Stochastic gradient descent with `train.momentum`."""
+    """Stochastic gradient descent with `train.momentum` and L2 regularization by `train.weight_decay`."""
     import keras
 
-    return keras.optimizers.SGD(
-        config.base_learning_rate, momentum=config.momentum, global_clipnorm=config.gradient_clip_norm or None
-    )
+    from train.backends.keras.sgd import Sgd
+
+    momentum, limit = momentum_of(config), config.gradient_clip_norm or None
+    if config.is_first_recipe:
+        return keras.optimizers.SGD(config.base_learning_rate, momentum=momentum, global_clipnorm=limit)
+    return Sgd(config.base_learning_rate, momentum, weight_decay_of(config), limit)
 
 
 def adam(config: TrainConfig) -> Any:
@@ -89,6 +105,6 @@ def adamw(config: TrainConfig) -> Any:
 
     return keras.optimizers.AdamW(
         config.base_learning_rate,
-        weight_decay=config.weight_decay,
+        weight_decay=weight_decay_of(config),
         global_clipnorm=config.gradient_clip_norm or None,
     )

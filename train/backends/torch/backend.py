@@ -18,7 +18,7 @@ from train.backends.torch.averages import WeightAverages
 from train.backends.torch.losses import per_sample_losses, right_of
 from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
-from train.backends.torch.optimizers import clear_state, create_state, norm_of, state_tensors
+from train.backends.torch.optimizers import clear_state, create_state, norm_of, parameter_groups, state_tensors
 from train.backends.torch.precision import Precision
 from train.backends.torch.profile import TorchRecording, flops_of
 from train.backends.torch.recompute import Recomputed
@@ -34,7 +34,7 @@ from train.backends.torch.sample_draws import SampleDraws
 from train.backends.torch.serving import load_program, program_of, served_module, write_program, write_state
 from train.checkpoints.state import arrays_sha256
 from train.config import TrainConfig
-from train.optimizers import OPTIMIZERS, not_in
+from train.optimizers import OPTIMIZERS, not_in, optimizer_name
 from train.world import World
 
 SERVED = "torch_export"
@@ -59,11 +59,11 @@ class TorchLearner:
         self.classifier.still = () if config.unfreeze_epoch else built.frozen.modules
         # As they are now: what is held still for some epochs keeps its place among the weights.
         self.weights, self._own = built.parts_of_state()
-        name = "adam" if config.optimizer == "auto" else config.optimizer
+        name = optimizer_name(config)
         create = OPTIMIZERS[name].torch
         if create is None:
             raise not_in(name, "torch")
-        self._optimizer = create(config, self.weights)
+        self._optimizer = create(config, parameter_groups(config, self.weights, built.model))
         create_state(self._optimizer, self.weights)
         self._precision = Precision(config.mixed_precision)
         self._averages = WeightAverages(self.weights, config.ema_decay) if config.ema_decay else None

@@ -2,42 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from train.backends.torch.runtime import import_torch
+from train.backends.weight_decay import is_decayed
 from train.config import TrainConfig
+from train.optimizers import momentum_of, weight_decay_of
 
 # PyTorch's own 1e-8 makes full steps of gradients that are rounding errors. Keras has 1e-7 too, but adds it before the
 # correction of the bias: the backends' Adams agree only where gradients are larger.
 ADAM_EPSILON = 1e-7
 
 
-def sgd(config: TrainConfig, weights: list[Any]) -> Any:
-    """Stochastic gradient descent with `train.momentum`."""
+def parameter_groups(config: TrainConfig, weights: list[Any], model: Any) -> list[dict[str, Any]]:
+    """The weights as `torch.optim` takes them: those that weight decay leaves alone are a group of their own."""
+    if config.is_first_recipe:
+        return [{"params": weights}]
+    decayed = {id(weight) for weight in _decayed(model)}
+    left_alone = [weight for weight in weights if id(weight) not in decayed]
+    groups = [
+        {"params": [weight for weight in weights if id(weight) in decayed]},
+        {"params": left_alone, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _decayed(model: Any) -> Iterator[Any]:
+    variables = getattr(model, "trainable_variables", None)
+    if variables is not None:
+        # A Keras model on PyTorch.
+        yield from (each.value for each in variables if is_decayed(each.path, len(each.shape)))
+        return
+    for name, weight in model.named_parameters():
+        owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+        if is_decayed(name, weight.ndim, owner):
+            yield weight
+
+
+def sgd(config: TrainConfig, groups: list[dict[str, Any]]) -> Any:
+    """Stochastic gradient descent with `train.momentum` and L2 regularization by `train.weight_decay`."""
     return import_torch().optim.SGD(
-        weights, config.base_learning_rate, momentum=config.momentum, fused=_is_fused(weights)
+        groups,
+        config.base_learning_rate,
+        momentum=momentum_of(config),
+        weight_decay=weight_decay_of(config),
+        fused=_is_fused(groups),
     )
 
 
-def adam(config: TrainConfig, weights: list[Any]) -> Any:
+def adam(config: TrainConfig, groups: list[dict[str, Any]]) -> Any:
     """Adam (Kingma, Ba, arXiv:1412.6980)."""
-    return import_torch().optim.Adam(weights, config.base_learning_rate, eps=ADAM_EPSILON, fused=_is_fused(weights))
+    return import_torch().optim.Adam(groups, config.base_learning_rate, eps=ADAM_EPSILON, fused=_is_fused(groups))
 
 
-def adamw(config: TrainConfig, weights: list[Any]) -> Any:
+def adamw(config: TrainConfig, groups: list[dict[str, Any]]) -> Any:
     """AdamW (Loshchilov, Hutter, arXiv:1711.05101) with `train.weight_decay`."""
     return import_torch().optim.AdamW(
-        weights,
+        groups,
         config.base_learning_rate,
         eps=ADAM_EPSILON,
-        weight_decay=config.weight_decay,
-        fused=_is_fused(weights),
+        weight_decay=weight_decay_of(config),
+        fused=_is_fused(groups),
     )
 
 
-def _is_fused(weights: list[Any]) -> bool | None:
+def _is_fused(groups: list[dict[str, Any]]) -> bool | None:
     """One pass over each weight, in place of one for each operation; on a GPU the choice stays with PyTorch."""
-    return True if all(weight.device.type == "cpu" for weight in weights) else None
+    return True if all(weight.device.type == "cpu" for group in groups for weight in group["params"]) else None
 
 
 def create_state(optimizer: Any, weights: list[Any]) -> None:
