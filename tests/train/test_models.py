@@ -196,7 +196,7 @@ def test_the_config_wins_over_a_compiled_model_when_it_says_so(tiny_uri, tmp_pat
     )  # fmt: skip
     assert result.history[0].learning_rate == 0.25
     for extra in ({"label_smoothing": 0.1}, {"gradient_clip_norm": 1.0}):
-        with pytest.raises(UsageError, match=rf"{next(iter(extra))} = .* of a compiled model; expected 0 there"):
+        with pytest.raises(UsageError, match=rf"{next(iter(extra))} = .* of a compiled model; "):
             train_here(tiny_uri, tmp_path / "own", model=f"{USER_MODELS}:compiled_by_name", **extra)
 
 
