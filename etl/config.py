@@ -19,7 +19,7 @@ from shardmill.options import DecodeLimits, NormalizeOptions
 from shardmill.registry import OneOf
 from shardmill.section import Section
 from shardmill.typed_columns import parse_extra
-from shardmill.values import LabelKind
+from shardmill.values import SourceLabelKind
 
 
 class DownloadConfig(Section):
@@ -72,8 +72,8 @@ class SourceConfig(Section):
     """A column of groups (patients, videos) that no two splits may share; empty for `group`."""
     key_field: str = ""
     """A table's column that names each image for good; empty for `key`. Without it, the URI does."""
-    label_kind: LabelKind = "class"
-    """What a label is: one class, several (`multi_label`), a number, or a vector of numbers of one length."""
+    label_kind: SourceLabelKind = "class"
+    """What a label is: one class, several (`multi_label`), a number, a vector of numbers, or `none`: no labels."""
     extra_columns: tuple[str, ...] = ()
     """Columns, fields or features to keep beside each image: `NAME`, or `NAME:TYPE` (docs/sources.md)."""
     download: DownloadConfig = DownloadConfig()
@@ -110,7 +110,7 @@ class SourceConfig(Section):
         named = {name: part.image_field for name, part in self.parts.items() if part.image_field}
         return json.dumps(named, sort_keys=True) if named else self.image_field
 
-    def label_kinds(self) -> frozenset[LabelKind]:
+    def label_kinds(self) -> frozenset[SourceLabelKind]:
         """Of all parts; one dataset has one."""
         return frozenset(part.label_kind for part in self.parts.values()) or frozenset({self.label_kind})
 

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from etl.grouping import Group, group_here
 from etl.listed import ListingBatch
 from etl.listing import NUM_BUCKETS, Listing, limbs, sum_limbs
+from etl.listing_faults import check_has_images, check_labels
 from etl.segments import fact_limbs, key_digests, sample_ids, segment_table, write_segment
 from etl.sources import Lists
 from etl.sources.names import MAX_CLASS_NAME_BYTES, is_class_name
@@ -30,7 +31,6 @@ from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
 from shardmill.jobs.observer import Observer
 from shardmill.jobs.process import Scratch
 from shardmill.mix import mix64_array
-from shardmill.printable import printable
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import LABEL, names_of
 from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason
@@ -52,7 +52,7 @@ def list_source(
 ) -> Listing:
     """Stream the whole listing into segments; `group` finds what is in it twice.
 
-    Raises UsageError if it has no image, unless it may be empty.
+    Raises UsageError if it has no image, unless it may be empty, or if it has labels that no image got.
     """
     scratch = Scratch()
     folder = scratch.path
@@ -64,14 +64,9 @@ def list_source(
                 observer.event("list.progress", {"num_listed": listing.num_listed + batch.num_found_ahead})
                 failpoint("list")
             found = listing.finish()
-        if not found.num_images and not may_be_empty:
-            damaged = [each for each in found.rejections if each.reason is RejectReason.DAMAGED_CONTAINER]
-            first = "".join(f"; {printable(each.key)}: {each.reason}, {each.detail}" for each in damaged[:1])
-            raise UsageError(
-                f"no images below {source.uri} ({len(found.rejections)} other files{first})",
-                "expected image files, best in one folder per class",
-                "check source.uri",
-            )
+        if not may_be_empty:
+            check_has_images(found, source.uri)
+            check_labels(found, tuple(listing.label_signs), source.uri)
     except FileNotFoundError as error:
         scratch.remove()
         raise StorageError(
@@ -95,6 +90,7 @@ class _Segments:
     group: Group
     rejections: RejectionLog = field(init=False)
     warnings: list[str] = field(default_factory=list)
+    label_signs: dict[str, None] = field(default_factory=dict)
     multi_labels: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
     extra_types: dict[str, str] = field(default_factory=dict)
     images_by_label: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
@@ -116,6 +112,7 @@ class _Segments:
 
     def add(self, batch: ListingBatch) -> None:
         self.warnings += batch.warnings
+        self.label_signs.update(dict.fromkeys(batch.label_signs))
         self._add_types(batch.extra_types)
         self.rejections.add(batch.rejections)
         images = batch.images.combine_chunks()

@@ -42,6 +42,8 @@ class ListingBatch:
     rejections: tuple[Rejection, ...] = ()
     warnings: tuple[str, ...] = ()
     """What looks wrong to the source and ends nothing: one sentence each."""
+    label_signs: tuple[str, ...] = ()
+    """Where the source seems to hold labels that it does not take: a phrase each. They end a build without labels."""
     groups: pa.Array | None = None
     """A string for each image, null for none: images of one group are not to be in different splits."""
     keys_N32: np.ndarray | None = None

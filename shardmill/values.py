@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 LabelKind = Literal["class", "multi_label", "float", "float_vector"]
 """What a label says of its image."""
 
+SourceLabelKind = LabelKind | Literal["none"]
+"""What a source is asked for: labels of a kind, or none even if it has some."""
+
 
 class RejectReason(StrEnum):
     """The closed list of reasons in the rejects ledger. `docs/rejects.md` explains each one."""

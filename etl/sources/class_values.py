@@ -6,6 +6,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+from etl.sources.names import class_name_of
+
 _BYTE_ORDER_MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
@@ -20,12 +22,19 @@ def text_of(data: bytes) -> str | None:
 
 def class_of(values: Sequence[Any], name: str) -> tuple[str | None, str]:
     """The class that a label's values name, or None and why they name none; `name` is that of the label."""
+    text, problem = single_text(values, name)
+    found = class_name_of(text or "")
+    return (found, "") if found else (None, problem or f"no {name}")
+
+
+def single_text(values: Sequence[Any], name: str) -> tuple[str | None, str]:
+    """The only value as a text, whole numbers without a fraction; or None and why there is none."""
     if len(values) > 1:
         several = f"{name} has {len(values)} values, and a class is one of them"
         return None, f'{several}; source.label_kind = "multi_label" or "float_vector" takes all'
     value = values[0] if values else None
     if isinstance(value, list):
-        return class_of(value, name) if value else (None, f"{name} is an empty list")
+        return single_text(value, name) if value else (None, f"{name} is an empty list")
     if isinstance(value, bytes | memoryview):
         value = text_of(bytes(value))
         if value is None:

@@ -6,34 +6,60 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
+from etl.sources.labels import plain_texts
 from etl.sources.names import SPLIT_OF_NAME
 from shardmill.errors import UsageError
 from shardmill.printable import printable
 from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason
+
+if TYPE_CHECKING:
+    from etl.config import SourceConfig
 
 _TEXTS = dict.fromkeys(("etag", "container", "extra", "known_sha256"), "")
 _DEFAULTS = {"size_bytes": UNKNOWN_SIZE, "mtime_ns": 0, "block": 0, **_TEXTS}
 
 
 def choose_column(names: Sequence[str], configured: str, usual: Sequence[str], key: str) -> str | None:
-    """The configured column, else the first of the usual names that exists. Raises UsageError if that is not there."""
-    if not configured:
-        return next((name for name in usual if name in names), None)
-    if configured in names:
-        return configured
+    """The configured column, else the first of the usual names that exists, in any case and with spaces around it.
+
+    Raises UsageError if the configured one is not there, or if the column that is meant is there twice.
+    """
+    found = (
+        _called(configured, names) if configured else next(filter(None, (_called(each, names) for each in usual)), None)
+    )
+    if found is not None and names.count(found) > 1:
+        raise UsageError(
+            f"the column {found!r} is there {names.count(found)} times",
+            "expected each column that is used once",
+            "rename or remove the other one" + (f", or set source.{key} to another column" if key else ""),
+        )
+    if found is not None or not configured:
+        return found
     near = difflib.get_close_matches(configured, names, n=1)
     raise UsageError(
         f"source.{key} = {configured!r} is no column",
         f"expected one of {', '.join(map(repr, names[:20]))}" + (f"; did you mean {near[0]!r}?" if near else ""),
         f"correct source.{key}",
     )
+
+
+def choose_label_column(names: Sequence[str], config: SourceConfig, usual: Sequence[str]) -> str | None:
+    """The column of labels as `choose_column` finds it; None if the config asks for none."""
+    return None if config.label_kind == "none" else choose_column(names, config.label_field, usual, "label_field")
+
+
+def _called(wanted: str, names: Sequence[str]) -> str | None:
+    """The column of a name as it is written, else the first that differs by case and spaces around it."""
+    if wanted in names:
+        return wanted
+    return next((name for name in names if name.strip().lower() == wanted.strip().lower()), None)
 
 
 def misspelt(names: Sequence[str], used: Mapping[str, str | None], table: str) -> tuple[str, ...]:
@@ -53,46 +79,6 @@ def misspelt(names: Sequence[str], used: Mapping[str, str | None], table: str) -
     return tuple(found)
 
 
-def class_names_of(schema: pa.Schema, column: str) -> tuple[str, ...]:
-    """The names that Hugging Face's `ClassLabel`, or a list of them, keeps in the file's metadata; empty without."""
-    try:
-        text = (schema.metadata or {}).get(b"huggingface", b"{}")
-        feature = json.loads(text).get("info", {}).get("features", {}).get(column, {})
-        if isinstance(feature, list) or "feature" in feature:
-            # A list is `[{...}]` in older files, and a feature with the type of its elements in newer ones.
-            feature = feature[0] if isinstance(feature, list) else feature["feature"]
-        names = feature.get("names", ()) if feature.get("_type") == "ClassLabel" else ()
-        return tuple(str(name) for name in names)
-    except (ValueError, AttributeError, TypeError, IndexError):
-        return ()
-
-
-def as_labels(column: pa.ChunkedArray, class_names: tuple[str, ...], where: str) -> pa.ChunkedArray:
-    """Class names as strings, null if there is none: numbers by `class_names`, else as their digits.
-
-    Raises UsageError for a column that cannot name classes.
-    """
-    column = _plain(column)
-    kind = column.type
-    if pa.types.is_floating(kind) and _is_integral(column):
-        # What pandas makes of whole numbers beside a missing one.
-        column, kind = column.cast(pa.int64()), pa.int64()
-    if pa.types.is_integer(kind) and class_names:
-        numbers = column.cast(pa.int64())
-        is_named = pc.and_(pc.greater_equal(numbers, 0), pc.less(numbers, len(class_names)))
-        # -1 stands for "no label" in the test splits of Hugging Face's datasets.
-        return pa.chunked_array(
-            [pa.array(class_names, pa.string()).take(chunk) for chunk in pc.if_else(is_named, numbers, None).chunks],
-            pa.string(),
-        )
-    if not (pa.types.is_string(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind) or kind == pa.null()):
-        raise UsageError(
-            f"the labels of {where} are {kind}", "expected strings or whole numbers, one class for each image",
-            "choose another column with source.label_field",
-        )  # fmt: skip
-    return nulls_for_empty(column.cast(pa.string()))
-
-
 def as_splits(texts: pa.Array) -> tuple[pa.Array, pa.Array]:
     """Names of splits (null: the content hash decides), and a mask of texts that name no split."""
     encoded = texts.dictionary_encode()
@@ -105,25 +91,19 @@ def as_splits(texts: pa.Array) -> tuple[pa.Array, pa.Array]:
 
 def as_texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Strings; what is empty is null. Raises UsageError for columns that are not text."""
-    column = _plain(column)
+    column = plain_texts(column)
     if pa.types.is_binary(column.type) or pa.types.is_nested(column.type):
-        raise UsageError(f"a column is {column.type}", "expected text", "check source.uri_field and source.key_field")
+        raise UsageError(
+            f"a column of URIs, keys or groups is {column.type}",
+            "expected one text in each row",
+            "check source.uri_field, key_field and group_field; of a list of images, write a row for each",
+        )
     return nulls_for_empty(column.cast(pa.string()))
 
 
 def nulls_for_empty(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """`column` with null in place of empty strings."""
     return pc.if_else(pc.equal(pc.utf8_trim_whitespace(column), ""), pa.scalar(None, pa.string()), column)
-
-
-def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    return column.cast(pa.string()) if pa.types.is_large_string(column.type) else column
-
-
-def _is_integral(column: pa.ChunkedArray) -> bool:
-    return bool(pc.all(pc.equal(pc.floor(column), column), min_count=0).as_py())
 
 
 def listed_rows(columns: Mapping[str, pa.Array], problems: pa.Array, table: str) -> ListingBatch:

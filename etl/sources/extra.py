@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from etl.sources.columns import class_names_of
-from etl.sources.target import Target
+from etl.sources.target import Target, class_names_of
 from shardmill.errors import UsageError
 from shardmill.printable import printable
 from shardmill.typed_columns import (
@@ -28,7 +27,7 @@ from shardmill.typed_columns import (
     parse_extra,
     scalar_of,
 )
-from shardmill.values import LabelKind
+from shardmill.values import SourceLabelKind
 
 _INT64 = 1 << 63
 _INTEGERS = "int64"
@@ -45,8 +44,8 @@ class _Seen:
 class ExtraColumns:
     """The values of a source's extra columns as texts. It knows each column's type: given, or of the first value."""
 
-    def __init__(self, configured: Sequence[str], label_kind: LabelKind = "class") -> None:
-        self.target = None if label_kind == "class" else Target(label_kind)
+    def __init__(self, configured: Sequence[str], label_kind: SourceLabelKind = "class") -> None:
+        self.target = None if label_kind in ("class", "none") else Target(label_kind)
         """Labels that are no class; they are a column, named `LABEL`."""
         self.given = dict(map(parse_extra, configured))
         """Name -> type, empty if the values tell it."""
@@ -163,7 +162,7 @@ def extra_columns(configured: Iterable[str], types: Mapping[str, str], source: s
     return tuple(sorted(ExtraColumn(name, kind) for name, kind in types.items() if name != LABEL))
 
 
-def label_type_of(kinds: Collection[LabelKind], types: Mapping[str, str], source: str) -> str:
+def label_type_of(kinds: Collection[SourceLabelKind], types: Mapping[str, str], source: str) -> str:
     """The type of the dataset's labels. Raises UsageError if the source has none of the kind that the config names."""
     if len(kinds) > 1:
         raise UsageError(
@@ -171,7 +170,7 @@ def label_type_of(kinds: Collection[LabelKind], types: Mapping[str, str], source
             "give each part the same label_kind",
         )  # fmt: skip
     [kind] = kinds
-    if kind == "class":
+    if kind in ("class", "none"):
         return LABEL_TYPES["class"]
     if not types.get(LABEL):
         raise UsageError(

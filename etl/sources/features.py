@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from etl.sources.class_texts import joined
-from etl.sources.class_values import class_of, text_of
+from etl.sources.class_values import class_of, single_text, text_of
 from etl.sources.columns import choose_column
 from shardmill.errors import UsageError
 from shardmill.formats.tf_example import BYTES_LIST, FeatureList
@@ -64,7 +64,7 @@ class FeatureNames:
             return image.rejected(RejectReason.BAD_ROW, problem, "list")
         image = replace(image, size_bytes=len(data), split=split)
         if self.key is not None:
-            key, problem = class_of(_values(features, self.key), f"feature {self.key}")
+            key, problem = single_text(_values(features, self.key), f"feature {self.key}")
             if key is None:
                 return image.rejected(RejectReason.BAD_ROW, problem, "list")
             image = replace(image, key=f"{image.container}\0{key}")

@@ -37,7 +37,8 @@ class FolderSource:
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no folder, or more than one level that may name the classes."""
-        return with_folder_labels(batches_of(self._found()), FolderRule(self._config.label_level, is_innermost=False))
+        rule = FolderRule(self._config.label_level, is_innermost=False, takes_labels=self._config.label_kind != "none")
+        return with_folder_labels(batches_of(self._found()), rule)
 
     def _found(self) -> Iterator[SourceImage | Rejection]:
         walk = _walk_store(self.uri)

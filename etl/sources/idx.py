@@ -50,6 +50,7 @@ class IdxSource:
 
     def __init__(self, config: SourceConfig) -> None:
         self._files = Containers(config.uri, IDX_SUFFIXES)
+        self._takes_labels = config.label_kind != "none"
         self.uri = self._files.uri
 
     def open(self, max_source_bytes: int) -> ContainerReader[IdxFile]:
@@ -63,7 +64,7 @@ class IdxSource:
         found = self._files.find()
         known = {file.path: file for file in (*found.containers, *found.others)}
         images = [file for file in found.containers if "images" in file.path.rpartition("/")[2]]
-        labels = {file.path: self._labels_of(file.path, known) for file in images}
+        labels = {file.path: self._labels_of(file.path, known) if self._takes_labels else None for file in images}
         _check_pairs(self.uri, labels)
         used = {file.path for file in labels.values() if file is not None} | labels.keys()
         odd = FoundFiles((), tuple(file for path, file in known.items() if path not in used))

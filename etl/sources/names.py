@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from shardmill.printable import printable
 
@@ -47,6 +48,9 @@ SPLIT_OF_NAME = {
     "t10k": "test",
 }
 MAX_CLASS_NAME_BYTES = 255
+# Texts of labels, for Python's and Arrow's regular expressions.
+WHOLE_NUMBER = r"^([+-]?\d+)\.0*$"
+NO_LABEL = r"(?i)^([+-]?nan)?$"
 # Of systems and programs that keep copies of images beside them; so do folders with a dot before their name.
 _SYSTEM_FOLDERS = frozenset(
     {"__macosx", "@eadir", "#recycle", "#snapshot", "$recycle.bin", "system volume information", "lost+found"}
@@ -57,6 +61,12 @@ _UNREAD_ARCHIVES = {
     ".mat": "MATLAB", ".lmdb": "LMDB", ".mdb": "LMDB", ".arrow": "Arrow", ".rec": "RecordIO",
 }  # fmt: skip
 _SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
+
+
+def class_name_of(text: str) -> str:
+    """The class that a text names: `cat` for ` cat `, `1` for `1.0`; empty for none, such as pandas' `nan`."""
+    text = re.sub(WHOLE_NUMBER, r"\1", text.strip())
+    return "" if re.match(NO_LABEL, text) else text
 
 
 def is_class_name(text: str) -> bool:

@@ -8,7 +8,7 @@ A listing reads every column but the images; a task reads them row group by row 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO
@@ -20,19 +20,21 @@ import pyarrow.parquet as pq
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import (
-    as_labels,
     as_splits,
     as_texts,
     choose_column,
-    class_names_of,
+    choose_label_column,
     listed_rows,
     misspelt,
     or_else,
 )
 from etl.sources.containers import ContainerReader, Containers, gone, image_file, splits_of
 from etl.sources.extra import ExtraColumns
+from etl.sources.label_signs import column_signs
+from etl.sources.labels import as_labels
 from etl.sources.names import PARQUET_SUFFIXES
-from etl.sources.parquet_columns import bytes_leaf, column_batches, open_columns
+from etl.sources.parquet_columns import bytes_leaf, column_batches, holds_lists_of_bytes, open_columns, read_footer
+from etl.sources.target import class_names_of
 from etl.stored_file import open_file
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
@@ -43,6 +45,7 @@ from shardmill.values import Rejection, RejectReason, SourceImage
 if TYPE_CHECKING:
     from etl.config import SourceConfig
 
+_LABEL_COLUMNS = ("label", "labels", "class")
 # What the rows that are decoded at once may become in memory; a page may repeat one long value in each of them.
 _MAX_BATCH_BYTES, _MAX_READ_ROWS = 256_000_000, 64
 
@@ -111,18 +114,21 @@ def _list_file(
     schema = parquet.schema_arrow
     if parquet.metadata.num_rows > file.size_bytes:
         raise IntegrityError(f"it claims {parquet.metadata.num_rows} rows in {file.size_bytes} bytes")
-    image_column(schema, config.image_field, file.path)
+    image = image_column(schema, config.image_field, file.path)
     names = [name for name in schema.names if not pa.types.is_nested(schema.field(name).type)]
     # Only labels that are no classes may be lists.
     label_names = names if extra.target is None else schema.names
     chosen = _Columns(
-        choose_column(label_names, config.label_field, ("label", "labels", "class"), "label_field"),
+        choose_label_column(label_names, config, _LABEL_COLUMNS),
         choose_column(names, config.split_field, ("split",), "split_field"),
         choose_column(names, config.key_field, ("key",), "key_field"),
         choose_column(names, config.group_field, ("group",), "group_field"),
     )
-    used = {"label": chosen.label, "split": chosen.split, "group": chosen.group}
-    yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=misspelt(names, used, file.path))
+    signs = ()
+    if chosen.label is None and config.label_kind == "class":
+        signs = _label_signs(parquet, {image.partition(".")[0], *chosen.names, *extra.given}, file.path)
+    warnings = misspelt(names, {"split": chosen.split, "group": chosen.group}, file.path)
+    yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_signs=signs)
     wanted = dict.fromkeys([*chosen.names, *(name for name in extra.given if name in schema.names)])
     first_row = 0
     for group in range(parquet.metadata.num_row_groups):
@@ -131,6 +137,15 @@ def _list_file(
             batch = _listed(rows, chosen, file, _Place(places, group, split), extra)
             yield replace(batch, extra_types=extra.types)
             first_row += rows.num_rows
+
+
+def _label_signs(parquet: pq.ParquetFile, taken: Collection[str], where: str) -> tuple[str, ...]:
+    """Those in the first rows of the columns that nothing else uses; of other columns of bytes no value is read."""
+    schema = parquet.schema_arrow
+    unused = [field.name for field in schema if field.name not in taken and bytes_leaf(field) is None]
+    flat = [name for name in unused if not pa.types.is_nested(schema.field(name).type)]
+    batches = column_batches(parquet, 0, flat) if flat and parquet.num_row_groups else iter(())
+    return column_signs(schema, unused, next(batches, pa.table({})), where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +210,13 @@ def image_column(schema: pa.Schema, configured: str, where: str) -> str:
     found = choose_column(list(leaves), configured, ("image", "img"), "image_field")
     if found is None and len(leaves) == 1:
         [found] = leaves
+    lists = [field.name for field in schema if holds_lists_of_bytes(field)]
+    if found is None and lists:
+        raise UsageError(
+            f"the column {printable(lists[0])!r} of {printable(where)} holds lists of images",
+            "expected one image in each row",
+            "write a row for each image, with the label of its list; or name another column with source.image_field",
+        )
     if found is None:
         raise UsageError(
             f"{printable(where)} has the columns {', '.join(map(printable, schema.names[:20]))}",
@@ -209,7 +231,7 @@ class _ImageRows:
 
     def __init__(self, stream: BinaryIO, path: str, image_field: str) -> None:
         # Buffered, so that a column chunk is streamed instead of loaded whole.
-        self._parquet = pq.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
+        self._parquet = pq.ParquetFile(stream, metadata=read_footer(stream), pre_buffer=False, buffer_size=1 << 20)
         self._column = image_column(self._parquet.schema_arrow, image_field, path)
         metadata = self._parquet.metadata
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
@@ -15,17 +17,35 @@ import pyarrow.parquet as pq
 from shardmill.errors import IntegrityError
 
 _BATCH_ROWS = 65_536
+_MAGIC, _TAIL_BYTES = b"PAR1", 8
+_WRITERS_TYPES = b"ARROW:schema"
 # What one batch may become in memory: few bytes of a hostile file can stand for one long text in every row.
 _MAX_BATCH_BYTES = 1 << 30
 
 
 def open_columns(stream: BinaryIO) -> pq.ParquetFile:
     """A file whose texts are read as dictionaries: one that repeats is small until it is written out for each row."""
-    schema = pq.read_metadata(stream).schema
-    leaves = (schema.column(place) for place in range(len(schema)))
+    metadata = read_footer(stream)
+    leaves = (metadata.schema.column(place) for place in range(len(metadata.schema)))
     texts = [leaf.path for leaf in leaves if leaf.logical_type.type == "STRING"]
+    return pq.ParquetFile(stream, metadata=metadata, read_dictionary=texts, pre_buffer=False)
+
+
+def read_footer(stream: BinaryIO) -> pq.FileMetaData:
+    """A file's metadata without the types that its writer had in memory; the stream is at its start again.
+
+    Parquet has one type of bytes. Arrow has five (`large_binary`, `binary_view`, dictionaries, ...), names the writer's
+    in the file, and fails to open it if an older Arrow does not know the one that a newer one named.
+    """
+    stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, stream.tell() - _TAIL_BYTES))
+    tail = stream.read(_TAIL_BYTES)
+    stream.seek(max(0, stream.tell() - _TAIL_BYTES - int.from_bytes(tail[:4], "little")))
+    footer = stream.read()
     stream.seek(0)
-    return pq.ParquetFile(stream, read_dictionary=texts, pre_buffer=False)
+    if not tail.endswith(_MAGIC) or len(footer) != _TAIL_BYTES + int.from_bytes(tail[:4], "little"):
+        return pq.read_metadata(stream)  # which says what is wrong
+    return pq.read_metadata(io.BytesIO(_MAGIC + footer.replace(_WRITERS_TYPES, _WRITERS_TYPES.lower())))
 
 
 def column_batches(parquet: pq.ParquetFile, group: int, names: Sequence[str]) -> Iterator[pa.Table]:
@@ -47,12 +67,21 @@ def column_batches(parquet: pq.ParquetFile, group: int, names: Sequence[str]) ->
 
 def bytes_leaf(field: pa.Field) -> str | None:
     """The name of a column of bytes, or of the bytes inside a struct, as Hugging Face writes images; else None."""
-    kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+    kind = field.type
+    if pa.types.is_binary(kind):
         return field.name
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         return f"{field.name}.bytes" if pa.types.is_binary(kind.field("bytes").type) else None
     return None
+
+
+def holds_lists_of_bytes(field: pa.Field) -> bool:
+    """Whether a value of the column is a list of what may be images."""
+    kind = field.type
+    if not (pa.types.is_list(kind) or pa.types.is_map(kind)):
+        return False
+    inner = pa.field(field.name, kind.item_type if pa.types.is_map(kind) else kind.value_type)
+    return bytes_leaf(inner) is not None or holds_lists_of_bytes(inner)
 
 
 def _check_texts(column: pa.ChunkedArray) -> None:

@@ -7,7 +7,6 @@ import os
 from collections import Counter
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from etl.sources.containers import Containers, is_named
 from etl.sources.names import (
@@ -18,7 +17,7 @@ from etl.sources.names import (
     TFRECORD_SUFFIXES,
     ZIP_SUFFIXES,
 )
-from etl.sources.parquet_columns import bytes_leaf
+from etl.sources.parquet_columns import bytes_leaf, holds_lists_of_bytes, read_footer
 from etl.sources.patterns import is_pattern
 from etl.stored_file import open_file
 from shardmill.errors import ShardmillError
@@ -89,7 +88,7 @@ def holds_images(uri: str) -> bool:
     files = Containers(uri, PARQUET_SUFFIXES)
     try:
         with open_file(files.store, files.find().containers[0]) as stream:
-            schema = pq.read_schema(stream)
+            schema = read_footer(stream).schema.to_arrow_schema()
     except (pa.ArrowException, OSError, ShardmillError):
         return False
-    return any(bytes_leaf(field) is not None for field in schema)
+    return any(bytes_leaf(field) is not None or holds_lists_of_bytes(field) for field in schema)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -15,19 +17,22 @@ import pyarrow.compute as pc
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import (
-    as_labels,
     as_splits,
     as_texts,
     choose_column,
-    class_names_of,
+    choose_label_column,
     listed_rows,
     misspelt,
     or_else,
 )
 from etl.sources.containers import Containers, is_named
 from etl.sources.extra import ExtraColumns
+from etl.sources.label_signs import column_signs
+from etl.sources.labels import as_labels
 from etl.sources.names import SPLIT_OF_NAME, TABLE_SUFFIXES
+from etl.sources.path_style import PathStyle
 from etl.sources.table_rows import read_rows
+from etl.sources.target import class_names_of
 from etl.sources.uris import UriReader, uri_problems, without_dots
 from shardmill.errors import UsageError
 from shardmill.storage import Store, StoredFile
@@ -38,7 +43,8 @@ if TYPE_CHECKING:
     from etl.config import SourceConfig
 
 _URI_COLUMNS = ("uri", "url", "path", "file_name", "filename")
-_LABEL_COLUMNS = ("label", "class")
+_LABEL_COLUMNS = ("label", "labels", "class")
+_ID_HINT = "; ids of images are no URIs: write paths with their suffixes, such as images/ID.jpg"
 _HEADER_HINT = "; without a line of names at its head, a CSV file needs one, such as uri,label"
 
 
@@ -67,12 +73,14 @@ class TableSource:
     def _wanted(self) -> dict[str, str]:
         """Columns whose lists are read, with the types that are given."""
         if self._extra.target is None:
-            return self._extra.given
+            # A list where a URI is expected is refused by name.
+            return {self._config.uri_field: ""} | self._extra.given
         labels = dict.fromkeys([self._config.label_field] if self._config.label_field else _LABEL_COLUMNS, "")
         return labels | {name: kind for name, kind in self._extra.given.items() if name != LABEL}
 
     def _list_table(self, file: StoredFile) -> Iterator[ListingBatch]:
         columns: _Columns | None = None
+        style = PathStyle(self._tables.store, file.path)
         first_row = 1
         for rows in read_rows(self._tables.store, file, self._wanted()):
             if isinstance(rows, Rejection):
@@ -81,11 +89,19 @@ class TableSource:
                 continue
             if columns is None:
                 columns = _choose_columns(self._config, rows.column_names, file.path)
-                used = {"label": columns.label, "split": columns.split, "group": columns.group}
-                yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=misspelt(rows.column_names, used, file.path))
-            batch = _listed(_Rows(rows, columns, file.path, first_row), self._tables.store, self._extra)
+                yield self._signs(rows, columns, file.path)
+            batch = _listed(_Rows(rows, columns, file.path, first_row), style, self._tables.store, self._extra)
             yield replace(batch, extra_types=self._extra.types)
             first_row += rows.num_rows
+
+    def _signs(self, rows: pa.Table, columns: _Columns, table: str) -> ListingBatch:
+        """What the names and values of a table's first rows show of columns that are not used."""
+        used = {"split": columns.split, "group": columns.group}
+        warnings, signs = misspelt(rows.column_names, used, table), ()
+        if columns.label is None and self._config.label_kind == "class":
+            unused = set(rows.column_names) - {*columns.names, *self._extra.given}
+            signs = column_signs(rows.schema, unused, rows, table)
+        return ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_signs=signs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +116,10 @@ class _Columns:
     size_bytes: str | None
     mtime_ns: str | None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in dataclasses.astuple(self) if name is not None)
+
 
 def _choose_columns(config: SourceConfig, names: list[str], table: str) -> _Columns:
     uri = choose_column(names, config.uri_field, _URI_COLUMNS, "uri_field")
@@ -108,17 +128,21 @@ def _choose_columns(config: SourceConfig, names: list[str], table: str) -> _Colu
         raise UsageError(
             f"the table {table} has the columns {', '.join(names[:20])}",
             f"expected one of URIs, called {' or '.join(_URI_COLUMNS)}",
-            f"name it with source.uri_field{_HEADER_HINT if is_text else ''}",
+            f"name it with source.uri_field{_HEADER_HINT if is_text else ''}{_ID_HINT if _has_ids(names) else ''}",
         )
     return _Columns(
         uri=uri,
-        label=choose_column(names, config.label_field, _LABEL_COLUMNS, "label_field"),
+        label=choose_label_column(names, config, _LABEL_COLUMNS),
         split=choose_column(names, config.split_field, ("split",), "split_field"),
         key=choose_column(names, config.key_field, ("key",), "key_field"),
         group=choose_column(names, config.group_field, ("group",), "group_field"),
         size_bytes=choose_column(names, "", ("size_bytes",), ""),
         mtime_ns=choose_column(names, "", ("mtime_ns",), ""),
     )
+
+
+def _has_ids(names: list[str]) -> bool:
+    return any(re.fullmatch(r"id|.*([_ ]id|Id|ID)", name) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +173,10 @@ class _Rows:
         return pc.fill_null(numbers, default), pc.invert(pc.or_(is_number, is_empty))
 
 
-def _listed(batch: _Rows, store: Store, extra: ExtraColumns) -> ListingBatch:
+def _listed(batch: _Rows, style: PathStyle, store: Store, extra: ExtraColumns) -> ListingBatch:
     """One batch of rows as a part of the listing."""
     chosen, num_rows = batch.columns, batch.rows.num_rows
-    uris = without_dots(batch.texts(chosen.uri))
+    uris = without_dots(style.as_paths(batch.texts(chosen.uri)))
     problems = uri_problems(uris, store)
     places = pa.array(np.arange(batch.first_row, batch.first_row + num_rows, dtype=np.int64))
     columns: dict[str, pa.Array] = {"key": uris, "place": places}

@@ -17,6 +17,8 @@ import pyarrow.json as pa_json
 
 from etl.sources.columns import bad_row
 from etl.sources.parquet_columns import column_batches, open_columns
+from etl.sources.text_form import text_form
+from etl.sources.text_stream import utf8_stream
 from etl.stored_file import open_file
 from shardmill.errors import IntegrityError
 from shardmill.printable import printable
@@ -64,7 +66,8 @@ def _read_parquet(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> It
 
 
 def _read_csv(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
-    delimiter = "\t" if table.lower().removesuffix(".gz").endswith(".tsv") else ","
+    head = utf8_stream(stream, table)
+    form = text_form(head, "\t" if table.lower().removesuffix(".gz").endswith(".tsv") else ",")
     # Row number -> what is wrong with it. The reader skips such a row, maybe while it reads ahead of the batch.
     refused: dict[int, Rejection] = {}
     first_row = 1
@@ -74,16 +77,14 @@ def _read_csv(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterat
         refused[row.number - 1] = bad_row(table, row.number - 1, problem)
         return "skip"
 
-    head = io.BufferedReader(stream, _BLOCK_BYTES)  # pyright: ignore[reportArgumentType]
-    names = _header(head.peek(_MAX_LINE_BYTES), delimiter)
     reader = pa_csv.open_csv(
         head,
         pa_csv.ReadOptions(block_size=_BLOCK_BYTES, use_threads=False),  # rows have numbers in one thread only
-        pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=refuse),
-        pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),  # "007" is a text
+        pa_csv.ParseOptions(delimiter=form.delimiter, newlines_in_values=True, invalid_row_handler=refuse),
+        pa_csv.ConvertOptions(column_types=dict.fromkeys(form.names, pa.string())),  # "007" is a text
     )
     for batch in reader:
-        first_row = yield from _in_order(pa.Table.from_batches([batch]), refused, first_row)
+        first_row = yield from _in_order(form.tidied(pa.Table.from_batches([batch])), refused, first_row)
     yield from refused.values()
 
 
@@ -113,21 +114,12 @@ def _copied(rows: pa.Table, start: int, num_rows: int) -> pa.Table:
     return rows if num_rows == rows.num_rows else rows.take(pa.array(range(start, start + num_rows)))
 
 
-def _header(head: bytes, delimiter: str) -> list[str]:
-    try:
-        first_line = io.BytesIO(head.split(b"\n", 1)[0] + b"\n")
-        first = pa_csv.read_csv(first_line, parse_options=pa_csv.ParseOptions(delimiter=delimiter))
-    except pa.ArrowInvalid:
-        return []
-    return first.column_names
-
-
 def _read_json_lines(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
     first_row = 1
     options = pa_json.ParseOptions(
         explicit_schema=pa.schema([(name, ARROW_TYPES[kind]) for name, kind in wanted.items() if kind])
     )
-    for block in _blocks_of_lines(stream, table):
+    for block in _blocks_of_lines(utf8_stream(stream, table), table):
         try:
             rows, refused = pa_json.read_json(io.BytesIO(block), parse_options=options), {}
         except pa.ArrowInvalid:
@@ -142,7 +134,7 @@ def _parse_lines(lines: list[bytes], table: str, first_row: int) -> tuple[pa.Tab
     refused: dict[int, Rejection] = {}
     for row, line in enumerate(lines, start=first_row):
         try:
-            parsed = json.loads(line)
+            parsed = json.loads(line, object_pairs_hook=_each_once)
             if not isinstance(parsed, dict):
                 raise ValueError("not an object")
         except (ValueError, RecursionError) as error:
@@ -152,6 +144,15 @@ def _parse_lines(lines: list[bytes], table: str, first_row: int) -> tuple[pa.Tab
     names = sorted({name for each in values for name in each})
     columns = [_column([each.get(name) for each in values]) for name in names]
     return pa.table(columns, names=names), refused
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError if a name is there twice: which value is meant?"""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place]))
+        raise ValueError(f"the name {twice!r} is there twice")
+    return found
 
 
 def _column(values: list[Any]) -> pa.Array:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from etl.sources.names import is_class_name
+from etl.sources.names import class_name_of, is_class_name
 from shardmill.printable import printable
 from shardmill.values import LabelKind
 
@@ -56,10 +56,10 @@ class Target:
         if value is None:
             raise ValueError("no label")
         if self._kind == "multi_label":
-            odd = next((name for name in value if not is_class_name(name)), None)
+            odd = next((name for name in value if not is_class_name(class_name_of(name))), None)
             if odd is not None:
                 raise ValueError(f"{printable(odd[:60])!r} is no class name")
-            return sorted(set(value))
+            return sorted(set(map(class_name_of, value)))
         numbers = value if isinstance(value, list) else [value]
         if not all(map(math.isfinite, numbers)):
             raise ValueError("not finite")
@@ -68,3 +68,17 @@ class Target:
             if not numbers or len(numbers) != self._size:
                 raise ValueError(f"a label of {len(numbers)} numbers, expected {self._size or 'at least one'}")
         return value
+
+
+def class_names_of(schema: pa.Schema, column: str) -> tuple[str, ...]:
+    """The names that Hugging Face's `ClassLabel`, or a list of them, keeps in the file's metadata; empty without."""
+    try:
+        text = (schema.metadata or {}).get(b"huggingface", b"{}")
+        feature = json.loads(text).get("info", {}).get("features", {}).get(column, {})
+        if isinstance(feature, list) or "feature" in feature:
+            # A list is `[{...}]` in older files, and a feature with the type of its elements in newer ones.
+            feature = feature[0] if isinstance(feature, list) else feature["feature"]
+        names = feature.get("names", ()) if feature.get("_type") == "ClassLabel" else ()
+        return tuple(str(name) for name in names)
+    except (ValueError, AttributeError, TypeError, IndexError):
+        return ()

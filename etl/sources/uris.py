@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from etl.sources.containers import Containers
 from etl.sources.download import HTTP_SCHEMES, Downloader, NotDownloaded
+from etl.sources.path_style import names_drive
 from shardmill.errors import AccessDenied
 from shardmill.storage import Store
 from shardmill.storage_errors import as_storage_error
@@ -103,11 +104,13 @@ def uri_problems(uris: pa.Array, store: Store) -> pa.Array:
         pc.make_struct(
             uris.is_null(),
             pc.fill_null(pc.greater(pc.binary_length(uris), _MAX_URI_BYTES), False),
+            names_drive(uris),
             pc.is_in(schemes, pa.array(unknown, pa.string())),
             is_forbidden,
         ),
         "no URI",
         f"a URI of more than {_MAX_URI_BYTES} bytes",
+        "a path with a drive or a share of Windows; expected one relative to the table's folder",
         f"no storage for this kind of URI; expected one of {', '.join(named)}",
         f"a table in {store.uri} cannot name a local file",
     )

@@ -16,7 +16,7 @@ from etl.sources.folder_labels import FolderRule
 from etl.sources.names import TAR_SUFFIXES
 from etl.sources.packing import unpacked
 from etl.sources.tar import ArchiveMember, tar_members
-from etl.sources.tar_samples import TarLayout, detect_layout
+from etl.sources.tar_samples import FOLDER_LABELS, TarLayout, detect_layout
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.storage import StoredFile
 from shardmill.typed_columns import LABEL
@@ -48,7 +48,8 @@ class WebDatasetSource:
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no archive or only some name a split. Damage ends an archive as a rejection."""
         archives = Archives(self._archives, _TAR, self._extra)
-        return archives.batches(self._layout, FolderRule(self._config.label_level, is_innermost=True))
+        rule = FolderRule(self._config.label_level, is_innermost=True, takes_labels=self._config.label_kind != "none")
+        return archives.batches(self._layout, rule)
 
     def _layout(self, members: Iterable[ArchiveMember]) -> TarLayout:
         config = self._config
@@ -65,6 +66,8 @@ class WebDatasetSource:
             label_field = ""
         else:
             label_field = config.label_field or detect_layout(members)
+            if config.label_kind == "none" and label_field != FOLDER_LABELS:
+                label_field = ""
         suffixes = tuple(each.strip() for each in config.image_field.lower().split(";") if each.strip())
         return TarLayout(suffixes, label_field, extra_fields)
 

@@ -1,0 +1,61 @@
+"""How a CSV file is written: its delimiter, its names, and whether spaces stand around its values."""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
+
+_MAX_HEADER_BYTES = 1 << 20
+_DELIMITERS = (",", ";", "\t", "|")
+_NAMED_DELIMITER = re.compile(rb'"?sep=(.)"?\r?\n')
+_QUOTED = r'^"(.*)"$'
+
+
+@dataclass(frozen=True, slots=True)
+class TextForm:
+    """How the lines of a table are read."""
+
+    delimiter: str
+    names: tuple[str, ...]
+    """The columns' names as they are written, with the spaces around them; empty if the first line does not parse."""
+
+    def tidied(self, rows: pa.Table) -> pa.Table:
+        """Rows without the spaces around names; if `, ` stands between the names, also around the values."""
+        if rows.column_names == [name.strip() for name in rows.column_names]:
+            return rows
+        names = _stripped(pa.chunked_array([pa.array(rows.column_names)])).to_pylist()
+        return pa.table([_stripped(column) for column in rows.columns], names=names)
+
+
+def text_form(stream: io.BufferedReader, usual_delimiter: str) -> TextForm:
+    """Of a table that begins here; a first line `sep=;`, as some spreadsheets want it, is skipped.
+
+    The usual delimiter holds if it is in the line of names, else the one that is most often.
+    """
+    named = _NAMED_DELIMITER.match(stream.peek(_MAX_HEADER_BYTES))
+    if named:
+        stream.read(named.end())
+    header = re.split(rb"[\r\n]", stream.peek(_MAX_HEADER_BYTES), maxsplit=1)[0]
+    delimiter = named[1].decode() if named else usual_delimiter
+    if delimiter.encode() not in header:
+        delimiter = max((delimiter, *_DELIMITERS), key=lambda each: header.count(each.encode()))
+    try:
+        first = pa_csv.read_csv(io.BytesIO(header + b"\n"), parse_options=pa_csv.ParseOptions(delimiter=delimiter))
+    except pa.ArrowInvalid:
+        return TextForm(delimiter, ())
+    return TextForm(delimiter, tuple(first.column_names))
+
+
+def _stripped(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Without the spaces around a value, and then without its quotes: `a, "b"` has a space before the quote."""
+    texts = pc.utf8_trim_whitespace(texts)
+    is_quoted = pc.match_substring_regex(texts, _QUOTED)
+    return pc.if_else(is_quoted, pc.replace_substring(pc.utf8_slice_codeunits(texts, 1, -1), '""', '"'), texts)

@@ -1,0 +1,108 @@
+"""A source that plainly has labels makes no dataset without them; and equal labels are one class in every format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from etl.config import SourceConfig
+from shardmill.errors import UsageError
+from tests.etl.building import images_of, list_images
+from tests.support import write_images
+
+COLUMNS = {
+    "one_hot": {"cat": [1, 0, 0, 1, 0, 0], "dog": [0, 1, 1, 0, 1, 1]},
+    "one_hot of booleans": {"cat": [True, False] * 3, "dog": [False, True] * 3},
+    "one_hot of floats": {"cat": [1.0, 0.0] * 3, "dog": [0.0, 1.0] * 3},
+    "many at once": {name: [1, 0, 1, 0, 0, 1] for name in ("cat", "dog", "emu", "fox")},
+    "minus one for none": {"smiling": [1, -1, -1, 1, 1, 1], "young": [-1, -1, 1, 1, 1, 1]},
+    "a misspelt name": {"lable": ["cat", "dog"] * 3, "size": [1, 2, 3, 4, 5, 6]},
+    "another name": {"fine_label": [0, 1] * 3, "size": [1, 2, 3, 4, 5, 6]},
+    "in two words": {"imageClass": ["cat", "dog"] * 3, "size": [1, 2, 3, 4, 5, 6]},
+    "the only other column": {"kind": ["cat", "dog"] * 3},
+}
+
+
+def write(file: Path, columns: dict[str, list]) -> SourceConfig:
+    """A table of names, or for `images.parquet` of images, with some more columns."""
+    num_rows = len(next(iter(columns.values())))
+    if file.name == "images.parquet":
+        pq.write_table(pa.table({"image": [b"x"] * num_rows, **columns}), file)
+        return SourceConfig(uri=str(file), kind="parquet")
+    rows = pa.table({"uri": [f"{row}.jpg" for row in range(num_rows)], **columns})
+    if file.suffix == ".parquet":
+        pq.write_table(rows, file)
+    elif file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows.to_pylist()))
+    else:
+        lines = [rows.column_names, *(row.values() for row in rows.to_pylist())]
+        file.write_text("".join(",".join(map(str, line)) + "\n" for line in lines))
+    return SourceConfig(uri=str(file), kind="table")
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet", "images.parquet"])
+@pytest.mark.parametrize("case", COLUMNS)
+def test_labels_that_no_column_gives_end_the_build_unless_none_are_asked_for(case: str, name: str, tmp_path: Path):
+    source = write(tmp_path / name, COLUMNS[case])
+    with pytest.raises(UsageError, match=r"would have no labels, and .* seems to have some: ") as caught:
+        list_images(source)
+    assert any(repr(column) in str(caught.value) or column in str(caught.value) for column in COLUMNS[case])
+    assert "source.label_field" in caught.value.fix and 'source.label_kind = "none"' in caught.value.fix
+    unlabelled = list_images(source.model_copy(update={"label_kind": "none"}))
+    assert (unlabelled.num_images, unlabelled.class_names) == (6, ())
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet", "images.parquet"])
+def test_columns_that_are_no_labels_make_a_dataset_without_labels_as_before(name: str, tmp_path: Path):
+    columns = {"caption": [f"text {row}" for row in range(6)], "width": [64, 32] * 3, "ok": [1] * 6}
+    listing = list_images(write(tmp_path / name, columns))
+    assert (listing.num_images, listing.class_names, listing.warnings) == (6, (), ())
+
+
+def test_columns_that_are_kept_beside_the_images_are_no_sign(tmp_path: Path):
+    source = write(tmp_path / "t.csv", {"category": ["cat", "dog"] * 3})
+    kept = source.model_copy(update={"extra_columns": ("category",)})
+    assert list_images(kept).num_images == 6
+
+
+def test_names_of_hugging_face_and_fields_in_a_struct_are_signs(tmp_path: Path):
+    features = {"info": {"features": {"n": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
+    rows = pa.table({"image": [b"x"], "n": [0], "m": [5]})
+    pq.write_table(
+        rows.replace_schema_metadata({b"huggingface": json.dumps(features).encode()}), tmp_path / "a.parquet"
+    )
+    with pytest.raises(UsageError, match="a.parquet has 'n .ClassLabel.'"):
+        list_images(SourceConfig(uri=str(tmp_path / "a.parquet"), kind="parquet"))
+    objects = pa.array([[{"bbox": [0.0], "category": 3}]])
+    pq.write_table(pa.table({"image": [b"x"], "objects": objects}), tmp_path / "b.parquet")
+    with pytest.raises(UsageError, match="b.parquet has 'objects.category'"):
+        list_images(SourceConfig(uri=str(tmp_path / "b.parquet"), kind="parquet"))
+
+
+@pytest.mark.parametrize("kind", ["table", "parquet"])
+def test_a_file_without_labels_beside_one_with_labels_ends_the_build(kind: str, tmp_path: Path):
+    column = "image" if kind == "parquet" else "uri"
+    values = [b"x", b"y"] if kind == "parquet" else ["a.jpg", "b.jpg"]
+    pq.write_table(pa.table({column: values, "label": ["cat", "dog"]}), tmp_path / "train.parquet")
+    more = [b"z"] if kind == "parquet" else ["c.jpg"]
+    pq.write_table(pa.table({column: more, "split": ["test"]}), tmp_path / "test.parquet")
+    source = SourceConfig(uri=str(tmp_path), kind=kind)
+    with pytest.raises(UsageError, match=r"1 of 3 images of .* have no label, those of test"):
+        list_images(source)
+    assert list_images(source.model_copy(update={"label_kind": "none"})).num_images == 3
+
+
+def test_a_folder_makes_a_dataset_without_labels_if_none_are_asked_for(tmp_path: Path):
+    write_images(tmp_path, num_images=6)
+    source = SourceConfig(uri=str(tmp_path), label_kind="none")
+    assert {image.label for image in images_of(list_images(source, 10_000))} == {None}
+
+
+def test_a_source_without_a_usable_input_says_why(tmp_path: Path):
+    source = write(tmp_path / "t.csv", {"label": [""] * 6})
+    with pytest.raises(UsageError, match=r"all 6 inputs were refused \(6 bad_row, such as t.csv.*1: row 1: no label\)"):
+        list_images(source)
