@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from etl.listed import SPLITS
@@ -13,6 +13,7 @@ from shardmill.dataset.index import has_all_files, read_shards
 from shardmill.dataset.manifest import Manifest
 from shardmill.errors import ShardmillError, UsageError
 from shardmill.jobs.observer import FieldValue
+from shardmill.options import IMAGE_SIZES
 from shardmill.printable import printable
 from shardmill.storage import Store
 from shardmill.values import TRANSIENT_REASONS, RejectReason
@@ -94,6 +95,7 @@ def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
     config, by_split = plan.task.config, images_by_split(plan)
     where = _how_split(plan)
     shape = " x ".join(map(str, config.one_shape_HWC)) if config.one_shape_HWC else f"different sizes, {config.color}"
+    shape += f" ({plan.size.reason})" if plan.size.reason else ""
     return {
         "images": plan.num_images,
         "num_classes": len(plan.build.class_names),
@@ -201,6 +203,8 @@ def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
     """One sentence for each thing that looks wrong once the images have been read."""
     yield from _untested_classes(manifest)
     counts = manifest.counts
+    yield from _lost_by_decoding(counts.by_note)
+    yield from _enlarged(manifest)
     if not counts.conflicting_label and not counts.leaked_content:
         return
     examples = _examples(store, manifest)
@@ -230,6 +234,34 @@ def _untested_classes(manifest: Manifest) -> Iterator[str]:
                 f"the split {name} has no image of {len(absent)} of {len(manifest.class_names)} classes "
                 f"({_named(absent)}): more images, or etl.stratified_splits = true, would give them some"
             )
+
+
+def _lost_by_decoding(by_note: Mapping[str, int]) -> Iterator[str]:
+    """What notes say of images that are worth less than they could be."""
+    num_16_bit = sum(times for note, times in by_note.items() if note.startswith("scaled_"))
+    if num_dark := by_note.get("low_range_16_bit", 0):
+        yield (
+            f"{num_dark} of {num_16_bit} accepted 16-bit images use at most 14 of their bits, and are dark: if they "
+            "come from 10, 12 or 14 bits, set etl.significant_bits to that"
+        )
+    if num_cut := by_note.get("extra_bands_dropped", 0):
+        yield f"{num_cut} accepted TIFF images have more bands than their colours; the others were left out"
+    if num_previews := by_note.get("preview_only", 0):
+        yield f"{num_previews} accepted TIFF images are previews, by their own account, of photos that are not there"
+
+
+def _enlarged(manifest: Manifest) -> Iterator[str]:
+    """Most images, by their longer sides, which are counted between powers of two."""
+    options, sizes = manifest.normalize, manifest.sizes
+    if sizes is None or options.resize_mode == "none" or not options.enlarges or options.image_size <= IMAGE_SIZES[-1]:
+        return
+    num_sides = options.image_size.bit_length() - 1
+    num_smaller, num_known = sum(sizes.source.by_longer_side[:num_sides]), sum(sizes.source.by_longer_side)
+    if 2 * num_smaller > num_known:
+        yield (
+            f"{num_smaller} of {num_known} images have a longer side of less than {1 << num_sides} pixels, and were "
+            f"enlarged to etl.image_size = {options.image_size}: training takes longer for it, and they show no more"
+        )
 
 
 def _such_as(names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import OWN_COLUMNS, OWN_FEATURES
 from shardmill.images.kernel import resolve_kernel
 from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
-from shardmill.options import DecodeLimits, NormalizeOptions
+from shardmill.options import DEFAULT_IMAGE_SIZE, DecodeLimits, NormalizeOptions
 from shardmill.registry import OneOf
 from shardmill.section import Section
 from shardmill.typed_columns import parse_extra
@@ -140,6 +140,8 @@ class SplitFractions(Section):
 class EtlConfig(DecodeLimits, NormalizeOptions):
     """How images become shards."""
 
+    image_size: int = Field(default=0, ge=0, le=8192)
+    """Height and width in pixels of every stored image; 0: as in the latest version, or 64, less for small sources."""
     kernel: Literal["auto", "wheels", "native"] = "auto"
     """What shrinks JPEGs: `native` (docs/images.md) if it is installed on every machine, or `wheels`; pixels differ."""
     engine: Annotated[str, OneOf(ENGINES)] = "auto"
@@ -202,6 +204,13 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
             raise ValueError(f"fractions that add up to 1, and these add up to {total:g}")
         return fractions
 
+    @property
+    def described_size(self) -> str:
+        """Before a listing is there to choose by."""
+        return (
+            f"{self.image_size} pixels" if self.image_size else f"{DEFAULT_IMAGE_SIZE} pixels, less for small sources"
+        )
+
     def decode_limits(self) -> DecodeLimits:
         """The part that bounds what decoding one image may cost."""
         return DecodeLimits(**{name: getattr(self, name) for name in DecodeLimits.model_fields})
@@ -212,7 +221,8 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
         Raises UsageError if the kernel that it names is not installed here.
         """
         deciding = {name: getattr(self, name) for name in NormalizeOptions.model_fields}
-        return NormalizeOptions(**{**deciding, "kernel": resolve_kernel(self.kernel)})
+        size = self.image_size or DEFAULT_IMAGE_SIZE
+        return NormalizeOptions(**{**deciding, "image_size": size, "kernel": resolve_kernel(self.kernel)})
 
 
 class EtlTree(ConfigTree):

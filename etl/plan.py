@@ -13,6 +13,7 @@ from etl.changes import Changes, Compared
 from etl.checks import check_appendable
 from etl.config import EtlTree, SourceConfig
 from etl.grouping import Group, GroupBy, group_here
+from etl.image_size import ImageSize, choose_image_size
 from etl.label_map import WithKnownClasses, grown_label_map, read_label_map
 from etl.list_source import list_source
 from etl.listing import Listing
@@ -55,6 +56,8 @@ class BuildPlan:
     store: Store
     parent: Manifest | None
     """The latest version, if there is one."""
+    size: ImageSize
+    """Of stored images; `task.config` has it too."""
 
     @property
     def parent_version(self) -> int:
@@ -84,7 +87,9 @@ class BuildPlan:
 
 
 def plan_build(tree: EtlTree, *, run_id: str, observer: Observer | None = None, group: Group = group_here) -> BuildPlan:
-    """List the source and do all planning; reads no image. The observer gets the number of inputs listed so far.
+    """List the source and do all planning. The observer gets the number of inputs listed so far.
+
+    Reads no image, or a few if neither the config nor the latest version says how large stored ones become.
 
     `group` finds what is listed twice; one of Spark's may leave copies below the dataset while it does.
     """
@@ -108,16 +113,18 @@ def plan_again(plan: BuildPlan, tree: EtlTree) -> BuildPlan:
 
 
 def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tuple[str, ...]) -> BuildPlan:
-    config, source = tree.etl, tree.source
-    normalize = config.normalize_options()
-    fingerprint = normalization_fingerprint(normalize)
+    source = tree.source
     store = open_store(tree.dataset.uri)
     latest = latest_version(store)
     parent = read_manifest(store, latest) if latest else None
     listed = {"listing_fingerprint": listing.fingerprint, "key_sum": listing.key_sum}
     found = _place(source).model_copy(update={**listed, "names_splits": listing.has_splits})
-    keeps_classes = parent is not None and (config.write_mode == "append" or found.continues(parent.source))
-    class_names = grown_label_map(parent if keeps_classes else None, label_map, listing.class_names)
+    is_continued = parent is not None and (tree.etl.write_mode == "append" or found.continues(parent.source))
+    size = choose_image_size(listing, source, tree.etl, parent if is_continued else None)
+    config = tree.etl.model_copy(update={"image_size": size.pixels})
+    normalize = config.normalize_options()
+    fingerprint = normalization_fingerprint(normalize)
+    class_names = grown_label_map(parent if is_continued else None, label_map, listing.class_names)
     extra = extra_columns(source.extra_entries(), listing.extra_types, found.uri)
     label_type = label_type_of(source.label_kinds(), listing.extra_types, found.uri)
     schema = RowSchema(config.encoding, config.one_shape_HWC, class_names, extra, label_type)
@@ -146,7 +153,7 @@ def _plan_on_latest(tree: EtlTree, run_id: str, listing: Listing, label_map: tup
         probes=listing.probes,
     )
     units = tuple(plan_units(listing, config, _unit_settings(build)))
-    return BuildPlan(build, listing, listing, units, task, store, parent)
+    return BuildPlan(build, listing, listing, units, task, store, parent, size)
 
 
 def _list(source: Source, tree: EtlTree, label_map: tuple[str, ...], observer: Observer, group: Group) -> Listing:

@@ -204,7 +204,7 @@ def _unset(subject: str, tree: PipelineTree) -> Finding:
 
 def _listing_findings(tree: PipelineTree) -> Iterator[Finding]:
     """What the ETL would infer from the listing, whether the model builds for it, and the room that a build would take;
-    reads names and sizes, and no image.
+    reads names and sizes, and no image but a few that decide the size of stored ones.
 
     Raises what the ETL and the training would raise for this listing.
     """
@@ -226,7 +226,7 @@ def _listing_findings(tree: PipelineTree) -> Iterator[Finding]:
     yield from listing_findings(tree, plan)
     yield from model_findings(tree, plan.row_schema)
     if plan.store.local_root is not None:
-        yield _room(plan.store.local_root, plan.num_images, tree.etl)
+        yield _room(plan.store.local_root, plan.num_images, plan.task.config)
 
 
 def _room(root: Path, num_images: int, etl: EtlConfig) -> Finding:

@@ -1,4 +1,4 @@
-"""`shardmill etl --dry-run`: list the source and plan its work units; reads no image, writes nothing."""
+"""`shardmill etl --dry-run`: list the source and plan its work units; stores no image, writes nothing."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ class DryRun:
     """Its rows whose inputs would be read first, to see whether their bytes are the same; then they stay."""
     num_to_process: int
     """Images that work units would read."""
+    stored_as: str
+    """Shape and encoding of each stored image, and why they have that size if the config does not say it."""
     num_units: int
     """Work units that would run. Those that an interrupted run has finished are among them."""
     plan_digest: str
@@ -59,6 +61,7 @@ class DryRun:
             ("rejected", reasons or "none"),
             ("classes", f"{len(self.class_names):,}"),
             ("dataset", self._beside_latest()),
+            ("images", f"stored as {self.stored_as}"),
             ("to process", f"{self.num_to_process:,} images in {counted(self.num_units, 'work unit')}"),
             ("plan digest", self.plan_digest),
             ("driver", f"{self.driver_peak_rss_bytes / 1e6:,.0f} MB at its peak, {self.seconds:.1f} s"),
@@ -75,7 +78,7 @@ class DryRun:
 
 def dry_run(source_or_config: str, common: Common, *, replace_source: bool = False) -> DryRun:
     """Raises what the ETL would raise for this source, config and dataset before its first work unit."""
-    from etl.checks import check_same_source, inferred_warnings
+    from etl.checks import check_same_source, inferred_facts, inferred_warnings
     from etl.config import EtlTree
     from etl.plan import plan_build, plan_changes
     from etl.vanished import check_vanished
@@ -104,6 +107,7 @@ def dry_run(source_or_config: str, common: Common, *, replace_source: bool = Fal
         num_removed=(plan.parent.counts.accepted if plan.parent is not None else 0) - num_staying - num_to_compare,
         num_to_compare=num_to_compare,
         num_to_process=work.num_images,
+        stored_as=str(inferred_facts(plan)["image"]),
         num_units=len(work.units),
         plan_digest=plan.digest,
         driver_peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -146,11 +146,12 @@ def _look_at_etl(tree: PipelineTree) -> str:
     for chosen in chosen_entries(tree):
         if chosen.key.startswith(("source.", "etl.")):
             chosen.load()
-    return f"{tree.etl.engine}, {tree.etl.image_size} pixels, {', '.join(tree.etl.formats)}"
+    return f"{tree.etl.engine}, {tree.etl.described_size}, {', '.join(tree.etl.formats)}"
 
 
 def _look_at_shape(tree: PipelineTree) -> str:
-    return " x ".join(map(str, tree.etl.image_shape_HWC)) + " for every image"
+    num_channels = tree.etl.image_shape_HWC[2]
+    return f"{tree.etl.described_size}, {num_channels} channel{'s' * (num_channels > 1)}, for every image"
 
 
 def _look_at_model(tree: PipelineTree) -> str:

@@ -94,7 +94,7 @@ def setting(tree: PipelineTree, workdir: str) -> str:
     train = resolve(tree.train, tree.spark).config
     ranks = f"{train.num_workers} rank{'s' * (train.num_workers > 1)} by {train.launcher}"
     return (
-        f"run: images at {tree.etl.image_size} pixels; {train.model}, {train.epochs} epochs on {ranks}, "
+        f"run: images at {tree.etl.described_size}; {train.model}, {train.epochs} epochs on {ranks}, "
         f"{_devices(train, tree.spark)}; dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
     )
 

@@ -17,6 +17,10 @@ from shardmill.section import Section
 if TYPE_CHECKING:
     from shardmill.formats.encodings import StoredEncoding
 
+# What a config without a size gets: the first if sources are large enough. Many models take nothing below the last.
+IMAGE_SIZES = (64, 48, 32)
+DEFAULT_IMAGE_SIZE = IMAGE_SIZES[0]
+
 ENCODINGS: Registry[StoredEncoding] = Registry(
     "etl.encoding",
     {
@@ -31,7 +35,7 @@ ENCODINGS: Registry[StoredEncoding] = Registry(
 class NormalizeOptions(Section):
     """How every source image becomes uint8 pixels of one size. Equal options and kernels give equal pixels."""
 
-    image_size: int = Field(default=64, ge=1, le=8192)
+    image_size: int = Field(default=DEFAULT_IMAGE_SIZE, ge=1, le=8192)
     """Height and width in pixels of every stored image; 64 trains in minutes on a CPU, photographs deserve 224."""
     resize_mode: Literal["crop", "pad", "stretch", "shorter", "longer", "none"] = "crop"
     """`crop` (centre), `pad` (on black), `stretch`: squares. `shorter`, `longer` (side), `none`: sizes differ."""

@@ -115,13 +115,13 @@ def test_all_errors_are_told_at_once(tmp_path: Path):
     file = tmp_path / "c.toml"
     file.write_text('dataset = "s3://b/d"\n[train]\nepoch = 3\n')
     with pytest.raises(UsageError) as caught:
-        load_pipeline(str(file), ("etl.image_size=0", "trian.seed=1"), "work")
+        load_pipeline(str(file), ("etl.image_size=-1", "trian.seed=1"), "work")
     line = str(caught.value)
     assert line.startswith(f"{file} with --set: 4 errors in the config: (1) ")
     for part in (
         'config key dataset = "s3://b/d"; expected a section, [dataset]',
         "unknown config key train.epoch; did you mean train.epochs?",
-        "config key etl.image_size = 0; expected greater than or equal to 1",
+        "config key etl.image_size = -1; expected greater than or equal to 0",
         "unknown config key trian; did you mean train?",
     ):
         assert part in line
@@ -130,7 +130,7 @@ def test_all_errors_are_told_at_once(tmp_path: Path):
 def test_what_init_is_given_is_set_in_its_file():
     tree = load_pipeline(None, ("train.epochs=3", "source.uri=/photos", "spark.etl.conf.spark.x=y"), "work")
     lines = commented_toml(tree).splitlines()
-    assert {"epochs = 3", 'uri = "/photos"', "# image_size = 64"} <= set(lines)
+    assert {"epochs = 3", 'uri = "/photos"', "# image_size = 0"} <= set(lines)
     written = PipelineTree.model_validate(tomllib.loads("\n".join(lines)))
     assert written.model_copy(update={"models": PipelineTree().models}).train == tree.train
     assert written.spark == tree.spark and any("relative path" in line for line in lines)

@@ -148,7 +148,7 @@ def test_a_model_that_does_not_build_ends_a_run_before_its_etl(tmp_path: Path, m
     done = shardmill("run", "images", "--workdir", "work", "--json", "--set", "train.model=net:build", cwd=tmp_path)
     assert done.returncode == 2 and last_line(done).startswith("ERROR 2: train.model = 'net:build': "), done.stderr
     assert why in last_line(done) and "num_classes=2" in last_line(done)
-    assert "train: tries whether net:build builds for images of 64 x 64 x 3 and 2 classes" in done.stderr
+    assert "train: tries whether net:build builds for images of 32 x 32 x 3 and 2 classes" in done.stderr
     assert set(json.loads(done.stdout)) == {"error", "run_id"}
     assert not [path for path in Path("work/dataset").rglob("*") if path.is_file()]
 
