@@ -64,12 +64,19 @@ class EarlyStop:
 
 @dataclass(frozen=True, slots=True)
 class BestEpoch:
-    """The epoch with the lowest validation loss so far, the first of equal ones, and where its weights are."""
+    """The epoch with the lowest validation loss so far, the first of equal ones, and where its weights are.
+
+    One whose figure is that of guessing only counts as long as there is no other: a low loss is no merit then.
+    """
 
     epoch: int
     validation_loss: float
     checkpoint: str
     """Relative to the models' root."""
+    is_guessing: bool = False
+
+    def is_behind(self, validation_loss: float, is_guessing: bool) -> bool:
+        return (is_guessing, validation_loss) < (self.is_guessing, self.validation_loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +146,13 @@ class Progress:
         """More time of this epoch has gone."""
         return replace(self, epoch_seconds=self.epoch_seconds + spent.total, spent=self.spent.plus(spent))
 
-    def after_epoch(self, record: EpochRecord, early_stop: EarlyStop, checkpoint: str) -> Progress:
+    def after_epoch(
+        self, record: EpochRecord, early_stop: EarlyStop, checkpoint: str, *, is_guessing: bool = False
+    ) -> Progress:
         """The running epoch is done; its weights will be in `checkpoint`."""
         best, validation = self.best, record.validation
-        if validation is not None and (best is None or validation.loss < best.validation_loss):
-            best = BestEpoch(record.epoch, validation.loss, checkpoint)
+        if validation is not None and (best is None or best.is_behind(validation.loss, is_guessing)):
+            best = BestEpoch(record.epoch, validation.loss, checkpoint, is_guessing)
         return Progress(
             cursor=Cursor(self.cursor.epoch + 1, 0),
             last_loss_hex=self.last_loss_hex,

@@ -15,6 +15,7 @@ from shardmill.jobs.process import Terminated
 from shardmill.reader import ReaderSeconds
 from shardmill.values import Batch
 from train.activities import Activity, during
+from train.chance import Chance
 from train.checkpoints.checkpoint import (
     CheckpointFolder,
     FoundCheckpoint,
@@ -59,6 +60,10 @@ class Session:
     @property
     def labels(self) -> LabelSpec:
         return LabelSpec.of(self.dataset.manifest)
+
+    @property
+    def chance(self) -> Chance | None:
+        return Chance.of(self.dataset.manifest)
 
     def global_step(self, progress: Progress) -> int:
         return progress.cursor.epoch * self.epochs.num_steps + progress.cursor.step

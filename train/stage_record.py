@@ -54,6 +54,7 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
                 "resumed_from": plain["resumed_from"],
                 "exported": result.exported,
                 "weights_epoch": result.weights_epoch,
+                "caution": result.caution,
                 "continued_from": result.continued_from,
                 "restarts": TypeAdapter(tuple[Restart, ...]).dump_python(outcome.restarts, mode="json"),
                 "training_dir": result.training_dir,

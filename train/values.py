@@ -207,6 +207,8 @@ class TrainResult:
     """The backend that exports this model."""
     placement: tuple[RankDevices, ...] = ()
     """Where the ranks of the last attempt computed, in rank order."""
+    caution: str = ""
+    """Why the gate must not let this model pass by itself; most often empty."""
 
 
 Trial = Literal["none", "told", "decides"]

@@ -86,8 +86,9 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
         progress, last_checkpoint = save_last(session, progress, last_checkpoint)
 
     # The weights that count, and their figures on data that no decision has seen.
-    best = load_best(session, progress.best, last_checkpoint)
-    result = _result(session, progress, best, last_checkpoint, found)
+    caution = _caution(session, progress)
+    best = load_best(session, None if caution else progress.best, last_checkpoint)
+    result = replace(_result(session, progress, best, last_checkpoint, found), caution=caution)
     if member.rank == 0:
         attempt.publish(f"{task.training_dir}/{RESULT}", seal(to_json(result)))
 
@@ -168,6 +169,17 @@ def _result(
         num_overflowed_steps=progress.num_overflowed,
         placement=session.world.placement,
     )
+
+
+def _caution(session: Session, progress: Progress) -> str:
+    """Why no epoch is the best one, if all that were validated only guess and the training has learned; else empty."""
+    best, chance, history = progress.best, session.chance, progress.history
+    if best is None or not best.is_guessing or chance is None or not chance.has_learned(history):
+        return ""
+    caution = chance.told(history)
+    exported = "no epoch is the best one: the last one's weights are exported, and the gate will not promote them"
+    session.event("guessing", {"epoch": history[-1].epoch, WARNING: f"{caution}; {exported}"})
+    return caution
 
 
 def _with_files(world: World, task: WorkerTask) -> World:
@@ -273,7 +285,9 @@ def _finish_epoch(session: Session, progress: Progress) -> Progress:
     session.event("epoch", fields)
     if early_stop.stopped:
         session.event("early_stop", {"epoch": record.epoch, "epochs_since_best": early_stop.epochs_since_best})
-    after = progress.after_epoch(record, early_stop, session.checkpoints.path_of(session.global_step(progress)))
+    is_guessing = session.chance is not None and session.chance.is_all((*progress.history, record))
+    checkpoint = session.checkpoints.path_of(session.global_step(progress))
+    after = progress.after_epoch(record, early_stop, checkpoint, is_guessing=is_guessing)
     if has_not_learned(after.history):
         stuck = f"the loss has not fallen by the end of epoch {record.epoch + 1} (now {record.train_loss:.4f})"
         warning = f"{stuck}: change train.learning_rate{inputs_hint(config)}"

@@ -15,15 +15,16 @@ from shardmill.stores import open_store
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.keras.backend import SAVED_MODEL
 from train.backends.keras.serving import ServingModel, load_saved_model, write_saved_model
-from train.evaluation.evaluate import evaluate_batches
-from train.evaluation.scores import scores_by
+from train.evaluation.evaluate import evaluate_batches, scores_by
 from train.labels import LabelSpec
 from train.published.exported import ARTIFACTS, EXPORTS, Export, ExportRecord
 from train.records import put_record, record_numbers
 from train.strategies.collective import SingleCollective
 
 
-def put_export(models_uri: str, dataset_uri: str, *, is_good: bool = True, split: str | None = "test") -> Export:
+def put_export(
+    models_uri: str, dataset_uri: str, *, is_good: bool = True, split: str | None = "test", caution: str = ""
+) -> Export:
     """An export for a dataset: one that knows its classes by their mean images, or one that answers class 0."""
     import keras
 
@@ -73,6 +74,7 @@ def put_export(models_uri: str, dataset_uri: str, *, is_good: bool = True, split
         training_dir="",
         checkpoint="",
         weights_sha256="",
+        caution=caution,
         training_evaluation=evaluation,
         evaluation=evaluation,
         parity_max_abs_diff=0.0,

@@ -23,7 +23,7 @@ from tests.etl.test_extra_columns import build
 from tests.train.training import MODELS, train_here
 from train.backends import BACKENDS
 from train.config import TrainConfig
-from train.evaluation.scores import scores_of
+from train.evaluation.evaluate import scores_of
 from train.published.export import check_figures, export_training
 from train.published.figures import by_name, evaluate_export
 from train.published.load import load_exported

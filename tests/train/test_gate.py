@@ -137,6 +137,14 @@ def rolled_back(models: Models) -> None:
     models.promoted(first)
 
 
+@row("its validation was no better than guessing, though its training had learned ([when](training.md#chance))")
+def only_guesses(models: Models) -> None:
+    candidate = models.export(caution="the validation accuracy is no better than guessing")
+    assert f"no better than guessing; `shardmill promote {models.uri}@{candidate.number}`" in models.kept(candidate)
+    models.kept(candidate, replace_current=True)
+    assert choose_export(models.uri, candidate.number, "run").current == candidate.number
+
+
 @row("no test or validation split")
 def unjudged(models: Models) -> None:
     assert "no test or validation split" in models.kept(models.export(split=None), replace_current=True)

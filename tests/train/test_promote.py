@@ -15,7 +15,7 @@ from shardmill.sealed import seal
 from shardmill.stores import open_store
 from tests.services.faulty_store import FaultyStore, send_twice
 from tests.train.exports import put_export
-from train.evaluation.scores import SMALLEST_LOG_PROBABILITY
+from train.evaluation.evaluate import SMALLEST_LOG_PROBABILITY
 from train.gate_config import GateConfig
 from train.published.candidate import promote_export, promotion_record
 from train.published.current import CURRENT, Pointer, read_history

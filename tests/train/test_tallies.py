@@ -12,8 +12,7 @@ import pytest
 from sklearn.metrics import average_precision_score
 
 from shardmill.values import Batch
-from train.evaluation.evaluate import tally_of
-from train.evaluation.scores import scores_of
+from train.evaluation.evaluate import scores_of, tally_of
 from train.labels import LabelSpec
 from train.tallies import multi_label as multi_label_tally
 from train.tallies.multi_label import average_precision

@@ -62,6 +62,8 @@ class ModelSpec:
     scale: InputScale
     class_weights: tuple[float, ...] = ()
     """What the loss of a sample of each class counts; empty if all count alike."""
+    steps_per_epoch: int = 0
+    """Of the training; 0 if that is not known."""
 
 
 def model_spec(manifest: Manifest, config: TrainConfig) -> ModelSpec:
@@ -71,7 +73,9 @@ def model_spec(manifest: Manifest, config: TrainConfig) -> ModelSpec:
     if config.standardize:
         scale = InputScale(manifest.channel_mean, manifest.channel_std)
     labels = LabelSpec.of(manifest)
-    return ModelSpec(manifest.normalize.image_shape_HWC, labels, scale, class_weights(config, manifest))
+    steps_per_epoch = -(-manifest.splits["train"].num_rows // config.global_batch_size)
+    shape_HWC, weights = manifest.normalize.image_shape_HWC, class_weights(config, manifest)
+    return ModelSpec(shape_HWC, labels, scale, weights, steps_per_epoch)
 
 
 def made_up_batch(spec: ModelSpec, num_rows: int) -> Batch:

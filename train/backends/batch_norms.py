@@ -13,6 +13,22 @@ from typing import Any
 
 from shardmill.errors import UsageError
 
+# Of the moving statistics after an epoch, what their initial values may still count; and the least that a batch's
+# statistics are averaged, because a few steps are better than one.
+INITIAL_SHARE = 0.05
+SMALLEST_MOMENTUM = 0.5
+
+
+def largest_momentum(steps_per_epoch: int) -> float:
+    """For the moving statistics of models by name: a library's own may need more steps than a training has.
+
+    Keras's 0.99 forgets its initial values in 300 steps, MobileNetV2's 0.999 in 3000; until then a model is evaluated
+    with statistics that are not those of its activations. Whoever brings a model of their own has chosen a momentum.
+    """
+    if not steps_per_epoch:
+        return 1.0
+    return max(SMALLEST_MOMENTUM, INITIAL_SHARE ** (1 / steps_per_epoch))
+
 
 def alone(tensor: Any, name: str) -> Any:
     """`SumInStep` of a world of one."""

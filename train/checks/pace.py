@@ -15,8 +15,7 @@ from shardmill.values import DatasetPin
 from train.backends import BACKENDS
 from train.backends.backend import model_spec
 from train.config import TrainConfig
-from train.evaluation.evaluate import tally_of
-from train.evaluation.scores import scores_by
+from train.evaluation.evaluate import scores_by, tally_of
 from train.labels import LabelSpec
 from train.launching.faults import FIX
 from train.launching.side_process import Question, answer, ask

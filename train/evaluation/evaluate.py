@@ -6,18 +6,49 @@ minimised, so that models compare. Shape legend: N batch, H height, W width, C c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import numpy as np
 
 from shardmill.sealed import seal
 from shardmill.storage import Store
-from shardmill.values import Batch
-from train.evaluation.scores import Scores
+from shardmill.values import Batch, LabelKind
 from train.labels import LabelSpec
 from train.records import read_if_whole
 from train.tallies import TALLIES
 from train.tallies.tally import Exchange, Tally
 from train.values import CONFUSION, Confusion, Evaluation, to_json
+
+# Keeps the logarithm of a probability of 0 finite, and no more than that. The training loss clips at 1e-7
+# (backends/keras/losses.py) to bound its gradient; none is taken here, and errors made with confidence should differ.
+SMALLEST_PROBABILITY = float(np.finfo(np.float32).tiny)
+SMALLEST_LOG_PROBABILITY = float(np.log(SMALLEST_PROBABILITY))
+
+Outputs = Callable[[np.ndarray], np.ndarray]
+"""images_NHWC uint8 -> outputs_NK float32."""
+Scores = Callable[[np.ndarray], np.ndarray]
+"""images_NHWC uint8 -> scores_NK, as `scores_of` gives them."""
+
+
+def scores_of(kind: LabelKind, outputs_NK: np.ndarray, are_logits: bool) -> np.ndarray:
+    """Outputs -> log-probabilities of one class an image, log-odds of each of several classes, or the numbers.
+
+    From logits they are exact at any size. A float32 probability near 1 is not: a sigmoid is 1 from a logit of 16.7 on,
+    and what it was made of can no longer be told. So an export carries its logits, and the loss is computed from them
+    everywhere. In float64: the sum over a split should not depend on how it was cut into ranks.
+    """
+    outputs_NK = np.asarray(outputs_NK, dtype=np.float64)
+    if kind == "class":
+        return _log_softmax(outputs_NK) if are_logits else _log(outputs_NK)
+    if kind == "multi_label" and not are_logits:
+        return _log(outputs_NK) - _log(1.0 - outputs_NK)
+    return outputs_NK
+
+
+def scores_by(outputs: Outputs, kind: LabelKind, are_logits: bool) -> Scores:
+    """`scores_of` behind the function of a model."""
+    return lambda images_NHWC: scores_of(kind, outputs(images_NHWC), are_logits)
 
 
 def tally_of(labels: LabelSpec) -> Tally:
@@ -26,7 +57,7 @@ def tally_of(labels: LabelSpec) -> Tally:
 
 
 def evaluate_batches(
-    scores_of: Scores, batches: Iterable[Batch], split: str, labels: LabelSpec, exchange: Exchange
+    scores: Scores, batches: Iterable[Batch], split: str, labels: LabelSpec, exchange: Exchange
 ) -> Evaluation:
     """Figures of a model over the batches of one split; all ranks call it, each with its own, and all get the same.
 
@@ -34,7 +65,7 @@ def evaluate_batches(
     """
     tally = tally_of(labels)
     for batch in batches:
-        tally.add(scores_of(batch.images_NHWC), batch)
+        tally.add(scores(batch.images_NHWC), batch)
     return tally.evaluation(split, exchange)
 
 
@@ -56,3 +87,12 @@ def write_confusion(store: Store, training_dir: str, confused: Confusion) -> Non
 def read_confusion(store: Store, training_dir: str) -> Confusion | None:
     """What `write_confusion` wrote; None if there is none, or it was altered: it is for people to look at."""
     return read_if_whole(Confusion, store, f"{training_dir}/{CONFUSION}")
+
+
+def _log(probabilities_NK: np.ndarray) -> np.ndarray:
+    return np.log(np.clip(probabilities_NK, SMALLEST_PROBABILITY, 1.0))
+
+
+def _log_softmax(logits_NK: np.ndarray) -> np.ndarray:
+    shifted_NK = logits_NK - logits_NK.max(axis=1, keepdims=True)
+    return shifted_NK - np.log(np.exp(shifted_NK).sum(axis=1, keepdims=True))

@@ -10,8 +10,7 @@ import numpy as np
 from shardmill.reader import read_batches
 from shardmill.values import Batch
 from train.activities import Activity, during, reading
-from train.evaluation.evaluate import evaluate_batches, write_confusion
-from train.evaluation.scores import scores_by
+from train.evaluation.evaluate import evaluate_batches, scores_by, write_confusion
 from train.reading import plan_evaluation, reader_options
 from train.session import Session, each_announced
 from train.values import Evaluation

@@ -24,8 +24,7 @@ from train.backends import BACKENDS
 from train.backends.backend import Backend, Learner, StatePart, model_spec
 from train.checkpoints.checkpoint import open_checkpoint
 from train.config import TrainConfig
-from train.evaluation.evaluate import evaluate_batches
-from train.evaluation.scores import scores_by
+from train.evaluation.evaluate import evaluate_batches, scores_by
 from train.labels import LabelSpec
 from train.models.identity import check_same_model
 from train.models.user import source_sha256
@@ -84,8 +83,7 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
     earlier = _find_whole_export(models_uri, result)
     if earlier is not None:
         return ExportOutcome(earlier, models_uri, skipped=True)
-    store = open_store(models_uri)
-    dataset = open_pinned(result.dataset)
+    store, dataset = open_store(models_uri), open_pinned(result.dataset)
     backend = BACKENDS[result.export_backend]
     learner = _restore(backend, store, config, result, dataset)
     with tempfile.TemporaryDirectory(prefix="shardmill-export-") as scratch:
@@ -116,6 +114,7 @@ def export_training(models_uri: str, config: TrainConfig, result: TrainResult, r
         training_dir=result.training_dir,
         checkpoint=result.checkpoint,
         weights_sha256=result.weights_sha256,
+        caution=result.caution,
         training_evaluation=result.evaluation.without_classes() if result.evaluation else None,
         evaluation=comparison.evaluation,
         parity_max_abs_diff=comparison.parity_max_abs_diff,

@@ -58,6 +58,8 @@ class ExportRecord(Section):
     weights_sha256: str
     training_evaluation: Evaluation | None
     """What the training recorded, on the dataset version that it was trained on; without its per-class figures."""
+    caution: str = ""
+    """Why the gate must not let it pass by itself, as the training said; most often empty."""
     evaluation: Evaluation | None
     """The same figures of the reloaded SavedModel: measured when it was exported, and found equal to those."""
     parity_max_abs_diff: float

@@ -12,8 +12,7 @@ import numpy as np
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
 from shardmill.values import Batch
-from train.evaluation.evaluate import evaluate_batches
-from train.evaluation.scores import SMALLEST_LOG_PROBABILITY, Scores, scores_by
+from train.evaluation.evaluate import SMALLEST_LOG_PROBABILITY, Scores, evaluate_batches, scores_by
 from train.labels import LabelSpec
 from train.published.exported import ExportedModel
 from train.strategies.collective import SingleCollective

@@ -89,6 +89,9 @@ def judge(
         reason = f"export {candidate.number} was promoted before and rolled back{doubt}; `shardmill promote "
         reason += f"{models_uri}@{candidate.number}` makes it current again"
         return GateDecision("kept", reason, figure, None, metric, is_passed=False)
+    if candidate.record.caution:
+        reason = f"{candidate.record.caution}; `shardmill promote {models_uri}@{candidate.number}` promotes it anyway"
+        return GateDecision("kept", reason, figure, None, metric, is_passed=False)
     if _below_floor(evaluation, gate):
         # Refused already; the current export need not be loaded and evaluated for it.
         return decide(evaluation, None, gate)

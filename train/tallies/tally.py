@@ -27,7 +27,7 @@ class Tally(Protocol):
     """The part of one rank."""
 
     def add(self, scores_NK: np.ndarray, batch: Batch) -> None:
-        """Count a batch, by the scores of `train.evaluation.scores`; rows of weight 0 are left out."""
+        """Count a batch, by the scores of `train.evaluation.evaluate`; rows of weight 0 are left out."""
         ...
 
     def evaluation(self, split: str, exchange: Exchange) -> Evaluation:

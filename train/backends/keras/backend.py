@@ -12,8 +12,9 @@ import numpy as np
 
 from shardmill.values import Batch
 from train.backends.backend import ModelSpec, NamedWeights, ServedModel, StatePart, StepOutcome, SumInStep
+from train.backends.batch_norms import largest_momentum
 from train.backends.keras.averages import WeightAverages
-from train.backends.keras.batch_norms import KerasBatchNorms, TensorFlowMoments
+from train.backends.keras.batch_norms import KerasBatchNorms, TensorFlowMoments, limit_momentum
 from train.backends.keras.build import BuiltModel, build_model
 from train.backends.keras.names import named_weights, read_weights
 from train.backends.keras.optimizers import ChosenOptimizer, build_optimizer, check_unfreezable
@@ -23,6 +24,7 @@ from train.backends.keras.runtime import assign_variables, decorrelate_seed_stat
 from train.backends.keras.serving import KerasCheck, ServingModel, load_saved_model, write_keras_file, write_saved_model
 from train.backends.keras.step import Run, SumInside, TrainStep
 from train.checkpoints.state import arrays_sha256
+from train.models import MODELS
 from train.world import World
 
 if TYPE_CHECKING:
@@ -184,6 +186,8 @@ class KerasBackend:
 
     def build(self, config: TrainConfig, spec: ModelSpec) -> KerasLearner:
         built = build_model(config, spec.image_shape_HWC, spec.labels, spec.class_weights)
+        if not MODELS.is_own(config.model):
+            limit_momentum(built.model, largest_momentum(spec.steps_per_epoch))
         return KerasLearner(config, built, build_optimizer(config, built.model, built.compiled_optimizer), spec)
 
     def load_served(self, folder: Path) -> ServedModel:

@@ -16,6 +16,15 @@ Moments = Callable[[Any, Any, Any], tuple[Any, Any]]
 """(inputs, mask or None, the layer) -> its mean and variance of each channel."""
 
 
+def limit_momentum(model: Any, largest: float) -> None:
+    """Let the moving statistics of a model follow faster, on any of Keras's own backends."""
+    import keras
+
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.momentum = min(layer.momentum, largest)
+
+
 class KerasBatchNorms:
     """Those of one model, on any of Keras's own backends; `moments` are the backend's."""
 

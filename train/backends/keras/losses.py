@@ -18,7 +18,7 @@ PerSample = Callable[[Any, Any], Any]
 """(labels, outputs_NK float32) -> float32 (N,)."""
 
 # As in Keras: keeps the logarithm of a probability of 0 finite, and bounds its gradient in float32. Figures that are
-# reported, not minimised, go further down (train/evaluation/scores.py).
+# reported, not minimised, go further down (train/evaluation/evaluate.py).
 SMALLEST_PROBABILITY = 1e-7
 
 

@@ -19,6 +19,21 @@ from train.config import TrainConfig
 MOMENTS = "batch_norm"
 
 
+def limit_momentum(model: Any, is_keras: bool, largest: float) -> None:
+    """Let the moving statistics of a model follow faster. PyTorch's momentum is what Keras's leaves of 1."""
+    if is_keras:
+        from train.backends.keras.batch_norms import limit_momentum as limit_momentum_of_keras
+
+        limit_momentum_of_keras(model, largest)
+        return
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    for module in model.modules():
+        # Without a momentum it is the mean of all steps.
+        if isinstance(module, _BatchNorm) and module.momentum is not None:
+            module.momentum = max(module.momentum, 1.0 - largest)
+
+
 class BatchNorms:
     """Those of one model; none unless `train.sync_batch_norm` is set."""
 

@@ -17,8 +17,10 @@ import numpy as np
 from shardmill.errors import UsageError
 from shardmill.user_module import with_line_of_user
 from train.backends.backend import ModelSpec
+from train.backends.batch_norms import largest_momentum
 from train.backends.layer_errors import as_layers_raised_them
 from train.backends.output_form import Probe, are_logits
+from train.backends.torch.batch_norms import limit_momentum
 from train.backends.torch.freeze import Frozen, freeze
 from train.backends.torch.runtime import device, import_torch
 from train.config import TrainConfig
@@ -78,8 +80,11 @@ def build_module(config: TrainConfig, spec: ModelSpec) -> BuiltModule:
     if is_keras:
         _refuse_compiled(config, model)
     outputs_are_logits = are_logits(config, spec.labels.kind, spec.image_shape_HWC, _probe(classifier))
-    frozen = freeze(config, model, is_keras)
-    return BuiltModule(classifier, model, is_keras, outputs_are_logits, frozen, _identity(model, is_keras))
+    frozen, identity = freeze(config, model, is_keras), _identity(model, is_keras)
+    if not MODELS.is_own(config.model):
+        # Of how long the training is, and no part of what the model is.
+        limit_momentum(model, is_keras, largest_momentum(spec.steps_per_epoch))
+    return BuiltModule(classifier, model, is_keras, outputs_are_logits, frozen, identity)
 
 
 def _classifier(model: Any, is_keras: bool, spec: ModelSpec) -> Any:
