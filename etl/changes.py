@@ -95,7 +95,7 @@ class Compared:
     def list(self) -> Iterator[ListingBatch]:
         """The images that are new or have changed: a listing of their own."""
         for segment in self._listing.segments:
-            for batch in pq.ParquetFile(self._listing.folder / segment).iter_batches():
+            for batch in pq.ParquetFile(self._listing.folder / segment.path).iter_batches():
                 images = pa.Table.from_batches([batch]).select([*LISTED_SCHEMA.names, "sample_id"])
                 listed = self._changed(images) if self._is_same_source else images
                 # A part of them would not tell which ones have the ids of others.

@@ -181,7 +181,7 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     unit_min_images: int = Field(default=256, ge=1)
     """A work unit holds at least this many sources, or 64 MB of them: small datasets do not become tiny shards."""
     scratch_dir: str = ""
-    """Local folder where group-bys spill; empty for the system's temporary folder, where listings always are."""
+    """Local folder where group-bys and large units of archives spill; empty for the system's temporary folder."""
 
     @field_validator("formats")
     @classmethod

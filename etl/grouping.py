@@ -95,11 +95,13 @@ def group_here(group: GroupBy, settings: EngineSettings | None = None) -> Iterat
 
 
 def _contributions(group: GroupBy, store: Store) -> Iterator[pa.Table]:
-    """Of all segments, in order; a few of them wait in memory."""
+    """Of all segments, in order; a few of them wait in memory, of large ones one."""
     places = range(len(group.segments))
-    with ThreadPoolExecutor(_NUM_READERS, "shardmill-groups") as pool:
-        for first in range(0, len(places), _NUM_READERS):
-            yield from pool.map(lambda place: group.contribution(store, place), places[first : first + _NUM_READERS])
+    largest = max((segment.num_rows for segment in group.segments), default=1)
+    num_readers = max(1, min(_NUM_READERS, ROWS_PER_PART // max(1, largest)))
+    with ThreadPoolExecutor(num_readers, "shardmill-groups") as pool:
+        for first in range(0, len(places), num_readers):
+            yield from pool.map(lambda place: group.contribution(store, place), places[first : first + num_readers])
 
 
 def digest_prefixes(digests: pa.ChunkedArray) -> np.ndarray:

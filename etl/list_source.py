@@ -16,11 +16,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.cell_order import by_cells
 from etl.grouping import Group, group_here
 from etl.listed import ListingBatch
 from etl.listing import NUM_BUCKETS, Listing, limbs, sum_limbs
 from etl.listing_faults import check_has_images, check_labels
-from etl.segments import fact_limbs, key_digests, sample_ids, segment_table, write_segment
+from etl.segments import (
+    SEGMENT_ROWS,
+    ListingSegment,
+    fact_limbs,
+    key_digests,
+    sample_ids,
+    segment_table,
+    write_segment,
+)
 from etl.sources import Lists
 from etl.sources.names import MAX_CLASS_NAME_BYTES, is_class_name
 from etl.unique_ids import Correction, make_unique
@@ -33,11 +42,9 @@ from shardmill.jobs.process import Scratch
 from shardmill.mix import mix64_array
 from shardmill.storage_errors import as_storage_error
 from shardmill.typed_columns import LABEL, names_of
-from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason
+from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection, RejectReason
 
 _BUCKET_SHIFT = np.uint64(48)
-# One segment is in memory at a time, about 300 bytes a row while it is sorted.
-SEGMENT_ROWS = 1_000_000
 _NUM_PROBES = 8
 
 
@@ -96,7 +103,8 @@ class _Segments:
     images_by_label: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
     images_by_bucket: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BUCKETS, np.int64))
     facts_by_bucket: np.ndarray = field(default_factory=lambda: np.zeros((NUM_BUCKETS, 8), np.uint64))
-    names: list[str] = field(default_factory=list)
+    runs: list[ListingSegment] = field(default_factory=list)
+    """Of images in the order in which they came; each is sorted by cell."""
     probes: list[tuple[int, str]] = field(default_factory=list)
     key_sum: int = 0
     num_listed: int = 0
@@ -151,12 +159,12 @@ class _Segments:
         if self._num_waiting:
             self._flush()
         if not self._are_unique:
-            for correction in make_unique(self.folder, self.names, self.group):
+            for correction in make_unique(self.folder, [run.path for run in self.runs], self.group):
                 self._correct(correction)
         key_sum = add_digests(self.key_sum, self.rejections.key_sum)
         return Listing(
             folder=self.folder,
-            segments=tuple(self.names),
+            segments=by_cells(self.folder, self.runs, self.group),
             rejections=self.rejections,
             images_by_label=self.images_by_label,
             images_by_bucket=self.images_by_bucket,
@@ -209,22 +217,23 @@ class _Segments:
         starts = np.flatnonzero(np.diff(buckets_N, prepend=-1))
         self.facts_by_bucket[buckets_N[starts]] += np.add.reduceat(facts[order_N], starts, axis=0)
         self.images_by_bucket += np.bincount(buckets_N, minlength=NUM_BUCKETS)
-        self.names.append(f"segment-{len(self.names):05d}.parquet")
-        write_segment(self.folder / self.names[-1], table.take(pa.array(order_N)))
+        self.runs.append(
+            write_segment(self.folder, f"segment-{len(self.runs):05d}.parquet", table.take(pa.array(order_N)))
+        )
 
 
 def _cells(images: pa.Table, ids_N: np.ndarray, seed: int) -> np.ndarray:
     """The cell of each image, uint64: hash order mixes classes and folders, so that chunk reads are mixed already."""
     containers = images.column("container")
-    if pc.all(pc.equal(containers, "")).as_py():
+    is_in_block = pc.and_(pc.not_equal(containers, ""), pc.not_equal(images.column("block"), NO_BLOCK))
+    if not pc.any(is_in_block).as_py():
         return mix64_array(ids_N, seed)
     # The images of one block stay together; blocks are mixed.
     blocks = pc.binary_join_element_wise(containers, images.column("block").cast(pa.string()), "\0")
     encoded = pc.dictionary_encode(blocks.combine_chunks())
     block_ids = np.array([sample_id_of(name) for name in encoded.dictionary.to_pylist()], np.int64)
     of_block_N = block_ids[encoded.indices.to_numpy()]
-    is_contained_N = pc.not_equal(containers, "").to_numpy(zero_copy_only=False)
-    return mix64_array(np.where(is_contained_N, of_block_N, ids_N), seed)
+    return mix64_array(np.where(is_in_block.to_numpy(zero_copy_only=False), of_block_N, ids_N), seed)
 
 
 def _judged(batch: ListingBatch, max_source_bytes: int) -> ListingBatch:

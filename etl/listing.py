@@ -18,6 +18,7 @@ import numpy as np
 from shardmill.ids import DIGEST_MODULUS, add_digests, format_digest, key_hash
 
 if TYPE_CHECKING:
+    from etl.segments import ListingSegment
     from shardmill.dataset.rejection_log import RejectionLog
 
 NUM_BUCKETS = 1 << 16
@@ -26,11 +27,12 @@ NUM_BUCKETS = 1 << 16
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Listing:
-    """What the driver knows of a source: counts, sums and the segments' names; the images are in the segments."""
+    """What the driver knows of a source: counts, sums and the segments' ranges; the images are in the segments."""
 
     folder: Path
     """A local folder that goes with this value."""
-    segments: tuple[str, ...]
+    segments: tuple[ListingSegment, ...]
+    """By ranges of cells, ascending; only the images of one cell may be in two of them."""
     rejections: RejectionLog
     """Refused by the listing alone, in the order of their keys' bytes."""
     images_by_label: Counter[tuple[str | None, str | None]]

@@ -13,7 +13,12 @@ from shardmill.values import NO_SUCH_FILE, UNKNOWN_SIZE, Rejection, RejectReason
 
 def in_reading_order(sources: Sequence[SourceImage]) -> list[SourceImage]:
     """Those in containers as they lie there, so that each block is read once; files of their own in the given order."""
-    return sorted(sources, key=lambda image: (image.container, image.place if image.container else 0))
+    return sorted(sources, key=lambda image: (image.container, image.place) if image.is_in_block else ("", 0))
+
+
+def is_reading_order(sources: Sequence[SourceImage]) -> bool:
+    """Whether the sources are read in the given order."""
+    return not any(image.is_in_block for image in sources)
 
 
 def read_source(reader: SourceReader, image: SourceImage, task: UnitTask) -> bytes | Rejection:

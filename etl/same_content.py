@@ -53,7 +53,7 @@ def _restated(rows: OlderRows, work: Listing, ids_N: np.ndarray) -> pa.Table:
     """The row of each unchanged image, ascending, and what is listed of it now. `ids_N` is ascending as well."""
     tables = []
     for segment in work.segments:
-        for batch in pq.ParquetFile(work.folder / segment).iter_batches():
+        for batch in pq.ParquetFile(work.folder / segment.path).iter_batches():
             _, is_unchanged_N = find_sorted(ids_N, batch.column("sample_id").to_numpy())
             images = pa.Table.from_batches([batch]).filter(pa.array(is_unchanged_N))
             rows_N, _ = rows.find_renewed(images)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,35 @@ from shardmill.mix import mix64_array
 from shardmill.storage import Store, join_uri
 
 SEGMENT_SCHEMA = pa.schema([*LISTED_SCHEMA, pa.field("sample_id", pa.int64()), pa.field("cell", pa.uint64())])
+SEGMENT_ROWS = 1_000_000
+"""How many rows are in memory at a time, at about 300 bytes each while they are sorted."""
 _ROW_GROUP_ROWS = 8_192
 
 
-def write_segment(file: Path, table: pa.Table) -> None:
-    """One segment; the statistics of its row groups say which cells they hold."""
+@dataclass(frozen=True, slots=True)
+class ListingSegment:
+    """One file of a listing, and the cells that its images belong to."""
+
+    path: str
+    num_rows: int
+    first_cell: int
+    last_cell: int
+    """Both ends are of images."""
+
+    def has_any_of(self, first_cell: int, last_cell: int) -> bool:
+        """Whether images of a range of cells, both ends included, may be in it."""
+        return self.first_cell <= last_cell and first_cell <= self.last_cell
+
+
+def write_segment(folder: Path, path: str, table: pa.Table) -> ListingSegment:
+    """Write rows, at least one, that are sorted by cell."""
+    write_rows(folder / path, table)
+    cells_N = table.column("cell").to_numpy()
+    return ListingSegment(path, len(cells_N), int(cells_N[0]), int(cells_N[-1]))
+
+
+def write_rows(file: Path, table: pa.Table) -> None:
+    """The file of a segment; the statistics of its row groups say which cells they hold."""
     # Keys differ in every row: a dictionary of them would only cost time.
     strings = [field.name for field in table.schema if pa.types.is_string(field.type)]
     texts = [name for name in strings if name != "key"]
@@ -37,6 +62,7 @@ def write_segment(file: Path, table: pa.Table) -> None:
         compression="zstd",
         compression_level=1,
         use_dictionary=texts,  # pyright: ignore[reportArgumentType]  its stub knows bool alone
+        write_statistics=["cell"],  # pyright: ignore[reportArgumentType]  the same
     )
 
 
@@ -64,12 +90,13 @@ def read_cells(store: Store, path: str, first_cell: int, last_cell: int) -> Iter
 def _row_groups(file: pq.ParquetFile, first_cell: int, last_cell: int) -> Iterator[pa.Table]:
     place = SEGMENT_SCHEMA.get_field_index("cell")
     for number in range(file.metadata.num_row_groups):
-        cells = file.metadata.row_group(number).column(place).statistics
-        if cells.max < first_cell or cells.min > last_cell:
+        group = file.metadata.row_group(number)
+        cells = group.column(place).statistics
+        if not group.num_rows or cells.max < first_cell or cells.min > last_cell:
             continue
-        group = file.read_row_group(number, use_threads=False)
-        cells_N = group.column("cell").to_numpy()
-        yield group.filter(pa.array((cells_N >= np.uint64(first_cell)) & (cells_N <= np.uint64(last_cell))))
+        rows = file.read_row_group(number, use_threads=False)
+        cells_N = rows.column("cell").to_numpy()
+        yield rows.filter(pa.array((cells_N >= np.uint64(first_cell)) & (cells_N <= np.uint64(last_cell))))
 
 
 FACTS = tuple(name for name in LISTED_SCHEMA.names if name != "key")

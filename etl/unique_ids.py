@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etl.grouping import Group, GroupBy, Segment, with_equals
-from etl.segments import SEGMENT_SCHEMA, fact_limbs, find_sorted, key_digests, write_segment
+from etl.segments import SEGMENT_SCHEMA, fact_limbs, find_sorted, key_digests, write_rows
 from etl.spill import SpilledRows
 from shardmill.ids import next_sample_id
 from shardmill.sealed import seal_file
@@ -167,7 +167,7 @@ def _rewrite(file: Path, changed: pa.Table) -> Iterator[Correction]:
     renewed = table.set_column(place, SEGMENT_SCHEMA.field(place), pa.array(new_ids_N))
     is_kept_N = np.ones(table.num_rows, bool)
     is_kept_N[rows_N] = times_N == _STAYS
-    write_segment(file, renewed.filter(pa.array(is_kept_N)))
+    write_rows(file, renewed.filter(pa.array(is_kept_N)))  # still sorted, and in the same range
     before, after = (each.take(pa.array(rows_N)) for each in (table, renewed))
     before_N8, after_N8 = (fact_limbs(key_digests(each), each) for each in (before, after))
     for number, (image, time) in enumerate(zip(before.to_pylist(), times_N.tolist(), strict=True)):

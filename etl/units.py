@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from etl.config import EtlConfig, SourceConfig
 from etl.listing import NUM_BUCKETS, Listing, sum_limbs
-from etl.segments import fact_limbs, key_digests, read_cells
+from etl.segments import ListingSegment, fact_limbs, key_digests, read_cells
 from shardmill.errors import IntegrityError
 from shardmill.formats.rows import RowSchema
 from shardmill.ids import add_digests, format_digest, key_bytes
@@ -77,7 +77,7 @@ class ListingPlace:
     """Where the tasks find the listing's segments."""
 
     uri: str
-    segments: tuple[str, ...]
+    segments: tuple[ListingSegment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,9 @@ def read_unit(listing: ListingPlace, unit: WorkUnit, seed: int) -> tuple[SourceI
     images: list[SourceImage] = []
     facts_sum = 0
     for segment in listing.segments:
-        for table in read_cells(store, segment, unit.first_cell, unit.last_cell):
+        if not segment.has_any_of(unit.first_cell, unit.last_cell):
+            continue
+        for table in read_cells(store, segment.path, unit.first_cell, unit.last_cell):
             facts_sum += sum_limbs(fact_limbs(key_digests(table), table))
             images += images_of_table(table)
     if len(images) != unit.num_images or format_digest(add_digests(facts_sum)) != unit.facts_sum:
@@ -166,10 +168,17 @@ def images_of_table(table: pa.Table) -> Iterator[SourceImage]:
     return itertools.starmap(SourceImage, zip(*columns, strict=True))
 
 
-def typical_image_bytes(config: EtlConfig) -> int:
-    """What a stored image may take in one format: a guess, the more so if sizes differ."""
+def stored_image_bytes(listing: Listing, config: EtlConfig) -> int:
+    """What a stored image may take in one format, on average: a guess, which balances work units and bounds nothing."""
     num_values = config.image_size**2 * config.num_channels
-    return max(1, int(num_values * ENCODINGS[config.encoding].bytes_per_value))
+    of_size = max(1, int(num_values * ENCODINGS[config.encoding].bytes_per_value))
+    listed = listing.source_bytes // max(1, listing.num_images)
+    if config.one_shape_HWC is not None or not listed:
+        return of_size
+    # An image that is not resized takes about what its file takes; one that is only shrunk, not more.
+    if config.resize_mode == "none":
+        return listed
+    return of_size if config.enlarges else min(of_size, listed)
 
 
 def _num_units(listing: Listing, config: EtlConfig) -> int:
@@ -178,6 +187,6 @@ def _num_units(listing: Listing, config: EtlConfig) -> int:
     # 256 photos of 12 megapixels are minutes of one task: few of them would all be in one unit.
     mean_bytes = max(1, listing.source_bytes // max(1, num_images))
     least_images = min(config.unit_min_images, max(1, _MIN_UNIT_SOURCE_BYTES // mean_bytes))
-    fitting = max(1, config.shard_max_bytes // typical_image_bytes(config))
+    fitting = max(1, config.shard_max_bytes // stored_image_bytes(listing, config))
     images_per_unit = min(fitting, max(least_images, -(-num_images // _TARGET_NUM_UNITS)))
     return min(NUM_BUCKETS, 1 << max(0, -(-num_images // images_per_unit) - 1).bit_length())

@@ -71,6 +71,6 @@ def _num_vanished(store: Store, parent: Manifest, listing: Listing) -> int:
 
     mark(np.array([sample_id_of(each.key) for each in listing.rejections], np.int64))
     for segment in listing.segments:
-        for batch in pq.ParquetFile(listing.folder / segment).iter_batches(columns=["sample_id"]):
+        for batch in pq.ParquetFile(listing.folder / segment.path).iter_batches(columns=["sample_id"]):
             mark(batch.column("sample_id").to_numpy())
     return int((~is_listed_N).sum())

@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
-import uuid
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Protocol
 
 from etl.config import EtlConfig
 from etl.pending import keep_result
 from etl.read_ahead import read_ahead
-from etl.read_source import check_source, in_reading_order, places_of, read_source
+from etl.read_source import check_source, in_reading_order, is_reading_order, places_of, read_source
 from etl.sources import SOURCES, SourceReader
 from etl.splits import split_of
+from etl.unit_order import in_unit_order
+from etl.unit_shards import UnitShards
 from etl.units import UnitTask, WorkUnit, read_unit
-from shardmill.dataset.shard import publish_shard
-from shardmill.dataset.statistics import ImageSizes, count_sizes
-from shardmill.dataset.unit_result import SplitSums, UnitResult, encode_sample_ids
+from shardmill.dataset.unit_result import UnitResult, encode_sample_ids
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.failpoints import failpoint, is_failpoint_set
-from shardmill.formats.rows import RowSchema, StoredRow, cut_chunks, cut_shards
-from shardmill.ids import add_digests, format_digest, key_hash
+from shardmill.formats.rows import StoredRow
+from shardmill.ids import format_digest
 from shardmill.images.decoder_id import decoder_id
 from shardmill.images.sandbox import DecodeSandbox
 from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits, NormalizeOptions
-from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.stores.retries import num_retried
-from shardmill.values import ImageSample, Rejection, ShardInfo, SourceImage
+from shardmill.values import ImageSample, Rejection, SourceImage
 
 
 class Decoder(Protocol):
@@ -52,7 +49,8 @@ def write_unit(
     """Read, normalize and store every source of a unit. Safe to run twice, also at once: each attempt has own names.
 
     Images are decoded by `decoder`; without one in a child process, so that none of them can end this one. What follows
-    `when_decoded` is mostly waiting for disks.
+    `when_decoded` is mostly waiting for disks. Beside its sources' facts and the images under way, a unit of any size
+    takes `etl.shard_max_bytes` of memory twice: see `UnitShards`.
 
     Raises UsageError if this executor would make other pixels than the driver or does not share its dataset folder,
     StorageError if storage fails.
@@ -62,25 +60,27 @@ def write_unit(
     _check_host(task, reader)
     sources = read_unit(task.listing, unit, task.config.seed)
 
-    # Read and normalize: each source ends as one row or one rejection.
-    rows_by_split, rejections, unchanged = _outcomes(sources, task, reader, decoder or sandbox_of_process(task.config))
-    _check_multiset(unit, sources, rows_by_split, [*rejections, *unchanged])
-    _sort_like(sources, rows_by_split)
-    when_decoded()
-
-    # Store: the same chunks in every format, published whole.
-    shards = [] if task.is_check else _store(dataset, unit, rows_by_split, task)
+    # Read and normalize: each source ends as one row or one rejection. Rows are stored as they come, whole shards at a
+    # time: the same chunks in every format.
+    ended = _Ended()
+    rows = _rows(sources, task, reader, decoder or sandbox_of_process(task.config), ended)
+    shards = UnitShards(dataset, unit.index, task)
+    for split, row in _in_order(rows, sources, task, when_decoded):
+        ended.accepted.append(row.source.key)
+        shards.add(split, row)
+    shards.finish()
+    _check_multiset(unit, sources, ended)
 
     # Record: after a crash, a run that plans the same unit finds this and does not repeat it.
     result = UnitResult(
         unit_index=unit.index,
         fingerprint=unit.fingerprint,
-        shards=tuple(shards),
-        splits=tuple(_split_sums(split, rows, task.row_schema) for split, rows in sorted(rows_by_split.items())),
-        rejections=tuple(rejections),
-        accepted_key_sum=_key_sum(row.source.key for rows in rows_by_split.values() for row in rows),
-        note_counts=tuple(sorted(_count_notes(rows_by_split).items())),
-        unchanged_ids=encode_sample_ids(image.sample_id for image in unchanged),
+        shards=shards.shards,
+        splits=shards.splits,
+        rejections=tuple(ended.rejections),
+        accepted_key_sum=format_digest(shards.accepted_key_sum),
+        note_counts=tuple(sorted(shards.note_counts.items())),
+        unchanged_ids=encode_sample_ids(image.sample_id for image in ended.unchanged),
         retried_requests=num_retried() - retried_before,
     )
     if not task.is_check:
@@ -104,22 +104,30 @@ def _check_host(task: UnitTask, reader: SourceReader) -> None:
     check_source(reader, places_of(task), task.probes)
 
 
-def _outcomes(
-    sources: Sequence[SourceImage], task: UnitTask, reader: SourceReader, decoder: Decoder
-) -> tuple[dict[str, list[StoredRow]], list[Rejection], list[SourceImage]]:
-    """The rows of each split, the rejections, and the sources whose bytes were known."""
-    rows_by_split: dict[str, list[StoredRow]] = defaultdict(list)
-    rejections: list[Rejection] = []
-    unchanged: list[SourceImage] = []
+@dataclass(slots=True)
+class _Ended:
+    """How the sources of a unit ended, beside the rows that they became."""
+
+    accepted: list[str] = field(default_factory=list)
+    """Keys of the rows."""
+    rejections: list[Rejection] = field(default_factory=list)
+    unchanged: list[SourceImage] = field(default_factory=list)
+    """Sources whose bytes were known."""
+
+
+def _rows(
+    sources: Sequence[SourceImage], task: UnitTask, reader: SourceReader, decoder: Decoder, ended: _Ended
+) -> Iterator[tuple[str, StoredRow]]:
+    """The rows, each with its split, as their sources are read; adds the other sources to `ended`."""
     label_ids = {name: number for number, name in enumerate(task.row_schema.class_names)}
 
     def readable() -> Iterator[tuple[SourceImage, bytes]]:
         read, has_failpoint = partial(read_source, reader, task=task), is_failpoint_set()
         for image, data in read_ahead(read, reader.expect, in_reading_order(sources), reader.num_parallel):
             if isinstance(data, Rejection):
-                rejections.append(data)
+                ended.rejections.append(data)
             elif image.known_sha256 and hashlib.sha256(data).hexdigest() == image.known_sha256:
-                unchanged.append(image)
+                ended.unchanged.append(image)
             else:
                 if has_failpoint:
                     failpoint("decode")
@@ -127,12 +135,30 @@ def _outcomes(
 
     for image, outcome in decoder.decode(readable(), task.config.normalize_options()):
         if isinstance(outcome, Rejection):
-            rejections.append(outcome)
+            ended.rejections.append(outcome)
         else:
-            split = split_of(image, outcome.source_sha256, task.config.split_fractions)
             label_id = None if image.label is None else label_ids[image.label]
-            rows_by_split[split].append(StoredRow.of(image, label_id, outcome))
-    return rows_by_split, rejections, unchanged
+            split = split_of(image, outcome.source_sha256, task.config.split_fractions)
+            yield split, StoredRow.of(image, label_id, outcome)
+
+
+def _in_order(
+    rows: Iterator[tuple[str, StoredRow]],
+    sources: Sequence[SourceImage],
+    task: UnitTask,
+    when_decoded: Callable[[], None],
+) -> Iterator[tuple[str, StoredRow]]:
+    """The rows in the unit's order; images of containers come as they lie there."""
+
+    def decoded() -> Iterator[tuple[str, StoredRow]]:
+        yield from rows
+        when_decoded()
+
+    # A check stores nothing, and its sums do not depend on the order.
+    if task.is_check or is_reading_order(sources):
+        return decoded()
+    keys = (image.key for image in sources)
+    return in_unit_order(decoded(), keys, task.config.shard_max_bytes, task.config.scratch_dir)
 
 
 def sandbox_of_process(config: EtlConfig) -> DecodeSandbox:
@@ -147,81 +173,8 @@ def _warm_sandbox(process_id: int, timeout_seconds: float, memory_bytes: int) ->
     return DecodeSandbox(limits, config_section="etl")
 
 
-def _store(store: Store, unit: WorkUnit, rows_by_split: dict[str, list[StoredRow]], task: UnitTask) -> list[ShardInfo]:
-    """The splits at once, because what takes time here is a disk that syncs, or a distant store. One shard of each at a
-    time: their bytes are in memory.
-    """
-    splits = sorted(rows_by_split)
-    with ThreadPoolExecutor(max(1, len(splits)), "shardmill-publish") as pool:
-        published = pool.map(lambda split: _publish(store, unit, split, rows_by_split[split], task), splits)
-        return list(itertools.chain.from_iterable(published))
-
-
-def _publish(store: Store, unit: WorkUnit, split: str, rows: Sequence[StoredRow], task: UnitTask) -> list[ShardInfo]:
-    config = task.config
-    attempt = uuid.uuid4().hex[:12]
-    return [
-        publish_shard(
-            store, split, f"{unit.index:06d}-{number:03d}-{attempt}", format_name, chunks, schema=task.row_schema
-        )
-        for number, chunks in enumerate(cut_shards(cut_chunks(rows, config.chunk_bytes), config.shard_max_bytes))
-        for format_name in config.formats
-    ]
-
-
-def _sort_like(sources: Sequence[SourceImage], rows_by_split: dict[str, list[StoredRow]]) -> None:
-    """Into the unit's hash order: images of containers were read as they lie there."""
-    places = {image.key: place for place, image in enumerate(sources)}
-    for rows in rows_by_split.values():
-        rows.sort(key=lambda row: places[row.source.key])
-
-
-def _check_multiset(
-    unit: WorkUnit,
-    sources: Sequence[SourceImage],
-    rows: dict[str, list[StoredRow]],
-    others: Sequence[Rejection | SourceImage],
-) -> None:
-    """`others` were refused, or are known already."""
-    ended = Counter(row.source.key for split_rows in rows.values() for row in split_rows)
-    ended.update(each.key for each in others)
-    if ended != Counter(source.key for source in sources):
+def _check_multiset(unit: WorkUnit, sources: Sequence[SourceImage], ended: _Ended) -> None:
+    found = Counter(ended.accepted)
+    found.update(each.key for each in (*ended.rejections, *ended.unchanged))
+    if found != Counter(source.key for source in sources):
         raise IntegrityError(f"work unit {unit.index} lost or doubled an input", "this is a fault in shardmill")
-
-
-def _split_sums(split: str, rows: Sequence[StoredRow], schema: RowSchema) -> SplitSums:
-    return SplitSums(
-        split=split,
-        num_rows=len(rows),
-        image_bytes=sum(row.image_bytes for row in rows),
-        class_counts=schema.class_counts((row.label_id for row in rows), (row.source.extra for row in rows)),
-        row_digest_sum=format_digest(add_digests(*(int.from_bytes(row.digest, "big") for row in rows))),
-        num_pixels=sum(row.sample.height * row.sample.width for row in rows),
-        channel_sums=_sum_columns(row.sample.channel_sums for row in rows),
-        channel_square_sums=_sum_columns(row.sample.channel_square_sums for row in rows),
-        sizes=_sizes([row.sample for row in rows]),
-    )
-
-
-def _sizes(samples: Sequence[ImageSample]) -> ImageSizes:
-    heights, widths = [each.source_height for each in samples], [each.source_width for each in samples]
-    return ImageSizes(
-        source=count_sizes(heights, widths, sum(each.source_bytes for each in samples)),
-        stored=count_sizes(
-            [each.height for each in samples],
-            [each.width for each in samples],
-            sum(len(each.image) for each in samples),
-        ),
-    )
-
-
-def _sum_columns(rows: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sum(column) for column in zip(*rows, strict=True))
-
-
-def _key_sum(keys: Iterator[str]) -> str:
-    return format_digest(add_digests(*map(key_hash, keys)))
-
-
-def _count_notes(rows: dict[str, list[StoredRow]]) -> Counter[str]:
-    return Counter(note for split_rows in rows.values() for row in split_rows for note in row.sample.notes)

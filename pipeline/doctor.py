@@ -33,6 +33,7 @@ from train.tree import TrainTree
 
 if TYPE_CHECKING:
     from etl.config import EtlConfig
+    from etl.listing import Listing
 
 JAVA_VERSIONS = (17, 21)
 CLOCK_TOLERANCE_SECONDS = 30
@@ -226,14 +227,15 @@ def _listing_findings(tree: PipelineTree) -> Iterator[Finding]:
     yield from listing_findings(tree, plan)
     yield from model_findings(tree, plan.row_schema)
     if plan.store.local_root is not None:
-        yield _room(plan.store.local_root, plan.num_images, plan.task.config)
+        yield _room(plan.store.local_root, plan.listing, plan.task.config)
 
 
-def _room(root: Path, num_images: int, etl: EtlConfig) -> Finding:
+def _room(root: Path, listing: Listing, etl: EtlConfig) -> Finding:
     """What is free where the dataset is to be, beside what a full build of it might take."""
-    from etl.units import typical_image_bytes
+    from etl.units import stored_image_bytes
 
-    needed_bytes = num_images * typical_image_bytes(etl) * len(etl.formats)
+    num_images = listing.num_images
+    needed_bytes = num_images * stored_image_bytes(listing, etl) * len(etl.formats)
     there = next(folder for folder in (root, *root.parents) if folder.exists())
     free_bytes = shutil.disk_usage(there).free
     needed = f"a build of all {num_images:,} images takes about {needed_bytes / 1e9:,.2g} GB"

@@ -81,6 +81,8 @@ REASONS_OUTSIDE_REJECT_FRACTION = frozenset(
 
 UNKNOWN_SIZE = -1
 """Size of a source that its listing does not tell, such as a row of a table of names."""
+NO_BLOCK = -1
+"""Block of an image that is all of its container: a file that a table names, in a row with a key of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +109,19 @@ class SourceImage:
     place: int = 0
     """Row number or byte offset in the container; the row of the table that lists a file."""
     block: int = 0
-    """Images of one block of a container are read by one work unit, so that no archive is scanned twice."""
+    """Images of one block of a container are read by one work unit, so that no archive is scanned twice.
+
+    `NO_BLOCK` for a container that is itself the image: each row that names it reads it whole.
+    """
     extra: str = ""
     """The values of the extra columns, as `encode_values` writes them; empty in a dataset without any."""
     known_sha256: str = ""
     """Of the row that the latest version has of it, listed with another size or time; empty unless contents count."""
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether it is read from a container, beside its neighbours there."""
+        return self.container != "" and self.block != NO_BLOCK
 
     def rejected(self, reason: RejectReason, detail: str, stage: str = "read", source_sha256: str = "") -> Rejection:
         """The ledger's row for this input."""

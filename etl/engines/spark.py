@@ -68,16 +68,16 @@ def run_on_spark(
 def _shared_listing(task: UnitTask, store: Store) -> Iterator[ListingPlace]:
     """The listing's segments below the dataset for as long as the units run: every executor sees that place."""
     folder = f"{LISTINGS}/{uuid.uuid4().hex[:12]}"
-    paths = {segment: f"{folder}/{segment}" for segment in task.listing.segments}
+    shared = tuple(replace(segment, path=f"{folder}/{segment.path}") for segment in task.listing.segments)
     try:
-        for segment, path in paths.items():
-            store.put_file(path, Path(task.listing.uri) / segment)
-        yield ListingPlace(store.uri, tuple(paths.values()))
+        for segment, copy in zip(task.listing.segments, shared, strict=True):
+            store.put_file(copy.path, Path(task.listing.uri) / segment.path)
+        yield ListingPlace(store.uri, shared)
     finally:
         # They must not stand in for what went wrong inside.
         with suppress(errors.ShardmillError):
-            for path in paths.values():
-                store.delete(path)
+            for copy in shared:
+                store.delete(copy.path)
 
 
 SPARK = Engine(run_on_spark, group_on_spark, run_on_spark, lambda settings: one_spark())

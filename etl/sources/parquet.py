@@ -1,6 +1,6 @@
 """Parquet files that hold the images themselves, one in each row, as Hugging Face's image datasets do.
 
-A listing reads every column but the images; a task reads them row group by row group.
+A listing reads every column but the images; a task reads them in the order of the file.
 """
 
 # pyarrow.compute makes its functions when it is imported.
@@ -8,6 +8,8 @@ A listing reads every column but the images; a task reads them row group by row 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 _LABEL_COLUMNS = ("label", "labels", "class")
 # What the rows that are decoded at once may become in memory; a page may repeat one long value in each of them.
 _MAX_BATCH_BYTES, _MAX_READ_ROWS = 256_000_000, 64
+# A row group is decoded from its beginning for each of its blocks: at most so many, so 4.5 times in all.
+_MAX_BLOCKS_OF_GROUP, _MIN_BLOCK_ROWS = 8, 1_024
 
 
 class ParquetSource:
@@ -68,7 +72,7 @@ class ParquetSource:
 
         def take(rows: _ImageRows, image: SourceImage) -> bytes | Rejection:
             with _parsing(image.container):
-                data = rows.read(image.place, image.block)
+                data = rows.read(image.place)
             if data is None:
                 return image.rejected(RejectReason.BAD_ROW, "the row holds no image")
             if len(data) > max_source_bytes:
@@ -130,11 +134,12 @@ def _list_file(
     warnings = misspelt(names, {"split": chosen.split, "group": chosen.group}, file.path)
     yield ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_signs=signs)
     wanted = dict.fromkeys([*chosen.names, *(name for name in extra.given if name in schema.names)])
-    first_row = 0
+    first_row, blocks = 0, _Blocks.of_file(parquet.metadata)
     for group in range(parquet.metadata.num_row_groups):
         for rows in column_batches(parquet, group, list(wanted)):
-            places = pa.array(np.arange(first_row, first_row + rows.num_rows, dtype=np.int64))
-            batch = _listed(rows, chosen, file, _Place(places, group, split), extra)
+            rows_N = np.arange(first_row, first_row + rows.num_rows, dtype=np.int64)
+            place = _Place(pa.array(rows_N), pa.array(blocks.of(rows_N, group)), split)
+            batch = _listed(rows, chosen, file, place, extra)
             yield replace(batch, extra_types=extra.types)
             first_row += rows.num_rows
 
@@ -167,8 +172,31 @@ class _Place:
     """Where a batch of rows is, and the split that its file names."""
 
     rows: pa.Array
-    group: int
+    blocks: pa.Array
     split: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Row groups are blocks, and large ones several: what one work unit reads must not be as large as a file."""
+
+    first_rows: tuple[int, ...]
+    """Of each row group, and behind the last one."""
+
+    @classmethod
+    def of_file(cls, metadata: pq.FileMetaData) -> _Blocks:
+        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        return cls((0, *itertools.accumulate(rows)))
+
+    def group_of(self, row: int) -> int:
+        """The row group that holds a row of the file."""
+        return bisect.bisect_right(self.first_rows, row) - 1
+
+    def of(self, rows_N: np.ndarray, group: int) -> np.ndarray:
+        """The block of each of these rows of a row group, int64: the number of the group, if it is one block."""
+        first, end = self.first_rows[group], self.first_rows[group + 1]
+        block_rows = max(_MIN_BLOCK_ROWS, -(-(end - first) // _MAX_BLOCKS_OF_GROUP))
+        return group + (rows_N - first) // block_rows * (len(self.first_rows) - 1)
 
 
 def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, extra: ExtraColumns) -> ListingBatch:
@@ -199,7 +227,7 @@ def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, e
         "split": splits,
         "container": pa.repeat(file.path, num_rows),
         "place": place.rows,
-        "block": pa.repeat(place.group, num_rows),
+        "block": place.blocks,
     }
     return listed_rows(columns, problems, file.path)
 
@@ -233,15 +261,14 @@ class _ImageRows:
         # Buffered, so that a column chunk is streamed instead of loaded whole.
         self._parquet = pq.ParquetFile(stream, metadata=read_footer(stream), pre_buffer=False, buffer_size=1 << 20)
         self._column = image_column(self._parquet.schema_arrow, image_field, path)
-        metadata = self._parquet.metadata
-        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        self._first_rows = np.concatenate([[0], np.cumsum(rows)]).tolist()
+        self._blocks = _Blocks.of_file(self._parquet.metadata)
         self._group, self._start = -1, 0
         self._batch: pa.Array = pa.array([], pa.binary())
         self._batches: Iterator[pa.RecordBatch] = iter(())
 
-    def read(self, row: int, group: int) -> bytes | None:
-        """One row's bytes, or None. Rows of a group in ascending order are decoded once."""
+    def read(self, row: int) -> bytes | None:
+        """One row's bytes, or None. Rows of a row group in ascending order are decoded once, from its beginning on."""
+        group = self._blocks.group_of(row)
         if group != self._group or row < self._start:
             self._begin(group)
         while row >= self._start + len(self._batch):
@@ -254,7 +281,7 @@ class _ImageRows:
         return self._batch[row - self._start].as_py()
 
     def _begin(self, group: int) -> None:
-        self._group, self._start, self._batch = group, self._first_rows[group], self._batch[:0]
+        self._group, self._start, self._batch = group, self._blocks.first_rows[group], self._batch[:0]
         self._batches = self._parquet.iter_batches(
             self._rows_at_once(group), row_groups=[group], columns=[self._column], use_threads=False
         )

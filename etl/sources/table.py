@@ -37,7 +37,7 @@ from etl.sources.uris import UriReader, uri_problems, without_dots
 from shardmill.errors import UsageError
 from shardmill.storage import Store, StoredFile
 from shardmill.typed_columns import LABEL
-from shardmill.values import UNKNOWN_SIZE, Rejection
+from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
@@ -183,7 +183,9 @@ def _listed(batch: _Rows, style: PathStyle, store: Store, extra: ExtraColumns) -
     if chosen.key is not None:
         names = batch.texts(chosen.key)
         problems = or_else(problems, names.is_null(), "no key")
-        columns |= {"key": pc.binary_join_element_wise(batch.table, names, "\0"), "container": uris}
+        # Rows with a key of their own may name one file, which each of them reads whole.
+        blocks = pa.repeat(pa.scalar(NO_BLOCK, pa.int64()), num_rows)
+        columns |= {"key": pc.binary_join_element_wise(batch.table, names, "\0"), "container": uris, "block": blocks}
     if chosen.split is not None:
         columns["split"], is_unknown = as_splits(batch.labels(chosen.split))
         problems = or_else(problems, is_unknown, f"no split's name; expected one of {', '.join(SPLIT_OF_NAME)}")

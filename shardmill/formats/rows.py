@@ -137,18 +137,36 @@ class ShardFormat:
     """(footer, number of the chunk in its shard, its range, its bytes, schema) -> rows, or IntegrityError."""
 
 
-def cut_chunks(rows: Iterable[StoredRow], chunk_bytes: int) -> Iterable[list[StoredRow]]:
-    """Runs of rows, each closed as soon as its images reach `chunk_bytes`."""
-    chunk: list[StoredRow] = []
-    size = 0
+class ChunkCutter:
+    """The rule that cuts rows into chunks, for rows that come one by one: a chunk is closed as soon as its images reach
+    `chunk_bytes`.
+    """
+
     # Closed by size alone, never by a limit of rows: so chunks are equal in every format, and so are plans.
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._rows: list[StoredRow] = []
+        self._num_bytes = 0
+
+    def add(self, row: StoredRow) -> list[StoredRow]:
+        """The chunk that this row closes; empty if it closes none."""
+        self._rows.append(row)
+        self._num_bytes += row.image_bytes
+        return self.rest() if self._num_bytes >= self._chunk_bytes else []
+
+    def rest(self) -> list[StoredRow]:
+        """The rows of the chunk that is open, which is closed."""
+        rows, self._rows, self._num_bytes = self._rows, [], 0
+        return rows
+
+
+def cut_chunks(rows: Iterable[StoredRow], chunk_bytes: int) -> Iterable[list[StoredRow]]:
+    """The chunks of rows that come in order; see `ChunkCutter`."""
+    cutter = ChunkCutter(chunk_bytes)
     for row in rows:
-        chunk.append(row)
-        size += row.image_bytes
-        if size >= chunk_bytes:
+        if chunk := cutter.add(row):
             yield chunk
-            chunk, size = [], 0
-    if chunk:
+    if chunk := cutter.rest():
         yield chunk
 
 

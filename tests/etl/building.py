@@ -73,5 +73,5 @@ def build_source(source: SourceConfig, folder: Path, **etl: object) -> Manifest:
 def images_of(listing: Listing) -> list[SourceImage]:
     """Everything in the segments, in the order of the keys' bytes."""
     store = open_store(str(listing.folder))
-    tables = [table for name in listing.segments for table in read_cells(store, name, 0, 2**64 - 1)]
+    tables = [table for segment in listing.segments for table in read_cells(store, segment.path, 0, 2**64 - 1)]
     return sorted((image for table in tables for image in images_of_table(table)), key=lambda image: image.key.encode())

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from pyspark import SparkContext
 
+from etl import list_source
 from etl.config import EtlConfig
 from etl.duplicates import count_copies, find_copies
 from etl.engines import EngineSettings, auto, spark_groups
@@ -121,16 +122,18 @@ def test_spark_gives_what_one_machine_gives_and_leaves_no_file(
         )
         assert len(here) == len(there) == 7
         assert here == there
-        # And a listing, which the tasks see only because its ids are copied below the dataset.
+        # And a listing, which the tasks see only because its ids and its images are copied below the dataset.
+        keys = [*COLLIDING, *(f"a/{number % 20}.jpg" for number in range(30))]
+        monkeypatch.setattr(list_source, "SEGMENT_ROWS", 5)
         listings = [
             listed(
-                [SourceImage(key, 1) for key in keys],
+                *([SourceImage(key, 1)] for key in keys),
                 group=lambda asked, group=group: in_small_parts(group)(replace(asked, dataset_uri=store.uri)),
             )
             for group in (group_here, on_spark)
-            for keys in [[*COLLIDING, *(f"a/{number % 20}.jpg" for number in range(30))]]
         ]
         assert facts(listings[0]) == facts(listings[1]) and images_of(listings[0]) == images_of(listings[1])
+        assert listings[0].segments == listings[1].segments and len(listings[0].segments) == 4
         assert [len(listing.rejections) for listing in listings] == [10, 10]
         with spark_context("another", settings.spark, {}) as context:
             application = context.applicationId

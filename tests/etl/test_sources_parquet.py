@@ -10,13 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from etl.config import SourceConfig
+from etl.config import EtlTree, SourceConfig
+from etl.plan import plan_build
 from etl.sources import SOURCES
 from etl.sources.parquet import _ImageRows
 from etl.sources.recognise import recognise
 from shardmill.errors import UsageError
+from shardmill.jobs.config import DatasetConfig
 from shardmill.values import Rejection
-from tests.etl.building import build_source, images_of, list_images
+from tests.etl.building import ETL, build_source, images_of, list_images
 from tests.etl.test_sources_webdataset import picture
 from tests.services.s3 import s3_client
 
@@ -41,6 +43,27 @@ def test_rows_are_keyed_by_number_or_by_a_key_column(tmp_path: Path):
     assert [(image.key, image.label, image.block) for image in images] == [
         ("a.parquet\0" "0", "x", 0), ("a.parquet\0" "1", "y", 0), ("a.parquet\0" "2", "x", 1),
     ]  # fmt: skip
+
+
+def test_a_large_row_group_is_several_units(tmp_path: Path):
+    few = pictures(40)
+    rows = {"image": [few[number % 40] for number in range(3_000)], "label": ["x"] * 3_000}
+    source = write_rows(tmp_path / "a.parquet", rows, row_group_size=2_500)
+    images = images_of(list_images(source))
+    blocks = Counter(image.block for image in images)
+    # The numbers of the groups stay for blocks that are first in theirs.
+    assert blocks == {0: 1_024, 2: 1_024, 4: 452, 1: 500}
+    plan = plan_build(
+        EtlTree(
+            source=source, dataset=DatasetConfig(uri=str(tmp_path / "dataset")),
+            etl=ETL.model_copy(update={"unit_min_images": 100}),
+        ), run_id="r",
+    )  # fmt: skip
+    assert max(unit.num_images for unit in plan.units) < 2_500
+    # Read from the middle of the group, rows are the right ones.
+    reader = SOURCES["parquet"](source).open(10_000)
+    by_place = sorted(images, key=lambda image: (image.block, image.place))
+    assert all(reader.read(image) == few[image.place % 40] for image in by_place[::97])
 
 
 def test_splits_come_from_a_column_or_from_the_files_names(tmp_path: Path):

@@ -5,21 +5,26 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl.config import EtlConfig, SplitFractions
+from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
 from etl.list_source import list_source
 from etl.listed import ListingBatch, batches_of
 from etl.listing import Listing
+from etl.plan import plan_build
 from etl.splits import split_of
 from etl.units import ListingPlace, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.formats.rows import RowSchema
 from shardmill.ids import sample_id_of
+from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import SilentObserver
 from shardmill.values import SourceImage
+from tests.etl.building import ETL, build_source
+from tests.support import write_images
 
 
 class ListedKeys:
@@ -72,6 +77,23 @@ def test_large_files_make_units_of_fewer_images():
     listing = list_source(Photos(0), seed=0, max_source_bytes=10_000_000, observer=SilentObserver())
     assert len(plan_units(listing, config, "config")) == 32
     assert len(plan_units(listing_of(200), config, "config")) == 1
+
+
+def test_rows_with_keys_that_name_one_file_are_split_over_units(tmp_path: Path):
+    write_images(tmp_path / "images", num_images=3, num_classes=1)
+    rows = [f"images/class_0/0000{max(0, number - 597)}.png,a,row {number}" for number in range(600)]
+
+    def table(lines: list[str]) -> SourceConfig:
+        (tmp_path / "t.csv").write_text("\n".join(["uri,label,key", *lines]))
+        return SourceConfig(uri=str(tmp_path / "t.csv"), kind="table")
+
+    tree = EtlTree(source=table(rows), dataset=DatasetConfig(uri=str(tmp_path / "dataset")), etl=ETL)
+    units = plan_build(tree, run_id="r").units
+    assert len(units) == 32 and max(unit.num_images for unit in units) < 50
+    # In whatever order the table lists them.
+    found = [build_source(table(lines), tmp_path / str(place)) for place, lines in enumerate((rows, rows[::-1]))]
+    assert [each.counts.accepted for each in found] == [600, 600]
+    assert len({(each.content_digest, each.layout_digest) for each in found}) == 1
 
 
 def test_units_mix_the_classes():
