@@ -111,7 +111,7 @@ def _build(
     *,
     replace_source: bool,
 ) -> BuildOutcome:
-    started = time.monotonic()
+    started_seconds = time.monotonic()
 
     # List the source and plan the units. What the listing alone refuses may be too much already.
     plan = plan_build(tree, run_id=run_id, observer=observer, group=_group_on_engine(tree))
@@ -132,21 +132,21 @@ def _build(
         _warn(observer, version_warnings(plan.store, parent))
         clear_pending(plan.store, plan.units, parent.version)  # of a run that was killed just behind its commit
         observer.event("etl.unchanged", {"version": parent.version})
-        return _outcome(plan, parent, time.monotonic() - started)
+        return _outcome(plan, parent, time.monotonic() - started_seconds)
 
     # Build what the latest version lacks, and commit it.
     if before_work is not None:
+        called = time.monotonic()
         before_work(plan.row_schema)
-    return _build_on_latest(plan, tree, observer, started, replace_source=replace_source)
+        # No work of the ETL.
+        started_seconds += time.monotonic() - called
+    return _build_on_latest(plan, tree, observer, started_seconds, replace_source=replace_source)
 
 
 def _build_on_latest(
-    plan: BuildPlan, tree: EtlTree, observer: Observer, started: float, *, replace_source: bool
+    plan: BuildPlan, tree: EtlTree, observer: Observer, started_seconds: float, *, replace_source: bool
 ) -> BuildOutcome:
-    """From the units to the commit; an append that loses the race begins again with the winner's version.
-
-    `started`: by the monotonic clock.
-    """
+    """From the units to the commit; an append that loses the race begins again with the winner's version."""
     retries: list[int] = []
     num_lost = 0
     while True:
@@ -183,7 +183,7 @@ def _commit_once(
         manifest = commit_results(plan, finished, changes, lease.check, _group_on_engine(tree), _copy_on_engine(tree))
     _warn(observer, version_warnings(plan.store, manifest))
     observer.event("etl.committed", {"version": manifest.version, "content_digest": manifest.content_digest})
-    return _outcome(plan, manifest, time.monotonic() - started, kept, sum(retries))
+    return _outcome(plan, manifest, time.monotonic() - started_seconds, kept, sum(retries))
 
 
 def _outcome(

@@ -91,6 +91,7 @@ class Command(TyperCommand):
         assert COMMON_OPTIONS.callback is not None
         common = ctx.obj = COMMON_OPTIONS.callback(**given)
         try:
+            _check_run_id(common)
             return super().invoke(ctx)
         except typer.Exit:
             raise
@@ -115,6 +116,13 @@ def command(*unused: str) -> Callable[[Callable[..., Any]], TyperCommand]:
         return made
 
     return make
+
+
+def _check_run_id(common: Common) -> None:
+    """Raises UsageError for an id that names no run, before the command works for it."""
+    from shardmill.jobs.run_files import run_folder
+
+    run_folder(common.run_id)
 
 
 def _recorded_run(common: Common) -> str | None:

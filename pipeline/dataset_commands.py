@@ -59,7 +59,7 @@ def inspect(
         found = inspection.list_files(opened)
         return print_result(common, found, [(each["uri"],) for each in found], title="")
     facts = inspection.describe(opened)
-    print_result(common, facts, flat_rows(facts), title=title)
+    print_result(common, facts, [*inspection.headline_rows(facts), *flat_rows(facts)], title=title)
 
 
 @command()

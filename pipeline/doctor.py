@@ -114,7 +114,7 @@ def _packages(chosen: list[Chosen]) -> Iterator[Finding]:
             # The entry with the fewest extras: `horovod` alone, not `spark,horovod`.
             extra = min((entry.extra for _, entry in uses), key=len)
             found = f"not installed; needed only by {', '.join(use for use, _ in uses)}"
-            yield Finding("warn", package, found, install_hint(extra))
+            yield Finding("ok", package, found, install_hint(extra))
 
 
 def _python() -> Finding:
@@ -123,13 +123,13 @@ def _python() -> Finding:
 
 def _java(*, is_needed: bool) -> Finding:
     """Whether Spark's Java runs; without it a run fails only if the config chooses something that needs Spark."""
-    problem: Status = "fail" if is_needed else "warn"
+    problem: Status = "fail" if is_needed else "ok"
     java = os.path.join(os.environ["JAVA_HOME"], "bin", "java") if os.environ.get("JAVA_HOME") else "java"
     fix = "apt-get install -y openjdk-17-jre-headless, or set JAVA_HOME to a Java 17 or 21"
     try:
         text = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=20, check=False).stderr
     except (OSError, subprocess.TimeoutExpired):
-        return Finding(problem, "java", f"{java} does not run; Spark needs it", fix)
+        return Finding(problem, "java", f"{java} does not run; only Spark needs it", fix)
     version = re.search(r'version "(\d+)', text)
     if version is None or int(version.group(1)) not in JAVA_VERSIONS:
         return Finding(problem, "java", f"{text.splitlines()[0] if text else 'unknown'}; Spark 4 needs 17 or 21", fix)
@@ -139,7 +139,7 @@ def _java(*, is_needed: bool) -> Finding:
 def _compiler() -> Finding:
     compiler = shutil.which("g++")
     if compiler is None:
-        return Finding("warn", "g++", "not found; only building Horovod needs it", "apt-get install -y g++")
+        return Finding("ok", "g++", "not found; only building Horovod needs it", "apt-get install -y g++")
     return Finding("ok", "g++", compiler)
 
 

@@ -14,7 +14,8 @@ from pipeline.finding import Finding, Status, failed
 from pipeline.spark_applications import applications_on_spark
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
-from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
+from shardmill.jobs.addresses import addresses_of, is_loopback
+from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit, may_have_other_hosts
 from shardmill.stores import scheme_of
 from train.config import TrainConfig
 from train.world import LOOPBACK
@@ -58,7 +59,7 @@ def _host_name(*, is_needed: bool) -> Finding:
     """Gloo looks up its own host's name, and PyTorch and Horovod end with a segmentation fault if that fails."""
     name = socket.gethostname()
     try:
-        addresses = _addresses(name)
+        addresses = addresses_of(name)
     except OSError as error:
         found = f"{name} has no address ({error.strerror or error}): ranks that exchange gradients may crash"
         return Finding(
@@ -84,7 +85,7 @@ def _nics(train: TrainConfig, *, is_needed: bool) -> Iterator[Finding]:
 
 def _gate(train: TrainConfig) -> Finding:
     """Where rank 0 is called, which only its own host can try."""
-    from train.launching.attach_place import find_place, host_of_rank_0
+    from train.launching.attach_place import find_place, host_of_rank_0, loopback_warning
 
     subject, started = "train.attach_port", find_place(os.environ)
     host = train.attach_host or (host_of_rank_0(os.environ, started[1]) if started else LOOPBACK)
@@ -96,7 +97,7 @@ def _gate(train: TrainConfig) -> Finding:
         if started is None or is_rank_0:
             socket.create_server((host, train.attach_port)).close()
         else:
-            _addresses(host)
+            addresses_of(host)
     except OSError as error:
         why = error.strerror or str(error)
         if error.errno == errno.EADDRNOTAVAIL and not is_rank_0:
@@ -104,6 +105,9 @@ def _gate(train: TrainConfig) -> Finding:
         # Not started as one of several, and no host set: MASTER_ADDR or SLURM may name another one.
         status: Status = "fail" if started or train.attach_host else "warn"
         return Finding(status, subject, f"rank 0 cannot be called at {where}: {why}", f"{fix}, or free that port", True)
+    if started and (warning := loopback_warning(host, started[1])):
+        found, _, fix = warning.partition("; ")
+        return Finding("warn", subject, found, fix)
     return Finding("ok", subject, f"{where} is free" if started is None or is_rank_0 else f"{where} is rank 0's")
 
 
@@ -125,7 +129,7 @@ def _master(master: str) -> Finding:
 
 def _local_paths(tree: PipelineTree, applications: Collection[str]) -> Iterator[Finding]:
     """Of this machine, where tasks or ranks on others would look for them: the same text, and another folder there."""
-    if not _is_elsewhere(tree.spark.master):
+    if not may_have_other_hosts(tree.spark.master):
         return
     uris = dict(tree.source.uris()) if "etl" in applications else {}
     uris |= {"dataset.uri": tree.dataset.uri} if applications else {}
@@ -157,7 +161,7 @@ def _application(section: str, conf: dict[str, str], spark: SparkConfig) -> Iter
 def _driver_address(subject: str, bind: str, told: str) -> Finding:
     fix = "set spark.driver.host to an address of this host, or spark.driver.bindAddress beside one that leads here"
     try:
-        addresses = _addresses(told)
+        addresses = addresses_of(told)
     except OSError as error:
         return Finding(
             "fail", subject, f"{told}, which ranks call, has no address: {error.strerror or error}", fix, True
@@ -197,20 +201,4 @@ def _port(subject: str, bind: str, port: int, num_ports: int) -> Finding:
 
 def _is_of_others(told: str, master: str) -> bool:
     """Whether an address is loopback, and the master is neither in this process nor at loopback itself."""
-    return _is_loopback(told) and _is_elsewhere(master)
-
-
-def _is_elsewhere(master: str) -> bool:
-    """Whether executors may be on other hosts."""
-    return not master.startswith("local") and not _is_loopback(master.removeprefix("spark://").rpartition(":")[0])
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return all(each.startswith("127.") or each == "::1" for each in _addresses(host))
-    except OSError:
-        return False
-
-
-def _addresses(host: str) -> list[str]:
-    return sorted({str(each[4][0]) for each in socket.getaddrinfo(host, None)})
+    return is_loopback(told) and may_have_other_hosts(master)

@@ -18,7 +18,7 @@ import typer
 
 from shardmill.errors import StorageError
 from shardmill.jobs.ending import end_with_script, error_line, print_error, quiet_libraries, report_error
-from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals
+from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals, start_in_utf8
 
 
 def run_app(app: typer.Typer) -> NoReturn:
@@ -30,6 +30,7 @@ def run_app(app: typer.Typer) -> NoReturn:
     # Imports make no garbage, but so many objects that looking for it took a tenth of a command's start.
     gc.set_threshold(50_000)
     try:
+        start_in_utf8()
         with private_temporary_folder():
             code = app(standalone_mode=False)
             sys.stdout.flush()  # a full disk behind a redirect may show only now

@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from typing import Any
 
+from etl.listed import SPLITS
 from pipeline.printing import Rows, counted, plain
 from pipeline.progress import RunProgress
 from shardmill.dataset.dataset import Dataset
@@ -22,6 +23,7 @@ from shardmill.stores import open_store
 from shardmill.values import Rejection
 
 _NUM_ROWS_SHOWN = 20
+_NUM_CLASSES_SHOWN = 10
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:
@@ -35,8 +37,6 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         "parent_version": manifest.parent_version,
         "restored_version": manifest.restored_version,
         "size_bytes": sum(shard.size_bytes + shard.rows_bytes for shard in dataset.shards),
-        "content_digest": manifest.content_digest,
-        "layout_digest": manifest.layout_digest,
         "formats": list(manifest.formats),
         "image": {
             "shape_HWC": list(manifest.normalize.one_shape_HWC or ()) or None,
@@ -56,7 +56,27 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         },
         "source": manifest.source.uri,
         "other_sources": [each.uri for each in manifest.other_sources],
+        "content_digest": manifest.content_digest,
+        "layout_digest": manifest.layout_digest,
     }
+
+
+def headline_rows(facts: dict[str, Any]) -> Rows:
+    """What a person asks first of a version: how many images, which classes, how large."""
+    counts, image, names = facts["counts"], facts["image"], facts["class_names"]
+    shape = " x ".join(map(str, image["shape_HWC"])) if image["shape_HWC"] else "of several sizes"
+    num_shards = sum(split["num_shards"] for split in facts["splits"].values())
+    shown = ", ".join(names[:_NUM_CLASSES_SHOWN]) + (", ..." if len(names) > _NUM_CLASSES_SHOWN else "")
+    return [
+        ("images", f"{counts['accepted']:,} accepted, {counts['rejected']:,} rejected of {counts['listed']:,} listed"),
+        *((f"in {name}", f"{facts['splits'][name]['num_rows']:,}") for name in SPLITS if name in facts["splits"]),
+        ("classes", f"{len(names):,}: {shown}") if names else ("labels", facts["label_type"]),
+        (
+            "size",
+            f"{facts['size_bytes'] / 1e6:,.1f} MB in {counted(num_shards, 'shard')} ({', '.join(facts['formats'])})",
+        ),
+        ("stored", f"{image['encoding']}, {shape}"),
+    ]
 
 
 def _described_sizes(sizes: ImageSizes | None) -> dict[str, Any] | None:

@@ -35,8 +35,7 @@ SENTENCES = {
     "train.other_world_size": "train: it was done with {world_size} rank(s), and with {num_workers} it is the same "
     "training; --fresh does it again",
     "train.building": "train: tries whether {model} builds for images of {images} and {labels}",
-    "train.plan": "train: {chosen}; frameworks load now, and each rank will hold up to {bytes_per_rank:,} bytes of "
-    "images to shuffle them (train.window_budget_bytes = {budget_bytes:,})",
+    "train.plan": "train: {short}",
     "train.profile": "train: what {steps} steps computed is recorded in {path}",
     "train.early_stop": "train: stops early after epoch {epoch}",
 }

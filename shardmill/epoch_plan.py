@@ -158,8 +158,10 @@ def plan_epoch(spec: PlanSpec, chunk_rows: np.ndarray, epoch: int) -> EpochPlan:
         order = permutation(num_chunks, _CHUNK_ORDER, spec.seed, epoch)
     else:
         order = np.arange(num_chunks)
+    # In place: of 2 * 10^7 chunks each array is 160 MB.
     starts = np.zeros(num_chunks + 1, dtype=np.int64)
-    np.cumsum(chunk_rows[order], out=starts[1:])
+    np.take(np.asarray(chunk_rows, dtype=np.int64), order, out=starts[1:], mode="clip")
+    np.cumsum(starts[1:], out=starts[1:])
     return EpochPlan(spec, epoch, order, starts)
 
 

@@ -12,6 +12,8 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 FACTOR_1 = 0xBF58476D1CE4E5B9
 FACTOR_2 = 0x94D049BB133111EB
 _MASK = 0xFFFFFFFFFFFFFFFF
+# Whole arrays would need as much memory again for what lies between two steps; this is in a processor's cache.
+_BLOCK_ITEMS = 1 << 16
 
 
 def mix64(*values: int) -> int:
@@ -35,8 +37,30 @@ def mix64_array(values_N: np.ndarray, *prefix: int) -> np.ndarray:
 
 
 def permutation(num_items: int, *key: int) -> np.ndarray:
-    """A permutation of range(num_items) that is a function of `key` alone: a stable sort by mixed positions."""
-    return np.argsort(mix64_array(np.arange(num_items, dtype=np.uint64), *key), kind="stable")
+    """A permutation of range(num_items) that is a function of `key` alone: positions in the order of their mixes.
+
+    Different positions have different mixes, and a mix leads back to its position: so the mixes themselves are sorted,
+    in place, in half the time of an argsort and a quarter of its memory.
+    """
+    mixes_N = np.empty(num_items, dtype=np.uint64)
+    blocks = [slice(start, start + _BLOCK_ITEMS) for start in range(0, num_items, _BLOCK_ITEMS)]
+    for block in blocks:
+        mixes_N[block] = mix64_array(np.arange(block.start, min(block.stop, num_items), dtype=np.uint64), *key)
+    mixes_N.sort()
+    for block in blocks:
+        mixes_N[block] = _unmix64_array(mixes_N[block], *key)
+    return mixes_N.view(np.int64)
+
+
+def _unmix64_array(mixes_N: np.ndarray, *prefix: int) -> np.ndarray:
+    """The values of which `mix64_array(values, *prefix)` are these, as uint64: every step of the mix has an inverse."""
+    state = np.uint64((mix64(*prefix) + GOLDEN_GAMMA) & _MASK)
+    z = mixes_N ^ (mixes_N >> np.uint64(31)) ^ (mixes_N >> np.uint64(62))
+    z *= np.uint64(pow(FACTOR_2, -1, 1 << 64))
+    z ^= (z >> np.uint64(27)) ^ (z >> np.uint64(54))
+    z *= np.uint64(pow(FACTOR_1, -1, 1 << 64))
+    z ^= (z >> np.uint64(30)) ^ (z >> np.uint64(60))
+    return z - state
 
 
 def _finalize(z: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -49,6 +50,28 @@ class ReaderSeconds:
     """Decoding and augmenting images."""
 
 
+class OneProcess:
+    """Remembers the process that used a reader first: a fork has a copy of everything but its threads."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+
+    @property
+    def is_another(self) -> bool:
+        """Whether this process is a fork of the one that began; threads that it does not have may hold its locks."""
+        return self._pid not in (0, os.getpid())
+
+    def check(self) -> None:
+        """Raises UsageError in a fork of the process that called it first; there, waiting for a thread has no end."""
+        self._pid = self._pid or os.getpid()
+        if self.is_another:
+            raise UsageError(
+                f"this reader was begun in process {self._pid}, and process {os.getpid()} is a fork of it",
+                "expected the process that began it: its threads are in no other",
+                "open the reader after the fork: for a DataLoader with num_workers > 0, in its dataset's __iter__",
+            )
+
+
 class BatchReader:
     """One epoch's batches for a group of streams, in order. Use it as a context manager: closing joins its threads."""
 
@@ -73,6 +96,7 @@ class BatchReader:
         self._chunks: dict[int, Future[ChunkRows]] = {}
         self._lock = threading.Lock()
         self._seconds = ReaderSeconds()
+        self._process = OneProcess()
 
     def __iter__(self) -> Iterator[Batch]:
         waiting: collections.deque[Future[Batch]] = collections.deque()
@@ -82,11 +106,14 @@ class BatchReader:
                 # A finished batch does not wait for the queue to fill.
                 while waiting and (len(waiting) > self._max_batches_ahead or waiting[0].done()):
                     yield waiting.popleft().result()
+                    self._process.check()
             while waiting:
                 yield waiting.popleft().result()
+                self._process.check()
         finally:
-            for future in waiting:
-                future.cancel()
+            if not self._process.is_another:
+                for future in waiting:
+                    future.cancel()
 
     def __enter__(self) -> BatchReader:
         return self
@@ -101,13 +128,19 @@ class BatchReader:
         return taken
 
     def close(self) -> None:
-        """Stop and join every reader thread."""
+        """Stop and join every reader thread; in a fork there are none."""
+        if self._process.is_another:
+            return
         self._decode_pool.shutdown(wait=True, cancel_futures=True)
         self._fetch_pool.shutdown(wait=True, cancel_futures=True)
         self._chunks.clear()
 
     def submit(self, step: int) -> Future[Batch]:
-        """Begin to read one step, whichever it is; not from several threads at once. Iterating does it in order."""
+        """Begin to read one step, whichever it is; not from several threads at once. Iterating does it in order.
+
+        Raises UsageError in a fork of the process that began.
+        """
+        self._process.check()
         rows = self._planner.rows_of_step(step)
         # Keep the chunks of the current windows. A step in flight holds its own references, so dropping a chunk here
         # frees its memory only after the last step that needs it.
@@ -179,7 +212,7 @@ def read_batches(
     """Read an epoch, or its rest from `first_step`, for a rank's streams (all of them by default).
 
     Raises UsageError for streams or a step that the plan does not have. Iterating raises IntegrityError for a chunk
-    that is missing or altered, and StorageError if storage fails.
+    that is missing or altered, StorageError if storage fails, and UsageError in a fork of the process that began to.
     """
     num_streams = plan.spec.num_streams
     if streams is not None and (not streams or not set(streams) <= set(range(num_streams))):

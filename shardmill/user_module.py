@@ -65,7 +65,11 @@ def _folder_of_finders(top: str) -> list[str]:
 
 def find_below(folder: str, name: str) -> ModuleSpec | None:
     """Where `a.b.c` lies below `folder`, found without importing `a` or `a.b`."""
-    path, spec = [folder], None
+    return _find_along([folder], name)
+
+
+def _find_along(path: list[str], name: str) -> ModuleSpec | None:
+    spec = None
     for part in name.split("."):
         # By its last name alone: a namespace package with dots in its name looks its parent up among imported modules.
         spec = PathFinder.find_spec(part, path)
@@ -94,11 +98,9 @@ def import_user_module(name: str, found: FoundModule) -> ModuleType:
 
 def _spec_of_import(name: str) -> str | None:
     """The file that `import name` would give."""
-    for folder in filter(None, sys.path):
-        if (spec := find_below(folder, name.partition(".")[0])) is not None:
-            spec = find_below(folder, name)
-            return spec.origin if spec is not None else None
-    return None
+    # Along the whole path at once: a folder without `__init__.py` counts only if no other holds a package of its name.
+    spec = _find_along(list(filter(None, sys.path)), name)
+    return spec.origin if spec is not None else None
 
 
 def _is_same_file(one: str | None, other: str | None) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline.command import ENVIRONMENT
+from tests.pipeline.command import BIN, ENVIRONMENT
 from tests.support import write_images
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -25,7 +25,7 @@ keras.applications.MobileNet(alpha=0.25, include_top=False, input_shape=(96, 96,
 
 def commands() -> list[str]:
     comments = re.sub(r"\\\n# +", "", (EXAMPLES / "finetune.toml").read_text())
-    return re.findall(r"^# +(PYTHONPATH=examples shardmill .*)$", comments, re.MULTILINE)
+    return re.findall(r"^# +(shardmill .*)$", comments, re.MULTILINE)
 
 
 @pytest.mark.drill
@@ -57,3 +57,16 @@ def test_the_example_fine_tunes_from_a_file_and_then_from_its_own_export(tmp_pat
         assert (found["num_loaded"], found["unused"]) == (found["num_weights"] - 2, [])
         assert len(found["missing"]) + len(found["replaced"]) == 2
     assert [len(found["missing"]), len(found["replaced"])] == [0, 2], "four classes now"
+
+
+def test_the_example_finds_its_model_without_a_path(tmp_path):
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(BIN / "shardmill"), "doctor", "examples/finetune.toml", "--json", "--set", "train.init_from="],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    rows = {row["subject"]: row for row in json.loads(done.stdout)}
+    assert rows["source.uri"]["status"] == "fail"
+    assert "train.model" not in rows or rows["train.model"]["status"] == "ok", rows["train.model"]
+    assert not any("finetune_model" in row["found"] and row["status"] == "fail" for row in rows.values())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipeline.command import ROOT
 from tests.support import write_images
 
 MODEL = """
@@ -86,3 +87,26 @@ def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
     )  # fmt: skip
     assert done.returncode == 1
     assert f"{tmp_path / 'train.py'} has the name of a package; rename it" in done.stderr
+
+
+FIND_BELOW_A_FOLDER = """
+from train.models import MODELS
+print(MODELS["examples.mine:f"].__module__)
+"""
+
+
+@pytest.mark.parametrize("is_on_path", [False, True])
+def test_a_module_in_a_folder_is_found_beside_an_installed_package_of_the_folders_name(
+    tmp_path: Path, is_on_path: bool
+):
+    # Python itself takes the package, wherever it is on the path. Petastorm installs one, `examples`.
+    (tmp_path / "site" / "examples").mkdir(parents=True)
+    (tmp_path / "site" / "examples" / "__init__.py").write_text("")
+    (tmp_path / "home" / "examples").mkdir(parents=True)
+    (tmp_path / "home" / "examples" / "mine.py").write_text("def f(image_shape, num_classes): ...\n")
+    path = [str(tmp_path / "home")] * is_on_path + [str(tmp_path / "site"), str(ROOT)]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", FIND_BELOW_A_FOLDER], cwd=tmp_path / "home",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.stdout.strip() == "_shardmill_user.examples.mine", done.stderr[-2000:]

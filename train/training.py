@@ -181,7 +181,7 @@ def _report_plan(
     choice: TrainingChoice, chosen: Chosen, dataset: Dataset, memory: WindowMemory, observer: TrainObserver
 ) -> None:
     """What a person should know of a training that now begins, or goes on."""
-    observer.event("plan", {"rank": 0, "chosen": chosen.reason, **memory.as_fields()})
+    observer.event("plan", {"rank": 0, "chosen": chosen.reason, "short": chosen.in_short, **memory.as_fields()})
     if never := never_unfrozen(chosen.config):
         observer.event("freeze", {"rank": 0, WARNING: never})
     if chosen.config.augmentation.random_flip and LabelSpec.of(dataset.manifest).are_numbers:

@@ -26,6 +26,9 @@ from shardmill.typed_columns import ARROW_TYPES, arrow_type, decode_values, labe
 
 CLASS_NAMES_KEY = "shardmill.class_names"
 """In the file's key-value metadata: a JSON list, class number = position."""
+IMAGE_KEY = "shardmill.image"
+"""Beside it, a JSON object: how the bytes in `image` are encoded, and the array that they decode to; its shape is null
+if images differ in it, and then in the columns `height` and `width`."""
 
 _MAGIC_BYTES = 4
 _LENGTH = struct.Struct("<I")
@@ -52,8 +55,12 @@ def parquet_schema(schema: RowSchema) -> pa.Schema:
         pa.field("notes", pa.string(), nullable=False),
         *(pa.field(column.name, ARROW_TYPES[column.type]) for column in schema.extra),
     ]
-    # So that a file alone explains the numbers in `label`.
-    return pa.schema(fields, metadata={CLASS_NAMES_KEY: json.dumps(schema.class_names, ensure_ascii=False)})
+    # So that a file alone explains the numbers in `label` and the bytes in `image`.
+    metadata = {
+        CLASS_NAMES_KEY: json.dumps(schema.class_names, ensure_ascii=False),
+        IMAGE_KEY: json.dumps({"encoding": schema.encoding, "dtype": "uint8", "shape_HWC": schema.one_shape_HWC}),
+    }
+    return pa.schema(fields, metadata=metadata)
 
 
 def column_types(schema: RowSchema) -> dict[str, str]:

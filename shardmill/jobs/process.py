@@ -16,6 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
+
+from shardmill.errors import UsageError
 
 PREFIX = "shardmill-scratch-"
 # Younger folders without an owner may be about to get one.
@@ -24,6 +27,9 @@ STALE_SECONDS = 60.0
 # `etl.py` or a `train.py` of their own, which in a task or a rank must neither hide our package nor be hidden by it
 # (shardmill/user_module.py finds a user's module on purpose).
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+# Python takes the encoding of file names from the locale, unless it starts in its UTF-8 mode. In another encoding a
+# name is a text that no record, report or terminal can hold; or, in Latin-1, another text, and so another sample.
+UTF8_MODE = {"PYTHONUTF8": "1"}
 
 # Who started several processes as one job asks each of them to end, and maybe their group too.
 ONE_REQUEST_SECONDS = 2.0
@@ -38,6 +44,32 @@ class Terminated(BaseException):
 
     def __init__(self, what: str = "terminated by SIGTERM; nothing half-done is visible") -> None:
         super().__init__(what)
+
+
+def start_in_utf8() -> None:
+    """Replace this process by itself in Python's UTF-8 mode, unless it is in UTF-8 already; what it starts inherits it.
+
+    Raises UsageError if Python does not take the mode. A stream that PYTHONIOENCODING gives an encoding of its own
+    escapes what that cannot hold.
+    """
+    if sys.getfilesystemencoding() != "utf-8":
+        if os.environ.get("PYTHONUTF8") == "1":
+            raise UsageError(
+                f"Python takes file names as {sys.getfilesystemencoding()}, although PYTHONUTF8 = 1",
+                "expected UTF-8",
+                "set a locale such as LC_ALL=C.UTF-8, and call Python without -E, -I and -X utf8=0",
+            )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **UTF8_MODE})
+    for stream in (sys.stdout, sys.stderr):
+        _escape(stream)
+
+
+def _escape(stream: TextIO) -> None:
+    # A test's or a notebook's stream has its own ways.
+    if reconfigure := getattr(stream, "reconfigure", None):
+        reconfigure(errors="backslashreplace")
 
 
 @dataclass(slots=True)

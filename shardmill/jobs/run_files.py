@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from shardmill.errors import IntegrityError, ShardmillError, UsageError
+from shardmill.errors import IntegrityError, SecurityRefusal, ShardmillError, UsageError
 from shardmill.jobs.ending import exit_code_of
 from shardmill.jobs.process import why_ended
 from shardmill.jobs.redact import redacted, redacted_text
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from shardmill.dataset.manifest import Manifest
 
 SUMMARY = "summary.json"
+# What file systems take as a name.
+_MAX_RUN_ID_BYTES = 255
 
 
 class StageRecord(Section):
@@ -78,10 +80,18 @@ def new_run_id() -> str:
 
 
 def run_folder(run_id: str) -> str:
-    """The folder of a run's files, relative to the work directory. Raises UsageError for a name that is a path."""
-    check_relative_path(run_id)
-    if "/" in run_id or run_id.startswith("."):
-        raise UsageError(f"run id {run_id!r}", "expected a plain name without '/' or a leading dot")
+    """Where a run's files are below the work directory. Raises UsageError for an id that cannot name a folder there."""
+    try:
+        check_relative_path(run_id)
+        is_name = not run_id.startswith(".") and "/" not in run_id and len(run_id.encode()) <= _MAX_RUN_ID_BYTES
+    except (SecurityRefusal, UnicodeEncodeError):
+        is_name = False
+    if not is_name:
+        raise UsageError(
+            f"run id {run_id!r}",
+            f"expected a name of at most {_MAX_RUN_ID_BYTES} bytes without '/', backslash, leading dot or tilde",
+            "give --run-id a name such as monday-1",
+        )
     return f"runs/{run_id}"
 
 

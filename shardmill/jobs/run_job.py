@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from shardmill.jobs.ending import end_with_parent, end_with_script, quiet_libraries, report_error
 from shardmill.jobs.observer import FieldValue, Observer, is_progress
-from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals
+from shardmill.jobs.process import Terminated, private_temporary_folder, raise_on_signals, start_in_utf8
 from shardmill.jobs.redact import redacted
 from shardmill.jobs.run_record import RunRecord, recording
 from shardmill.jobs.spark_settings import is_under_spark_submit
@@ -47,6 +47,7 @@ def run_job(
         quiet_libraries()
     record: RunRecord | None = None
     try:
+        start_in_utf8()
         record = RunRecord(workdir, run_id, sections=sections)
         with private_temporary_folder(), recording(record):
             job(record, _JobObserver(record))

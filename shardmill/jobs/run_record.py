@@ -59,6 +59,7 @@ class RunRecord:
         self._sections = tuple(sections)
         self._whole = whole
         self._warnings: list[str] = []
+        self._aside_seconds = 0.0
         self._retried_before, self._retried_elsewhere = num_retried(), 0
         self._events = LineLog(self.store, f"{self.folder}/events.jsonl", warn=self._warn)
 
@@ -79,6 +80,7 @@ class RunRecord:
         """
         self.event("stage.started", {"stage": name})
         started, clock = time.time(), time.monotonic()
+        self._aside_seconds = 0.0
         self._retried_before, self._retried_elsewhere = num_retried(), 0
         try:
             value = work()
@@ -90,6 +92,15 @@ class RunRecord:
             raise
         self._end(record, started, time.monotonic() - clock)
         return value
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done inside counts in the seconds of no stage, although a stage calls it."""
+        clock = time.monotonic()
+        try:
+            yield
+        finally:
+            self._aside_seconds += time.monotonic() - clock
 
     def summarize(self, state: RunState) -> dict[str, Any]:
         """Write `summary.json` from the stage records so far, and return it."""
@@ -132,6 +143,7 @@ class RunRecord:
             sections = {**sections, "warnings": {record.stage: self._warnings}}
             self._warnings = []
         retried = num_retried() - self._retried_before + self._retried_elsewhere
+        seconds -= self._aside_seconds
         update = {"started": started, "seconds": seconds, "retried_requests": retried, "sections": sections}
         record = redacted_record(record.model_copy(update=update))
         self.ended.append(record)

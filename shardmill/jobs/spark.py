@@ -20,11 +20,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import ShardmillError, StorageError, UsageError
+from shardmill.jobs.addresses import is_loopback
 from shardmill.jobs.config import SparkConfig
-from shardmill.jobs.process import SAFE_PATH, environment_variable, python_path
+from shardmill.jobs.process import SAFE_PATH, UTF8_MODE, environment_variable, python_path
 from shardmill.jobs.redact import SPARK_REDACTION
 from shardmill.jobs.spark_log import open_spark_log, spark_log_hint
-from shardmill.jobs.spark_settings import check_master, is_local_master, is_under_spark_submit, properties_file
+from shardmill.jobs.spark_settings import (
+    check_master,
+    is_local_master,
+    is_under_spark_submit,
+    may_have_other_hosts,
+    properties_file,
+)
 from shardmill.registry import install_hint
 
 if TYPE_CHECKING:
@@ -148,8 +155,9 @@ def _started(app_name: str, spark: SparkConfig, conf: Mapping[str, str]) -> Iter
         raise _start_error(error) from error
     # Spark's Python processes get it with each task.
     context.environment |= _worker_environment(context)
-    if warning := protection_warning(str(context.master), context.getConf().get):
-        sys.stderr.write(f"WARNING: {warning}\n")
+    for warns in (loopback_warning, protection_warning):
+        if warning := warns(str(context.master), context.getConf().get):
+            sys.stderr.write(f"WARNING: {warning}\n")
     try:
         yield context
     except BaseException:
@@ -232,9 +240,22 @@ def _start_context(app_name: str, master: str | None, settings: Mapping[str, str
 
 def _worker_environment(context: SparkContext) -> dict[str, str]:
     if not is_local_master(str(context.master)):
-        return SAFE_PATH
+        return SAFE_PATH | UTF8_MODE
     given = context.environment.get("PYTHONPATH", "")
-    return {**SAFE_PATH, "PYTHONPATH": os.pathsep.join(filter(None, (given, python_path())))}
+    return {**SAFE_PATH, **UTF8_MODE, "PYTHONPATH": os.pathsep.join(filter(None, (given, python_path())))}
+
+
+def loopback_warning(master: str, setting: Callable[[str, str], str | None]) -> str:
+    """A warning if executors and ranks on other hosts cannot call this driver, or ""."""
+    if not may_have_other_hosts(master):
+        return ""
+    for name in ("spark.driver.host", "spark.driver.bindAddress"):
+        if (host := setting(name, "")) and is_loopback(host):
+            return (
+                f"{name} = {host} is a loopback address: executors of {master} on other hosts cannot call this driver; "
+                f"set {name} to this host's address on their network (SPARK_LOCAL_IP decides it where it is not set)"
+            )
+    return ""
 
 
 def protection_warning(master: str, setting: Callable[[str, str], str | None]) -> str:

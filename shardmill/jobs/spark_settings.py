@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardmill.errors import UsageError
+from shardmill.jobs.addresses import is_loopback
 
 
 def is_under_spark_submit() -> bool:
@@ -20,6 +21,11 @@ def is_under_spark_submit() -> bool:
 def is_local_master(master: str) -> bool:
     """Whether Spark's tasks run in processes of this machine."""
     return re.match(r"local(\[|$)", master) is not None
+
+
+def may_have_other_hosts(master: str) -> bool:
+    """Whether executors may be on other hosts."""
+    return not master.startswith("local") and not is_loopback(master.removeprefix("spark://").rpartition(":")[0])
 
 
 def check_master(master: str) -> None:

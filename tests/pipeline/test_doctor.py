@@ -26,7 +26,7 @@ from tests.support import make_dataset, write_images
 from train.backends import BACKENDS
 
 
-@pytest.mark.parametrize(("engine", "status"), [("spark", "fail"), ("tests.extending_entries:NEW_ENGINE", "warn")])
+@pytest.mark.parametrize(("engine", "status"), [("spark", "fail"), ("tests.extending_entries:NEW_ENGINE", "ok")])
 def test_java_is_needed_only_by_what_needs_spark(
     engine: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

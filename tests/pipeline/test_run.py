@@ -13,6 +13,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from shardmill.jobs.run_files import StageRecord
+from shardmill.jobs.run_record import RunRecord, recording
 from tests.pipeline.command import BIN, ENVIRONMENT, SUMMARY_SCHEMA, last_line, shardmill
 from tests.support import write_images
 
@@ -213,3 +215,17 @@ def test_a_failed_run_has_a_report_and_is_the_latest(tmp_path: Path):
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["run_id"] == told["run_id"] and (record / "report.html").is_file()
     assert json.loads((record / "summary.json").read_text())["exit_code"] == 2
+
+
+def test_what_a_stage_calls_aside_counts_in_no_stage(tmp_path: Path):
+    record = RunRecord(str(tmp_path), "r")
+
+    def work() -> None:
+        with record.aside():
+            time.sleep(0.5)
+
+    with recording(record):
+        record.stage("etl", work, lambda _: StageRecord(stage="etl"))
+        record.stage("verify", lambda: time.sleep(0.2), lambda _: StageRecord(stage="verify"))
+    etl, verify = record.ended
+    assert 0 <= etl.seconds < 0.4 and verify.seconds >= 0.2

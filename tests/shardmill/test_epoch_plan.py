@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 import numpy as np
 import pytest
@@ -183,3 +184,21 @@ def test_a_billion_rows_are_planned_in_a_moment():
     plan = plan_epoch(PlanSpec("layout", "train", 0, 4096, 1024, 4), chunk_rows, 3)
     rows = StepPlanner(plan, streams_of_rank(7, 256, 1024)).rows_of_step(plan.num_steps - 1)
     assert rows.weights_N.sum() == plan.num_rows_of_step(plan.num_steps - 1, streams_of_rank(7, 256, 1024))
+
+
+@pytest.mark.parametrize("num_items", [0, 1, 2, 1000, 65_536, 65_537, 200_000])
+@pytest.mark.parametrize("key", [(1, 0, 0), (2, 7, 3, 0, 5), (1, -4, 2**40), (2**70,)])
+def test_a_permutation_is_the_stable_sort_by_mixes(num_items: int, key: tuple[int, ...]):
+    by_mix = np.argsort(mix64_array(np.arange(num_items, dtype=np.uint64), *key), kind="stable")
+    found = permutation(num_items, *key)
+    assert found.dtype == np.int64 and np.array_equal(found, by_mix)
+
+
+def test_the_plan_of_many_chunks_is_what_it_was():
+    """Order and starts of an earlier release, in which datasets and checkpoints were made."""
+    chunk_rows = np.arange(300_000) % 97 + 1
+    plan = plan_epoch(PlanSpec("layout", "train", 5, 64, 8, 3), chunk_rows, 2)
+    digests = [
+        hashlib.sha256(each.astype("<i8").tobytes()).hexdigest()[:16] for each in (plan.chunk_order, plan.chunk_starts)
+    ]
+    assert digests == ["be4fc7e6f53e4078", "20cad839841d67c2"]

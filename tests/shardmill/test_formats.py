@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -179,3 +180,18 @@ def test_a_shard_alone_says_what_its_labels_mean():
     assert json.loads(metadata[b"shardmill.class_names"]) == list(schema.class_names)
     assert json.loads((pq.read_schema(io.BytesIO(shard)).metadata or {})[b"shardmill.class_names"])
     assert b"image/class/text" in write("tfrecord", [make_rows(3, "jpeg")], schema)[0]
+
+
+@pytest.mark.parametrize("shape_HWC", [SHAPE_HWC, None])
+@pytest.mark.parametrize("encoding", ["raw", "jpeg"])
+def test_a_parquet_shard_alone_says_what_its_images_are(encoding: str, shape_HWC: tuple[int, int, int] | None):
+    if encoding == "raw" and shape_HWC is None:
+        shape_HWC = (2, 8, 3)  # raw has one shape, always
+    shard = write("parquet", [make_rows(3, encoding)], RowSchema(encoding, shape_HWC, CLASS_NAMES))[0]
+    table = pq.read_table(io.BytesIO(shard))
+    image = json.loads((table.schema.metadata or {})[b"shardmill.image"])
+    assert image == {"encoding": encoding, "dtype": "uint8", "shape_HWC": shape_HWC and list(shape_HWC)}
+    if encoding == "raw":
+        # Enough to see the pixels with nothing but NumPy.
+        pixels = np.frombuffer(table["image"][0].as_py(), image["dtype"]).reshape(image["shape_HWC"])
+        assert pixels.tobytes() == make_rows(3, encoding)[0].sample.image

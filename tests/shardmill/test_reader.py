@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -155,3 +157,35 @@ def test_streams_and_steps_that_the_plan_does_not_have_are_refused(dataset: Data
     for first_step in (-1, plan.num_steps + 1):
         with pytest.raises(UsageError, match=f"first_step = {first_step}; expected 0 to {plan.num_steps}"):
             read_batches(dataset, plan, first_step=first_step)
+
+
+def run_program(name: str, uri: str) -> dict[str, list[str]]:
+    """What one of `tests.programs` prints: name -> what it says of it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"tests.programs.{name}", uri],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        what, _, answer = line.partition(": ")
+        said.setdefault(what, []).append(answer)
+    return said
+
+
+def test_a_reader_that_was_begun_before_a_fork_says_so_at_once(tmp_path: Path):
+    said = run_program("fork_a_reader", make_dataset(tmp_path, num_images=150, chunk_bytes=4_000))
+    used = ("the iterator", "another of its reader", "one step", "closed", "read_split")
+    for answer in [answer for name in used for answer in said.pop(name)]:
+        assert answer.startswith("UsageError: this reader was begun in process "), answer
+        assert "open the reader after the fork" in answer
+    assert said == {"here": ["1", "1"], "samples": ["read True"], "not begun": ["read 0"]}
+
+
+def test_a_data_loader_with_forked_workers_says_that_its_reader_was_begun_before(tmp_path: Path):
+    said = run_program("fork_a_data_loader", make_dataset(tmp_path, num_images=150))
+    [refused] = said["begun here"]
+    assert "this reader was begun in process" in refused and "in its dataset's __iter__" in refused
+    assert said["in the worker"] == ["[0, 1, 2]"] or said["in the worker"] == ["[0, 1]"]

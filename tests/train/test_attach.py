@@ -76,10 +76,9 @@ def test_a_place_is_read_from_the_variables_of_whoever_started_us(environment, p
 
 def test_without_a_starter_there_is_no_place_and_nonsense_is_refused():
     assert find_place({"SLURM_JOB_NODELIST": "a"}) is None
-    with pytest.raises(UsageError, match="torchrun are not numbers"):
-        find_place({"RANK": "first", "WORLD_SIZE": "2"})
-    with pytest.raises(UsageError, match="rank 2 of 2"):
-        find_place({"RANK": "2", "WORLD_SIZE": "2"})
+    for rank, said in (("first", "torchrun are not numbers"), ("2", "rank 2 of 2")):
+        with pytest.raises(UsageError, match=f"{said}.*`unset RANK WORLD_SIZE`"):
+            find_place({"RANK": rank, "WORLD_SIZE": "2"})
 
 
 def test_slurms_lists_are_read():

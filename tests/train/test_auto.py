@@ -290,3 +290,10 @@ def test_missing_packages_are_named():
     nothing = replace(FOUR, installed=frozenset({"local"}))
     with pytest.raises(UsageError):
         choose(STRATEGY_RULES, nothing, "train.strategy")
+
+
+def test_the_choice_is_said_in_short():
+    chosen = resolve(TrainConfig(num_workers=2, strategy="horovod", launcher="local"), SparkConfig())
+    assert chosen.in_short == "horovod on 2 ranks by local (set by train.strategy)"
+    for config in (TrainConfig(), TrainConfig(num_workers=1)):
+        assert len(resolve(config, SparkConfig()).in_short) <= 150

@@ -45,6 +45,15 @@ class Chosen:
         looked_at = f" ({'; '.join(self.numbers)})" if self.numbers else ""
         return f"{of_ranks}{of_strategy}; {self.config.launcher}: {self.launcher_reason}{looked_at}"
 
+    @property
+    def in_short(self) -> str:
+        """What was chosen, with the one reason that decided most, for a person who watches."""
+        num_ranks = self.config.num_workers
+        ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+        return (
+            f"{self.config.strategy} on {ranks} by {self.config.launcher} ({self.ranks_reason or self.strategy_reason})"
+        )
+
     def spread(self, config: TrainConfig) -> TrainConfig:
         """The same training as in `config`, spread so."""
         names = ("num_workers", "strategy", "launcher")
@@ -209,8 +218,10 @@ def _started_by_others() -> int:
 def _refuse_started_by_others() -> None:
     found = find_place(os.environ)
     if found and found[1].world_size > 1:
+        starter, place = found
         raise UsageError(
-            f"{found[0]} started this command {found[1].world_size} times, and train.launcher is not set",
+            f"{starter} started this command {place.world_size} times ({starter.rank} = {place.rank}, "
+            f"{starter.world_size} = {place.world_size}), and train.launcher is not set",
             "each of them would train by itself",
-            "set train.launcher = 'attach'",
+            f"set train.launcher = 'attach'; {starter.if_left}",
         )

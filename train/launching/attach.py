@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from train.config import TrainConfig
 from train.launching import Launcher
 from train.launching.attach_gate import Gate, call_gate
 from train.launching.attach_messages import Begin, Ended, Stop
-from train.launching.attach_place import find_place, host_of_rank_0
+from train.launching.attach_place import find_place, host_of_rank_0, loopback_warning
 from train.launching.devices import device_environment
 from train.launching.keeper import keep_rank, rank_processes
 from train.launching.place import Place
@@ -76,6 +77,9 @@ def attached(config: TrainConfig) -> Iterator[None]:
         return
     place, token = _place(config), _job_token()
     address = _address(config, place)
+    if warning := loopback_warning(address.rpartition(":")[0], place):
+        sys.stderr.write(f"WARNING: {warning}\n")
+        sys.stderr.flush()
     if place.rank:
         raise EndedWithJob(_follow(config, place, address, token))
     _gate = _open_gate(address, token, place.world_size)
@@ -96,11 +100,11 @@ def check_world_size(world_size: int, spark: SparkConfig) -> None:
     """Raises UsageError if something has started this command, but not so many times."""
     found = find_place(os.environ)
     if found and found[1].world_size != world_size:
-        name, place = found
+        starter, place = found
         raise UsageError(
-            f"train.num_workers = {world_size}, and {name} started {place.world_size} process(es)",
+            f"train.num_workers = {world_size}, and {starter} started {place.world_size} process(es)",
             "expected a process for each rank",
-            f"set train.num_workers = {place.world_size}, or leave it out",
+            f"set train.num_workers = {place.world_size}, or leave it out; {starter.if_left}",
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 
 from shardmill.dataset.open import open_pinned
 from shardmill.errors import IntegrityError, UsageError
+from shardmill.jobs.addresses import is_loopback
 from shardmill.jobs.observer import RETRIED, FieldValue
 from shardmill.jobs.process import Terminated
 from shardmill.jobs.reach import check_nonce
@@ -106,6 +107,13 @@ def main() -> NoReturn:
     os._exit(EXIT_FAILED if isinstance(outcome, Failure) else 0)
 
 
+def _warn_of_loopback(address: str, place: Place) -> None:
+    sys.stderr.write(
+        f"WARNING: rank {place.rank} is called at {address} of {socket.gethostname()}, a loopback address, and ranks "
+        "are on several hosts; set train.nics to the interface of their network, or correct /etc/hosts\n"
+    )
+
+
 def _outcome(work: Callable[[], TrainResult], task: WorkerTask) -> Finished | Stopped | Failure:
     """The last words of this rank."""
     try:
@@ -131,6 +139,8 @@ def _work(
     """Agree with the others on devices, then do what this rank is for."""
     check_places(task)
     address = ipv4_of(task.config.nics[0]) if task.config.nics else connection.own_address
+    if place.ranks_per_node < place.world_size and is_loopback(address):
+        _warn_of_loopback(address, place)
     placement = agree_on_devices(place, task.config, exchanges["main"], reporter)
     strategy = STRATEGIES[task.config.strategy]
     world = World(

@@ -22,7 +22,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.epoch_plan import streams_of_rank
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.formats.encodings import decode_stored
-from shardmill.reader import ReaderSeconds
+from shardmill.reader import OneProcess, ReaderSeconds
 from shardmill.values import Batch
 from train.reading import Epoch
 from train.strategies.member import DataIndex
@@ -81,6 +81,7 @@ class PetastormBatches:
         self._num_steps, self._batch_size = num_steps, batch_size
         self._pool = ThreadPoolExecutor(config.reader_threads, "shardmill-decode")
         self._seconds = ReaderSeconds()
+        self._process = OneProcess()
         self._reader: Any = None
 
     def __enter__(self) -> PetastormBatches:
@@ -88,6 +89,8 @@ class PetastormBatches:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._process.is_another:
+            return
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._reader.stop()
         self._reader.join()
@@ -95,6 +98,7 @@ class PetastormBatches:
     def __iter__(self) -> Iterator[Batch]:
         rows = self._rows()
         for step in range(self._num_steps):
+            self._process.check()
             started_seconds = time.perf_counter()
             taken = [row for _, row in zip(range(self._batch_size), rows, strict=False)]
             if len(taken) < self._batch_size:
