@@ -12,6 +12,7 @@ from etl.listed import ListingBatch, batches_of, listed_table
 from etl.sources.containers import Containers, gone, image_file, splits_of
 from etl.sources.extra import ExtraColumns
 from etl.sources.folder_labels import FolderRule, with_folder_labels
+from etl.sources.member_signs import MemberSigns
 from etl.sources.names import is_utf8
 from etl.sources.packing import reading
 from etl.sources.tar import ArchiveMember
@@ -59,14 +60,22 @@ class Archives:
         found = self._files.find()
         yield ListingBatch(listed_table([]), found.rejections)
         layout = layout_of(self._first_members(found.containers[0]))
-        batches = batches_of(self._entries(found.containers, layout), lambda: self._extra.types)
-        yield from with_folder_labels(batches, folders) if layout.label_field == FOLDER_LABELS else batches
+        takes_folders = folders.takes_labels and layout.label_field == FOLDER_LABELS
+        # Labels that are no classes come as a column.
+        takes_none = layout.label_field in ("", FOLDER_LABELS) and self._extra.target is None
+        signs = MemberSigns() if folders.takes_labels and takes_none else None
+        batches = batches_of(self._entries(found.containers, layout, signs), lambda: self._extra.types)
+        yield from with_folder_labels(batches, replace(folders, takes_labels=takes_folders))
+        if signs is not None:
+            yield ListingBatch(listed_table([]), label_signs=signs.found)
 
-    def _entries(self, archives: Sequence[StoredFile], layout: TarLayout) -> Iterator[SourceImage | Rejection]:
+    def _entries(
+        self, archives: Sequence[StoredFile], layout: TarLayout, signs: MemberSigns | None
+    ) -> Iterator[SourceImage | Rejection]:
         splits = splits_of(archive.path for archive in archives)
         for archive in archives:
             try:
-                yield from self._list(archive, layout, splits[archive.path])
+                yield from self._list(archive, layout, splits[archive.path], signs)
             except FileNotFoundError:
                 yield gone(archive)
 
@@ -76,7 +85,9 @@ class Archives:
             file = self._format.unpack(stream)
             yield from itertools.islice(self._format.members(file, archive, file is not stream), _PEEKED_MEMBERS)
 
-    def _list(self, archive: StoredFile, layout: TarLayout, split: str | None) -> Iterator[SourceImage | Rejection]:
+    def _list(
+        self, archive: StoredFile, layout: TarLayout, split: str | None, signs: MemberSigns | None
+    ) -> Iterator[SourceImage | Rejection]:
         """The archive's images; if it is damaged, those before the damage and one rejection for the rest."""
         num_images = 0
         with open_file(self._files.store, archive) as stream:
@@ -85,7 +96,10 @@ class Archives:
                     file = self._format.unpack(stream)
                     is_packed = file is not stream
                     block_images = self._format.packed_block_images if is_packed else BLOCK_IMAGES
-                    for found in read_samples(self._format.members(file, archive, is_packed), file, layout):
+                    members = self._format.members(file, archive, is_packed)
+                    if signs is not None:
+                        members = signs.noting(members, file, archive.path)
+                    for found in read_samples(members, file, layout):
                         entry = _entry(found, archive, num_images // block_images, split)
                         yield _with_extra(entry, found, self._extra) if self._extra.given else entry
                         num_images += isinstance(found, TarImage)

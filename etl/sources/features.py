@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from etl.sources.class_texts import joined
 from etl.sources.class_values import class_of, single_text, text_of
 from etl.sources.columns import choose_column
+from etl.sources.label_signs import named_signs
 from shardmill.errors import UsageError
 from shardmill.formats.tf_example import BYTES_LIST, FeatureList
 from shardmill.printable import printable
@@ -46,6 +47,8 @@ class FeatureNames:
     key: str | None
     has_classes: bool
     """Whether classes are asked for."""
+    signs: tuple[str, ...] = ()
+    """Features that seem to be labels, if none is taken."""
 
     @property
     def wanted(self) -> frozenset[str]:
@@ -104,7 +107,8 @@ def choose_names(config: SourceConfig, features: Features, file: str) -> Feature
     # Two classes may have one text, unless the config says that texts are what is meant.
     text = label if label == _TEXT_FEATURE and number and not config.label_field else None
     key = choose_column(names, config.key_field, (), "key_field")
-    return FeatureNames(image, number if text else label, text, key, has_classes)
+    signs = tuple(named_signs(names, file)) if has_classes and label is None else ()
+    return FeatureNames(image, number if text else label, text, key, has_classes, signs)
 
 
 def _values(features: Features, name: str) -> list:

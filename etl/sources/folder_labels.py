@@ -9,15 +9,18 @@ be one wrapping folder on each level (`photos/train/cat`), or the folders of sev
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.listed import LISTED_SCHEMA, ListingBatch, listed_table
+from etl.sources.member_signs import listed_signs
 from etl.sources.names import SPLIT_OF_NAME
 from etl.sources.split_words import alike_splits, is_split, names_splits
 from etl.sources.spool import in_two_passes
@@ -25,7 +28,12 @@ from shardmill.errors import UsageError
 from shardmill.printable import printable
 from shardmill.values import Rejection, RejectReason, SourceImage
 
+if TYPE_CHECKING:
+    from etl.config import SourceConfig
+
 _NUM_NAMED = 3
+# Samples with a folder each have labels of their own; of them, none is a split.
+_MAX_FOLDERS_OF_SPLITS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,12 @@ class FolderRule:
     is_innermost: bool
     """Whether the class is the folder that an image lies in, as in archives, or the outermost one."""
     takes_labels: bool = True
-    """Whether classes are asked for; without them, folders name only splits."""
+    """Whether folders name classes; else images keep the labels that they have, and folders name only splits."""
+
+    @classmethod
+    def of(cls, config: SourceConfig, *, is_innermost: bool) -> FolderRule:
+        """As a source's config says."""
+        return cls(config.label_level, is_innermost, config.label_kind != "none")
 
 
 def with_folder_labels(batches: Iterable[ListingBatch], rule: FolderRule) -> Iterator[ListingBatch]:
@@ -45,14 +58,20 @@ def with_folder_labels(batches: Iterable[ListingBatch], rule: FolderRule) -> Ite
 
     Raises UsageError if more than one level may name the classes.
     """
-    folders = _Folders(rule)
+    folders, signs = _Folders(rule), dict[str, None]()
 
-    def settle():
+    def noted() -> Iterator[ListingBatch]:
+        for batch in batches:
+            signs.update(dict.fromkeys(itertools.islice(listed_signs(batch.rejections), _NUM_NAMED)))
+            yield batch
+
+    def settle() -> Callable[[pa.Table], ListingBatch]:
         folders.settle()
         return folders.labelled
 
-    yield from in_two_passes(batches, folders.look, settle)
-    yield ListingBatch(listed_table([]), warnings=tuple(folders.warnings()))
+    yield from in_two_passes(noted(), folders.look, settle)
+    label_signs = tuple(signs) if rule.takes_labels else ()
+    yield ListingBatch(listed_table([]), warnings=tuple(folders.warnings()), label_signs=label_signs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +122,13 @@ class _Folders:
 
     def look(self, images: pa.Table) -> None:
         """Take in the folders of some images."""
-        self.paths.update(_folder_of(key) for key in images.column("key").to_numpy().tolist())
+        if self.rule.takes_labels or len(self.paths) <= _MAX_FOLDERS_OF_SPLITS:
+            self.paths.update(map(_folder_of, images.column("key").to_numpy().tolist()))
 
     def settle(self) -> None:
         """All folders are known: find the levels."""
+        if not self.rule.takes_labels and len(self.paths) > _MAX_FOLDERS_OF_SPLITS:
+            self.paths.clear()
         folders = [path.split("/") for path in self.paths if path]
         split = self._split_level(folders, has_flat="" in self.paths)
         self.place = _Place(split, self._label_level(folders, split))
@@ -164,7 +186,9 @@ class _Folders:
             deeper = [key for key, path in zip(keys, paths, strict=True) if folders[path].is_deeper]
             self.num_deeper += len(deeper)
             self.deeper = min((self.deeper, *deeper), key=lambda key: (key is None, key), default=None)
-        labels = pa.array([folders[path].label for path in paths], pa.string())
+        labels = images.column("label").combine_chunks()
+        if self.rule.takes_labels:
+            labels = pa.array([folders[path].label for path in paths], pa.string())
         splits = pa.array([folders[path].split for path in paths], pa.string())
         # What an archive's own name says stands behind what its folders say.
         columns = {"label": labels, "split": pc.coalesce(splits, images.column("split").combine_chunks())}

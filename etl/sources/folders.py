@@ -37,8 +37,7 @@ class FolderSource:
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no folder, or more than one level that may name the classes."""
-        rule = FolderRule(self._config.label_level, is_innermost=False, takes_labels=self._config.label_kind != "none")
-        return with_folder_labels(batches_of(self._found()), rule)
+        return with_folder_labels(batches_of(self._found()), FolderRule.of(self._config, is_innermost=False))
 
     def _found(self) -> Iterator[SourceImage | Rejection]:
         walk = _walk_store(self.uri)

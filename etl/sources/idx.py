@@ -68,7 +68,12 @@ class IdxSource:
         _check_pairs(self.uri, labels)
         used = {file.path for file in labels.values() if file is not None} | labels.keys()
         odd = FoundFiles((), tuple(file for path, file in known.items() if path not in used))
-        yield ListingBatch(LISTED_SCHEMA.empty_table(), odd.rejections)
+        unused = tuple(
+            f"{printable(file.path)!r} is of no file of images" for file in odd.others if "label" in file.path
+        )
+        yield ListingBatch(
+            LISTED_SCHEMA.empty_table(), odd.rejections, label_signs=unused if self._takes_labels else ()
+        )
         splits = splits_of(labels)
         for file in images:
             yield from _list_pair(self._files.store, file, labels[file.path], splits[file.path])

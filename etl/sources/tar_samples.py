@@ -76,7 +76,7 @@ def suffix_of(name: str) -> str:
 def detect_layout(members: Iterable[ArchiveMember]) -> str:
     """The label field that the first members of a source show."""
     names = [member.name for member in members if member.is_file]
-    suffixes = {_last_suffix(name) for name in names}
+    suffixes = {last_suffix(name) for name in names}
     if "cls" in suffixes:
         return "cls"
     # Captions and metadata beside the images: a WebDataset without classes, whose folders mean nothing.
@@ -110,7 +110,7 @@ def _cut(members: Iterable[ArchiveMember]) -> Iterator[Iterator[ArchiveMember]]:
 
 
 def _with_text(member: ArchiveMember, file: BinaryIO, suffixes: frozenset[str]) -> tuple[ArchiveMember, bytes | None]:
-    is_read = bool(suffixes.intersection((suffix_of(member.name), _last_suffix(member.name)))) and member.is_file
+    is_read = bool(suffixes.intersection((suffix_of(member.name), last_suffix(member.name)))) and member.is_file
     if not is_read or member.size_bytes > _MAX_TEXT_BYTES:
         return member, None
     file.seek(member.start)
@@ -144,7 +144,7 @@ class _Texts:
         for member, text in sample:
             if text is not None:
                 self._texts.setdefault((_stem_of(member.name), suffix_of(member.name)), text)
-                self._texts.setdefault((_last_stem(member.name), _last_suffix(member.name)), text)
+                self._texts.setdefault((_last_stem(member.name), last_suffix(member.name)), text)
 
     def label(self, image: str, place: str) -> tuple[str | None, str]:
         """The class of an image, or None and why it has none."""
@@ -185,6 +185,6 @@ def _last_stem(name: str) -> str:
     return folder + slash + (own.rpartition(".")[0] or own)
 
 
-def _last_suffix(name: str) -> str:
+def last_suffix(name: str) -> str:
     """What follows the last dot, in lower case: `a/img.v1.CLS` -> `cls`."""
     return name.rpartition("/")[2].rpartition(".")[2].lower()

@@ -64,6 +64,8 @@ class TfrecordSource:
         batches = batches_of(entries, lambda: self._extra.types)
         if names is None or names.text is None or names.label is None:
             yield from batches
+            signs = names.signs if names is not None else ()
+            yield ListingBatch(LISTED_SCHEMA.empty_table(), label_signs=signs)
             return
         texts = ClassTexts()
 

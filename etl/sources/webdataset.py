@@ -48,8 +48,7 @@ class WebDatasetSource:
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no archive or only some name a split. Damage ends an archive as a rejection."""
         archives = Archives(self._archives, _TAR, self._extra)
-        rule = FolderRule(self._config.label_level, is_innermost=True, takes_labels=self._config.label_kind != "none")
-        return archives.batches(self._layout, rule)
+        return archives.batches(self._layout, FolderRule.of(self._config, is_innermost=True))
 
     def _layout(self, members: Iterable[ArchiveMember]) -> TarLayout:
         config = self._config
@@ -65,7 +64,8 @@ class WebDatasetSource:
             extra_fields[LABEL] = config.label_field
             label_field = ""
         else:
-            label_field = config.label_field or detect_layout(members)
+            # A level that is given is one of folders.
+            label_field = config.label_field or (FOLDER_LABELS if config.label_level else detect_layout(members))
             if config.label_kind == "none" and label_field != FOLDER_LABELS:
                 label_field = ""
         suffixes = tuple(each.strip() for each in config.image_field.lower().split(";") if each.strip())

@@ -49,7 +49,6 @@ class ZipSource:
                 "leave it empty, or make a table",
             )  # fmt: skip
         archives = Archives(self._archives, _ZIP, ExtraColumns((), "class"))
-        folders = FolderRule(
-            self._config.label_level, is_innermost=True, takes_labels=self._config.label_kind != "none"
+        return archives.batches(
+            lambda members: TarLayout((), FOLDER_LABELS), FolderRule.of(self._config, is_innermost=True)
         )
-        return archives.batches(lambda members: TarLayout((), FOLDER_LABELS), folders)

@@ -1,0 +1,53 @@
+"""Signs of labels among the files beside images: what an archive's layout, or a folder's, does not take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO
+
+from etl.sources.label_signs import named_signs, names_labels
+from etl.sources.names import TABLE_SUFFIXES
+from etl.sources.tar import ArchiveMember
+from etl.sources.tar_samples import last_suffix
+from shardmill.printable import printable
+from shardmill.values import Rejection
+
+_MAX_JSON_BYTES = 1 << 20
+_LIST_SUFFIXES = (*TABLE_SUFFIXES, ".json", ".txt", ".xml", ".mat", ".xlsx", ".npy")
+
+
+class MemberSigns:
+    """Of archives whose layout takes no member as the label."""
+
+    def __init__(self) -> None:
+        self.found: tuple[str, ...] = ()
+        self._has_read_json = False
+
+    def noting(self, members: Iterable[ArchiveMember], file: BinaryIO, archive: str) -> Iterator[ArchiveMember]:
+        """The members, of which the first `.cls` and the fields of the first JSON member are looked at."""
+        for member in members:
+            suffix = last_suffix(member.name) if member.is_file else ""
+            if suffix == "cls" and not self.found:
+                self.found = (f"{printable(archive)} has {printable(member.name)!r}",)
+            elif suffix == "json" and not self._has_read_json and member.size_bytes <= _MAX_JSON_BYTES:
+                self._has_read_json = True
+                file.seek(member.start)
+                self.found += tuple(named_signs(_field_names(file.read(member.size_bytes)), f"{archive}/{member.name}"))
+            yield member
+
+
+def listed_signs(rejections: Iterable[Rejection]) -> Iterator[str]:
+    """A phrase for each file that was no image and is named as a list of labels: `labels.csv`, `annotations.json`."""
+    for each in rejections:
+        name = each.key.rpartition("\0")[2].rpartition("/")[2]
+        if name.lower().endswith(_LIST_SUFFIXES) and names_labels(name.partition(".")[0]):
+            yield f"{printable(each.key)!r} lies beside the images (a table that names them is a source of its own)"
+
+
+def _field_names(text: bytes) -> list[str]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    return list(found) if isinstance(found, dict) else []

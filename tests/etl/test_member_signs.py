@@ -1,0 +1,106 @@
+"""Labels that a container or a folder plainly has and does not take end the build, and say which setting takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etl.config import SourceConfig
+from shardmill.errors import UsageError
+from shardmill.formats.tf_example import FeatureValue
+from tests.etl.building import images_of, list_images
+from tests.etl.test_folder_labels import KINDS, Kind, found, source_of
+from tests.etl.test_sources_idx import idx, write_pair
+from tests.etl.test_sources_tfrecord import write_records
+from tests.etl.test_sources_webdataset import labels, picture, write_tar
+
+
+def refuses(source: SourceConfig, sign: str) -> None:
+    """It has no labels and seems to have some; a dataset without labels can be asked for."""
+    with pytest.raises(UsageError, match=f"would have no labels, and .* seems to have some: .*{sign}"):
+        list_images(source)
+    listing = list_images(source.model_copy(update={"label_kind": "none"}))
+    assert listing.num_images and not listing.class_names
+
+
+def test_a_class_member_behind_the_first_thousand_or_in_another_archive_is_not_lost(tmp_path: Path):
+    write_tar(tmp_path / "a.tar", {"1.png": picture(1)})
+    write_tar(tmp_path / "b.tar", {"2.png": picture(2), "2.cls": b"0"})
+    refuses(SourceConfig(uri=str(tmp_path), kind="webdataset"), "b.tar has '2.cls'")
+
+
+@pytest.mark.parametrize("name", ["label", "class_id", "category", "Labels"])
+def test_a_field_of_json_that_is_named_as_labels_are_is_not_lost(name: str, tmp_path: Path):
+    members = {"1.png": picture(1), "1.json": b'{"width": 16, "%s": 3}' % name.encode()}
+    source = write_tar(tmp_path / "a.tar", members)
+    refuses(source, f"'{name}'")
+    assert labels(list_images(source.model_copy(update={"label_field": f"json.{name}"}))) == {"1.png": "3"}
+
+
+def test_labels_that_are_no_classes_are_taken(tmp_path: Path):
+    members = {"1.png": picture(1), "1.json": b'{"labels": ["a", "b"]}', "1.cls": b"0"}
+    source = write_tar(tmp_path / "a.tar", members)
+    listing = list_images(source.model_copy(update={"label_kind": "multi_label", "label_field": "json.labels"}))
+    assert listing.num_images == 1 and listing.class_names == ("a", "b")
+
+
+def test_metadata_that_is_no_label_ends_nothing(tmp_path: Path):
+    source = write_tar(tmp_path / "a.tar", {"1.png": picture(1), "1.json": b'{"width": 16}', "1.txt": b"a dog"})
+    assert labels(list_images(source)) == {"1.png": None}
+    assert labels(list_images(write_tar(tmp_path / "b.tar", {"1.png": picture(1), "1.json": b"[1"}))) == {"1.png": None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["labels.csv", "train_labels.csv", "annotations.json", "Labels.txt", "class_id.tsv"])
+def test_a_list_of_labels_beside_flat_images_is_not_lost(kind: Kind, name: str, tmp_path: Path):
+    refuses(source_of(kind, tmp_path, "1.png", "2.png", name), name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["readme.txt", "sizes.csv", "log.json"])
+def test_other_files_beside_flat_images_end_nothing(kind: Kind, name: str, tmp_path: Path):
+    assert found(list_images(source_of(kind, tmp_path, "1.png", "2.png", name))) == {(None, None): 2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_list_of_labels_beside_class_folders_ends_nothing(kind: Kind, tmp_path: Path):
+    listing = list_images(source_of(kind, tmp_path, "cat/1.png", "dog/2.png", "labels.csv"))
+    assert found(listing) == {(None, "cat"): 1, (None, "dog"): 1}
+
+
+@pytest.mark.parametrize("name", ["my_label", "target", "image/object/class"])
+def test_a_feature_that_is_named_as_labels_are_is_not_lost(name: str, tmp_path: Path):
+    record: dict[str, FeatureValue] = {"image": picture(0), name: 1}
+    source = write_records(tmp_path / "a.tfrecord", [record])
+    refuses(source, f"'{name}'")
+    assert list_images(source.model_copy(update={"label_field": name})).class_names == ("1",)
+
+
+def test_a_file_of_labels_that_belongs_to_no_file_of_images_is_not_lost(tmp_path: Path):
+    write_pair(tmp_path, "train", 30)
+    (tmp_path / "train-labels-idx1-ubyte").rename(tmp_path / "training-labels-idx1-ubyte")
+    refuses(idx(tmp_path), "'training-labels-idx1-ubyte'")
+
+
+@pytest.mark.parametrize("wrapping", ["", "set/"])
+def test_splits_of_samples_with_class_members_are_their_folders(wrapping: str, tmp_path: Path):
+    members = {}
+    for split in ("train", "test"):
+        members |= {f"{wrapping}{split}/1.png": picture(1), f"{wrapping}{split}/1.cls": b"7"}
+    listing = list_images(write_tar(tmp_path / "a.tar", members))
+    assert found(listing) == {("train", "7"): 1, ("test", "7"): 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dataset_without_labels_keeps_its_splits(kind: Kind, tmp_path: Path):
+    source = source_of(kind, tmp_path, "a/train/cat/1.png", "a/test/dog/2.png", label_kind="none")
+    assert found(list_images(source)) == {("train", None): 1, ("test", None): 1}
+
+
+def test_a_level_that_is_given_is_one_of_folders(tmp_path: Path):
+    members = {"cat/1.png": picture(1), "cat/1.cls": b"0", "dog/2.png": picture(2), "dog/2.cls": b"1"}
+    source = write_tar(tmp_path / "a.tar", members)
+    assert {image.label for image in images_of(list_images(source))} == {"0", "1"}
+    by_folder = list_images(source.model_copy(update={"label_level": 1}))
+    assert by_folder.class_names == ("cat", "dog")
