@@ -90,7 +90,8 @@ def _some_images(listing: Listing, seed: int) -> list[SourceImage]:
     images = [
         image
         for segment in listing.segments
-        for table in read_cells(store, segment, 0, last_cell)
+        if segment.has_any_of(0, last_cell)
+        for table in read_cells(store, segment.path, 0, last_cell)
         for image in images_of_table(table)
         if "http://" not in image.key and "https://" not in image.key
     ]
