@@ -151,7 +151,7 @@ def _build_on_latest(
     num_lost = 0
     while True:
         try:
-            return _commit_once(plan, tree, observer, retries, started, replace_source=replace_source)
+            return _commit_once(plan, tree, observer, retries, started_seconds, replace_source=replace_source)
         except CommitConflict:
             num_lost += 1
             behind = plan_again(plan, tree) if plan.is_append and num_lost < _MAX_LOST_COMMITS else plan
@@ -164,7 +164,13 @@ def _build_on_latest(
 
 
 def _commit_once(
-    plan: BuildPlan, tree: EtlTree, observer: Observer, retries: list[int], started: float, *, replace_source: bool
+    plan: BuildPlan,
+    tree: EtlTree,
+    observer: Observer,
+    retries: list[int],
+    started_seconds: float,
+    *,
+    replace_source: bool,
 ) -> BuildOutcome:
     """The units of `plan` that are missing, and the commit. Raises CommitConflict if another writer was first."""
     # The lease keeps `gc` away from what no manifest names yet, and from the parent's shards. One under which a race
