@@ -1,21 +1,18 @@
-"""What a person should know of a build before it is committed: inferred facts, and warnings."""
+"""What a person should know of a build before its units run: inferred facts, and warnings."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from etl.listed import SPLITS
-from shardmill.dataset.duplicates import DuplicateExamples, find_examples
-from shardmill.dataset.index import has_all_files, read_shards
+from shardmill.dataset.index import has_all_files
 from shardmill.dataset.manifest import Manifest
-from shardmill.errors import ShardmillError, UsageError
+from shardmill.errors import UsageError
 from shardmill.jobs.observer import FieldValue
-from shardmill.options import IMAGE_SIZES
 from shardmill.printable import printable
-from shardmill.storage import Store
 from shardmill.values import TRANSIENT_REASONS, RejectReason
 
 if TYPE_CHECKING:
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 _NUM_EXAMPLES = 3
 # Fewer images than this say little about a model, whatever their accuracy is: one of 30 is more than 3 %.
-_FEW_IN_SPLIT, _FEW_IN_CLASS = 30, 3
+FEW_IN_SPLIT, _FEW_IN_CLASS = 30, 3
 _NUM_NAMED = 5
 # Of the section `etl`: rows that were accepted under other ones may not stand, or not in their split.
 _EQUAL_SETTINGS = ("split_fractions", "duplicates")
@@ -99,7 +96,7 @@ def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
     return {
         "images": plan.num_images,
         "num_classes": len(plan.build.class_names),
-        "classes": _named(plan.build.class_names) or _no_classes(plan),
+        "classes": name_some(plan.build.class_names) or _no_classes(plan),
         "splits": f"{where} " + ", ".join(f"{split} {by_split[split]:,}" for split in SPLITS if by_split[split]),
         "image": f"{shape}, {config.encoding}, resized by {config.resize_mode}",
         "formats": ", ".join(config.formats),
@@ -128,7 +125,7 @@ def check_classes(plan: BuildPlan) -> None:
     num_needed = {"class": 2, "multi_label": 1}.get(plan.row_schema.label_kind, 0)
     if len(class_names) < num_needed:
         raise UsageError(
-            f"the source has {len(class_names)} classes ({_named(class_names) or _NO_CLASSES})",
+            f"the source has {len(class_names)} classes ({name_some(class_names) or _NO_CLASSES})",
             f"expected at least {num_needed} to train a classifier: one folder per class",
             "sort the images into class folders; `shardmill etl` makes a dataset without training",
         )
@@ -144,7 +141,7 @@ def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
         refused = plan.listing.rejections
         damaged = tuple(each.key for each in refused if each.reason is RejectReason.DAMAGED_CONTAINER)
         yield (
-            f"damaged, and read in part or not at all: {_named(tuple(map(printable, damaged)))}; nothing tells how "
+            f"damaged, and read in part or not at all: {name_some(tuple(map(printable, damaged)))}; nothing tells how "
             "many images are lost, so no limit counts them"
         )
 
@@ -157,9 +154,9 @@ def _thin_parts(plan: BuildPlan) -> Iterator[str]:
     for split in SPLITS:
         if by_split[split] == 0 and (plan.listing.has_splits or getattr(fractions, split) > 0):
             yield f"the split {split} will be empty"
-        elif 0 < by_split[split] < _FEW_IN_SPLIT:
+        elif 0 < by_split[split] < FEW_IN_SPLIT:
             yield (
-                f"the split {split} will have {about}{by_split[split]} images, fewer than {_FEW_IN_SPLIT}: figures on "
+                f"the split {split} will have {about}{by_split[split]} images, fewer than {FEW_IN_SPLIT}: figures on "
                 "it mean little"
             )
         elif split != "train" and by_split[split]:
@@ -167,7 +164,7 @@ def _thin_parts(plan: BuildPlan) -> Iterator[str]:
             # A class with few images in all has a warning of its own.
             thin = [name for name in by_class if by_class[name] >= _FEW_IN_CLASS > planned[name]]
             if thin:
-                named = _named(tuple(f"{name}: {about}{planned[name]}" for name in sorted(thin)))
+                named = name_some(tuple(f"{name}: {about}{planned[name]}" for name in sorted(thin)))
                 yield (
                     f"the split {split} will have fewer than {_FEW_IN_CLASS} images of {len(thin)} of {len(by_class)} "
                     f"classes ({named})"
@@ -175,13 +172,13 @@ def _thin_parts(plan: BuildPlan) -> Iterator[str]:
     num_classes = len(plan.build.class_names)
     few = tuple(f"{name}: {by_class[name]}" for name in plan.build.class_names if by_class[name] < _FEW_IN_CLASS)
     if few:
-        yield f"{len(few)} of {num_classes} classes have fewer than {_FEW_IN_CLASS} images ({_named(few)})"
+        yield f"{len(few)} of {num_classes} classes have fewer than {_FEW_IN_CLASS} images ({name_some(few)})"
     yield from _class_twins(plan.build.class_names)
     if plan.listing.has_splits:
         trained = _images_by_class(plan, "train")
         untrained = tuple(name for name in plan.build.class_names if not trained[name])
         if untrained:
-            yield f"{len(untrained)} of {num_classes} classes have no image in train/ ({_named(untrained)})"
+            yield f"{len(untrained)} of {num_classes} classes have no image in train/ ({name_some(untrained)})"
 
 
 def _class_twins(class_names: Iterable[str]) -> Iterator[str]:
@@ -194,88 +191,9 @@ def _class_twins(class_names: Iterable[str]) -> Iterator[str]:
     twins = tuple(" and ".join(map(ascii, names)) for names in by_look.values() if len(names) > 1)
     if twins:
         yield (
-            f"classes that differ only in case, in spaces or in how Unicode writes them: {_named(twins)}; if they are "
-            "one class, give them one name"
+            f"classes that differ only in case, in spaces or in how Unicode writes them: {name_some(twins)}; if they "
+            "are one class, give them one name"
         )
-
-
-def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
-    """One sentence for each thing that looks wrong once the images have been read."""
-    yield from _untested_classes(manifest)
-    counts = manifest.counts
-    yield from _lost_by_decoding(counts.by_note)
-    yield from _enlarged(manifest)
-    if not counts.conflicting_label and not counts.leaked_content:
-        return
-    examples = _examples(store, manifest)
-    if counts.conflicting_label:
-        yield (
-            f"{counts.conflicting_label} accepted images have the same bytes as one of another class"
-            f"{_such_as(map(printable, examples.conflicting))}; a model cannot learn both: remove them from one of the "
-            "classes"
-        )
-    if counts.leaked_content:
-        named = (f"{printable(source)} ({split})" for source, split in examples.leaked)
-        yield (
-            f"{counts.leaked_content} accepted images have the same bytes as one in another split{_such_as(named)}; a "
-            "model is tested on what it was trained on: remove them from one of the splits, or set etl.duplicates = "
-            '"drop"'
-        )
-
-
-def _untested_classes(manifest: Manifest) -> Iterator[str]:
-    """Of splits that are too small for the warnings before the build, which estimate."""
-    empty = set(manifest.empty_classes)
-    for name, split in manifest.splits.items():
-        pairs = zip(manifest.class_names, split.class_counts, strict=True)
-        absent = tuple(class_name for class_name, here in pairs if not here and class_name not in empty)
-        if absent and name != "train" and split.num_rows < _FEW_IN_SPLIT:
-            yield (
-                f"the split {name} has no image of {len(absent)} of {len(manifest.class_names)} classes "
-                f"({_named(absent)}): more images, or etl.stratified_splits = true, would give them some"
-            )
-
-
-def _lost_by_decoding(by_note: Mapping[str, int]) -> Iterator[str]:
-    """What notes say of images that are worth less than they could be."""
-    num_16_bit = sum(times for note, times in by_note.items() if note.startswith("scaled_"))
-    if num_dark := by_note.get("low_range_16_bit", 0):
-        yield (
-            f"{num_dark} of {num_16_bit} accepted 16-bit images use at most 14 of their bits, and are dark: if they "
-            "come from 10, 12 or 14 bits, set etl.significant_bits to that"
-        )
-    if num_cut := by_note.get("extra_bands_dropped", 0):
-        yield f"{num_cut} accepted TIFF images have more bands than their colours; the others were left out"
-    if num_previews := by_note.get("preview_only", 0):
-        yield f"{num_previews} accepted TIFF images are previews, by their own account, of photos that are not there"
-
-
-def _enlarged(manifest: Manifest) -> Iterator[str]:
-    """Most images, by their longer sides, which are counted between powers of two."""
-    options, sizes = manifest.normalize, manifest.sizes
-    if sizes is None or options.resize_mode == "none" or not options.enlarges or options.image_size <= IMAGE_SIZES[-1]:
-        return
-    num_sides = options.image_size.bit_length() - 1
-    num_smaller, num_known = sum(sizes.source.by_longer_side[:num_sides]), sum(sizes.source.by_longer_side)
-    if 2 * num_smaller > num_known:
-        yield (
-            f"{num_smaller} of {num_known} images have a longer side of less than {1 << num_sides} pixels, and were "
-            f"enlarged to etl.image_size = {options.image_size}: training takes longer for it, and they show no more"
-        )
-
-
-def _such_as(names: Iterable[str]) -> str:
-    listed = ", ".join(names)
-    return f", such as {listed}" if listed else ""
-
-
-def _examples(store: Store, manifest: Manifest) -> DuplicateExamples:
-    try:
-        shards = [shard for shard in read_shards(store, manifest) if shard.format == manifest.formats[0]]
-        return find_examples(store, shards)
-    except (ShardmillError, FileNotFoundError):
-        # The version is committed: a warning without names is better than a failed build; `verify` reports damage.
-        return DuplicateExamples()
 
 
 def images_by_split(plan: BuildPlan) -> Counter[str]:
@@ -301,5 +219,6 @@ def _images_by_class(plan: BuildPlan, split: str | None = None) -> Counter[str]:
     return Counter({name: round(fraction * count) for name, count in counts.items()})
 
 
-def _named(names: tuple[str, ...]) -> str:
+def name_some(names: tuple[str, ...]) -> str:
+    """The first few names, and how many more there are."""
     return ", ".join(names[:_NUM_NAMED]) + (f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else "")

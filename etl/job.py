@@ -23,7 +23,6 @@ from etl.checks import (
     inferred_facts,
     inferred_warnings,
     is_up_to_date,
-    version_warnings,
 )
 from etl.commit import commit_results
 from etl.config import EtlTree
@@ -35,6 +34,7 @@ from etl.pending import clear_pending, kept_results
 from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
 from etl.units import ListingPlace
 from etl.vanished import check_vanished
+from etl.version_warnings import version_warnings
 from shardmill.dataset.leases import writing
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest

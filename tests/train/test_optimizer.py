@@ -131,7 +131,8 @@ def test_the_first_recipe_is_as_it_was(name):
     """SGD without decay, in Keras with its own momentum; AdamW's decay on every weight."""
     batch, config = batch_of(SHAPE, num_rows=6), {"recipe_version": 1, "optimizer": "sgd", "momentum": 0.9}
     one = learner(name, LINEAR[name], **config)
-    expected, velocities = both_arrays(one), [0.0, 0.0]
+    expected = both_arrays(one)
+    velocities: list[np.ndarray | float] = [0.0, 0.0]
     for rate in (0.1, 0.01):
         addends = one.gradients(batch, 6, 1.0)
         for place, gradient in enumerate(np.array(each, np.float64) for each in addends[:2]):
