@@ -12,7 +12,7 @@ from etl.listed import ListingBatch, batches_of, listed_table
 from etl.sources.containers import Containers, gone, image_file, splits_of
 from etl.sources.extra import ExtraColumns
 from etl.sources.folder_labels import FolderRule, with_folder_labels
-from etl.sources.member_signs import MemberSigns
+from etl.sources.member_signs import MemberSigns, with_listed_signs
 from etl.sources.names import is_utf8
 from etl.sources.packing import reading
 from etl.sources.tar import ArchiveMember
@@ -54,17 +54,19 @@ class Archives:
     ) -> Iterator[ListingBatch]:
         """Every image and every refused member; a file that is damaged or gone is one rejection.
 
-        `layout_of` is given the first members of the first archive. Raises UsageError if there is no archive, or if
-        only some of their names name a split.
+        `layout_of` is given the first members of the first sound archive, and of damaged ones before it. Raises
+        UsageError if there is no archive, or if only some of their names name a split.
         """
         found = self._files.find()
         yield ListingBatch(listed_table([]), found.rejections)
-        layout = layout_of(self._first_members(found.containers[0]))
+        layout = layout_of(itertools.islice(self._first_members(found.containers), _PEEKED_MEMBERS))
         takes_folders = folders.takes_labels and layout.label_field == FOLDER_LABELS
         # Labels that are no classes come as a column.
         takes_none = layout.label_field in ("", FOLDER_LABELS) and self._extra.target is None
         signs = MemberSigns() if folders.takes_labels and takes_none else None
         batches = batches_of(self._entries(found.containers, layout, signs), lambda: self._extra.types)
+        if signs is not None:
+            batches = with_listed_signs(batches)
         yield from with_folder_labels(batches, replace(folders, takes_labels=takes_folders))
         if signs is not None:
             yield ListingBatch(listed_table([]), label_signs=signs.found)
@@ -79,11 +81,14 @@ class Archives:
             except FileNotFoundError:
                 yield gone(archive)
 
-    def _first_members(self, archive: StoredFile) -> Iterator[ArchiveMember]:
+    def _first_members(self, archives: Sequence[StoredFile]) -> Iterator[ArchiveMember]:
         """As many as are sound; the listing will tell what is not."""
-        with open_file(self._files.store, archive) as stream, suppress(IntegrityError), reading(archive.path):
-            file = self._format.unpack(stream)
-            yield from itertools.islice(self._format.members(file, archive, file is not stream), _PEEKED_MEMBERS)
+        for archive in archives:
+            with suppress(IntegrityError, FileNotFoundError), open_file(self._files.store, archive) as stream:
+                with reading(archive.path):
+                    file = self._format.unpack(stream)
+                    yield from self._format.members(file, archive, file is not stream)
+                return
 
     def _list(
         self, archive: StoredFile, layout: TarLayout, split: str | None, signs: MemberSigns | None

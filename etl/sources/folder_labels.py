@@ -9,7 +9,6 @@ be one wrapping folder on each level (`photos/train/cat`), or the folders of sev
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.listed import LISTED_SCHEMA, ListingBatch, listed_table
-from etl.sources.member_signs import listed_signs
 from etl.sources.names import SPLIT_OF_NAME
 from etl.sources.split_words import alike_splits, is_split, names_splits
 from etl.sources.spool import in_two_passes
@@ -58,20 +56,14 @@ def with_folder_labels(batches: Iterable[ListingBatch], rule: FolderRule) -> Ite
 
     Raises UsageError if more than one level may name the classes.
     """
-    folders, signs = _Folders(rule), dict[str, None]()
-
-    def noted() -> Iterator[ListingBatch]:
-        for batch in batches:
-            signs.update(dict.fromkeys(itertools.islice(listed_signs(batch.rejections), _NUM_NAMED)))
-            yield batch
+    folders = _Folders(rule)
 
     def settle() -> Callable[[pa.Table], ListingBatch]:
         folders.settle()
         return folders.labelled
 
-    yield from in_two_passes(noted(), folders.look, settle)
-    label_signs = tuple(signs) if rule.takes_labels else ()
-    yield ListingBatch(listed_table([]), warnings=tuple(folders.warnings()), label_signs=label_signs)
+    yield from in_two_passes(batches, folders.look, settle)
+    yield ListingBatch(listed_table([]), warnings=tuple(folders.warnings()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from etl.listed import ListingBatch, batches_of
 from etl.sources.files import FileReader
 from etl.sources.folder_labels import FolderRule, with_folder_labels
+from etl.sources.member_signs import with_listed_signs
 from etl.sources.names import hidden_folder_of, is_image_name, is_utf8, unread_archive
 from shardmill.errors import NoSuchRoot, StorageError, UsageError
 from shardmill.stores import open_store
@@ -37,7 +38,8 @@ class FolderSource:
 
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no folder, or more than one level that may name the classes."""
-        return with_folder_labels(batches_of(self._found()), FolderRule.of(self._config, is_innermost=False))
+        rule, batches = FolderRule.of(self._config, is_innermost=False), batches_of(self._found())
+        return with_folder_labels(with_listed_signs(batches) if rule.takes_labels else batches, rule)
 
     def _found(self) -> Iterator[SourceImage | Rejection]:
         walk = _walk_store(self.uri)

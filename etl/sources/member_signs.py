@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import BinaryIO
 
+from etl.listed import ListingBatch
 from etl.sources.label_signs import named_signs, names_labels
 from etl.sources.names import TABLE_SUFFIXES
 from etl.sources.tar import ArchiveMember
@@ -14,6 +17,7 @@ from shardmill.printable import printable
 from shardmill.values import Rejection
 
 _MAX_JSON_BYTES = 1 << 20
+_NUM_NAMED = 3
 _LIST_SUFFIXES = (*TABLE_SUFFIXES, ".json", ".txt", ".xml", ".mat", ".xlsx", ".npy")
 
 
@@ -37,8 +41,14 @@ class MemberSigns:
             yield member
 
 
-def listed_signs(rejections: Iterable[Rejection]) -> Iterator[str]:
-    """A phrase for each file that was no image and is named as a list of labels: `labels.csv`, `annotations.json`."""
+def with_listed_signs(batches: Iterable[ListingBatch]) -> Iterator[ListingBatch]:
+    """A listing with the signs that refused files are, by their names: `labels.csv`, `annotations.json`."""
+    for batch in batches:
+        signs = itertools.islice(_listed_signs(batch.rejections), _NUM_NAMED)
+        yield replace(batch, label_signs=(*batch.label_signs, *signs))
+
+
+def _listed_signs(rejections: Iterable[Rejection]) -> Iterator[str]:
     for each in rejections:
         name = each.key.rpartition("\0")[2].rpartition("/")[2]
         if name.lower().endswith(_LIST_SUFFIXES) and names_labels(name.partition(".")[0]):

@@ -13,7 +13,7 @@ from tests.etl.building import images_of, list_images
 from tests.etl.test_folder_labels import KINDS, Kind, found, source_of
 from tests.etl.test_sources_idx import idx, write_pair
 from tests.etl.test_sources_tfrecord import write_records
-from tests.etl.test_sources_webdataset import labels, picture, write_tar
+from tests.etl.test_sources_webdataset import labels, picture, reasons, write_tar
 
 
 def refuses(source: SourceConfig, sign: str) -> None:
@@ -43,6 +43,14 @@ def test_labels_that_are_no_classes_are_taken(tmp_path: Path):
     source = write_tar(tmp_path / "a.tar", members)
     listing = list_images(source.model_copy(update={"label_kind": "multi_label", "label_field": "json.labels"}))
     assert listing.num_images == 1 and listing.class_names == ("a", "b")
+
+
+def test_the_first_sound_archive_shows_where_labels_are(tmp_path: Path):
+    write_tar(tmp_path / "a.tar", {"1.png": picture(1), "1.cls": b"0"})
+    (tmp_path / "a.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:100])
+    write_tar(tmp_path / "b.tar", {"2.png": picture(2), "2.cls": b"7"})
+    listing = list_images(SourceConfig(uri=str(tmp_path), kind="webdataset"))
+    assert listing.class_names == ("7",) and reasons(listing) == {"damaged_container": 1}
 
 
 def test_metadata_that_is_no_label_ends_nothing(tmp_path: Path):

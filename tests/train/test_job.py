@@ -85,7 +85,7 @@ def test_a_training_is_the_same_however_it_is_run(free):
         {"seed": 1},
         {"learning_rate": 2e-3},
         {"model": "resnet50"},
-        {"augment": {"random_flip": False}},
+        {"augment": {"random_flip": True}},
     ],
 )
 def test_a_training_is_another_where_the_outcome_may_be(other):
