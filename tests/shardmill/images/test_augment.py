@@ -53,7 +53,7 @@ def test_every_part_of_the_key_matters(part: str) -> None:
 
 def test_all_offsets_and_both_directions_come_up_about_equally_often() -> None:
     image_HWC = photo(7, 9)
-    options = AugmentOptions(random_crop_padding=1)
+    options = AugmentOptions(random_crop_padding=1, random_flip=True)
     counts: dict[bytes, int] = {}
     for sample_id in range(1800):
         result = augment(image_HWC, options, seed=0, epoch=0, sample_id=sample_id).tobytes()
