@@ -46,12 +46,12 @@ def plain_texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _class_names(texts: pa.ChunkedArray) -> pa.ChunkedArray:
-    """`class_name_of` of each text, null for an empty one."""
-    names = pc.utf8_trim_whitespace(texts)
-    is_number = pc.match_substring_regex(names, WHOLE_NUMBER)
-    if pc.any(is_number).as_py():
-        names = pc.if_else(is_number, pc.replace_substring_regex(names, WHOLE_NUMBER, r"\1"), names)
-    return pc.if_else(pc.match_substring_regex(names, NO_LABEL), pa.scalar(None, pa.string()), names)
+    """`class_name_of` of each text, null for an empty one; done once for each different text."""
+    encoded = texts.combine_chunks().dictionary_encode()
+    names = pc.utf8_trim_whitespace(encoded.dictionary)
+    names = pc.replace_substring_regex(names, WHOLE_NUMBER, r"\1")
+    names = pc.if_else(pc.match_substring_regex(names, NO_LABEL), pa.scalar(None, pa.string()), names)
+    return pa.chunked_array([names.take(encoded.indices)], pa.string())
 
 
 def _whole_numbers(column: pa.ChunkedArray, where: str) -> pa.ChunkedArray:

@@ -61,7 +61,8 @@ class _Utf8(io.RawIOBase):
                 "convert it, from Windows-1252 (Western Windows) with: iconv -f WINDOWS-1252 -t UTF-8",
             ) from None
         self._num_read += len(block)
-        return memoryview(text.encode())
+        # What was decoded only to be checked needs no second copy.
+        return memoryview(block if self._encoding == "utf-8" else text.encode())
 
 
 def _encoding_of(head: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -106,3 +107,75 @@ def test_a_source_without_a_usable_input_says_why(tmp_path: Path):
     source = write(tmp_path / "t.csv", {"label": [""] * 6})
     with pytest.raises(UsageError, match=r"all 6 inputs were refused \(6 bad_row, such as t.csv.*1: row 1: no label\)"):
         list_images(source)
+
+
+def labels_of(source: SourceConfig) -> list[str | None]:
+    """In the order of the rows; None for a row that is refused."""
+    listing = list_images(source)
+    assert {each.detail.partition(": ")[2] for each in listing.rejections} <= {"no label"}
+    images = images_of(listing)
+    found = {image.place + (source.kind == "parquet"): image.label for image in images}
+    return [found.get(row) for row in range(1, listing.num_listed + 1)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 0, 1, 0],
+        [1.0, 0.0, 1.0, 0.0],
+        ["1", "0", "1", "0"],
+        ["1.0", "0.0", "1.", "0.00"],
+        [" 1", "0 ", "1", "\t0"],
+        [Decimal("1"), Decimal("0"), Decimal("1"), Decimal("0")],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet", "images.parquet"])
+def test_equal_labels_are_one_class_whatever_their_type(name: str, values: list, tmp_path: Path):
+    if name == "t.jsonl" and isinstance(values[0], Decimal):
+        values = list(map(int, values))
+    assert labels_of(write(tmp_path / name, {"label": values})) == ["1", "0", "1", "0"]
+
+
+def test_a_column_of_json_lines_may_mix_types_and_each_value_is_its_class(tmp_path: Path):
+    values = ["1", '"1"', "1.0", '"1.0"', "null", "NaN", '"nan"', '" 1 "', '""', "1e0", "true", '"cat"']
+    lines = "".join(f'{{"uri": "{row}.jpg", "label": {value}}}\n' for row, value in enumerate(values))
+    (tmp_path / "t.jsonl").write_text(lines)
+    found = labels_of(SourceConfig(uri=str(tmp_path / "t.jsonl"), kind="table"))
+    assert found == ["1", "1", "1", "1", None, None, None, "1", None, "1", "true", "cat"]
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.float32()], ids=str)
+@pytest.mark.parametrize("hole", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["t.parquet", "images.parquet"])
+def test_a_hole_in_a_column_of_numbers_refuses_its_row_alone(
+    name: str, hole: float | None, kind: pa.DataType, tmp_path: Path
+):
+    source = write(tmp_path / name, {"size": [1, 2, 3]})
+    rows = pq.read_table(tmp_path / name).append_column("label", pa.array([1.0, hole, 2.0], kind))
+    pq.write_table(rows, tmp_path / name)
+    assert labels_of(source) == ["1", None, "2"]
+
+
+@pytest.mark.parametrize("hole", ["", " ", "nan", "NaN", "-nan"])
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet", "images.parquet"])
+def test_a_hole_in_a_column_of_texts_refuses_its_row_alone(name: str, hole: str, tmp_path: Path):
+    assert labels_of(write(tmp_path / name, {"label": ["cat", hole, "dog"]})) == ["cat", None, "dog"]
+
+
+def test_names_that_only_look_like_numbers_stay_as_they_are(tmp_path: Path):
+    values = ["007", "1.5", "v1.0", "1.0.0", "True", "nano", "-1", "1e3"]
+    assert labels_of(write(tmp_path / "t.csv", {"label": values})) == values
+
+
+def test_numbers_that_are_no_classes_are_refused_with_the_kind_to_set(tmp_path: Path):
+    for values in ([0.5, 1.0], [1e300, 1.0]):
+        with pytest.raises(UsageError, match="the labels of t.parquet are double") as caught:
+            list_images(write(tmp_path / "t.parquet", {"label": values}))
+        assert "source.label_kind" in caught.value.fix
+
+
+def test_names_of_several_classes_are_those_of_one(tmp_path: Path):
+    source = write(tmp_path / "t.csv", {"label": ["cat| dog", "1.0|1"]})
+    multi = source.model_copy(update={"label_kind": "multi_label"})
+    assert set(list_images(multi).class_names) == {"cat", "dog", "1"}
