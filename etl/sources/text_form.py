@@ -38,15 +38,15 @@ class TextForm:
 def text_form(stream: io.BufferedReader, usual_delimiter: str) -> TextForm:
     """Of a table that begins here; a first line `sep=;`, as some spreadsheets want it, is skipped.
 
-    The usual delimiter holds if it is in the line of names, else the one that is most often.
+    Of delimiters that are in the line of names, outside of quotes, it is the most frequent; the usual one if none is.
     """
     named = _NAMED_DELIMITER.match(stream.peek(_MAX_HEADER_BYTES))
     if named:
         stream.read(named.end())
-    header = re.split(rb"[\r\n]", stream.peek(_MAX_HEADER_BYTES), maxsplit=1)[0]
-    delimiter = named[1].decode() if named else usual_delimiter
-    if delimiter.encode() not in header:
-        delimiter = max((delimiter, *_DELIMITERS), key=lambda each: header.count(each.encode()))
+    header = re.split(rb"[\r\n]", stream.peek(_MAX_HEADER_BYTES).lstrip(b"\r\n"), maxsplit=1)[0]
+    bare = re.sub(rb'"[^"]*"', b"", header)
+    most_frequent = max((usual_delimiter, *_DELIMITERS), key=lambda each: bare.count(each.encode()))
+    delimiter = named[1].decode() if named else most_frequent
     try:
         first = pa_csv.read_csv(io.BytesIO(header + b"\n"), parse_options=pa_csv.ParseOptions(delimiter=delimiter))
     except pa.ArrowInvalid:

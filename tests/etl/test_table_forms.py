@@ -74,6 +74,20 @@ def test_the_delimiter_is_the_one_of_the_line_of_names(name: str, delimiter: str
     assert listed(tmp_path / name) == FOUND
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "uri;label;size, mm\na.jpg;cät;1\nb.jpg;dog;2\n",
+        'uri,label,"a;b;c;d"\na.jpg,cät,1\nb.jpg,dog,2\n',
+        "\n\r\nuri;label\na.jpg;cät\nb.jpg;dog\n",
+        "uri;label\ra.jpg;cät\rb.jpg;dog\r",
+    ],
+)
+def test_names_may_hold_another_delimiter_and_empty_lines_may_stand_before_them(text: str, tmp_path: Path):
+    (tmp_path / "t.csv").write_bytes(text.encode())
+    assert listed(tmp_path / "t.csv") == FOUND
+
+
 def test_a_delimiter_that_the_first_line_names_holds(tmp_path: Path):
     (tmp_path / "t.csv").write_text('sep=;\r\nuri;label;"a,b"\r\na.jpg;cat;\r\nb.jpg\r\n', encoding="utf-8")
     listing = list_images(SourceConfig(uri=str(tmp_path / "t.csv"), kind="table"))
