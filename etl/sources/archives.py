@@ -84,7 +84,7 @@ class Archives:
     def _first_members(self, archives: Sequence[StoredFile]) -> Iterator[ArchiveMember]:
         """As many as are sound; the listing will tell what is not."""
         for archive in archives:
-            with suppress(IntegrityError, FileNotFoundError), open_file(self._files.store, archive) as stream:
+            with suppress(IntegrityError), open_file(self._files.store, archive) as stream:
                 with reading(archive.path):
                     file = self._format.unpack(stream)
                     yield from self._format.members(file, archive, file is not stream)
