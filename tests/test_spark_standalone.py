@@ -59,7 +59,7 @@ label_smoothing = 0.1
 record_samples = true
 nics = ["lo"]
 """
-# Units of 30 images, and a shard for each of them, so that a unit takes a while to publish its shards.
+# Where no sizes are listed: units of 15 images, and a shard for each image, so that a unit takes a while to publish its shards.
 SMALL_SHARDS = (
     "--set", "etl.resize_mode=none", "--set", "etl.unit_min_images=24", "--set", "etl.chunk_bytes=1",
     "--set", "etl.shard_max_bytes=40000",
@@ -125,7 +125,11 @@ def test_of_two_attempts_at_a_unit_one_is_committed_and_gc_removes_the_other(
 ):
     """Speculation: Spark tries again, beside it, what takes much longer than the other tasks."""
     write_images(folder / "large", num_images=240, image_size=128)
-    chosen = (*SMALL_SHARDS, "--set", f"source.uri={folder}/large")
+    # A table tells no sizes, so that units are planned by a guess: each then fills many shards.
+    images = sorted((folder / "large").rglob("*.*"))
+    rows = "".join(f"{each.relative_to(folder)},{each.parent.name}\n" for each in images)
+    (folder / "large.csv").write_text("path,label\n" + rows)
+    chosen = (*SMALL_SHARDS, "--set", f"source.uri={folder}/large.csv", "--set", "source.kind=table")
     shardmill(folder, "etl", "local.toml", *chosen, "--set", f"dataset.uri={folder}/once", "--set", "etl.engine=local")
     ui_port, *free = free_ports(2)
     # It does so on another host only.
