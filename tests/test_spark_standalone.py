@@ -59,7 +59,7 @@ label_smoothing = 0.1
 record_samples = true
 nics = ["lo"]
 """
-# Where no sizes are listed: units of 15 images, and a shard for each image, so that a unit takes a while to publish its shards.
+# Without listed sizes: units of 15 images, and a shard for each image, so that a unit takes a while to publish.
 SMALL_SHARDS = (
     "--set", "etl.resize_mode=none", "--set", "etl.unit_min_images=24", "--set", "etl.chunk_bytes=1",
     "--set", "etl.shard_max_bytes=40000",

@@ -35,6 +35,7 @@ class TensorFlowCollective:
         import tensorflow as tf
 
         self._rank, self._world_size = world.rank, world.world_size
+        self._exchange = world.exchange
         self._strategy = strategy
         self._summed_group = tf.function(self._sum_group)
         self._summed_flat: dict[np.dtype, Any] = {}
@@ -75,7 +76,12 @@ class TensorFlowCollective:
         self.sum_array(np.zeros(1, np.int32))
 
     def close(self) -> None:
-        """Nothing: TensorFlow's server ends with the process."""
+        """Return when every rank has left its last operation.
+
+        A rank fetches its peers' data from their servers, and a server ends with its process: the first rank to leave
+        the last barrier would break the connection of one that is still fetching.
+        """
+        self._exchange(b"")
 
     def _sum_group(self, tensors: list[Any]) -> list[Any]:
         import tensorflow as tf
