@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def airflow(folder: Path) -> Iterator[Airflow]:
-    """A scheduler, with the DAGs deployed as the README says: one file, copied; and with one, training on its own."""
+    """A scheduler with the DAGs deployed as docs/airflow.md says: one file, copied; and one that trains on its own."""
     for name in (f"gate/{DAG_ID}", f"gate/{TRAINING_ID}", "python", "airflow/dags"):
         (folder / name).mkdir(parents=True)
     shutil.copy(ROOT / "airflow_dags" / "shardmill_dag.py", folder / "airflow" / "dags")
