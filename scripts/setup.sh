@@ -12,7 +12,7 @@ profile=${1:-all}
 case $profile in
   demo) holds=(demo gpu all); extras=(--no-dev --extra spark --extra tensorflow --extra horovod --extra demo) ;;
   gpu) holds=(gpu); extras=(--no-dev --extra spark --extra gpu --extra horovod --extra torch --extra s3 --extra hdfs --extra demo) ;;
-  all) holds=(all); extras=(--extra all) ;;
+  all) holds=(all); extras=(--extra all --group docs) ;;
   *) echo "usage: scripts/setup.sh demo|gpu|all" >&2; exit 2 ;;
 esac
 
