@@ -1,10 +1,11 @@
 # make demo    the whole chain on 1,797 real digits and a bag of broken files, in ./demo-work
 # make test    the tests, without drills (pytest -m drill)
-# make check   formatting, lint, types, tests; .ci/run adds the drills
+# make check   formatting, lint, types, documentation, tests; .ci/run adds the drills
+# make docs    the documentation site, in ./site; a link that leads nowhere fails it
 # make test-fast   those that start no other process: no server, Spark, rank or command
 # make bundle  dist/shardmill.zip, our code for `spark-submit --py-files`
 # Each does all its set-up itself; a second call takes none.
-.PHONY: demo test test-fast check setup lint bundle clean
+.PHONY: demo test test-fast check setup lint docs bundle clean
 SHELL := /bin/bash
 RUN := source .venv/shardmill.env && PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -28,11 +29,14 @@ lint: setup
 	@$(RUN) pyright
 	@$(RUN) pyright -p tests/pyrightconfig.json
 
-check: lint test
+docs: setup
+	@$(RUN) NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
+
+check: lint docs test
 
 bundle:
 	@python3 scripts/bundle.py dist/shardmill.zip
 
 clean:
-	rm -rf demo-work shardmill-work dist .pytest_cache .ruff_cache .hypothesis spark-warehouse artifacts metastore_db derby.log
+	rm -rf demo-work shardmill-work dist site .pytest_cache .ruff_cache .hypothesis spark-warehouse artifacts metastore_db derby.log
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -56,7 +56,7 @@ class TrainConfig(Section):
     """Samples of one optimizer step, summed over all ranks."""
     accumulation_steps: Annotated[int, HOW] = Field(default=0, ge=0)
     """A rank computes its share of a step in so many parts, in the memory of one; gradients are exchanged once. 0: as
-    few as its memory takes (docs/training.md), most often one."""
+    few as its memory takes (docs/training/memory.md), most often one."""
     memory_budget_bytes: Annotated[int, HOW] = Field(default=0, ge=0)
     """What a rank may use of its GPU's, or its host's, memory; 0: all of it, shared equally by the host's ranks."""
     local_steps: Annotated[int, LATER] = Field(default=1, ge=1)
@@ -75,12 +75,12 @@ class TrainConfig(Section):
     unfreeze_epoch: Annotated[int, LATER] = Field(default=0, ge=0)
     """They are trained from this epoch on, counted from 0, with an optimizer that begins anew; 0: never."""
     num_workers: Annotated[int, HOW] = Field(default=0, ge=0)
-    """Ranks: training processes; 0: as many as `auto` finds GPUs or hosts for (docs/choosing.md)."""
+    """Ranks: training processes; 0: as many as `auto` finds GPUs or hosts for (docs/training/auto.md)."""
     rank_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], HOW] = ()
     """Relative speed of each rank, in rank order: a slow one gets fewer of the `num_streams` (at least one), and the
     global batches stay the same. Empty for equal shares."""
     strategy: Annotated[str, OneOf(STRATEGIES, also=("auto",)), HOW] = "auto"
-    """How ranks share the training; `auto` follows from the model, `num_workers` and the devices (docs/choosing.md)."""
+    """How ranks share the training; docs/training/auto.md says how `auto` chooses."""
     parameter_servers: Annotated[int, HOW] = Field(default=1, ge=1)
     """`parameter_server` only: processes that hold the variables, beside `num_workers` workers and a chief."""
     local_devices: Annotated[int, HOW] = Field(default=0, ge=0)
@@ -134,7 +134,7 @@ class TrainConfig(Section):
     """`adamw`: the share, times the learning rate, by which a step shrinks weights; `auto`: 0.05. `sgd`: the factor of
     L2 regularization; `auto`: 0.0001. Biases, norms and position embeddings are left alone."""
     recipe_version: Annotated[int, LATER] = Field(default=2, ge=1, le=2)
-    """1: the rules of trainings that began before there was a 2, which go on by them (docs/training.md)."""
+    """1: the rules of trainings that began before 2 existed, which continue by them (docs/training/optimization.md)."""
     ema_decay: Annotated[float, LATER] = Field(default=0.0, ge=0, lt=1)
     """Evaluate and export moving averages of the weights, which keep this share of themselves at each update (less in
     the first ones), for instance 0.999; 0 switches it off."""

@@ -137,7 +137,7 @@ def rolled_back(models: Models) -> None:
     models.promoted(first)
 
 
-@row("its validation was no better than guessing, though its training had learned ([when](training.md#chance))")
+@row("validation was no better than guessing ([when](training/labels.md#models-that-only-guess))")
 def only_guesses(models: Models) -> None:
     candidate = models.export(caution="the validation accuracy is no better than guessing")
     assert f"no better than guessing; `shardmill promote {models.uri}@{candidate.number}`" in models.kept(candidate)

@@ -168,7 +168,7 @@ def test_the_vision_transformer_has_it_when_asked_for():
 
 
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
-    section = (ROOT / "docs" / "training.md").read_text().partition("## Dropout\n")[2]
+    section = (ROOT / "docs" / "training" / "models.md").read_text().partition("## Dropout\n")[2]
     (tmp_path / "documented.py").write_text(section.partition("```python\n")[2].partition("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
     *_, (loss, _) = learner("keras", "documented:build").gradients(batch_of(SHAPE), 4, 1.0)

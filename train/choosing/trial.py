@@ -59,7 +59,7 @@ class TrialFacts:
 
 @dataclass(frozen=True, slots=True)
 class TrialRule:
-    """One row of the table in docs/training.md; the first row that applies counts."""
+    """One row of the table in docs/training/auto.md; the first row that applies counts."""
 
     choice: str
     applies: Callable[[TrialFacts], bool]

@@ -121,7 +121,7 @@ def _place(config: TrainConfig) -> Place:
         raise UsageError(
             "train.launcher = 'attach', and nothing has started this process as one of several",
             "expected variables of torchrun, SLURM (srun) or MPI (mpirun); or SHARDMILL_RANK, SHARDMILL_WORLD_SIZE",
-            "start the command by one of them (docs/training.md), or set train.launcher = 'local'",
+            "start the command by one of them (docs/training/launchers.md), or set train.launcher = 'local'",
         )
     return found[1]
 

@@ -96,7 +96,9 @@ def devices_of_rank(place: Place, config: TrainConfig, assigned: Sequence[str] |
     reason = why_no_gpu(config.backend)
     if reason and config.devices == "gpu":
         raise UsageError(
-            "train.devices = 'gpu'", f"but {reason}", "docs/training.md says how to install for GPUs; or set 'auto'"
+            "train.devices = 'gpu'",
+            f"but {reason}",
+            "docs/training/gpus.md says how to install for GPUs; or set 'auto'",
         )
     if reason or not roles_of(config)[place.rank].computes:
         return ()

@@ -1,0 +1,73 @@
+"""The reference of config keys: every key of every section with its default, its meaning and its choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tomlkit
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from pipeline.choices import choices_of
+from pipeline.tree import PipelineTree
+from scripts.docs_site.markdown import cell, table
+from shardmill.section import field_docstrings
+
+HEAD = """# Config keys
+
+A config file is TOML, one table for each section below. `shardmill init FILE` writes one that explains every key,
+`shardmill config show FILE` prints what a file resolves to, and `--set SECTION.NAME=VALUE` sets a key on the command
+line. [Registry entries](entries.md) describes the choices of a key that takes the names of a registry.
+"""
+
+
+def config_keys() -> str:
+    """The page, in Markdown."""
+    return "\n".join([HEAD, *_section(PipelineTree, "")])
+
+
+def _section(section: type[BaseModel], path: str) -> list[str]:
+    """The keys of `section` as a table, then its inner sections."""
+    docstrings = field_docstrings(section)
+    inner = {name: field for name, field in section.model_fields.items() if _is_section(field)}
+    rows = [
+        [f'<a id="{path}{name}"></a>`{name}`', _default(field), _meaning(docstrings.get(name, ""), field)]
+        for name, field in section.model_fields.items()
+        if name not in inner
+    ]
+    lines: list[str] = []
+    if path:
+        about = " ".join((section.__doc__ or "").split())
+        lines += [
+            f"## {path.removesuffix('.')}",
+            "",
+            about,
+            "",
+            *(table(["key", "default", "meaning"], rows) if rows else []),
+        ]
+    for name, field in inner.items():
+        assert field.annotation is not None
+        lines += _section(field.annotation, f"{path}{name}.")
+    return lines
+
+
+def _is_section(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+
+
+def _default(field: FieldInfo) -> str:
+    value: Any = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined or value is None:
+        return "none"
+    return f"`{cell(tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string())}`"
+
+
+def _meaning(docstring: str, field: FieldInfo) -> str:
+    parts = [cell(docstring)]
+    one_of = choices_of(field.annotation, *field.metadata)
+    if one_of is not None:
+        parts.append("Choices: " + ", ".join(f"`{choice}`" for choice in one_of.choices) + ".")
+    # What a change of this setting means for a training that has begun, as its field declares it.
+    parts += [f"*{cell(mark.meaning)}.*" for mark in field.metadata if hasattr(mark, "meaning")]
+    return " ".join(parts)
