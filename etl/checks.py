@@ -17,14 +17,11 @@ from shardmill.values import TRANSIENT_REASONS, RejectReason
 
 if TYPE_CHECKING:
     from etl.plan import BuildPlan
-    from shardmill.dataset.build import Build
 
 _NUM_EXAMPLES = 3
 # Fewer images than this say little about a model, whatever their accuracy is: one of 30 is more than 3 %.
 FEW_IN_SPLIT, _FEW_IN_CLASS = 30, 3
 _NUM_NAMED = 5
-# Of the section `etl`: rows that were accepted under other ones may not stand, or not in their split.
-_EQUAL_SETTINGS = ("split_fractions", "duplicates")
 _NO_CLASSES = "no classes: the images lie in no folders"
 
 
@@ -64,26 +61,6 @@ def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
             f"not from {now.described}",
             "expected the same source: the new version would replace the old images, and its models would be compared",
             "give each source its own dataset.uri (or --workdir), or give --replace-source",
-        )
-
-
-def check_appendable(parent: Manifest, build: Build, *, is_labelled: bool) -> None:
-    """Raise UsageError unless rows of `build` may stand beside those of `parent`; `is_labelled`: they have classes."""
-    was_labelled = any(times for split in parent.splits.values() for times in split.class_counts)
-    facts = (
-        ("formats", sorted(parent.formats), sorted(build.formats)),
-        ("pixels", parent.normalization_fingerprint, build.normalization_fingerprint),
-        ("columns", parent.columns, build.columns),
-        *((name.replace("_", " "), parent.config.get(name), build.config.get(name)) for name in _EQUAL_SETTINGS),
-        ("labels", was_labelled, is_labelled),
-    )
-    other = [name for name, before, now in facts if before != now]
-    if other:
-        raise UsageError(
-            f"the images to append would have other {', '.join(other)} than those of version {parent.version}",
-            'expected the same ones: etl.write_mode = "append" adds rows beside the old ones',
-            f"use the config of version {parent.version} (`shardmill inspect DATASET@{parent.version} --json`), or "
-            "another dataset.uri",
         )
 
 

@@ -9,9 +9,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from etl.engines import ENGINES
-from etl.sources import SOURCES
-from shardmill.formats import SHARD_FORMATS
 from shardmill.formats.rows import OWN_COLUMNS, OWN_FEATURES
 from shardmill.images.kernel import resolve_kernel
 from shardmill.jobs.config import ConfigTree, DatasetConfig, SparkConfig
@@ -54,7 +51,7 @@ class SourceConfig(Section):
 
     For other kinds also one file or a pattern.
     """
-    kind: Annotated[str, OneOf(SOURCES)] = "folders"
+    kind: Annotated[str, OneOf("etl.sources:SOURCES")] = "folders"
     """How the images are laid out, and how they are listed."""
     label_level: int = Field(default=0, ge=0, le=32)
     """Which level of folders (below a split folder) names the class; 0: the first one, and no other could be meant."""
@@ -144,11 +141,11 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     """Height and width in pixels of every stored image; 0: as in the latest version, or 64, less for small sources."""
     kernel: Literal["auto", "wheels", "native"] = "auto"
     """What shrinks JPEGs: `native` (docs/images.md) if it is installed on every machine, or `wheels`; pixels differ."""
-    engine: Annotated[str, OneOf(ENGINES)] = "auto"
+    engine: Annotated[str, OneOf("etl.engines:ENGINES")] = "auto"
     """What runs the work units."""
     num_workers: int = Field(default=0, ge=0)
     """Work units that the engine `local` decodes at once; 0: one per core."""
-    formats: tuple[Annotated[str, OneOf(SHARD_FORMATS)], ...] = ("parquet",)
+    formats: tuple[Annotated[str, OneOf("shardmill.formats:SHARD_FORMATS")], ...] = ("parquet",)
     """Shard formats to write, one or several."""
     split_fractions: SplitFractions = SplitFractions()
     """Used where the source has no split folders."""

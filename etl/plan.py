@@ -9,8 +9,8 @@ from functools import partial
 
 import pyarrow as pa
 
+from etl.appendable import check_appendable
 from etl.changes import Changes, Compared
-from etl.checks import check_appendable
 from etl.config import EtlTree, SourceConfig
 from etl.grouping import Group, GroupBy, group_here
 from etl.image_size import ImageSize, choose_image_size

@@ -43,7 +43,7 @@ class NormalizeOptions(Section):
     """Whether small sources are enlarged; `auto`: only to squares. `never`: squares hold them as they are, on black."""
     color: Literal["rgb", "gray"] = "rgb"
     """Channels of the stored image: three, or one."""
-    encoding: Annotated[str, OneOf(ENCODINGS)] = "jpeg"
+    encoding: Annotated[str, OneOf("shardmill.options:ENCODINGS")] = "jpeg"
     """How the shards hold an image: `jpeg`, `png` (lossless), `webp`, or `raw` uint8 (largest, fastest to read)."""
     jpeg_quality: int = Field(default=90, ge=1, le=100)
     """Quality of the stored JPEG (4:4:4); no effect on other encodings."""

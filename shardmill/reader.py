@@ -26,8 +26,8 @@ from shardmill.errors import UsageError
 from shardmill.formats.encodings import decode_row, decode_stored
 from shardmill.formats.rows import ChunkRows
 from shardmill.options import AugmentOptions
-from shardmill.typed_columns import LABEL, Value, label_shape
-from shardmill.values import Batch
+from shardmill.typed_columns import LABEL, label_shape
+from shardmill.values import Batch, Value
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,11 +197,21 @@ class Registry(Mapping[str, Value], Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Annotates a config field (`Annotated[str, OneOf(SHARD_FORMATS)]`) whose choices are a registry's names."""
+    """Annotates a config field whose choices are a registry's names: `OneOf("shardmill.formats:SHARD_FORMATS")`.
 
-    registry: Registry[Any]
+    The registry is named by text, as an entry names its object: a config then does not import the protocols of the
+    objects that it chooses, which themselves take the config.
+    """
+
+    target: str
+    """`package.module:REGISTRY`."""
     also: tuple[str, ...] = ()
     """Further choices that stand for a rule instead of an entry, such as `auto`."""
+
+    @property
+    def registry(self) -> Registry[Any]:
+        """The registry, imported on first use."""
+        return load_object(self.target)
 
     @property
     def choices(self) -> dict[str, str]:

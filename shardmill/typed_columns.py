@@ -11,11 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from shardmill.errors import IntegrityError
-from shardmill.values import LabelKind
-
-Scalar = int | float | str | bool
-Value = Scalar | list[Scalar] | None
-"""One value of a column; None for null. A list has no nulls."""
+from shardmill.values import LabelKind, Value
 
 _SCALARS = {
     "int64": pa.int64(),

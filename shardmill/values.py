@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import numpy as np
 
-    from shardmill.typed_columns import Value
+Scalar = int | float | str | bool
+Value = Scalar | list[Scalar] | None
+"""One value of a column that a dataset has beside ours; None for null. A list has no nulls."""
 
 LabelKind = Literal["class", "multi_label", "float", "float_vector"]
 """What a label says of its image."""

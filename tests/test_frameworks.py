@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.test_architecture import imports_of, modules
+from tests.import_graph import imports_of, modules
 
 FRAMEWORKS = {"tensorflow", "keras", "horovod", "torch", "torchvision"}
 # docs/decisions/0008

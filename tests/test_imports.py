@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.import_graph import ROOT, imports_of, modules
 from tests.support import make_dataset
-from tests.test_architecture import HEAVY, ROOT, imports_of, modules
+from tests.test_architecture import HEAVY
 
 # Whose code may know a framework: all else sees backends, strategies and models through their registries.
 FRAMEWORKS = {"tensorflow", "keras", "torch", "torchvision", "horovod"}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from shardmill.storage import Store
-    from train.values import Reporter
 
 MARGIN_SECONDS = 30.0
 SLOW_BYTES_PER_SECOND = 10e6
@@ -27,6 +26,17 @@ class Activity:
     """It is done over and over alike, so that the times it took tell how long it may take."""
     may_take_seconds: float = 0.0
     """At least so long is allowed, however quick it was before."""
+
+
+class ReportsActivity(Protocol):
+    """The part of a rank's `Reporter` that says what the rank does now."""
+
+    def doing(self, activity: Activity) -> Activity:
+        """This rank has come further and now does that. -> what it did before (`during` returns to it).
+
+        Costs nothing, so call it often: a rank that neither calls it nor reports a step for long is said to hang.
+        """
+        ...
 
 
 def waiting(what: str) -> Activity:
@@ -47,7 +57,7 @@ def reading(what: str, store: Store, most_bytes: int = 0) -> Activity:
 
 
 @contextmanager
-def during(reporter: Reporter, activity: Activity) -> Iterator[Activity]:
+def during(reporter: ReportsActivity, activity: Activity) -> Iterator[Activity]:
     """Inside, the rank does that, and afterwards again what it did before, which the block is given.
 
     Not if it fails: what it was doing then is what an error reports.

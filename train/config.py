@@ -8,17 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from shardmill.epoch_plan import streams_by_weight, streams_of_rank
-from shardmill.formats import SHARD_FORMATS
 from shardmill.options import AugmentOptions
 from shardmill.registry import OneOf
 from shardmill.section import Section
-from train.backends import BACKENDS
-from train.launching import LAUNCHERS
-from train.models import MODELS
-from train.optimizers import OPTIMIZERS
-from train.readers import READERS
-from train.schedules import SCHEDULES
-from train.strategies import STRATEGIES
 from train.written_forms import Host, ServerUri, StepRange
 
 if TYPE_CHECKING:
@@ -48,7 +40,7 @@ _IN_EVERY_RECORD = ("augment", "early_stop_epochs", "momentum", "schedule_step_f
 class TrainConfig(Section):
     """How a model is trained. The important keys come first."""
 
-    model: Annotated[str, OneOf(MODELS)] = "small_cnn"
+    model: Annotated[str, OneOf("train.models:MODELS")] = "small_cnn"
     """What is trained: a name, or your own factory as `package.module:function` (see `standardize`)."""
     epochs: Annotated[int, LENGTH] = Field(default=10, ge=1)
     """Passes over the train split; each uses every sample exactly once. Raised later, a finished training goes on."""
@@ -79,7 +71,7 @@ class TrainConfig(Section):
     rank_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], HOW] = ()
     """Relative speed of each rank, in rank order: a slow one gets fewer of the `num_streams` (at least one), and the
     global batches stay the same. Empty for equal shares."""
-    strategy: Annotated[str, OneOf(STRATEGIES, also=("auto",)), HOW] = "auto"
+    strategy: Annotated[str, OneOf("train.strategies:STRATEGIES", also=("auto",)), HOW] = "auto"
     """How ranks share the training; docs/training/auto.md says how `auto` chooses."""
     parameter_servers: Annotated[int, HOW] = Field(default=1, ge=1)
     """`parameter_server` only: processes that hold the variables, beside `num_workers` workers and a chief."""
@@ -94,16 +86,16 @@ class TrainConfig(Section):
     bucket_bytes: Annotated[int, HOW] = Field(default=0, ge=0)
     """`horovod` and `torch_ddp` only: gradients are exchanged in groups of about so many bytes; 0: 128 MiB under
     Horovod, its own default; under `torch_ddp` 4 MiB on CPUs and 25 on GPUs."""
-    backend: Annotated[str, OneOf(BACKENDS, also=("auto",))] = "auto"
+    backend: Annotated[str, OneOf("train.backends:BACKENDS", also=("auto",))] = "auto"
     """The framework; `auto` follows from strategy and model."""
-    launcher: Annotated[str, OneOf(LAUNCHERS, also=("auto",)), HOW] = "auto"
+    launcher: Annotated[str, OneOf("train.launching:LAUNCHERS", also=("auto",)), HOW] = "auto"
     """How ranks start; `auto`: one in this process, several on the Spark cluster of `spark.master`, else here."""
     devices: Annotated[Literal["auto", "cpu", "gpu"], HOW] = "auto"
     """What ranks compute on, each on a device of its own: `auto` takes GPUs if there are some and the framework was
     built for them."""
-    format: Annotated[str, OneOf(SHARD_FORMATS, also=("auto",)), HOW] = "auto"
+    format: Annotated[str, OneOf("shardmill.formats:SHARD_FORMATS", also=("auto",)), HOW] = "auto"
     """Which of the dataset's formats to read; `auto` takes Parquet if there is a choice."""
-    reader: Annotated[str, OneOf(READERS), LATER] = "shardmill"
+    reader: Annotated[str, OneOf("train.readers:READERS"), LATER] = "shardmill"
     """What reads the train split; evaluation always reads every sample once."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Decides initial weights, order and augmentation."""
@@ -114,7 +106,7 @@ class TrainConfig(Section):
     augment: Annotated[AugmentOptions, SAFE] = AugmentOptions()
     """Random changes to training images."""
 
-    optimizer: Annotated[str, OneOf(OPTIMIZERS, also=("auto",))] = "auto"
+    optimizer: Annotated[str, OneOf("train.optimizers:OPTIMIZERS", also=("auto",))] = "auto"
     """`auto` uses the optimizer of a compiled user model with its own learning rate, and Adam otherwise."""
     learning_rate: Annotated[float, SAFE] = Field(default=1e-3, gt=0)
     """At `learning_rate_batch_size` samples a step."""
@@ -122,7 +114,7 @@ class TrainConfig(Section):
     """With n > 0 the learning rate is scaled by global_batch_size / n (linear scaling, arXiv:1706.02677); 0: no."""
     warmup_steps: Annotated[int, SAFE] = Field(default=0, ge=0)
     """The learning rate rises linearly over these steps."""
-    schedule: Annotated[str, OneOf(SCHEDULES), SAFE] = "cosine"
+    schedule: Annotated[str, OneOf("train.schedules:SCHEDULES"), SAFE] = "cosine"
     """What the learning rate does after the warm-up."""
     schedule_step_epochs: Annotated[int, SAFE] = Field(default=30, ge=1)
     """`step`: multiply by `schedule_step_factor` every so many epochs."""
@@ -258,12 +250,6 @@ class TrainConfig(Section):
         if self.learning_rate_batch_size == 0:
             return self.learning_rate
         return self.learning_rate * self.global_batch_size / self.learning_rate_batch_size
-
-    def learning_rate_at(self, step: int, steps_per_epoch: int) -> float:
-        """The learning rate of global step `step`, counted from 0 over all epochs."""
-        if step < self.warmup_steps:
-            return self.base_learning_rate * (step + 1) / self.warmup_steps
-        return self.base_learning_rate * SCHEDULES[self.schedule].factor(step, self, steps_per_epoch)
 
     @model_validator(mode="before")
     @classmethod

@@ -47,6 +47,13 @@ def _step(step: int, config: TrainConfig, steps_per_epoch: int) -> float:
     return config.schedule_step_factor ** (step // steps_per_epoch // config.schedule_step_epochs)
 
 
+def learning_rate_at(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
+    """The learning rate of global step `step`, counted from 0 over all epochs."""
+    if step < config.warmup_steps:
+        return config.base_learning_rate * (step + 1) / config.warmup_steps
+    return config.base_learning_rate * SCHEDULES[config.schedule].factor(step, config, steps_per_epoch)
+
+
 CONSTANT = Schedule(_constant)
 COSINE = Schedule(_cosine, knows_length=True)
 STEP = Schedule(_step)

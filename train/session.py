@@ -30,6 +30,7 @@ from train.labels import LabelSpec
 from train.progress import BestEpoch, Progress, TimeSpent
 from train.readers.reader import Epochs
 from train.reporting.profiling import StepProfiler
+from train.schedules import learning_rate_at
 from train.stopwatch import Stopwatch
 from train.strategies.member import Member
 from train.task import WorkerTask
@@ -72,7 +73,7 @@ class Session:
         """Of the next step by the schedule; None if the learner has its own."""
         if not self.member.learner.follows_schedule:
             return None
-        return self.task.config.learning_rate_at(self.global_step(progress), self.epochs.num_steps)
+        return learning_rate_at(self.task.config, self.global_step(progress), self.epochs.num_steps)
 
     def event(self, name: str, fields: dict[str, str | int | float]) -> None:
         """Report an event, once for all ranks."""

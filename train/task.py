@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from shardmill.values import DatasetPin, Nonce
 from train.config import TrainConfig
-from train.strategies import roles_of
 from train.values import Trial
-from train.world import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +29,3 @@ class WorkerTask:
     """Of several ranks, before the first step (train/choosing/trial.py)."""
     reach: Nonce | None = None
     """What the driver wrote into `models_uri`, for every rank to read back before it works."""
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """What each process is for, in rank order."""
-        return roles_of(self.config)

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from shardmill.jobs.observer import Observer
 from shardmill.values import Cursor, DatasetPin, LabelKind
-from train.activities import Activity
+from train.activities import ReportsActivity
 from train.world import RankDevices
 
 Value = TypeVar("Value")
@@ -249,7 +249,7 @@ OUTPUT = "output"
 """The event with whole lines, `text`, of what the process of a rank prints; the run's `ranks.log` has them."""
 
 
-class Reporter(Observer, Protocol):
+class Reporter(Observer, ReportsActivity, Protocol):
     """How a rank reports to its driver: events (`resumed`, `epoch`, `early_stop`, ...), steps, and what it does now.
 
     Launchers give each rank one.
@@ -257,13 +257,6 @@ class Reporter(Observer, Protocol):
 
     def step(self, report: StepReport) -> None:
         """One step is done."""
-        ...
-
-    def doing(self, activity: Activity) -> Activity:
-        """This rank has come further and now does that. -> what it did before (`during` returns to it).
-
-        Costs nothing, so call it often: a rank that neither calls it nor reports a step for long is said to hang.
-        """
         ...
 
 

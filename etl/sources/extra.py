@@ -22,12 +22,11 @@ from shardmill.typed_columns import (
     LABEL,
     LABEL_TYPES,
     ExtraColumn,
-    Value,
     encode_values,
     parse_extra,
     scalar_of,
 )
-from shardmill.values import SourceLabelKind
+from shardmill.values import SourceLabelKind, Value
 
 _INT64 = 1 << 63
 _INTEGERS = "int64"

@@ -18,8 +18,8 @@ from shardmill.ids import row_digest
 from shardmill.options import ENCODINGS
 from shardmill.sealed import check_sealed
 from shardmill.storage import join_uri
-from shardmill.typed_columns import Value, decode_values, stored_labels
-from shardmill.values import ShardInfo
+from shardmill.typed_columns import decode_values, stored_labels
+from shardmill.values import ShardInfo, Value
 
 
 def read_everything(

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
 
 from shardmill.ids import row_digest
-from shardmill.typed_columns import LABEL_TYPES, ExtraColumn, Value, stored_labels, vector_size
-from shardmill.values import ImageSample, LabelKind, SourceImage
+from shardmill.typed_columns import LABEL_TYPES, ExtraColumn, stored_labels, vector_size
+from shardmill.values import ImageSample, LabelKind, SourceImage, Value
 
 if TYPE_CHECKING:
     import numpy as np

@@ -26,7 +26,8 @@ from shardmill.formats.tf_example import (
     decode_lists,
     encode_example,
 )
-from shardmill.typed_columns import LABEL_TYPES, Value, decode_values, label_array, scalar_of, vector_size
+from shardmill.typed_columns import LABEL_TYPES, decode_values, label_array, scalar_of, vector_size
+from shardmill.values import Value
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")

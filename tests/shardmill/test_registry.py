@@ -24,7 +24,7 @@ LETTERS: Registry[Any] = Registry(
 
 
 class Settings(BaseModel):
-    letters: Annotated[str, OneOf(LETTERS, also=("auto",))] = "auto"
+    letters: Annotated[str, OneOf("tests.shardmill.test_registry:LETTERS", also=("auto",))] = "auto"
 
 
 def test_an_entry_is_loaded_when_it_is_asked_for_and_not_before(capsys: pytest.CaptureFixture[str]):

@@ -17,7 +17,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.mix import mix64
-from tests.test_architecture import ROOT
+from tests.import_graph import ROOT
 from tests.train.test_backends import SHAPE, TORCH_MODELS, learner
 from tests.train.test_models import THREE, batch_of
 from tests.train.test_multi_rank import SMOOTH_MODEL

@@ -13,6 +13,7 @@ from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import TrainObserver
+from train.strategies import roles_of
 from train.task import WorkerTask
 from train.values import TrainResult
 from train.world import LOOPBACK
@@ -22,7 +23,7 @@ def launch_local(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
     """Run every rank as a process here. Raises the first failing rank's own error."""
-    world_size = len(task.roles)
+    world_size = len(roles_of(task.config))
     with Watchdog(task, worker, observer, LOOPBACK) as watchdog:
         shared = {**os.environ, "PYTHONPATH": python_path(), **watchdog.environment()}
         places = [Place(rank, world_size, local_rank=rank, ranks_per_node=world_size) for rank in range(world_size)]

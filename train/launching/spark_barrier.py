@@ -30,6 +30,7 @@ from train.launching.spark_slots import (
 )
 from train.launching.watchdog import Watchdog
 from train.reporting.observer import TrainObserver
+from train.strategies import roles_of
 from train.task import WorkerTask
 from train.values import TrainResult
 
@@ -45,7 +46,7 @@ def launch_spark_barrier(
     task: WorkerTask, spark: SparkConfig, observer: TrainObserver, worker: str = DEFAULT_WORKER
 ) -> TrainResult:
     """Run every rank in a Spark task. Raises UsageError at once if Spark cannot run them all at the same time."""
-    world_size = len(task.roles)
+    world_size = len(roles_of(task.config))
     check_barrier(world_size, spark)
     with spark_context(APPLICATION_NAME, spark, spark.train.conf) as context:
         check_no_dynamic_allocation(dict(context.getConf().getAll()))

@@ -22,6 +22,7 @@ from train.activities import Activity, during, waiting
 from train.backends.backend import Learner, StepOutcome
 from train.config import TrainConfig
 from train.reading import Epoch
+from train.schedules import learning_rate_at
 from train.stopwatch import Stopwatch
 from train.strategies.collective import SingleCollective
 from train.strategies.member import DataIndex, Member, MemberStep
@@ -72,7 +73,7 @@ class ChiefMember(ReplicatedMember):
         for each in range(from_step, until):
             if not self._may_begin(before + each):
                 break
-            learning_rate = self._config.learning_rate_at(before + each, epoch.num_steps)
+            learning_rate = learning_rate_at(self._config, before + each, epoch.num_steps)
             self._pending.append(self._work.dispatch(number, each, epoch.num_rows_of_step(each), learning_rate))
 
     def train_step(self, batch: Batch, global_weight: int, learning_rate: float | None) -> MemberStep:
