@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Protocol
 
 from etl.config import EtlConfig
+from etl.decoders import check_decoders, decoders_here
 from etl.pending import keep_result
 from etl.read_ahead import read_ahead
 from etl.read_source import check_source, in_reading_order, is_reading_order, places_of, read_source
@@ -20,11 +21,10 @@ from etl.unit_order import in_unit_order
 from etl.unit_shards import UnitShards
 from etl.units import UnitTask, WorkUnit, read_unit
 from shardmill.dataset.unit_result import UnitResult, encode_sample_ids
-from shardmill.errors import IntegrityError, UsageError
+from shardmill.errors import IntegrityError
 from shardmill.failpoints import failpoint, is_failpoint_set
 from shardmill.formats.rows import StoredRow
 from shardmill.ids import format_digest
-from shardmill.images.decoder_id import decoder_id
 from shardmill.images.sandbox import DecodeSandbox
 from shardmill.jobs.reach import check_nonce
 from shardmill.options import DecodeLimits, NormalizeOptions
@@ -91,14 +91,7 @@ def write_unit(
 
 def _check_host(task: UnitTask, reader: SourceReader) -> None:
     """This executor makes the driver's pixels, and sees the driver's source and dataset."""
-    here = decoder_id(task.config.normalize_options())
-    if task.decoder_id != here:
-        raise UsageError(
-            f"an executor decodes with {here}",
-            f"the driver with {task.decoder_id}",
-            "install the same simplejpeg, opencv-python-headless, pillow and shardmill-native (without the last: "
-            "etl.kernel = wheels); other versions make other pixels",
-        )
+    check_decoders(task.decoder_id, dict(decoders_here(task.config)))
     if task.reach is not None:
         check_nonce(task.reach)
     check_source(reader, places_of(task), task.probes)

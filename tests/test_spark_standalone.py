@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -165,19 +166,19 @@ def test_of_two_attempts_at_a_unit_one_is_committed_and_gc_removes_the_other(
     verify_dataset(dataset, deep=True).raise_if_failed()
 
 
-def test_the_command_line_on_a_cluster_shows_nothing_of_sparks(
-    folder: Path, spark_cluster: SparkCluster, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture
+def on_cluster(folder: Path, spark_cluster: SparkCluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The options with which a command of the command line builds on the cluster."""
     monkeypatch.setitem(ENVIRONMENT, "SPARK_CONF_DIR", str(spark_cluster.conf))
     monkeypatch.setitem(ENVIRONMENT, "SPARK_LOCAL_IP", "127.0.0.1")
     monkeypatch.setitem(ENVIRONMENT, "PYSPARK_PYTHON", sys.executable)
-    settings = {
-        "spark.master": spark_cluster.master,
-        "spark.etl.conf.spark.submit.pyFiles": str(folder / "shardmill.zip"),
-        "spark.etl.conf.spark.executor.memory": "512m",
-    }
-    chosen = [part for item in settings.items() for part in ("--set", "=".join(item))]
-    terminal = Terminal(BIN / "shardmill", "etl", "quiet.toml", "--run-id", "quiet", *chosen, cwd=folder)
+    conf = {"submit.pyFiles": str(folder / "shardmill.zip"), "executor.memory": "512m"}
+    settings = {"spark.master": spark_cluster.master, **{f"spark.etl.conf.spark.{key}": conf[key] for key in conf}}
+    return [part for item in settings.items() for part in ("--set", "=".join(item))]
+
+
+def test_the_command_line_on_a_cluster_shows_nothing_of_sparks(folder: Path, on_cluster: list[str]):
+    terminal = Terminal(BIN / "shardmill", "etl", "quiet.toml", "--run-id", "quiet", *on_cluster, cwd=folder)
     terminal.process.wait(200)
     shown = terminal.text()
     assert terminal.process.returncode == 0, shown
@@ -185,6 +186,22 @@ def test_the_command_line_on_a_cluster_shows_nothing_of_sparks(
     digests = {open_dataset(f"{folder}/{name}").manifest.content_digest for name in ("quiet", "local")}
     assert len(digests) == 1
     assert "WARN" in (folder / "shardmill-work/runs/quiet/spark.log").read_text()
+
+
+def test_executors_without_the_drivers_kernel_are_named_before_any_work(folder: Path, on_cluster: list[str]):
+    # Modules of the kernel's name: on the driver one that stands for it, on executors one that cannot be imported.
+    for place, text in {"driver": "KERNEL_ID = 'native-drill'", "executors": "raise ImportError('not built')"}.items():
+        (folder / place).mkdir()
+        (folder / place / "shardmill_native.py").write_text(text)
+    elsewhere = [f"dataset.uri={folder}/refused", f"spark.etl.conf.spark.executorEnv.PYTHONPATH={folder}/executors"]
+    options = [*on_cluster, *(part for each in elsewhere for part in ("--set", each))]
+    done = subprocess.run(
+        [BIN / "shardmill", "etl", "quiet.toml", "--run-id", "refused", *options], cwd=folder, capture_output=True,
+        env={**ENVIRONMENT, "PYTHONPATH": f"{folder}/driver:{ENVIRONMENT['PYTHONPATH']}"}, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert f"kernel is missing on {socket.gethostname()}: " in done.stderr and "etl.kernel = wheels" in done.stderr
+    assert not list((folder / "refused").glob("pending/*"))
 
 
 def test_horovod_on_the_cluster_gives_the_weights_of_local_ranks(

@@ -8,7 +8,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from etl.decoders import check_decoders, decoders_here
 from etl.engines import Engine, EngineSettings
 from etl.engines.spark_groups import LISTINGS, group_on_spark
 from etl.engines.spark_jobs import num_failed_tasks, start_job, until_done
@@ -20,8 +22,12 @@ from shardmill import errors
 from shardmill.dataset.unit_result import PENDING, UnitResult
 from shardmill.jobs.reach import planted
 from shardmill.jobs.spark import one_spark, spark_context
+from shardmill.jobs.spark_settings import is_local_master
 from shardmill.storage import Store
 from shardmill.stores import open_store
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
 
 _NUM_JOBS = 3
 
@@ -41,6 +47,8 @@ def run_on_spark(
         _shared_listing(task, store) as listing,
         spark_context("shardmill-etl", spark, spark.etl.conf) as context,
     ):
+        if any(isinstance(unit, WorkUnit) for unit in units):
+            _check_executors(context, task)
         task_json, retried = encode_task(replace(task, reach=nonce, listing=listing)), context.accumulator(0)
         work, num_failed = partial(run_in_warm_process, task_json, count_retries=retried.add), num_failed_tasks(context)
         left = {unit.index: unit for unit in units}
@@ -62,6 +70,22 @@ def run_on_spark(
             f"Spark's job ended, and {len(left)} work units left no record in {task.dataset_uri}/{PENDING}",
             "expected one of each", "see that nothing else removes files there, then run the same command again",
         )  # fmt: skip
+
+
+def _check_executors(context: SparkContext, task: UnitTask) -> None:
+    """Before any work, the executors that there are must make the driver's pixels; the units of later ones look, too.
+
+    Raises UsageError with the names of all hosts that do not.
+    """
+    if is_local_master(context.master or ""):
+        return
+    # Spark offers all free slots at once, so that as many tasks as slots reach every executor.
+    num_tasks = max(1, context.defaultParallelism)
+    tasks = context.parallelize(range(num_tasks), num_tasks)
+    job = start_job(tasks.mapPartitions(partial(decoders_here, task.config)).collect)
+    for _ in until_done(context, job):
+        pass
+    check_decoders(task.decoder_id, dict(job.result()))
 
 
 @contextmanager
