@@ -39,9 +39,7 @@ ReplaceSource = Annotated[
 Fresh = Annotated[bool, typer.Option("--fresh", help="Train again although a result exists; the old one stays.")]
 AllowChange = Annotated[
     list[str],
-    typer.Option(
-        "--allow-change", metavar="NAME", help="Go on from an unfinished training that differs in train.NAME."
-    ),
+    typer.Option("--allow-change", metavar="NAME", help="Resume an unfinished training that differs in train.NAME."),
 ]
 Overrides = Annotated[list[str], typer.Option("--set", metavar="SECTION.NAME=VALUE", help="Override one config key.")]
 Workdir = Annotated[str, typer.Option(metavar="DIR", help="Where runs leave their records (and more with a folder).")]

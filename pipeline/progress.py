@@ -29,11 +29,11 @@ SENTENCES = {
     "train.training_discarded": "train: skips the training {path}: {reason}",
     "train.unfinished": "train: a training on version {version} is unfinished; this run trains version {trains}. "
     "To finish it: `shardmill train CONFIG --set dataset.uri={dataset}`",
-    "train.continues": "train: goes on from {epochs_done} finished epochs to {epochs}: {note}",
-    "train.first_recipe": "train: goes on with {training_dir}, begun by the rules of train.recipe_version = 1; "
-    "--fresh trains anew by today's",
-    "train.other_world_size": "train: it was done with {world_size} rank(s), and with {num_workers} it is the same "
-    "training; --fresh does it again",
+    "train.continues": "train: continues from {epochs_done} finished epochs to {epochs}: {note}",
+    "train.first_recipe": "train: resumes {training_dir}, begun by the rules of train.recipe_version = 1; "
+    "--fresh trains by today's",
+    "train.other_world_size": "train: it was done with {world_size} rank(s), and the result holds for {num_workers} as "
+    "well; --fresh does it again",
     "train.building": "train: tries whether {model} builds for images of {images} and {labels}",
     "train.plan": "train: {short}",
     "train.profile": "train: what {steps} steps computed is recorded in {path}",

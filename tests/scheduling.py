@@ -12,7 +12,7 @@ from xdist.scheduler import LoadScopeScheduling
 _SECONDS_OF_A_TEST = {"train": 4.0, "etl": 3.0, "pipeline": 2.0, "airflow_dags": 100.0, "tests": 5.0}
 # What takes long to start, and the files that share it.
 _SHARED = {
-    "demo": ("test_readme.py", "test_whole_pipeline.py"),
+    "demo": ("test_documented_commands.py", "test_whole_pipeline.py"),
     "spark": ("test_spark_standalone.py", "test_spark_s3.py"),
     "hdfs": ("test_hdfs_store.py", "test_storage.py", "test_remote_chain.py", "test_yarn.py", "test_on_yarn.py"),
 }

@@ -258,7 +258,7 @@ def test_a_commit_that_may_have_happened_is_told_so_and_found_later(
         done = run("etl", config, "--workdir", tmp_path / "work")
     assert done.returncode == 4, done.stderr[-3000:]
     last = done.stderr.splitlines()[-1]
-    assert "00000001.json was published cannot be told" in last and "nothing was deleted" in last
+    assert "00000001.json was published is unknown" in last and "nothing was deleted" in last
     connect_to(gateway.endpoint, monkeypatch)
     committed = open_dataset(f"{gateway_bucket}/dataset")
     verify_dataset(committed, deep=True).raise_if_failed()

@@ -271,7 +271,7 @@ class TrainConfig(Section):
         if world_size > self.num_streams:
             raise ValueError(
                 f"train.num_workers = {world_size} to be at most train.num_streams = {self.num_streams}; "
-                f"each rank owns at least one stream: raise train.num_streams, which makes another training"
+                f"each rank owns at least one stream: raise train.num_streams, which starts a new run"
             )
         if self.rank_weights and len(self.rank_weights) != world_size:
             raise ValueError(

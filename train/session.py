@@ -196,7 +196,7 @@ def wait_for_checkpoint(session: Session) -> None:
     fields = {"path": moment.path, "epoch": cursor.epoch, "step": cursor.step, "global_step": step}
     fields |= {"seconds": written.seconds}
     if written.problem:
-        warning = f"no checkpoint at global step {step}: {written.problem}; the training goes on from the one before"
+        warning = f"no checkpoint at global step {step}: {written.problem}; the training continues with the one before"
         session.event("checkpoint_failed", {**fields, WARNING: warning})
     else:
         session.event("checkpoint", fields)
@@ -209,7 +209,7 @@ def save_last(session: Session, progress: Progress, last_checkpoint: str) -> tup
         raise StorageError(
             f"the last checkpoint of {session.task.training_dir} could not be written: {problem}",
             "a finished training needs it",
-            "make room or repair the storage, then run the same command again: it goes on from the last complete one",
+            "make room or repair the storage, then run the same command again: it resumes from the last complete one",
         )
     return progress, path
 

@@ -104,7 +104,7 @@ class TrainingChoice:
             # A cosine of the shorter length has brought the learning rate near 0; the longer one raises it again, so
             # this is not what one long training gives. Most other schedules do not know how long they are.
             is_same = not SCHEDULES[config.schedule].knows_length or shorter == config.epochs
-            changed = f"the {config.schedule} schedule goes on with its new length"
+            changed = f"the {config.schedule} schedule continues with its new length"
             note = "the same as one long training" if is_same else changed
             fields = {"rank": 0, "training_dir": self.continues.training_dir, "epochs_done": shorter}
             observer.event("continues", {**fields, "epochs": config.epochs, "note": note})
@@ -178,7 +178,7 @@ def read_result(store: Store, folder: str) -> TrainResult | None:
     """What a finished training left, or None. Raises IntegrityError if a byte of it was altered."""
     path = f"{folder}/{RESULT}"
     where = join_uri(store.uri, path)
-    fix = "restore it from a backup, or delete it: the training then goes on from its last checkpoint"
+    fix = "restore it from a backup, or delete it: the training then resumes from its last checkpoint"
     try:
         result = from_json(TrainResult, unseal(store.read(path), where, fix=fix))
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def read_result(store: Store, folder: str) -> TrainResult | None:
         raise IntegrityError(
             f"{where} is not a training's result: {error.errors()[0]['msg']}",
             "another version of this program wrote it",
-            "use that version, or delete the file: the training goes on from its last checkpoint",
+            "use that version, or delete the file: the training resumes from its last checkpoint",
         ) from None
     for each in (result.checkpoint, result.last_checkpoint):
         check_relative_path(each)

@@ -79,13 +79,13 @@ class _Place:
         split_name = names[self.split] if self.split is not None and len(names) > self.split else ""
         split = SPLIT_OF_NAME.get(split_name.lower())
         if self.split is not None and split is None:
-            return _Folder(None, None, "lies in no split folder, and others do")
+            return _Folder(None, None, "is in no split folder, and others are")
         if self.label is None:
             return _Folder(split, None)
         first = 0 if self.split is None else self.split + 1
         label = len(names) - 1 if self.label < 0 else self.label
         if not (first if self.label < 0 else 0) <= label < len(names):
-            return _Folder(split, None, "lies in no class folder, and others do")
+            return _Folder(split, None, "is in no class folder, and others are")
         is_deeper = label < len(names) - 1 and not (self.split is not None and label < self.split == len(names) - 1)
         return _Folder(split, names[label], is_deeper=is_deeper)
 
@@ -202,7 +202,7 @@ class _Folders:
         if self.deeper is not None:
             label = self.place.judge(_folder_of(self.deeper).split("/")).label
             yield (
-                f"{self.num_deeper} of {self.num_images} images lie deeper than their class folder, such as "
+                f"{self.num_deeper} of {self.num_images} images are deeper than their class folder, such as "
                 f"{printable(self.deeper)}, taken as class {label}; source.label_level says otherwise"
             )
         levels = _levels(path.split("/") for path in self.paths if path)

@@ -129,6 +129,6 @@ def _named_like_an_image(image: SourceImage) -> SourceImage | Rejection:
         return image.rejected(RejectReason.PATH_NOT_UTF8, "the name is not UTF-8", "list")
     if not is_image_name(image.key):
         hidden = hidden_folder_of(image.key)
-        detail = f"lies in the hidden folder {hidden}" if hidden else "the name is not an image's"
+        detail = f"is in the hidden folder {hidden}" if hidden else "the name is not an image's"
         return image.rejected(RejectReason.NOT_AN_IMAGE_NAME, detail, "list")
     return image

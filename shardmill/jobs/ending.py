@@ -16,7 +16,7 @@ from shardmill.parent_death import die_with_parent
 from shardmill.printable import printable
 from shardmill.registry import install_hint
 
-_CONTINUE = "run the same command again{but}: it goes on from the last work unit or checkpoint that was complete"
+_CONTINUE = "run the same command again{but}: it resumes after the last complete work unit or checkpoint"
 # Python calls the handlers of signals that came together by their numbers. If a whole group is signalled, SIGTERM comes
 # first in truth: after it this one asks for nothing more, before it the SIGTERM would be a second request.
 _PARENT_IS_GONE = signal.SIGRTMIN

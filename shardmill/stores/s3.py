@@ -127,9 +127,9 @@ class S3Store:
             return _requests().create(self._bucket, self._root + path, data)
         except UnknownOutcome as error:
             raise StorageError(
-                f"whether {self.uri}/{path} was published cannot be told: {error.strerror}",
+                f"whether {self.uri}/{path} was published is unknown: {error.strerror}",
                 "nothing was deleted",
-                "run it again when the server answers: it goes on from what is there",
+                "run it again when the server answers: it continues from what is there",
             ) from error
 
     def _check_conditional(self, path: str) -> None:

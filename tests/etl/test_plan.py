@@ -111,7 +111,7 @@ def test_what_was_inferred_is_said_and_what_looks_wrong_is_warned_of(tmp_path: P
         "the split test will have 4 images, fewer than 30: figures on it mean little",
         "1 of 4 classes have fewer than 3 images (class_3: 1)",
         "1 of 4 classes have no image in train/ (class_3)",
-        "1 of 34 images lie deeper than their class folder, such as train/class_0/deeper/0.png, taken as class "
+        "1 of 34 images are deeper than their class folder, such as train/class_0/deeper/0.png, taken as class "
         "class_0; source.label_level says otherwise",
     ]
 

@@ -66,7 +66,7 @@ def test_what_cannot_be_told_is_said_and_nothing_is_deleted(
     assert store.put_if_absent("first", b"")
     limit("1", monkeypatch)
     faults.choose = lambda method, path: Fault.DROPPED if method == "PUT" else Fault.INTERNAL_ERROR
-    with pytest.raises(StorageError, match=r"whether .*/manifest was published cannot be told: no success within 1 s"):
+    with pytest.raises(StorageError, match=r"whether .*/manifest was published is unknown: no success within 1 s"):
         store.put_if_absent("manifest", b"ours")
     faults.choose = lambda method, path: None
     limit("8", monkeypatch)
@@ -209,7 +209,7 @@ def test_a_server_that_was_never_there_is_told_soon(gateway: Gateway, monkeypatc
     monkeypatch.setattr(s3_requests, "CONNECT_SECONDS", 0.5)
     connect_to("http://127.0.0.1:1", monkeypatch)
     started_seconds = time.monotonic()
-    # Not: whether it was published cannot be told.
+    # Not: whether it was published is unknown.
     with pytest.raises(StorageError, match="cannot access s3://b/x.*: Could not connect to the endpoint"):
         open_store("s3://b").put_if_absent("x", b"")
     with pytest.raises(StorageError, match="cannot access s3://b/x: Could not connect to the endpoint"):

@@ -75,7 +75,7 @@ def test_the_same_run_with_other_settings_is_refused_with_each_difference(begun,
 def test_a_safe_change_goes_on_where_it_is_allowed_and_nowhere_else(begun, tmp_path):
     uri, _, copy = begun
     folder = copy(tmp_path)
-    with pytest.raises(UsageError, match="go on from its last checkpoint with --allow-change learning_rate"):
+    with pytest.raises(UsageError, match="resume from its last checkpoint with --allow-change learning_rate"):
         train(uri, folder, learning_rate=0.01)
     with pytest.raises(UsageError, match="train.seed: then 0, now 1"):
         train(uri, folder, learning_rate=0.01, seed=1, allow_change=["learning_rate"])

@@ -119,7 +119,7 @@ def test_over_a_slow_network_one_rank_goes_on_and_a_resume_asks_no_more(tiny_uri
     reason = train_record(outcome).sections["train"]["strategy_reason"]
     assert reason.startswith(f"1 rank(s): {trial['reason']}; horovod: ")
     [chosen] = (tmp_path / "models").rglob(CHOSEN)
-    assert b'"num_workers":1' in chosen.read_bytes() and b"so it goes on with one" in chosen.read_bytes()
+    assert b'"num_workers":1' in chosen.read_bytes() and b"so it continues with one" in chosen.read_bytes()
 
     one = Recorder()
     train_here(tiny_uri, tmp_path / "one", one, **{**settings, "num_streams": 6})

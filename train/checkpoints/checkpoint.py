@@ -26,7 +26,7 @@ from train.values import ModelIdentity, from_json
 
 MARKER = "MARKER.json"
 
-_DAMAGED = "restore it from a backup, or train again: a training goes on from its newest whole checkpoint"
+_DAMAGED = "restore it from a backup, or train again: a training resumes from its newest complete checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,8 @@ def _read_marker(store: Store, path: str) -> CheckpointMarker:
     except FileNotFoundError:
         raise IntegrityError(
             f"{path} has no {MARKER}",
-            "whoever wrote it was interrupted before it was complete",
-            "a training goes on from its newest whole checkpoint by itself; restore this one if it was whole before",
+            "its writer was interrupted before it was complete",
+            "a training resumes from its newest complete checkpoint; restore this one if it was complete before",
         ) from None
     try:
         return from_json(CheckpointMarker, body)

@@ -82,7 +82,7 @@ def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
             raise UsageError(
                 f"--allow-change {name}: it {known}",
                 f"expected one of {', '.join(safe)}",
-                "a training with another value of it begins anew: leave --allow-change out",
+                "another value of it starts a new run: leave --allow-change out",
             )
     return allowed
 
@@ -107,7 +107,7 @@ def going_on(
             raise UsageError(
                 f"this run has begun another training, {begun}: {'; '.join(mine.differences)}",
                 "expected equal data, seed, batch, model and optimizer",
-                f"restore these settings; {_way_to_allow(mine)}train in another run (--run-id), or anew (--fresh)",
+                f"restore these settings; {_way_to_allow(mine)}train in another run (--run-id), or again (--fresh)",
             )
         return _continued(choice, mine, allowed)
     if not allowed:
@@ -168,7 +168,7 @@ def _way_to_allow(changed: Changed) -> str:
     names = [match[1] for match in named if match]
     if len(names) < len(changed.differences) or not set(names) <= safe:
         return ""
-    return f"go on from its last checkpoint with --allow-change {','.join(names)}; or "
+    return f"resume from its last checkpoint with --allow-change {','.join(names)}; or "
 
 
 def _unfinished(store: Store) -> Iterator[str]:

@@ -254,7 +254,7 @@ def window_memory(config: TrainConfig, dataset: Dataset) -> WindowMemory:
             f"a rank with {memory.streams_per_rank} of {config.num_streams} streams needs {memory.streams_per_rank} x "
             f"{memory.window_chunks} chunk(s) of up to {memory.chunk_bytes} bytes: {memory.bytes_per_rank} bytes",
             f"expected at most train.window_budget_bytes = {memory.budget_bytes}",
-            f"{more if shares_streams(config) else ''}raise the budget or lower train.num_streams, which is another "
-            "training",
+            f"{more if shares_streams(config) else ''}raise the budget or lower train.num_streams, which starts a "
+            "new run",
         )
     return memory

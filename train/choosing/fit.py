@@ -182,9 +182,9 @@ def _way_out(facts: MemoryFacts) -> str:
     """What a person can do if nothing fits."""
     way_out = "smaller images or a smaller model"
     if facts.max_parts < facts.num_images:
-        way_out = f"a lower train.global_batch_size (another training), or {way_out}"
+        way_out = f"a lower train.global_batch_size (starts a new run), or {way_out}"
     if not facts.may_change_precision and not facts.is_halved and facts.fitting_parts(halved=True):
-        way_out = f"set train.mixed_precision = 'auto' (bfloat16 then, which is another training); or {way_out}"
+        way_out = f"set train.mixed_precision = 'auto' (bfloat16 then, which starts a new run); or {way_out}"
     if facts.may_ask_to_recompute and facts.fixed_bytes < facts.device_bytes:
         way_out = (
             "set train.activation_checkpointing = 'on' (the same training, with longer steps; what it saves was not "

@@ -50,7 +50,7 @@ def read_choice(store: Store, choice: TrainingChoice) -> KeptChoice | None:
 
 def _read(store: Store, folders: Sequence[str]) -> KeptChoice | None:
     """The first there is."""
-    fix = "delete it: what `auto` stands for is then chosen anew"
+    fix = "delete it: what `auto` stands for is then chosen again"
     return read_kept(store, folders, CHOSEN, KeptChoice, fix)
 
 

@@ -292,5 +292,5 @@ def _bytes_of_a_rank(limit: Limit | MemoryRecord, config: TrainConfig, spark: Sp
 
 def _read(store: Store, choice: TrainingChoice) -> MemoryRecord | None:
     """Of this training, or of the one that it goes on with."""
-    fix = "delete it: memory is then looked at anew, and the numbers may differ by rounding"
+    fix = "delete it: memory is then measured again, and the numbers may differ by rounding"
     return read_kept(store, choice.folders, MEMORY, MemoryRecord, fix)

@@ -82,7 +82,7 @@ TRIAL_RULES = (
         "but nobody knows whether it has the memory: set train.num_workers = 1, or say how much there is by "
         "train.memory_budget_bytes",
     ),
-    TrialRule("one_is_faster", lambda facts: True, "so it goes on with one", is_alone=True),
+    TrialRule("one_is_faster", lambda facts: True, "so it continues with one", is_alone=True),
 )
 
 

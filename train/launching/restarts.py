@@ -83,7 +83,7 @@ def launch_until_done(
             try:
                 check(smaller)
             except UsageError as refusal:
-                lost.add_note(f"it did not go on with {smaller.num_workers} rank(s): {refusal}")
+                lost.add_note(f"it did not continue with {smaller.num_workers} rank(s): {refusal}")
                 raise lost from refusal
             restarts.append(Restart(lost.what, lost.last_step, tuple(sorted(lost.ranks)), smaller.num_workers))
             _report(restarts, config, smaller, observer)
@@ -112,5 +112,5 @@ def _report(restarts: list[Restart], before: TrainConfig, after: TrainConfig, ob
     ranks = f"{before.num_workers} -> {after.num_workers} ranks"
     number = f"restart {len(restarts)} of at most {before.max_restarts}"
     fields = {"rank": min(last.lost_ranks, default=-1), "restart": len(restarts), "world_size": after.num_workers}
-    warning = f"{last.cause}; goes on from the last complete checkpoint, {ranks} ({number})"
+    warning = f"{last.cause}; resumes from the last complete checkpoint, {ranks} ({number})"
     observer.event("restarted", {**fields, WARNING: warning})

@@ -217,7 +217,7 @@ def _read_weights(store: Store, result: TrainResult) -> WholeModel:
         raise IntegrityError(
             f"the training's checkpoint {store.uri}/{result.checkpoint} is missing or damaged",
             "the training's result names it",
-            f"delete {store.uri}/{result.training_dir}/result.json and train again: it goes on from what is whole",
+            f"delete {store.uri}/{result.training_dir}/result.json and train again: it continues from what is complete",
         ) from error
 
 

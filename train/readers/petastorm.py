@@ -184,7 +184,7 @@ class Petastorm:
         num_rows = dataset.manifest.splits["train"].num_rows
         return (
             f"Petastorm reads {epoch.num_rows} of {num_rows} samples an epoch, in an order that depends on the number "
-            "of ranks, and verifies none; a training that is interrupted goes on at the start of its epoch"
+            "of ranks, and verifies none; an interrupted training resumes at the start of its epoch"
         )
 
     def epoch(self, dataset: Dataset, config: TrainConfig, number: int, data: DataIndex) -> Epoch:

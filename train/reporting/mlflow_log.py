@@ -152,7 +152,7 @@ class MlflowLog:
         """Observers are called by the training's thread alone."""
         if self._problem and not self._is_reported:
             self._is_reported = True
-            self._say(f"{self._problem}; the training goes on, and it is tried again")
+            self._say(f"{self._problem}; the training continues, and it is tried again")
 
     def _say(self, what: str) -> None:
         self._warn("train.mlflow", {"rank": 0, WARNING: f"train.mlflow_uri = {self._uri!r}: {what}"})

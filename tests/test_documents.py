@@ -1,0 +1,79 @@
+"""The documents: links lead somewhere, the tour names what exists, generated pages are complete."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.choices import config_keys
+from pipeline.cli import COMMANDS
+from pipeline.tree import PipelineTree
+from scripts.docs_site.code_map import code_map, first_sentence, modules
+from scripts.docs_site.pages import PAGES
+from shardmill.errors import ERROR_BY_EXIT_CODE
+from shardmill.formats.rows import OWN_COLUMNS
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TOUR = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_the_readme_stays_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_every_module_opens_with_a_sentence_for_the_code_map():
+    sentences = {module: first_sentence(module) for module in modules()}
+    assert len(sentences) > 300
+    assert [str(module) for module, sentence in sentences.items() if len(sentence) > 250] == []
+    page = code_map()
+    assert all(f"](../../{module.relative_to(ROOT)}) |" in page for module in sentences)
+
+
+def test_the_tour_names_what_exists():
+    named = re.findall(r"\[`([\w/]+\.py)`\]\(\.\./([\w/]+\.py)\) `(\w+)`", TOUR)
+    assert len(named) >= 33
+    for shown, target, name in named:
+        assert shown == target
+        tree = ast.parse((ROOT / target).read_text(encoding="utf-8"))
+        assert any(getattr(node, "name", None) == name for node in tree.body), f"{target} has no {name}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path):
+    for target, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", document.read_text(encoding="utf-8")):
+        page = document.parent / target if target else document
+        # The anchors of generated pages are checked by `make docs`.
+        if os.path.relpath(page, ROOT / "docs") not in PAGES:
+            assert page.exists(), target
+            assert not heading or heading in headings_of(page), f"{target}#{heading}"
+
+
+def headings_of(page: Path) -> set[str]:
+    """As a link names them on GitHub."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_reference_has_every_config_key_and_command():
+    keys = PAGES["reference/config.md"]()
+    assert all(f'<a id="{key}"></a>`{key.rpartition(".")[2]}`' in keys for key, _ in config_keys(PipelineTree))
+    listed = PAGES["reference/cli.md"]()
+    assert all(f"    shardmill {name} " in listed for name in COMMANDS)
+
+
+def test_the_columns_of_a_shard_are_listed():
+    text = (ROOT / "docs" / "columns.md").read_text(encoding="utf-8").partition("\n## TFRecord")[0]
+    listed = tuple(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert listed == OWN_COLUMNS
+
+
+def test_every_exit_code_is_explained():
+    text = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    for code, kind in ERROR_BY_EXIT_CODE.items():
+        assert re.search(rf"^\| {code} \|.*`{kind.__name__}`", text, re.MULTILINE)
