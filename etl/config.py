@@ -23,9 +23,9 @@ class DownloadConfig(Section):
     """How a task fetches images that a table names by `http://` or `https://`."""
 
     timeout_seconds: float = Field(default=20.0, gt=0)
-    """For one try, its redirects included."""
+    """For one attempt, including its redirects."""
     num_retries: int = Field(default=2, ge=0, le=20)
-    """Further tries after a failure that may pass, each after a longer wait."""
+    """Retries after a transient failure, each after a longer wait."""
     num_parallel: int = Field(default=16, ge=1, le=256)
     """Images that a task fetches at once; also of a table's files and objects."""
     num_parallel_per_host: int = Field(default=4, ge=1)
@@ -68,7 +68,7 @@ class SourceConfig(Section):
     group_field: str = ""
     """A column of groups (patients, videos) that no two splits may share; empty for `group`."""
     key_field: str = ""
-    """A table's column that names each image for good; empty for `key`. Without it, the URI does."""
+    """A table's column with a permanent name for each image; empty for `key`. Without it, the URI is the name."""
     label_kind: SourceLabelKind = "class"
     """What a label is: one class, several (`multi_label`), a number, a vector of numbers, or `none`: no labels."""
     extra_columns: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     image_size: int = Field(default=0, ge=0, le=8192)
     """Height and width in pixels of every stored image; 0: as in the latest version, or 64, less for small sources."""
     kernel: Literal["auto", "wheels", "native"] = "auto"
-    """What shrinks JPEGs: `native` (docs/images.md) if it is installed on every machine, or `wheels`; pixels differ."""
+    """What shrinks JPEGs: `native` (docs/images.md) if the driver has it, and then on every executor; or `wheels`."""
     engine: Annotated[str, OneOf("etl.engines:ENGINES")] = "auto"
     """What runs the work units."""
     num_workers: int = Field(default=0, ge=0)
@@ -164,7 +164,7 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     max_vanished_fraction: float = Field(default=0.5, ge=0, le=1)
     """A source that lacks more than this share of the latest version's images ends the run with exit 4."""
     write_mode: Literal["overwrite", "append"] = "overwrite"
-    """The next version holds the source's images alone, or these beside all that the latest one holds."""
+    """The next version holds the source's images alone, or those of the latest version as well."""
     detect_changes: Literal["stat", "content"] = "stat"
     """An input has changed if its size, time or etag has; or only if its bytes have, too, which then are read."""
     duplicates: Literal["report", "drop", "error"] = "report"

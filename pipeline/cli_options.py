@@ -34,7 +34,7 @@ SourceArgument = Annotated[
 ]
 DatasetArgument = Annotated[str, typer.Argument(metavar="DATASET[@N]", help="Dataset folder or URI, or a TOML file.")]
 ReplaceSource = Annotated[
-    bool, typer.Option("--replace-source", help="The dataset's images may come from another source than before.")
+    bool, typer.Option("--replace-source", help="Allow the images to come from another source than before.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Train again although a result exists; the old one stays.")]
 AllowChange = Annotated[

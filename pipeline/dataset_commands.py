@@ -29,7 +29,7 @@ def inspect(
     ] = None,
     near_duplicates: Annotated[
         int | None,
-        typer.Option(metavar="BITS", help="Images that look alike: at most 0-7 of 64 bits differ."),
+        typer.Option(metavar="BITS", help="Groups of similar images: at most 0-7 of 64 bits differ."),
     ] = None,
 ) -> None:
     from pipeline import inspection
@@ -120,12 +120,14 @@ def gc(
     ],
     keep: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Versions, trainings and exports beyond the newest N may go."),
+        typer.Option(metavar="N", min=1, help="Keep the newest N versions, trainings and exports."),
     ] = None,
     older_than: Annotated[
-        str, typer.Option(metavar="AGE", help="Nothing younger expires or is deleted: 90s, 30m, 12h, 7d.")
+        str, typer.Option(metavar="AGE", help="Keep everything younger than this: 90s, 30m, 12h, 7d.")
     ] = "7d",
-    delete: Annotated[bool, typer.Option("--delete", help="Do it; without this it is only listed.")] = False,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete; without this option files are only listed.")
+    ] = False,
 ) -> None:
     from pipeline.garbage import gc_document, gc_rows, models_document, models_rows
     from shardmill.dataset.maintenance.gc import collect_garbage, plan_gc

@@ -10,7 +10,9 @@ import typer
 from pipeline.cli_options import Common, DatasetArgument, command
 from pipeline.printing import print_result
 
-WorldSize = Annotated[int | None, typer.Option(metavar="N", help="For so many ranks, not train.num_workers.", min=1)]
+WorldSize = Annotated[
+    int | None, typer.Option(metavar="N", help="Number of ranks, instead of train.num_workers.", min=1)
+]
 Devices = Annotated[str, typer.Option(metavar="NxKIND", help="Such as 8xH200 in all, or 1xH200 for each rank.")]
 Bandwidth = Annotated[float, typer.Option(metavar="GBIT", help="Between two ranks, in Gbit/s.", min=0.001)]
 
