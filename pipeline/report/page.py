@@ -93,7 +93,7 @@ def _cards(data: ReportData) -> list[tuple[str, str]]:
     summary = data.summary
     counts = (summary.get("dataset") or {}).get("counts", {})
     num_refused = sum(group.count for group in data.rejected) if data.rejected else counts.get("rejected")
-    cards = [("images accepted", number(counts.get("accepted"))), ("images refused", number(num_refused))]
+    cards = [("images accepted", number(counts.get("accepted"))), ("images rejected", number(num_refused))]
     if train := summary.get("train"):
         size = train.get("world_size") or 1
         cards.append((f"rank{'s' * (size > 1)}, {train.get('strategy', '')}", number(size)))

@@ -141,7 +141,7 @@ def test_too_many_rejects_publish_nothing(tmp_path: Path):
     assert f"ERROR 7: {summary['error']}" == line
     assert shardmill("report", "--run-id", "r", "--workdir", "w", cwd=tmp_path).returncode == 0
     page = (tmp_path / "w/runs/r/report.html").read_text()
-    assert "What was refused" in page and "5 of 25 listed inputs" in page and "class_0/bad3.jpg" in page
+    assert "Rejected inputs" in page and "5 of 25 listed inputs" in page and "class_0/bad3.jpg" in page
 
 
 def test_a_flat_folder_cannot_be_trained_on(tmp_path: Path):
