@@ -54,6 +54,20 @@ def test_links_lead_somewhere(document: Path):
             assert not heading or heading in headings_of(page), f"{target}#{heading}"
 
 
+def test_pages_that_code_names_exist():
+    named = re.compile(r"(?<![\w/])docs/[\w/-]+\.md")
+    folders = ("shardmill", "etl", "train", "pipeline", "airflow_dags", "scripts", "tests", "benchmarks", "examples")
+    files = [
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+    pages = {page for path in files for page in named.findall(path.read_text(encoding="utf-8", errors="ignore"))}
+    assert len(pages) >= 10
+    assert [page for page in sorted(pages) if not (ROOT / page).exists()] == []
+
+
 def headings_of(page: Path) -> set[str]:
     """As a link names them on GitHub."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)

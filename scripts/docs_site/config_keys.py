@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import tomlkit
@@ -64,10 +65,12 @@ def _default(field: FieldInfo) -> str:
 
 
 def _meaning(docstring: str, field: FieldInfo) -> str:
-    parts = [cell(docstring)]
+    # A page that a docstring names becomes a link, which the build then checks.
+    parts = [re.sub(r"docs/([\w/-]+\.md)", r"[\1](../\1)", cell(docstring))]
     one_of = choices_of(field.annotation, *field.metadata)
     if one_of is not None:
         parts.append("Choices: " + ", ".join(f"`{choice}`" for choice in one_of.choices) + ".")
     # What a change of this setting means for a training that has begun, as its field declares it.
-    parts += [f"*{cell(mark.meaning)}.*" for mark in field.metadata if hasattr(mark, "meaning")]
+    meanings = [cell(mark.meaning) for mark in field.metadata if hasattr(mark, "meaning")]
+    parts += [f"*{meaning[0].upper()}{meaning[1:]}.*" for meaning in meanings]
     return " ".join(parts)
