@@ -54,6 +54,24 @@ def test_links_lead_somewhere(document: Path):
             assert not heading or heading in headings_of(page), f"{target}#{heading}"
 
 
+def test_documents_name_keys_that_exist():
+    """A key of the config, a field of `summary.json`, or an event."""
+    sources = [path for folder in ("etl", "train", "pipeline") for path in (ROOT / folder).rglob("*.py")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    # Those of a training get their prefix when they are written.
+    events = {*re.findall(r'"(\w+\.\w+)"', code), *(f"train.{name}" for name in re.findall(r'event\("(\w+)"', code))}
+    fields = set(re.findall(r"^\| `([\w.]+)` \|", PAGES["reference/summary.md"](), re.MULTILINE))
+    keys = {key for key, _ in config_keys(PipelineTree)}
+    known = keys | {key.rpartition(".")[0] for key in keys} | fields | events
+    # What the log and the benchmarks name was so on their day.
+    pages = [
+        page for page in DOCUMENTS if page.name != "LOG.md" and page.parent.name not in ("decisions", "benchmarks")
+    ]
+    named = re.compile(r"`((?:etl|train|source|gate)(?:\.[a-z_]+)+)(?=[` =])")
+    wrong = {f"{page.name}: {key}" for page in pages for key in named.findall(page.read_text(encoding="utf-8"))}
+    assert sorted(each for each in wrong if each.split(": ")[1] not in known) == []
+
+
 def test_pages_that_code_names_exist():
     named = re.compile(r"(?<![\w/])docs/[\w/-]+\.md")
     folders = ("shardmill", "etl", "train", "pipeline", "airflow_dags", "scripts", "tests", "benchmarks", "examples")
