@@ -31,6 +31,7 @@ lint: setup
 
 docs: setup
 	@$(RUN) NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
+	@echo "site/index.html"
 
 check: lint docs test
 
