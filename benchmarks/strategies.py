@@ -36,11 +36,11 @@ CONTESTANTS: dict[str, dict[str, object]] = {
     "single": {},
     "horovod": {"num_workers": 2},
     "multi_worker_mirrored": {"num_workers": 2},
-    "mirrored": {"local_devices": 2},
-    "parameter_server": {"num_workers": 2, "parameter_servers": 1},
-    "local_sgd": {"num_workers": 2, "local_steps": 4, "global_batch_size": 256},
+    "mirrored": {"mirrored": {"num_devices": 2}},
+    "parameter_server": {"num_workers": 2, "parameter_server": {"num_servers": 1}},
+    "local_sgd": {"num_workers": 2, "local_sgd": {"local_steps": 4}, "global_batch_size": 256},
     "torch_ddp": {"num_workers": 2, "backend": "torch"},
-    "silos": {"strategy": "local_sgd", "num_workers": 3, "local_steps": 4, "global_batch_size": 192},
+    "silos": {"strategy": "local_sgd", "num_workers": 3, "global_batch_size": 192},
 }
 CLASSES_OF_SILOS = (("0", "1", "2", "3"), ("4", "5", "6"), ("7", "8", "9"))
 
@@ -99,7 +99,8 @@ def main() -> None:
         settings = {**common, "strategy": name, "launcher": "local", **CONTESTANTS[name]}
         with tempfile.TemporaryDirectory() as models, tempfile.TemporaryDirectory() as silos:
             if name == "silos":
-                settings["silos"] = build_silos(given.dataset, Path(silos))
+                of_silos = {"silos": build_silos(given.dataset, Path(silos)), "local_steps": 4}
+                settings["local_sgd"] = of_silos
             tree = TrainTree(
                 dataset=DatasetConfig(uri=str(Path(given.dataset).resolve())),
                 models=ModelsConfig(uri=models),

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from shardmill.registry import Entry, OneOf, Registry
+from shardmill.section import section_of
 from shardmill.stores import STORES, scheme_of
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ def choices_of(*annotations: Any) -> OneOf | None:
 def config_keys(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every config key below `section`, as `section.key`, with its field."""
     for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
+        if (kind := section_of(field)) is not None:
             yield from config_keys(kind, f"{path}{name}.")
         else:
             yield f"{path}{name}", field

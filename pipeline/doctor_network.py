@@ -85,17 +85,19 @@ def _nics(train: TrainConfig, *, is_needed: bool) -> Iterator[Finding]:
 
 def _gate(train: TrainConfig) -> Finding:
     """Where rank 0 is called, which only its own host can try."""
+    from train.launching.attach_options import AttachOptions
     from train.launching.attach_place import find_place, host_of_rank_0, loopback_warning
 
-    subject, started = "train.attach_port", find_place(os.environ)
-    host = train.attach_host or (host_of_rank_0(os.environ, started[1]) if started else LOOPBACK)
-    where, fix = f"{host}:{train.attach_port}", "set train.attach_host and train.attach_port"
+    subject, started = "train.attach.port", find_place(os.environ)
+    attach = train.options(AttachOptions)
+    host = attach.host or (host_of_rank_0(os.environ, started[1]) if started else LOOPBACK)
+    where, fix = f"{host}:{attach.port}", "set train.attach.host and train.attach.port"
     if not host:
-        return Finding("fail", subject, "several hosts, and nothing says which is rank 0's", "set train.attach_host")
+        return Finding("fail", subject, "several hosts, and nothing says which is rank 0's", "set train.attach.host")
     is_rank_0 = started is not None and started[1].rank == 0
     try:
         if started is None or is_rank_0:
-            socket.create_server((host, train.attach_port)).close()
+            socket.create_server((host, attach.port)).close()
         else:
             addresses_of(host)
     except OSError as error:
@@ -103,7 +105,7 @@ def _gate(train: TrainConfig) -> Finding:
         if error.errno == errno.EADDRNOTAVAIL and not is_rank_0:
             return Finding("ok", subject, f"{where} is of another host, on which rank 0 is to run")
         # Not started as one of several, and no host set: MASTER_ADDR or SLURM may name another one.
-        status: Status = "fail" if started or train.attach_host else "warn"
+        status: Status = "fail" if started or attach.host else "warn"
         return Finding(status, subject, f"rank 0 cannot be called at {where}: {why}", f"{fix}, or free that port", True)
     if started and (warning := loopback_warning(host, started[1])):
         found, _, fix = warning.partition("; ")

@@ -37,6 +37,9 @@ class Entry:
     """The extra of this package that installs `packages`; empty if the base installation has them."""
     packages: tuple[str, ...] = ()
     """Importable names that must be installed before the entry can work."""
+    options: str = ""
+    """`package.module:class` of the entry's own settings, a `Section`; empty for none. A config of which a key chooses
+    from the registry has them as a section. Every config imports that module: it needs nothing of `packages`."""
 
     def missing_packages(self) -> tuple[str, ...]:
         """Those of `packages` that are not installed; nothing is imported to find out."""

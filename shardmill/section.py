@@ -6,14 +6,37 @@ import ast
 import inspect
 import itertools
 import textwrap
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
     """A frozen section of a config or manifest; a key that it does not know is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    moved: ClassVar[Mapping[str, str]] = {}
+    """Keys that this section had, and where below it each is now: one that is given is refused with that name."""
+
+
+class LaterSection(ABC):
+    """In the metadata of a field that holds a section: its class, which is imported later than the field's section."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> type[Section]: ...
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The class of the section that a field holds; None if it holds a value."""
+    kind = next((each.kind for each in field.metadata if isinstance(each, LaterSection)), field.annotation)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def field_docstrings(section: type[BaseModel]) -> dict[str, str]:
@@ -24,7 +47,12 @@ def field_docstrings(section: type[BaseModel]) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(section.__mro__):
         if issubclass(base, BaseModel) and base not in (BaseModel, Section):
-            [definition] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            try:
+                source = inspect.getsource(base)
+            except OSError:
+                # Built of registries' entries (shardmill/entry_options.py): sections, whose classes have docstrings.
+                continue
+            [definition] = ast.parse(textwrap.dedent(source)).body
             assert isinstance(definition, ast.ClassDef)
             for field, behind in itertools.pairwise(definition.body):
                 match field, behind:

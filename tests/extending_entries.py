@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from pydantic import Field
+
 from etl.copy_unit import copy_rows
 from etl.engines import Engine, EngineSettings
 from etl.grouping import group_here
@@ -12,11 +14,14 @@ from etl.sources.folders import FolderSource
 from etl.units import CopyUnit, WorkUnit
 from etl.write_unit import UnitTask, write_unit
 from shardmill.dataset.unit_result import UnitResult
+from shardmill.errors import UsageError
 from shardmill.formats.encodings import PNG
 from shardmill.formats.parquet import PARQUET
+from shardmill.section import Section
 from shardmill.stores.local import LocalStore
 from train.backends.keras.backend import KerasBackend
 from train.backends.keras.optimizers import sgd
+from train.config import TrainConfig
 from train.launching.inline import INLINE
 from train.models.small_cnn import small_cnn
 from train.optimizers import Optimizer
@@ -28,7 +33,23 @@ NEW_READER = Planned()
 NEW_SOURCE = FolderSource
 NEW_FORMAT = replace(PARQUET, suffix="new.parquet")
 NEW_ENCODING = replace(PNG)
+
+
+class NewOptions(Section):
+    """Settings of the strategy `new`."""
+
+    patience: int = Field(default=1, ge=1)
+    """Anything that no other strategy has."""
+
+
+def check_new(config: TrainConfig) -> None:
+    """Refuses a value of its own setting, which shows that it gets it."""
+    if (patience := config.options(NewOptions).patience) > 9:
+        raise UsageError(f"train.new.patience = {patience}", "expected at most 9")
+
+
 NEW_STRATEGY = replace(SINGLE, backends=("keras", "new"))
+NEW_STRATEGY_WITH_OPTIONS = replace(NEW_STRATEGY, check=check_new)
 NEW_BACKEND = KerasBackend()
 NEW_LAUNCHER = replace(INLINE)
 NEW_MODEL = small_cnn

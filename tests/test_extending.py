@@ -34,7 +34,7 @@ NEW_ENTRIES = {
     "etl.encoding": "NEW_ENCODING",
     "etl.formats": "NEW_FORMAT",
     "train.model": "NEW_MODEL",
-    "train.strategy": "NEW_STRATEGY",
+    "train.strategy": "NEW_STRATEGY_WITH_OPTIONS",
     "train.backend": "NEW_BACKEND",
     "train.optimizer": "new_optimizer",
     "train.schedule": "NEW_SCHEDULE",
@@ -42,6 +42,8 @@ NEW_ENTRIES = {
     "train.reader": "NEW_READER",
     "storage scheme": "new_store",
 }
+# What an entry names beside its object.
+OPTIONS = {"train.strategy": ', options="new_entries:NewOptions"'}
 REGISTRIES = registries(PipelineTree)
 ALL = pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.key)
 
@@ -92,20 +94,30 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
         head = f'"{point.key}",\n    {{\n'
         text = file.read_text(encoding="utf-8")
         assert text.count(head) == 1
-        entry = f'        "new": Entry("new_entries:{NEW_ENTRIES[point.key]}", "added by a test"),\n'
+        words = f'"new_entries:{NEW_ENTRIES[point.key]}", "added by a test"{OPTIONS.get(point.key, "")}'
+        entry = f'        "new": Entry({words}),\n'
         file.write_text(text.replace(head, head + entry), encoding="utf-8")
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(sources)}
+
+    def try_to_run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pipeline.cli", *words]
+        environment = {**ENVIRONMENT, "PYTHONPATH": str(sources)}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
 
     def run(*words: str) -> str:
-        command = [sys.executable, "-m", "pipeline.cli", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        done = try_to_run(*words)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    # The whole pipeline through new entries alone: ETL, verification, training, an export that is loaded back, report.
+    # The strategy has a setting of its own, which is shown, checked, and given to it.
     write_images(tmp_path / "images", num_images=60, num_classes=3)
+    assert "[train.new]\npatience = 1\n" in run("config", "show")
+    for value, expected in (("0", "greater than or equal to 1"), ("10", "at most 9")):
+        refused = try_to_run("run", "images", "--set", "train.strategy=new", "--set", f"train.new.patience={value}")
+        assert refused.returncode == 2 and f"train.new.patience = {value}; expected {expected}" in refused.stderr
+
+    # The whole pipeline through new entries alone: ETL, verification, training, an export that is loaded back, report.
     dataset = f"new://{tmp_path}/dataset"
-    chosen = [f"{key}=new" for key in NEW_ENTRIES if key != "storage scheme"]
+    chosen = [*(f"{key}=new" for key in NEW_ENTRIES if key != "storage scheme"), "train.new.patience=3"]
     overrides = [*chosen, f"dataset.uri={dataset}", "etl.image_size=16", "train.epochs=1"]
     options = [word for each in overrides for word in ("--set", each)]
     run("run", "images", "--workdir", "work", "--run-id", "r", *options)

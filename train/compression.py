@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from train.strategies.options import TorchDdpOptions
+
 if TYPE_CHECKING:
     from train.config import TrainConfig
 
@@ -38,7 +40,7 @@ def sent_bytes(gradients: Iterable[Shaped], config: TrainConfig) -> int:
         case "fp16" | "bf16":
             return sum(2 * math.prod(each.shape) for each in gradients)
         case "powersgd":
-            rank = config.powersgd_rank
+            rank = config.options(TorchDdpOptions).powersgd_rank
             low = [(each.shape, matrix_of(each.shape, rank)) for each in gradients]
             return 4 * sum(rank * sum(matrix) if matrix else math.prod(shape) for shape, matrix in low)
 
@@ -47,5 +49,6 @@ def remembered_bytes(gradients: Iterable[Shaped], config: TrainConfig) -> int:
     """What a rank holds beside such gradients: what it still has to give, and their approximations; float32."""
     if config.compression != "powersgd":
         return 0
-    matrices = [matrix_of(each.shape, config.powersgd_rank) for each in gradients]
+    rank = config.options(TorchDdpOptions).powersgd_rank
+    matrices = [matrix_of(each.shape, rank) for each in gradients]
     return 2 * 4 * sum(math.prod(matrix) for matrix in matrices if matrix)

@@ -10,6 +10,7 @@ import numpy as np
 from shardmill.epoch_plan import PlanSpec, plan_epoch
 from shardmill.errors import UsageError
 from train.strategies import shares_streams
+from train.strategies.options import silos_of
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -38,7 +39,7 @@ class RowShares:
 
 def follows_plan(config: TrainConfig) -> bool:
     """Whether the epoch plan shares the rows out; silos and other readers have rules of their own."""
-    return config.reader == "shardmill" and not config.silos
+    return config.reader == "shardmill" and not silos_of(config)
 
 
 def row_shares(config: TrainConfig, num_rows: int) -> RowShares:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from shardmill.errors import UsageError
+from pydantic import Field
+
 from shardmill.registry import Entry, Registry
+from shardmill.section import Section
+from train.setting_kinds import RESUMABLE
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -18,9 +21,22 @@ SCHEDULES: Registry[Schedule] = Registry(
     {
         "constant": Entry("train.schedules:CONSTANT", "stays as it is"),
         "cosine": Entry("train.schedules:COSINE", "falls along half a cosine to 0 at the last step"),
-        "step": Entry("train.schedules:STEP", "multiplied by a factor every so many epochs"),
+        "step": Entry(
+            "train.schedules:STEP",
+            "multiplied by a factor every so many epochs",
+            options="train.schedules:StepOptions",
+        ),
     },
 )
+
+
+class StepOptions(Section):
+    """Settings of the schedule `step`."""
+
+    every_epochs: Annotated[int, RESUMABLE] = Field(default=30, ge=1)
+    """Multiply the learning rate by `factor` whenever this many epochs have passed."""
+    factor: Annotated[float, RESUMABLE] = Field(default=0.1, gt=0, le=1)
+    """By which it is multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +60,8 @@ def _cosine(step: int, config: TrainConfig, steps_per_epoch: int) -> float:
 
 
 def _step(step: int, config: TrainConfig, steps_per_epoch: int) -> float:
-    return config.schedule_step_factor ** (step // steps_per_epoch // config.schedule_step_epochs)
+    options = config.options(StepOptions)
+    return options.factor ** (step // steps_per_epoch // options.every_epochs)
 
 
 def learning_rate_at(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
@@ -57,17 +74,3 @@ def learning_rate_at(config: TrainConfig, step: int, steps_per_epoch: int) -> fl
 CONSTANT = Schedule(_constant)
 COSINE = Schedule(_cosine, knows_length=True)
 STEP = Schedule(_step)
-
-
-def check_schedule(config: TrainConfig) -> None:
-    """Raises UsageError for a setting of another schedule."""
-    fields = type(config).model_fields
-    names = ("schedule_step_epochs", "schedule_step_factor")
-    given = [name for name in names if getattr(config, name) != fields[name].default]
-    if given and config.schedule != "step" and not config.is_first_recipe:
-        raise UsageError(
-            f"{', '.join(f'train.{name} = {getattr(config, name)}' for name in given)} with train.schedule = "
-            f"{config.schedule!r}",
-            "which does not use it",
-            "leave it out, or set train.schedule = 'step'",
-        )

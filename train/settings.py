@@ -4,33 +4,66 @@ from __future__ import annotations
 
 import json
 import re
+from typing import TYPE_CHECKING, Any
 
-from train.config import HOW, LATER, LENGTH, SHA256_OF_FILE, Resume, TrainConfig
+from train.config import SHA256_OF_FILE, TrainConfig
+from train.moved_settings import stored_name
 from train.optimizers import recorded_of_optimizer
+from train.setting_kinds import DEFAULTED, DURATION, EXECUTION, SettingKind
 from train.strategies import STRATEGIES
 
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
-def settings_of(meaning: Resume) -> frozenset[str]:
+_ALWAYS_STORED = ("schedule_step.every_epochs", "schedule_step.factor")
+"""Of the settings of entries: any other came after trainings that do not store it."""
+
+
+def fields_of_settings() -> dict[str, FieldInfo]:
+    """Every setting of section `train`, and of its sections of entries: `epochs`, `local_sgd.silos`."""
+    entries = TrainConfig.options_fields()
+    found = {name: field for name, field in TrainConfig.model_fields.items() if name not in entries}
+    for name, options in entries.items():
+        found |= {f"{name}.{key}": field for key, field in options.kind.model_fields.items()}
+    return found
+
+
+def values_of_settings(config: TrainConfig) -> dict[str, Any]:
+    """The value of each, as JSON has it."""
+    return _flat(config.model_dump(mode="json"))
+
+
+def settings_of(kind: SettingKind) -> frozenset[str]:
     """The settings of section `train` that are declared so."""
-    return frozenset(name for name, field in TrainConfig.model_fields.items() if meaning in field.metadata)
+    return frozenset(name for name, field in fields_of_settings().items() if kind in field.metadata)
 
 
 def settings_that_matter(config: TrainConfig) -> dict[str, str]:
-    """The settings that decide a training's outcome, name -> JSON."""
-    free = settings_of(HOW) | settings_of(LENGTH)
+    """The settings that decide a training's outcome, by the name that is stored -> JSON."""
+    free = settings_of(EXECUTION) | settings_of(DURATION)
     # Trainings that began when there was one backend do not name it.
     free |= {"backend"} if config.backend in ("auto", "keras") else set()
-    fields = TrainConfig.model_fields
-    defaults = {name: fields[name].get_default(call_default_factory=True) for name in settings_of(LATER)}
-    free |= {name for name, default in defaults.items() if getattr(config, name) == default} | {"recipe_version"}
+    values, defaults = values_of_settings(config), values_of_settings(TrainConfig())
+    free |= {name for name in _defaulted() if values[name] == defaults[name]} | {"recipe_version"}
     # Between synchronous strategies a training may move: they apply the same updates.
     is_synchronous = config.strategy == "auto" or STRATEGIES[config.strategy].synchronous
     free -= set() if is_synchronous else {"strategy"}
-    values = config.model_dump(mode="json")
     # A file is what it holds, wherever it lies; one of our exports also knows its classes.
     place, _, digest = config.init_from.rpartition(SHA256_OF_FILE)
     values["init_from"] = f"export {digest}" if re.search(r"@\d+$", place) else digest
     # What is done to images, not what they are declared to be.
     values["augment"] = config.augmentation.model_dump(exclude={"images"})
     matter = {name: value for name, value in values.items() if name not in free} | recorded_of_optimizer(config)
-    return {name: json.dumps(value, sort_keys=True) for name, value in matter.items()}
+    return {stored_name(name): json.dumps(value, sort_keys=True) for name, value in matter.items()}
+
+
+def _defaulted() -> frozenset[str]:
+    """Settings that make no difference at their defaults: all of entries that came after the first trainings, too."""
+    of_entries = (name for name in fields_of_settings() if "." in name and name not in _ALWAYS_STORED)
+    return settings_of(DEFAULTED).union(of_entries)
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    entries = TrainConfig.options_fields().keys() & values.keys()
+    found = {name: value for name, value in values.items() if name not in entries}
+    return found | {f"{name}.{key}": value for name in entries for key, value in values[name].items()}

@@ -212,8 +212,8 @@ def _newest_attempt(store: Store, first: str, fresh_for: str) -> str:
 def _shorter_training(
     store: Store, config: TrainConfig, first: str, paths: list[str]
 ) -> tuple[TrainResult | None, tuple[Discarded, ...]]:
-    """The longest finished training that differs in nothing but its length (`LENGTH`), and is not longer than this one;
-    and those of which the result cannot be read.
+    """The longest finished training that differs in nothing but its length (`DURATION`), and is not longer than this
+    one; and those of which the result cannot be read.
 
     One that stopped early would stop again: it is continued only for another choice of weights (`train.export`).
     """

@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 from pipeline.choices import choices_of
 from pipeline.tree import PipelineTree
 from scripts.docs_site.markdown import cell, table
-from shardmill.section import field_docstrings
+from shardmill.section import field_docstrings, section_of
 
 HEAD = """# Config keys
 
@@ -31,7 +31,8 @@ def config_keys() -> str:
 def _section(section: type[BaseModel], path: str) -> list[str]:
     """The keys of `section` as a table, then its inner sections."""
     docstrings = field_docstrings(section)
-    inner = {name: field for name, field in section.model_fields.items() if _is_section(field)}
+    sections = {name: section_of(field) for name, field in section.model_fields.items()}
+    inner = {name: each for name, each in sections.items() if each is not None}
     rows = [
         [f'<a id="{path}{name}"></a>`{name}`', _default(field), _meaning(docstrings.get(name, ""), field)]
         for name, field in section.model_fields.items()
@@ -47,14 +48,9 @@ def _section(section: type[BaseModel], path: str) -> list[str]:
             "",
             *(table(["key", "default", "meaning"], rows) if rows else []),
         ]
-    for name, field in inner.items():
-        assert field.annotation is not None
-        lines += _section(field.annotation, f"{path}{name}.")
+    for name, each in inner.items():
+        lines += _section(each, f"{path}{name}.")
     return lines
-
-
-def _is_section(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
 def _default(field: FieldInfo) -> str:

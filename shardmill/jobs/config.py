@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from shardmill.errors import UsageError
 from shardmill.jobs.spark_settings import flat_settings
-from shardmill.section import Section
+from shardmill.section import Section, section_of
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -199,7 +199,13 @@ def _complaint(tree: type[ConfigTree], error: ErrorDetails) -> tuple[str, str]:
     name = ".".join(keys)
     if error["type"] == "extra_forbidden":
         owner = _model_at(tree, keys[:-1])
-        known = [*(owner.model_fields if owner is not None else ()), *(tree.other_sections if len(keys) == 1 else ())]
+        moved = owner.moved.get(keys[-1]) if owner is not None and issubclass(owner, Section) else None
+        if moved:
+            return f"config key {name} has moved", f"set {'.'.join([*keys[:-1], moved])}"
+        fields = owner.model_fields if owner is not None else {}
+        # Sections last: the first keys are those that people change most.
+        known = sorted(fields, key=lambda key: section_of(fields[key]) is not None)
+        known += tree.other_sections if len(keys) == 1 else ()
         near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
         hint = f"did you mean {'.'.join([*keys[:-1], near[0]])}?" if near else f"known here: {_first_few(known)}"
         return f"unknown config key {name}", hint
@@ -225,9 +231,9 @@ def _model_at(tree: type[BaseModel], keys: list[str]) -> type[BaseModel] | None:
     for key in waiting:
         if model is None or key not in model.model_fields:
             return None
-        annotation = model.model_fields[key].annotation
-        if get_origin(annotation) is dict:
+        field = model.model_fields[key]
+        if get_origin(field.annotation) is dict:
             next(waiting, None)  # the name that the user gave the section
-        candidates = [annotation, *get_args(annotation)]
-        model = next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        inner = (kind for kind in get_args(field.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel))
+        model = section_of(field) or next(inner, None)
     return model

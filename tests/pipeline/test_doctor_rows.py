@@ -167,23 +167,23 @@ def test_the_gate_of_attached_ranks_is_tried(monkeypatch: pytest.MonkeyPatch, ta
             if rank is not None:
                 monkeypatch.setenv(name, str(value))
         monkeypatch.delenv("MASTER_ADDR", raising=False)
-        where = (f"train.attach_port={port}", f"train.attach_host={host}")
-        return network_rows("train.launcher=attach", "train.num_workers=2", *where)["train.attach_port"]
+        where = (f"train.attach.port={port}", f"train.attach.host={host}")
+        return network_rows("train.launcher=attach", "train.num_workers=2", *where)["train.attach.port"]
 
     free, busy = free_ports(1)[0], taken.getsockname()[1]
     assert row(free, "127.0.0.1", None).status == row(free, "", None).status == "ok"
     # Another rank than 0 calls that port, and does not listen there. Neither host reaches the other so.
     for found in row(free, "127.0.0.1", 0), row(busy, "127.0.0.1", 1):
-        assert found.status == "warn" and "a loopback address" in found.found and "train.attach_host" in found.fix
+        assert found.status == "warn" and "a loopback address" in found.found and "train.attach.host" in found.fix
     for rank in None, 0:
         found = row(busy, "127.0.0.1", rank)
         assert found.status == "fail" and f"127.0.0.1:{busy}: Address already in use" in found.found
-        assert "train.attach_port" in found.fix
+        assert "train.attach.port" in found.fix
     assert row(busy, "", None).status == "warn"
     assert row(free, NOT_OURS, None).status == "ok" and row(free, NOT_OURS, 0).status == "fail"
     assert row(free, "no-such-host.invalid", 1).status == "fail"
     silent = row(free, "", 0)
-    assert silent.status == "fail" and "nothing says which" in silent.found and silent.fix == "set train.attach_host"
+    assert silent.status == "fail" and "nothing says which" in silent.found and silent.fix == "set train.attach.host"
 
 
 def on_spark(settings: dict[str, object], *overrides: str) -> dict[str, Finding]:

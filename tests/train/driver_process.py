@@ -40,7 +40,7 @@ def start_driver(
     places: list[dict[str, str]] = [{}]
     if launcher == "attach":
         # The same program in as many processes, all of them marked.
-        train = {**train, "attach_port": free_ports(1)[0]}
+        train = {**train, "attach": {"port": free_ports(1)[0]}}
         local = [Place(rank, num_workers, rank, num_workers) for rank in range(num_workers)]
         places = [{JOB_TOKEN_VARIABLE: "t" * 32, **place.environment()} for place in local]
     given = {

@@ -23,6 +23,7 @@ from tests.train.driver_process import PIN, ROOT, WORKERS, Driver
 from train.config import TrainConfig
 from train.launching.attach import JOB_TOKEN_VARIABLE, attached
 from train.launching.attach_gate import Gate, call_gate
+from train.launching.attach_options import AttachOptions
 from train.launching.attach_place import find_place, first_host, host_of_rank_0, tasks_per_node
 from train.launching.place import Place
 from train.launching.wire import ProtocolError
@@ -98,11 +99,11 @@ def test_slurms_lists_are_read():
         (
             {"SHARDMILL_RANK": "0", "SHARDMILL_WORLD_SIZE": "2", JOB_TOKEN_VARIABLE: TOKEN},
             {},
-            "nothing says which is rank 0's.*train.attach_host",
+            "nothing says which is rank 0's.*train.attach.host",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2", JOB_TOKEN_VARIABLE: TOKEN},
-            {"attach_host": "192.0.2.1"},
+            {"attach": {"host": "192.0.2.1"}},
             "rank 0 cannot listen on 192.0.2.1:29610",
         ),
     ],
@@ -120,7 +121,7 @@ def test_a_taken_port_is_named(monkeypatch):
         port = taken.getsockname()[1]
         for name, value in {**Place(0, 2, 0, 2).environment(), JOB_TOKEN_VARIABLE: TOKEN}.items():
             monkeypatch.setenv(name, value)
-        config = TrainConfig(num_workers=2, strategy="torch_ddp", launcher="attach", attach_port=port)
+        config = TrainConfig(num_workers=2, launcher="attach").with_options(AttachOptions(port=port))
         with pytest.raises(UsageError, match=rf"127.0.0.1:{port}.*free port"), attached(config):
             raise AssertionError("nothing may run")
 
@@ -154,7 +155,7 @@ class Job:
             "launcher": "attach",
             "num_workers": num_processes,
             "strategy": "torch_ddp",
-            "attach_port": free_ports(1)[0],
+            "attach": {"port": free_ports(1)[0]},
             "start_timeout_seconds": 30,
             "stop_timeout_seconds": stop_timeout_seconds,
         }
@@ -278,7 +279,7 @@ def test_torchrun_trains_as_processes_of_our_own_do(tiny_uri, tmp_path):
     here = subprocess.run(command("local", *local), cwd=ROOT, capture_output=True, text=True, check=False)
     assert here.returncode == 0, here.stderr
 
-    attach = ("--set", "train.launcher=attach", "--set", f"train.attach_port={free_ports(1)[0]}", "--run-id", "one")
+    attach = ("--set", "train.launcher=attach", "--set", f"train.attach.port={free_ports(1)[0]}", "--run-id", "one")
     for _ in range(2):
         started = subprocess.run(
             [TORCHRUN, "--standalone", "--nproc-per-node", "2", "--no-python", *command("attach", *attach)],

@@ -19,6 +19,7 @@ from tests.services.marked import free_ports
 from tests.train.driver_process import ROOT
 from train.launching.attach import JOB_TOKEN_VARIABLE
 from train.launching.attach_gate import call_gate
+from train.launching.attach_options import AttachOptions
 from train.tree import TrainTree
 
 SHARDMILL, TORCHRUN = (str(Path(sys.executable).with_name(name)) for name in ("shardmill", "torchrun"))
@@ -42,7 +43,7 @@ def test_two_hosts_train_as_one_does(tiny_uri, tmp_path, two_hosts: tuple[Host, 
 
     torchrun = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", two_hosts[0].address,
                 "--master-port", str(free_ports(1)[0]), "--no-python"]  # fmt: skip
-    attach = command("there", "launcher=attach", f"attach_port={free_ports(1)[0]}")
+    attach = command("there", "launcher=attach", f"attach.port={free_ports(1)[0]}")
     processes = [
         subprocess.Popen(
             host.command(*torchrun, "--node-rank", str(number), *attach),
@@ -81,6 +82,7 @@ def test_a_rank_that_waits_for_rank_0_says_so(monkeypatch, capsys):
 
 @pytest.mark.parametrize("host", ["gpu-07:29610", "http://gpu-07"])
 def test_a_host_is_no_host_and_port(host):
-    with pytest.raises(UsageError, match=f'train.attach_host = "{host}"; expected a host\'s name or address alone'):
-        load_tree(TrainTree, None, (f"train.attach_host={host}",))
-    assert load_tree(TrainTree, None, ("train.attach_host=fe80::1",)).train.attach_host == "fe80::1"
+    with pytest.raises(UsageError, match=f'train.attach.host = "{host}"; expected a host\'s name or address alone'):
+        load_tree(TrainTree, None, (f"train.attach.host={host}",))
+    train = load_tree(TrainTree, None, ("train.attach.host=fe80::1",)).train
+    assert train.options(AttachOptions).host == "fe80::1"

@@ -13,6 +13,7 @@ from tests.services.marked import free_ports
 from train.choosing.auto import resolve
 from train.config import TrainConfig
 from train.launching.attach import JOB_TOKEN_VARIABLE, attached, check_world_size
+from train.launching.attach_options import AttachOptions
 from train.launching.attach_place import STARTERS, loopback_warning
 from train.launching.place import Place
 
@@ -58,7 +59,7 @@ def test_a_loopback_address_of_rank_0_is_warned_of_if_ranks_are_on_other_hosts(m
         (there, "rank 2 calls rank 0 at gpu-1"),
     ):
         warning = loopback_warning("gpu-1", place)
-        assert warning.startswith(does) and "set train.attach_host to the address of rank 0's host" in warning
+        assert warning.startswith(does) and "set train.attach.host to the address of rank 0's host" in warning
     assert loopback_warning("127.0.0.1", here) and loopback_warning("::1", here)
     # It listens on one of them, and may be called at any.
     assert loopback_warning("gpu-3", here) and not loopback_warning("gpu-3", there)
@@ -71,7 +72,8 @@ def test_rank_0_warns_as_it_begins_to_listen(monkeypatch, capsys):
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.1.1", JOB_TOKEN_VARIABLE: TOKEN}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    config = TrainConfig(num_workers=2, strategy="torch_ddp", launcher="attach", attach_port=free_ports(1)[0])
+    config = TrainConfig(num_workers=2, strategy="torch_ddp", launcher="attach")
+    config = config.with_options(AttachOptions(port=free_ports(1)[0]))
     with attached(config):
         assert "WARNING: rank 0 is rank 0 at 127.0.1.1: a loopback address" in capsys.readouterr().err
 

@@ -188,7 +188,7 @@ def test_no_more_ranks_are_chosen_than_there_are_rows():
         ({"launcher": "local"}, {"spark.executor.instances": "4"}, (1, "single", "local")),
         ({"strategy": "mirrored"}, {"spark.executor.instances": "4"}, (1, "mirrored", "inline")),
         ({"epochs": 1}, {"spark.executor.instances": "4"}, (1, "single", "inline")),
-        ({"local_steps": 2}, {"spark.executor.instances": "4"}, (1, "local_sgd", "inline")),
+        ({"local_sgd": {"local_steps": 2}}, {"spark.executor.instances": "4"}, (1, "local_sgd", "inline")),
         ({"strategy": "parameter_server"}, {"spark.executor.instances": "4"}, (1, "parameter_server", "spark_barrier")),
         ({"reader": "petastorm"}, {"spark.executor.instances": "4"}, (1, "single", "inline")),
     ],

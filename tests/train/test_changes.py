@@ -18,7 +18,8 @@ from shardmill.values import Cursor
 from tests.support import build_here, make_dataset, write_images
 from tests.train.test_job import ETL, Recorder, tree_of
 from train.checks.changes import Again, BegunTraining, check_allowed
-from train.config import HOW, LENGTH, SAFE, TrainConfig
+from train.config import TrainConfig
+from train.setting_kinds import DURATION, EXECUTION, RESUMABLE
 from train.settings import settings_of
 from train.training import train_model
 
@@ -141,6 +142,6 @@ def test_only_settings_that_are_declared_safe_can_be_allowed():
         with pytest.raises(UsageError, match=rf"--allow-change {name}: it {said}.*augment, class_weights, early_stop"):
             check_allowed([name])
     # Those without a meaning make another training, and none of the data's or model's is safe.
-    assert not settings_of(SAFE) & (settings_of(HOW) | settings_of(LENGTH))
+    assert not settings_of(RESUMABLE) & (settings_of(EXECUTION) | settings_of(DURATION))
     decisive = {"model", "global_batch_size", "seed", "num_streams", "standardize", "optimizer", "window_budget_bytes"}
-    assert not decisive & settings_of(SAFE) and decisive <= set(TrainConfig.model_fields)
+    assert not decisive & settings_of(RESUMABLE) and decisive <= set(TrainConfig.model_fields)

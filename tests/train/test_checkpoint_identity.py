@@ -13,8 +13,10 @@ from tests.train.training import Killed, Recorder, train_here
 from train.checkpoints.checkpoint import (
     MARKER,
 )
-from train.config import HOW, LATER, LENGTH, TrainConfig
-from train.settings import settings_of, settings_that_matter
+from train.config import TrainConfig
+from train.setting_kinds import DEFAULTED, DURATION, EXECUTION
+from train.settings import fields_of_settings, settings_of, settings_that_matter
+from train.strategies.options import LocalSgdOptions
 from train.values import to_json
 
 
@@ -93,16 +95,16 @@ def test_what_does_not_change_the_outcome_may_change(tiny_uri, models, whole):
         "checkpoint_every_steps": 0,
         "strategy": "horovod",
     }
-    assert free.keys() <= settings_of(HOW)
+    assert free.keys() <= settings_of(EXECUTION)
     result = train_here(tiny_uri, models, recorder, **{**CONFIG, **free})
     assert recorder.named("resumed")
     assert result.weights_sha256 == whole.weights_sha256
 
 
 def test_every_free_setting_exists():
-    free = settings_of(HOW) | settings_of(LENGTH) | settings_of(LATER) | {"backend"}
-    assert TrainConfig.model_fields.keys() >= free
-    # Written out, because a new setting that is named here would rename every training that exists: declare it LATER.
+    free = settings_of(EXECUTION) | settings_of(DURATION) | settings_of(DEFAULTED) | {"backend"}
+    assert fields_of_settings().keys() >= free
+    # Written out, because a new setting that is named here would rename every training there is: declare it DEFAULTED.
     assert sorted(settings_that_matter(TrainConfig())) == [
         "augment", "early_stop_epochs", "global_batch_size", "gradient_clip_norm", "label_smoothing", "learning_rate",
         "learning_rate_batch_size", "loss", "mixed_precision", "model", "model_outputs", "momentum", "num_streams",
@@ -127,7 +129,7 @@ def test_a_setting_that_changes_nothing_makes_no_other_training():
 
 
 def test_what_makes_another_training_than_those_before_it_is_named():
-    averaged = TrainConfig(strategy="local_sgd", local_steps=4)
+    averaged = TrainConfig(strategy="local_sgd").with_options(LocalSgdOptions(local_steps=4))
     assert settings_that_matter(averaged).keys() - settings_that_matter(TrainConfig()).keys() == {
         "strategy",
         "local_steps",

@@ -25,7 +25,7 @@ COMPRESSED = [
 
 
 # Beside it, in parts: what travels is compressed once a step.
-OF_COMPRESSION: dict[str, dict] = {"powersgd": {"powersgd_rank": 4, "accumulation_steps": 2}}
+OF_COMPRESSION: dict[str, dict] = {"powersgd": {"torch_ddp": {"powersgd_rank": 4}, "accumulation_steps": 2}}
 
 
 @pytest.mark.parametrize(("strategy", "compression"), COMPRESSED)
@@ -52,7 +52,10 @@ def test_compressed_gradients_train_as_others_do(tiny_uri, tmp_path, strategy, c
         ({"strategy": "horovod", "compression": "bf16"}, r"it has 'none' and 'fp16'; .* to 'torch_ddp'"),
         ({"strategy": "local_sgd", "compression": "bf16"}, r"train.strategy to 'torch_ddp'"),
         ({"strategy": "horovod", "compression": "powersgd"}, r"it has 'none' and 'fp16'; .* to 'torch_ddp'"),
-        ({"strategy": "torch_ddp", "powersgd_rank": 8}, r"= 8 with train.compression = 'none'; gradients travel whole"),
+        (
+            {"strategy": "torch_ddp", "torch_ddp": {"powersgd_rank": 8}},
+            r"= 8 with train.compression = 'none'; gradients travel whole",
+        ),
         (
             {"strategy": "torch_ddp", "compression": "powersgd", "mixed_precision": "float16"},
             r"another scale; set train.mixed_precision = 'bfloat16'",

@@ -126,7 +126,11 @@ def test_averages_are_another_training_and_none_are_the_same():
 
 
 @pytest.mark.parametrize(
-    "how", [{"strategy": "parameter_server"}, {"strategy": "local_sgd", "silos": ("a@1", "b@1"), "num_workers": 2}]
+    "how",
+    [
+        {"strategy": "parameter_server"},
+        {"strategy": "local_sgd", "local_sgd": {"silos": ("a@1", "b@1")}, "num_workers": 2},
+    ],
 )
 def test_what_cannot_average_refuses_it(how):
     with pytest.raises(UsageError, match=r"train.ema_decay = 0.9 with .*; leave train.ema_decay out"):

@@ -86,7 +86,7 @@ def test_a_pattern_that_names_nothing_is_refused(name):
     [
         ("small_cnn", {"strategy": "horovod", "num_workers": 2}),
         ("small_cnn", {"strategy": "multi_worker_mirrored", "num_workers": 2}),
-        ("small_cnn", {"strategy": "mirrored", "num_workers": 1, "local_devices": 2}),
+        ("small_cnn", {"strategy": "mirrored", "num_workers": 1, "mirrored": {"num_devices": 2}}),
         ("small_cnn", {"strategy": "torch_ddp", "num_workers": 2}),
         # One worker does one step after the other.
         ("small_cnn", {"strategy": "parameter_server", "num_workers": 1}),

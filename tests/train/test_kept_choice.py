@@ -17,6 +17,7 @@ from train.choosing.auto import Chosen, resolve
 from train.choosing.kept_choice import CHOSEN, as_begun, keep, read_choice
 from train.config import TrainConfig
 from train.stage_record import train_record
+from train.strategies.options import MirroredOptions
 from train.training import train_model
 
 HERE = SparkConfig(master="local[2]")
@@ -131,7 +132,7 @@ def test_the_reason_has_the_numbers_that_were_looked_at(tiny_uri):
     num_rows = dataset.manifest.splits["train"].num_rows
     steps = f"{num_rows} rows to train on: {-(-num_rows // 32)} steps of 32 images an epoch, "
     assert steps in resolve(config, SparkConfig(), dataset).reason
-    two = config.model_copy(update={"local_devices": 2})
+    two = config.with_options(MirroredOptions(num_devices=2))
     assert "(2 device(s) and " in resolve(two, SparkConfig(), dataset).reason
     places = {"spark.executor.instances": "4", "spark.executor.cores": "1"}
     yarn = SparkConfig(master="yarn", train=SparkApplicationConfig(conf=places))

@@ -37,6 +37,7 @@ from train.published.candidate import judge_export, promote_export
 from train.published.export import export_training
 from train.published.predict import open_model, predict_files
 from train.reporting.run_log import RunLog
+from train.strategies.options import LocalSgdOptions
 from train.training import train_model
 from train.values import EpochRecord, Evaluation
 from train.world import World
@@ -211,8 +212,8 @@ def test_what_does_not_fit_the_labels_is_refused(datasets):
         check_trainable(TrainConfig(loss="softmax"), multi_label)
     with pytest.raises(UsageError, match=r"'probabilities', and the dataset has labels of 1 number"):
         check_trainable(TrainConfig(model_outputs="probabilities"), numbers)
-    with pytest.raises(UsageError, match=r"train.silos on labels of 1 number\(s\); expected one class an image"):
-        check_trainable(TrainConfig(strategy="local_sgd", silos=("a@1",)), numbers)
+    with pytest.raises(UsageError, match=r"local_sgd.silos on labels of 1 number\(s\); expected one class an image"):
+        check_trainable(TrainConfig(strategy="local_sgd").with_options(LocalSgdOptions(silos=("a@1",))), numbers)
     with pytest.raises(UsageError, match=r"expected a bound of their mean absolute error; .* gate.metric_limit"):
         check_trainable(TrainConfig(), numbers, GateConfig(min_accuracy=0.9))
     check_gate(GateConfig(min_accuracy=0.9), "class")

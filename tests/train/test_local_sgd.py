@@ -18,6 +18,7 @@ from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
 from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.strategies.local_sgd import local_round
+from train.strategies.options import LocalSgdOptions
 
 # 96 samples in three streams of 32: at two ranks one has twice as many samples as the other, and a step has padding.
 CONFIG = {"num_streams": 3, "global_batch_size": 30, "epochs": 4, "optimizer": "sgd", "learning_rate": 0.05,
@@ -68,7 +69,13 @@ def test_a_local_part_that_is_all_padding_changes_nothing(name, optimizer):
 def test_ranks_agree_on_the_count_of_updates_if_padding_takes_some_from_one(tiny_uri, tmp_path, backend):
     """Of the 6 samples of an epoch's last round, in parts of 4 and 2 rows, rank 0 makes 2 updates and rank 1 one: all
     rounds before have 5. The mean over samples is 5/3."""
-    config = {**CONFIG, "model": SMOOTH_MODEL[backend], "optimizer": "adam", "local_steps": 5, "epochs": 1}
+    config = {
+        **CONFIG,
+        "model": SMOOTH_MODEL[backend],
+        "optimizer": "adam",
+        "local_sgd": {"local_steps": 5},
+        "epochs": 1,
+    }
     result, _ = train_on_ranks(tiny_uri, tmp_path, 2, {**config, "strategy": "local_sgd"})
     arrays = load_arrays((tmp_path / result.last_checkpoint / OPTIMIZER).read_bytes())
     [count] = {float(array) for array in arrays if array.ndim == 0 and array > 1}
@@ -76,18 +83,19 @@ def test_ranks_agree_on_the_count_of_updates_if_padding_takes_some_from_one(tiny
 
 
 def test_several_local_updates_learn_too(tiny_uri, tmp_path):
-    config = {**CONFIG, "model": SMOOTH_MODEL["torch"], "local_steps": 5, "epochs": 8}
+    config = {**CONFIG, "model": SMOOTH_MODEL["torch"], "local_sgd": {"local_steps": 5}, "epochs": 8}
     result, _ = train_on_ranks(tiny_uri, tmp_path, 2, {**config, "strategy": "local_sgd"})
     assert result.evaluation.accuracy >= 0.9
     assert result.strategy == "local_sgd"
 
 
 def test_settings_that_local_updates_cannot_follow_are_refused():
-    with pytest.raises(UsageError, match=r"local_steps = 2 with train.strategy = 'horovod'; all its ranks"):
-        check_terms(TrainConfig(strategy="horovod", local_steps=2), SparkConfig())
+    with pytest.raises(UsageError, match=r"local_sgd.local_steps = 2 with train.strategy = 'horovod'; which does not"):
+        check_terms(TrainConfig(strategy="horovod").with_options(LocalSgdOptions(local_steps=2)), SparkConfig())
     with pytest.raises(UsageError, match=r"'float16' with train.strategy = 'local_sgd'"):
         check_terms(TrainConfig(strategy="local_sgd", mixed_precision="float16"), SparkConfig())
-    with pytest.raises(ValueError, match=r"accumulation_steps = 4 times train.local_steps = 9 to be at most 32"):
-        TrainConfig(strategy="local_sgd", num_workers=2, accumulation_steps=4, local_steps=9)
-    chosen = check_terms(TrainConfig(strategy="local_sgd", local_steps=4), SparkConfig())
+    many = TrainConfig(strategy="local_sgd", num_workers=2, accumulation_steps=4)
+    with pytest.raises(UsageError, match=r"_steps = 4 times train.local_sgd.local_steps = 9; expected at most 32"):
+        check_terms(many.with_options(LocalSgdOptions(local_steps=9)), SparkConfig())
+    chosen = check_terms(TrainConfig(strategy="local_sgd").with_options(LocalSgdOptions(local_steps=4)), SparkConfig())
     assert chosen.config.backend == "keras"

@@ -19,6 +19,7 @@ from train.choosing.host_memory import free_bytes
 from train.choosing.memory import MEMORY, MemoryRecord, images_at_once, look_at_memory, most_parts
 from train.config import TrainConfig
 from train.stage_record import train_record
+from train.strategies.options import LocalSgdOptions, MirroredOptions
 from train.training import train_model
 from train.trainings import TrainingChoice
 
@@ -118,9 +119,10 @@ def test_images_and_parts_follow_from_the_config():
     three = TrainConfig(global_batch_size=64, num_streams=8, num_workers=3, strategy="torch_ddp")
     # Streams are shared 3, 3, 2, each with 8 images.
     assert (images_at_once(three), most_parts(three)) == (24, 16)
-    local = three.model_copy(update={"strategy": "local_sgd", "local_steps": 4})
+    local = three.model_copy(update={"strategy": "local_sgd"}).with_options(LocalSgdOptions(local_steps=4))
     assert (images_at_once(local), most_parts(local)) == (6, 4)
-    mirrored = TrainConfig(num_workers=1, global_batch_size=64, strategy="mirrored", local_devices=4)
+    mirrored = TrainConfig(num_workers=1, global_batch_size=64, strategy="mirrored")
+    mirrored = mirrored.with_options(MirroredOptions(num_devices=4))
     assert (images_at_once(mirrored), most_parts(mirrored)) == (64, 16)
     assert (images_at_once(mirrored, 4), most_parts(mirrored, 4)) == (16, 16)
     assert most_parts(three.model_copy(update={"sync_batch_norm": True})) == 1

@@ -3,6 +3,8 @@
 # pyright: reportOptionalMemberAccess=false
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shardmill.errors import UsageError
@@ -22,6 +24,7 @@ from tests.train.training import Recorder, train_here
 from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.strategies.mirrored import check_rows
+from train.strategies.options import MirroredOptions
 
 # 100 steps and more; 24 rows are 6 for each of 4 devices, and 4 or 5 for each of 5.
 MIRRORED = {"strategy": "mirrored", "model": SMOOTH_MODEL["keras"]}
@@ -36,13 +39,13 @@ def assert_close(found: Watcher, expected: Recorder) -> None:
 
 
 @pytest.mark.parametrize(
-    "local_devices", [pytest.param(2, marks=pytest.mark.drill), pytest.param(4, marks=pytest.mark.drill), 5]
+    "num_devices", [pytest.param(2, marks=pytest.mark.drill), pytest.param(4, marks=pytest.mark.drill), 5]
 )
-def test_the_loss_does_not_depend_on_the_number_of_devices(tiny_uri, tmp_path, local_devices):
+def test_the_loss_does_not_depend_on_the_number_of_devices(tiny_uri, tmp_path, num_devices):
     one = Recorder()
     alone = train_here(tiny_uri, tmp_path / "one", one, **SMALL_CNN, model=MIRRORED["model"])
     result, several = train_on_ranks(
-        tiny_uri, tmp_path / "several", 1, {**SMALL_CNN, **MIRRORED, "local_devices": local_devices}
+        tiny_uri, tmp_path / "several", 1, {**SMALL_CNN, **MIRRORED, "mirrored": {"num_devices": num_devices}}
     )
     assert_close(several, one)
     assert_weights_close(last_weights(tmp_path / "several", result), last_weights(tmp_path / "one", alone))
@@ -53,7 +56,7 @@ def test_the_loss_does_not_depend_on_the_number_of_devices(tiny_uri, tmp_path, l
 @pytest.mark.drill
 def test_devices_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monkeypatch):
     """Each device has its moving statistics and draws its own dropout: all of that is in the checkpoint."""
-    config = {**STATEFUL, "model": f"{MODELS}:stateful", "strategy": "mirrored", "local_devices": 2}
+    config = {**STATEFUL, "model": f"{MODELS}:stateful", "strategy": "mirrored", "mirrored": {"num_devices": 2}}
     fresh, undisturbed = train_on_ranks(tiny_uri, tmp_path / "fresh", 1, config)
     killed = kill_on_ranks(tiny_uri, tmp_path / "killed", 1, config, monkeypatch, killed_at=7)
     result, resumed = train_on_ranks(tiny_uri, tmp_path / "killed", 1, config)
@@ -65,15 +68,16 @@ def test_devices_with_state_of_their_own_resume_exactly(tiny_uri, tmp_path, monk
 
 
 def test_devices_that_are_not_there_are_refused(tiny_uri, tmp_path):
-    with pytest.raises(UsageError, match=r"local_devices = 9 with train.global_batch_size = 8; .* set .* = 8 or less"):
-        check_terms(TrainConfig(strategy="mirrored", local_devices=9, global_batch_size=8), SparkConfig())
+    small: dict[str, Any] = {"strategy": "mirrored", "global_batch_size": 8}
+    with pytest.raises(UsageError, match=r"mirrored.num_devices = 9 with train.global_batch_size = 8; .* = 8 or less"):
+        check_terms(TrainConfig(**small).with_options(MirroredOptions(num_devices=9)), SparkConfig())
     with pytest.raises(
-        UsageError, match=r"the 8 devices of train.local_devices = 0 with .* in 2 parts; .* set .* = 4 or"
+        UsageError, match=r"the 8 devices of train.mirrored.num_devices = 0 with .* in 2 parts; .* set .* = 4 or"
     ):
-        check_rows(TrainConfig(strategy="mirrored", global_batch_size=8, accumulation_steps=2), 8)
+        check_rows(TrainConfig(**small, accumulation_steps=2), 8)
     # TensorFlow runs in this process, and has the devices that it was started with.
     import tensorflow as tf
 
     assert len(tf.config.list_logical_devices("CPU")) == 1
-    with pytest.raises(UsageError, match=r"local_devices = 3; .* 1 CPU device.* set train.launcher = 'local'"):
-        train_here(tiny_uri, tmp_path, **{**SMALL_CNN, **MIRRORED}, local_devices=3)
+    with pytest.raises(UsageError, match=r"num_devices = 3; .* 1 CPU device.* set train.launcher = 'local'"):
+        train_here(tiny_uri, tmp_path, **{**SMALL_CNN, **MIRRORED}, mirrored={"num_devices": 3})

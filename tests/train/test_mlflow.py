@@ -24,6 +24,7 @@ from train.config import TrainConfig
 from train.reporting import mlflow_log
 from train.reporting.mlflow_log import MlflowLog
 from train.reporting.observer import GlobalStep
+from train.settings import fields_of_settings
 from train.tree import TrainTree
 from train.values import StepReport
 
@@ -133,7 +134,8 @@ def test_a_run_has_its_curves_and_settings_there(tiny_uri, tmp_path, monkeypatch
     assert api.statuses["run-0"] == ["FINISHED", "RUNNING", "FINISHED"] and api.authorizations == {"Bearer secret"}
     params = api.params["run-0"]
     assert params["train.epochs"] == "1" and params["train.optimizer"] == "auto"
-    assert params.keys() == {f"train.{name}" for name in TrainConfig.model_fields if name != "mlflow_uri"}
+    assert params["train.attach.port"] == "29610"
+    assert params.keys() == {f"train.{name}" for name in fields_of_settings() if name != "mlflow_uri"}
     found = {name: [at for key, _, at in api.metrics["run-0"] if key == name] for name, _, _ in api.metrics["run-0"]}
     assert found["step/loss"] == [0, 1, 2, 3] * 2 and found["epoch/validation_accuracy"] == [0, 0]
     events = (tmp_path / "work/runs/one/events.jsonl").read_text()

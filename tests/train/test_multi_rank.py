@@ -62,7 +62,7 @@ FILES_OF_LAYOUT = {
 
 # What makes a strategy do what others do not.
 OF_STRATEGY: dict[str, dict] = {
-    "local_sgd": {"local_steps": 2, "ema_decay": 0.9},
+    "local_sgd": {"local_sgd": {"local_steps": 2}, "ema_decay": 0.9},
     # Several buckets: in which place a value lies decides the order in which three ranks are added.
     "torch_ddp": {"ema_decay": 0.9, "bucket_bytes": 2000},
 }
@@ -259,7 +259,7 @@ def test_evaluation_on_ranks_is_that_of_one(tiny_uri, tmp_path, strategy):
 @pytest.mark.parametrize("strategy", EXACT)
 def test_every_strategy_trains_in_a_barrier_stage_as_it_does_in_processes_here(tiny_uri, tmp_path, strategy):
     world_size = 2 if STRATEGIES[strategy].allows_world_size(2) else 1
-    config = stateful(strategy) | ({"local_devices": 2} if strategy == "mirrored" else {})
+    config = stateful(strategy) | ({"mirrored": {"num_devices": 2}} if strategy == "mirrored" else {})
     here, _ = train_on_ranks(tiny_uri, tmp_path / "here", world_size, config)
     task = task_of(tiny_uri, tmp_path / "spark", launcher="spark_barrier", num_workers=world_size, **config)
     watcher = Watcher()

@@ -148,10 +148,10 @@ def test_a_keras_model_is_as_if_a_batch_had_not_been(
 ON_TWO: dict[str, dict] = {
     "horovod": {"num_workers": 2},
     "multi_worker_mirrored": {"num_workers": 2},
-    "mirrored": {"local_devices": 2},
+    "mirrored": {"mirrored": {"num_devices": 2}},
     "torch_ddp": {"num_workers": 2, "model": f"{NON_FINITE}:steep"},
-    "local_sgd": {"num_workers": 2, "local_steps": 2},
-    "parameter_server": {"num_workers": 2, "parameter_servers": 1},
+    "local_sgd": {"num_workers": 2, "local_sgd": {"local_steps": 2}},
+    "parameter_server": {"num_workers": 2, "parameter_server": {"num_servers": 1}},
 }
 
 

@@ -22,7 +22,7 @@ from train.backends.weight_decay import is_decayed
 from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.optimizers import OPTIMIZERS
-from train.schedules import SCHEDULES, learning_rate_at
+from train.schedules import SCHEDULES, StepOptions, learning_rate_at
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -45,7 +45,7 @@ def both_arrays(learner) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_sgd_is_its_formula_under_a_changing_rate(name):
     """The sum of gradients times the rate of now, with L2 in it for the kernel: in NumPy beside each backend."""
-    config = {"schedule": "step", "schedule_step_epochs": 1, "learning_rate": 0.05, "warmup_steps": 2}
+    config = {"schedule": "step", "schedule_step": {"every_epochs": 1}, "learning_rate": 0.05, "warmup_steps": 2}
     config = {**config, "optimizer": "sgd", "momentum": 0.8, "weight_decay": 0.3}
     one, rates = learner(name, LINEAR[name], **config), TrainConfig(**config)
     expected, momenta = both_arrays(one), [0.0, 0.0]
@@ -108,14 +108,13 @@ def test_a_setting_that_the_optimizer_does_not_use_is_refused():
         ({"optimizer": "adam", "momentum": 0}, "train.momentum = 0.0 with train.optimizer = 'adam'"),
         ({"optimizer": "adamw", "momentum": 0.5}, "train.momentum = 0.5 with train.optimizer = 'adamw'"),
         ({"optimizer": "adam", "weight_decay": 1e-4}, "train.weight_decay = 0.0001 .* to 'sgd' or 'adamw'"),
-        ({"schedule_step_factor": 0.5}, "train.schedule_step_factor = 0.5 with train.schedule = 'cosine'"),
+        ({"schedule_step": {"factor": 0.5}}, "train.schedule_step.factor = 0.5 with train.schedule = 'cosine'"),
     ):
         with pytest.raises(UsageError, match=message):
             check_terms(TrainConfig(**config), SparkConfig())
     check_terms(TrainConfig(optimizer="sgd", momentum=0, weight_decay=0), SparkConfig())
-    check_terms(
-        TrainConfig(optimizer="adamw", weight_decay=0.1, schedule="step", schedule_step_epochs=2), SparkConfig()
-    )
+    by_step = TrainConfig(optimizer="adamw", weight_decay=0.1, schedule="step")
+    check_terms(by_step.with_options(StepOptions(every_epochs=2)), SparkConfig())
 
 
 def test_what_the_optimizer_of_a_compiled_model_does_not_follow_is_refused():
@@ -200,9 +199,8 @@ def test_schedules_follow_their_formulas():
     cosine = TrainConfig(schedule="cosine", learning_rate=1.0, epochs=10)
     assert learning_rate_at(cosine, 25, steps_per_epoch=5) == pytest.approx(0.5)
     assert learning_rate_at(cosine, 49, steps_per_epoch=5) == pytest.approx(0.5 * (1 + math.cos(math.pi * 49 / 50)))
-    by_step = TrainConfig(
-        schedule="step", learning_rate=1.0, schedule_step_epochs=2, schedule_step_factor=0.5, epochs=9
-    )
+    by_step = TrainConfig(schedule="step", learning_rate=1.0, epochs=9)
+    by_step = by_step.with_options(StepOptions(every_epochs=2, factor=0.5))
     assert [learning_rate_at(by_step, 5 * epoch, 5) for epoch in range(5)] == pytest.approx([1, 1, 0.5, 0.5, 0.25])
     assert learning_rate_at(TrainConfig(schedule="constant", learning_rate=0.25), 3, 5) == 0.25
 

@@ -28,11 +28,13 @@ from train.launching import LAUNCHERS
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.restarts import launch_until_done
 from train.strategies import roles_of
+from train.strategies.options import ParameterServerOptions
 from train.strategies.parameter_server import STEPS_AHEAD
 from train.world import Role
 
 SERVED = {
-    "strategy": "parameter_server", "launcher": "local", "num_workers": 2, "parameter_servers": 2, "num_streams": 6,
+    "strategy": "parameter_server", "launcher": "local", "num_workers": 2,
+    "parameter_server": {"num_servers": 2}, "num_streams": 6,
     "global_batch_size": 12, "epochs": 6, "model": f"{MODELS}:counting", "learning_rate": 0.003, "record_samples": True,
     "checkpoint_every_steps": 3,
 }  # fmt: skip
@@ -150,7 +152,7 @@ def test_a_chief_goes_on_where_it_was_killed(tiny_uri, tmp_path):
 @pytest.mark.drill
 def test_sigterm_stops_behind_what_is_dispatched_and_every_step_is_applied_once(tiny_uri, tmp_path):
     """By three workers: each batch is dispatched, and trained with, exactly once, by the model's own count."""
-    config = SERVED | {"num_workers": 3, "parameter_servers": 1, "checkpoint_every_steps": 0}
+    config = SERVED | {"num_workers": 3, "parameter_server": {"num_servers": 1}, "checkpoint_every_steps": 0}
     config["stop_timeout_seconds"] = 60
     pin = open_dataset(tiny_uri).pin
     first = start_driver(tmp_path, config, dataset=pin).stopped_somewhere()
@@ -181,7 +183,7 @@ def test_a_server_that_is_lost_is_named_and_the_training_goes_on(tiny_uri, tmp_p
 @pytest.mark.drill
 def test_the_last_worker_is_not_spared(tiny_uri, tmp_path):
     with pytest.raises(TrainingError, match=r"^rank 1 \(host .*was killed by SIGKILL"):
-        launch(tiny_uri, tmp_path, Killer(rank=1, at=(1, 2)), num_workers=1, parameter_servers=1)
+        launch(tiny_uri, tmp_path, Killer(rank=1, at=(1, 2)), num_workers=1, parameter_server={"num_servers": 1})
 
 
 @pytest.mark.drill
@@ -208,7 +210,8 @@ def test_it_trains_in_a_barrier_stage_and_a_lost_worker_is_replaced(tiny_uri, tm
 
 
 def test_roles_follow_from_the_numbers():
-    roles = roles_of(TrainConfig(strategy="parameter_server", num_workers=3, parameter_servers=2))
+    config = TrainConfig(strategy="parameter_server", num_workers=3)
+    roles = roles_of(config.with_options(ParameterServerOptions(num_servers=2)))
     assert roles == (Role.CHIEF, *[Role.WORKER] * 3, *[Role.SERVER] * 2)
 
 

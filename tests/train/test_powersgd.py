@@ -142,7 +142,7 @@ def sums_of(bucket_bytes: int) -> LowRankSums:
     import torch
 
     weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((8, 30), (30,), (40, 8), (9, 12))]
-    return LowRankSums(weights, TrainConfig(compression="powersgd", powersgd_rank=2, bucket_bytes=bucket_bytes))
+    return LowRankSums(weights, TrainConfig(compression="powersgd", bucket_bytes=bucket_bytes))
 
 
 def lost_by(sums: LowRankSums) -> list[np.ndarray]:
@@ -249,7 +249,7 @@ def test_of_a_batch_that_is_left_out_nothing_is_remembered(tiny_uri, tmp_path, m
     brightest = max(float(each.image_HWC.sum()) for each in read_samples(open_dataset(tiny_uri), "train", 1000))
     monkeypatch.setenv("SHARDMILL_TEST_BRIGHTEST", str(brightest - 0.5))
     config = {**CONFIG, "model": "tests.train.torch_non_finite_models:dazzled", "sync_batch_norm": False, "epochs": 2,
-              "standardize": False, "augment": {"random_crop_padding": 0}, "powersgd_rank": 1,
+              "standardize": False, "augment": {"random_crop_padding": 0}, "torch_ddp": {"powersgd_rank": 1},
               "on_non_finite": "skip", "max_skipped_in_a_row": 1}  # fmt: skip
     result, watched = train_on_ranks(tiny_uri, tmp_path, 2, config)
     assert result.num_skipped_steps == 2

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from shardmill.jobs.config import SparkConfig
@@ -45,7 +49,8 @@ def test_a_training_of_the_first_recipe_goes_on_by_its_rules(tiny_uri, tmp_path)
 
 def test_the_record_of_a_run_before_there_were_recipes_is_of_the_first():
     """It names every setting, among them those that its optimizer does not use."""
-    recorded = TrainConfig(recipe_version=1).model_dump(mode="json") | {"momentum": 0.9, "weight_decay": 1e-4}
+    [former, *_] = json.loads((Path(__file__).parent / "former_trainings.json").read_text(encoding="utf-8"))
+    recorded = tomllib.loads(former["config_toml"])["train"] | {"momentum": 0.9, "weight_decay": 1e-4}
     recorded["augment"] = {"random_crop_padding": 4, "random_flip": True}
     del recorded["recipe_version"]
     config = TrainConfig.model_validate(recorded)

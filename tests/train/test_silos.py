@@ -76,8 +76,9 @@ class Disturbing:
 
 def test_a_silo_away_for_two_rounds_comes_back_and_one_that_is_killed_does_not(tiny_uri, tmp_path, silos):
     """The figures are those on the pinned dataset, of whose classes no silo has all."""
-    config = {**TORCH, "silos": silos, "num_workers": 3, "local_steps": 4, "global_batch_size": 48, "epochs": 16}
-    task = task_of(tiny_uri, tmp_path, **config, silo_timeout_seconds=1.5)
+    of_silos = {"silos": silos, "local_steps": 4, "silo_timeout_seconds": 1.5}
+    config = {**TORCH, "local_sgd": of_silos, "num_workers": 3, "global_batch_size": 48, "epochs": 16}
+    task = task_of(tiny_uri, tmp_path, **config)
     disturbing = Disturbing()
     result = LAUNCHERS["local"].launch(task, SparkConfig(), disturbing)
 
@@ -92,7 +93,7 @@ def test_a_silo_away_for_two_rounds_comes_back_and_one_that_is_killed_does_not(t
 
 def test_a_silo_opens_its_own_data_alone(tiny_uri, tmp_path, silos):
     """Rank 0 also reads what it evaluates on; of that dataset the others open no image."""
-    config = {**TORCH, "silos": silos, "num_workers": 3, "global_batch_size": 48, "epochs": 1}
+    config = {**TORCH, "local_sgd": {"silos": silos}, "num_workers": 3, "global_batch_size": 48, "epochs": 1}
     LAUNCHERS["local"].launch(
         task_of(tiny_uri, tmp_path, **config), SparkConfig(), StepWatcher(), f"{WORKERS}:every_rank_tells_what_it_opens"
     )
@@ -110,8 +111,8 @@ def test_a_silo_opens_its_own_data_alone(tiny_uri, tmp_path, silos):
 
 @pytest.mark.drill
 def test_silos_train_a_keras_model(tiny_uri, tmp_path, silos):
-    two = (silos[0], silos[2])
-    config = {**KERAS, "silos": two, "num_workers": 2, "local_steps": 4, "global_batch_size": 32, "epochs": 16}
+    two = {"silos": (silos[0], silos[2]), "local_steps": 4}
+    config = {**KERAS, "local_sgd": two, "num_workers": 2, "global_batch_size": 32, "epochs": 16}
     result = LAUNCHERS["local"].launch(task_of(tiny_uri, tmp_path, **config), SparkConfig(), StepWatcher())
     assert result.evaluation is not None and result.evaluation.accuracy >= 0.9
 
@@ -137,15 +138,15 @@ def test_a_round_without_samples_leaves_the_weights_as_rank_0_has_them():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"num_workers": 2}, r"train.silos names 3 datasets, and train.num_workers = 2; .*; set train.num_workers = 3"),
-        ({"silos": ("a@1", "b", "c@2")}, r"train.silos names b without a version"),
+        ({"num_workers": 2}, r"sgd.silos names 3 datasets, and train.num_workers = 2; .*; set train.num_workers = 3"),
+        ({"local_sgd": {"silos": ("a@1", "b", "c@2")}}, r"train.local_sgd.silos names b without a version"),
         ({"launcher": "spark_barrier"}, r"a lost process ends the job; set .* = 'local'"),
         ({"launcher": "attach"}, r"a lost process ends the job; set .* = 'local'"),
-        ({"strategy": "horovod", "model": "small_cnn"}, r"train.silos with train.strategy = 'horovod'"),
+        ({"strategy": "horovod", "model": "small_cnn"}, r"train.local_sgd.silos = .* with train.strategy = 'horovod'"),
     ],
 )
 def test_silos_that_cannot_train_together_are_refused(given, message):
-    config = {**TORCH, "silos": ("a@1", "b@3", "c@2"), "num_workers": 3, **given}
+    config = {**TORCH, "local_sgd": {"silos": ("a@1", "b@3", "c@2")}, "num_workers": 3, **given}
     with pytest.raises(UsageError, match=message):
         check_terms(TrainConfig(**config), SparkConfig(master="local[4]"))
 
@@ -155,6 +156,6 @@ def test_a_silo_with_another_class_is_named(tiny_uri, tmp_path):
     write_images(folder / "images", num_classes=4)
     config = EtlConfig(image_size=16, encoding="png", split_fractions=ALL_TRAIN)
     uri = build_here(str(folder / "images"), str(folder / "dataset"), config) + "@1"
-    task = task_of(tiny_uri, tmp_path / "models", **{**TORCH, "launcher": "inline", "silos": (uri,)})
+    task = task_of(tiny_uri, tmp_path / "models", **{**TORCH, "launcher": "inline", "local_sgd": {"silos": (uri,)}})
     with pytest.raises(UsageError, match=r"the classes class_3, which dataset.uri does not have; expected"):
         LAUNCHERS["inline"].launch(task, SparkConfig(), Disturbing())

@@ -115,8 +115,8 @@ WORLDS = [
     ("torch_ddp", {"num_workers": 3}, pytest.mark.drill),
     ("horovod", {"num_workers": 3}, pytest.mark.drill),
     ("multi_worker_mirrored", {"num_workers": 2}, pytest.mark.drill),
-    ("mirrored", {"local_devices": 2}, pytest.mark.drill),
-    ("mirrored", {"local_devices": 5}, pytest.mark.drill),
+    ("mirrored", {"mirrored": {"num_devices": 2}}, pytest.mark.drill),
+    ("mirrored", {"mirrored": {"num_devices": 5}}, pytest.mark.drill),
 ]
 
 
@@ -175,7 +175,10 @@ def test_without_it_ranks_train_otherwise(tiny_uri, tmp_path, at_one_rank, strat
             {"strategy": "parameter_server", "launcher": "local"},
             r"'parameter_server'; .*; set train.strategy to 'single'",
         ),
-        ({"strategy": "local_sgd", "local_steps": 2}, r"'local_sgd'; its ranks do not compute one batch together; set"),
+        (
+            {"strategy": "local_sgd", "local_sgd": {"local_steps": 2}},
+            r"'local_sgd'; its ranks do not compute one batch together; set",
+        ),
         ({"accumulation_steps": 2}, r"accumulation_steps = 2; .*; set train.accumulation_steps = 1"),
     ],
 )

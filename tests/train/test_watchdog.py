@@ -225,7 +225,7 @@ class AwayThenSigterm:
 def stops_while_a_silo_is_away() -> tuple[str, list[str], set[tuple[int, int]]]:
     """Three ranks by their messages alone; the last says nothing until the others have stopped."""
     raise_on_signals()
-    silos = {"strategy": "local_sgd", "silos": ("a@1", "b@1", "c@1"), "silent_seconds": 1, "stop_timeout_seconds": 30}
+    silos = {"strategy": "local_sgd", "local_sgd": {"silos": ("a@1", "b@1", "c@1")}, "silent_seconds": 1}
     observer, stopped_after = AwayThenSigterm(), set()
     others_stopped = threading.Semaphore(0)
 
@@ -241,7 +241,7 @@ def stops_while_a_silo_is_away() -> tuple[str, list[str], set[tuple[int, int]]]:
                 rank.send(Stopped("stopped in order"))
                 others_stopped.release()
 
-    with Watchdog(task_of(3, **silos), "none:none", observer, "127.0.0.1") as watchdog:
+    with Watchdog(task_of(3, **silos, stop_timeout_seconds=30), "none:none", observer, "127.0.0.1") as watchdog:
         ranks = [called(watchdog, number) for number in range(3)]
         for number, rank in enumerate(ranks):
             rank.send(Step(StepReport(number, 0, 0, 4, (0.5).hex())))

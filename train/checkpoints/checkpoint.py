@@ -21,6 +21,7 @@ from shardmill.sealed import SealedFile, check_relative_path, read_sealed, unsea
 from shardmill.storage import Store, join_uri
 from shardmill.values import DatasetPin
 from train.checkpoints.attempts import Attempt
+from train.moved_settings import key_of
 from train.progress import Progress
 from train.values import ModelIdentity, from_json
 
@@ -46,8 +47,8 @@ class TrainingIdentity:
             found.append(f"dataset: then version {self.dataset.version}, now version {now.dataset.version}")
         for name in sorted(self.settings.keys() | now.settings.keys()):
             then_value, now_value = self.settings.get(name, "absent"), now.settings.get(name, "absent")
-            if then_value != now_value and name not in allowed:
-                found.append(f"train.{name}: then {then_value}, now {now_value}")
+            if then_value != now_value and key_of(name) not in allowed:
+                found.append(f"train.{key_of(name)}: then {then_value}, now {now_value}")
         # Other settings build another model: a difference of the model is reported only if they do not explain it.
         if not found:
             found += self.model.differences(now.model)

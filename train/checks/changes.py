@@ -15,8 +15,10 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
 from shardmill.storage import Store
 from train.checkpoints.checkpoint import FoundCheckpoint, TrainingIdentity, complete_checkpoints
-from train.config import LENGTH, SAFE, TrainConfig
-from train.settings import settings_of, settings_that_matter
+from train.config import TrainConfig
+from train.moved_settings import MOVED
+from train.setting_kinds import DURATION, RESUMABLE
+from train.settings import fields_of_settings, settings_of, settings_that_matter
 from train.trainings import TRAININGS, TrainingChoice
 from train.values import RESULT, ModelIdentity
 
@@ -74,11 +76,13 @@ class Changed:
 
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
     """The settings that `--allow-change` names, without `train.`. Raises UsageError for one that is not safe."""
-    safe = sorted(settings_of(SAFE) | settings_of(LENGTH))
+    safe = sorted(settings_of(RESUMABLE) | settings_of(DURATION))
     allowed = tuple(part.strip().removeprefix("train.") for name in names for part in name.split(","))
     for name in allowed:
         if name not in safe:
-            known = "is no setting of [train]" if name not in TrainConfig.model_fields else "is not safe to change"
+            if name in MOVED:
+                raise UsageError(f"--allow-change {name}: it has moved", f"expected {MOVED[name]}")
+            known = "is no setting of [train]" if name not in fields_of_settings() else "is not safe to change"
             raise UsageError(
                 f"--allow-change {name}: it {known}",
                 f"expected one of {', '.join(safe)}",
@@ -163,8 +167,8 @@ def _continued(choice: TrainingChoice, changed: Changed, allowed: tuple[str, ...
 
 def _way_to_allow(changed: Changed) -> str:
     """How to go on from it, if every difference is safe."""
-    safe = settings_of(SAFE) | settings_of(LENGTH)
-    named = [re.match(r"train\.(\w+):", each) for each in changed.differences]
+    safe = settings_of(RESUMABLE) | settings_of(DURATION)
+    named = [re.match(r"train\.([\w.]+):", each) for each in changed.differences]
     names = [match[1] for match in named if match]
     if len(names) < len(changed.differences) or not set(names) <= safe:
         return ""

@@ -24,6 +24,7 @@ from train.readers.reader import Epochs
 from train.reading import plan_evaluation, reader_options
 from train.strategies import shares_streams
 from train.strategies.member import DataIndex
+from train.strategies.options import silos_of
 from train.values import to_json
 from train.world import World
 
@@ -114,7 +115,7 @@ def speed_of(task: PaceTask, epoch: EpochPlan, cost: StepCost, exchange_seconds:
     # Each worker of a parameter server takes a whole batch of its own.
     batches_at_once = 1 if shares_streams(config) else config.num_workers
     computed = config.global_batch_size * batches_at_once / (cost.step_seconds + exchange_seconds)
-    pace = None if config.silos else pace_of(task)
+    pace = None if silos_of(config) else pace_of(task)
     steps_in_turn = epoch.num_steps / batches_at_once
     seconds = pace.training_seconds(config.epochs, steps_in_turn, exchange_seconds) if pace else None
     return Speed(config.epochs, epoch.num_rows, computed, pace, seconds)

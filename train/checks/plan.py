@@ -22,6 +22,7 @@ from train.choosing.memory import Memory, measured
 from train.choosing.probe import ProbeTask, StepCost, probe
 from train.config import TrainConfig
 from train.strategies import shares_streams
+from train.strategies.options import silos_of
 from train.tree import TrainTree
 
 
@@ -162,7 +163,7 @@ def _fit(
     limit: Limit | None, spark: SparkConfig, config: TrainConfig, dataset: Dataset, window_bytes: int
 ) -> Fit | None:
     """By a measurement of its own, as the training will make it: where seconds count, bytes are not exact."""
-    if limit is None or config.silos:
+    if limit is None or silos_of(config):
         return None
     record = measured(limit, config, dataset, spark, window_bytes)
     return Memory(record, spark, lambda _: window_bytes).fitted(config).fit

@@ -9,6 +9,7 @@ from shardmill.errors import UsageError
 from train.backends import BACKENDS
 from train.backends.class_weights import check_class_weights
 from train.backends.recompute import check_recompute
+from train.checks.unused_settings import check_unused
 from train.choose_backend import framework_of
 from train.choosing.auto import Chosen, resolve
 from train.config import TrainConfig
@@ -21,9 +22,9 @@ from train.models.user import imported_packages
 from train.optimizers import check_optimizer
 from train.readers import reader_of
 from train.row_shares import follows_plan, row_shares
-from train.schedules import check_schedule
 from train.strategies import STRATEGIES, find_strategy, roles_of, shares_streams, streams_per_rank
 from train.strategies.nics import ipv4_of
+from train.strategies.options import silos_of
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -61,7 +62,6 @@ def check_terms(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None
     chosen = check_spread(config, spark, dataset)
     check_initial(chosen.config)
     check_optimizer(chosen.config)
-    check_schedule(chosen.config)
     return chosen
 
 
@@ -70,7 +70,8 @@ def check_spread(config: TrainConfig, spark: SparkConfig, dataset: Dataset | Non
     chosen = resolve(config, spark, dataset)
     config = chosen.config
     find_strategy(config.strategy, config.num_workers, framework_of(config)).check(config)
-    _check_exchange(config)
+    check_unused(config)
+    _check_compression(config)
     _check_batch_norm(config)
     check_recompute(config)
     launcher = LAUNCHERS[config.launcher]
@@ -125,7 +126,7 @@ def _check_rank_weights(config: TrainConfig) -> None:
     if not config.rank_weights:
         return
     others = {
-        "train.silos": bool(config.silos),
+        "train.local_sgd.silos": bool(silos_of(config)),
         f"train.reader = {config.reader!r}": config.reader != "shardmill",
         f"train.strategy = {config.strategy!r}": not STRATEGIES[config.strategy].shares_streams,
     }
@@ -137,8 +138,7 @@ def _check_rank_weights(config: TrainConfig) -> None:
         )
 
 
-def _check_exchange(config: TrainConfig) -> None:
-    """What ranks exchange, and when, must be something that the strategy does."""
+def _check_compression(config: TrainConfig) -> None:
     has = STRATEGIES[config.strategy].compressions
     if config.compression not in has:
         others = [each for each in STRATEGIES if config.compression in STRATEGIES[each].compressions]
@@ -146,25 +146,6 @@ def _check_exchange(config: TrainConfig) -> None:
             f"train.compression = {config.compression!r} with train.strategy = {config.strategy!r}",
             f"it has {' and '.join(map(repr, has))}",
             f"set train.compression = 'none', or train.strategy to {' or '.join(map(repr, others))}",
-        )
-    rank_at_default = TrainConfig.model_fields["powersgd_rank"].default
-    if config.powersgd_rank != rank_at_default and config.compression != "powersgd":
-        raise UsageError(
-            f"train.powersgd_rank = {config.powersgd_rank} with train.compression = {config.compression!r}",
-            "gradients travel whole",
-            "set train.compression = 'powersgd', or leave train.powersgd_rank out",
-        )
-    if config.local_steps > 1 and config.strategy != "local_sgd":
-        raise UsageError(
-            f"train.local_steps = {config.local_steps} with train.strategy = {config.strategy!r}",
-            "all its ranks apply one update a step",
-            "set train.local_steps = 1, or train.strategy = 'local_sgd'",
-        )
-    if config.silos and config.strategy != "local_sgd":
-        raise UsageError(
-            f"train.silos with train.strategy = {config.strategy!r}",
-            "its ranks share one dataset",
-            "set train.strategy = 'local_sgd'",
         )
 
 

@@ -26,6 +26,7 @@ from train.initialization.initial import pinned
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
 from train.reporting.observer import GlobalStep
+from train.strategies.options import silos_of
 from train.task import WorkerTask
 from train.tree import TrainTree
 
@@ -39,9 +40,10 @@ def rehearse(tree: TrainTree) -> str:
     dataset = open_dataset(require_uri("dataset.uri", tree.dataset.uri))
     chosen = check_terms(tree.train, tree.spark, dataset)
     config = decided(pinned(chosen.config), 1, to_bfloat16=False)
-    if config.launcher == "attach" or config.silos:
+    if config.launcher == "attach" or silos_of(config):
+        other = "train.local_sgd.silos" if silos_of(config) else f"train.launcher = {config.launcher!r}"
         raise UsageError(
-            f"--rehearse with {'train.silos' if config.silos else 'train.launcher = ' + repr(config.launcher)}",
+            f"--rehearse with {other}",
             "expected ranks of one dataset that a single command starts",
             "leave --rehearse out",
         )

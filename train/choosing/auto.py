@@ -16,6 +16,7 @@ from train.launching.devices import gpus_here
 from train.launching.spark_slots import num_places_of, why_no_places
 from train.models.user import imported_packages
 from train.strategies import STRATEGIES, roles_of
+from train.strategies.options import LocalSgdOptions, MirroredOptions, num_named_ranks
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -133,7 +134,7 @@ def choose(rules: tuple[Rule, ...], facts: Facts, key: str) -> tuple[str, str]:
 
 def _shares_equally(config: TrainConfig, num_ranks: int) -> bool:
     """Whether so many own equally many streams, and each enough for its parts of a step."""
-    is_enough = config.num_parts * config.local_steps <= config.smallest_share(num_ranks)
+    is_enough = config.num_parts * config.options(LocalSgdOptions).local_steps <= config.smallest_share(num_ranks)
     return config.num_streams % num_ranks == 0 and is_enough
 
 
@@ -146,14 +147,14 @@ def _facts(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None) -> 
     return Facts(
         num_workers=config.num_workers,
         num_ranks=config.num_workers if config.strategy == AUTO else len(roles_of(config)),
-        local_steps=config.local_steps,
+        local_steps=config.options(LocalSgdOptions).local_steps,
         backend=backend,
         is_keras_model="keras" in imported_packages(config.model),
-        num_devices=config.local_devices or len(gpus),
+        num_devices=config.options(MirroredOptions).num_devices or len(gpus),
         spark_master=spark.master,
         installed=frozenset(name for name, entry in entries.items() if not entry.missing_packages()),
         num_started=_started_by_others() if config.launcher == "attach" else 0,
-        num_named=config.num_named,
+        num_named=num_named_ranks(config),
         only_one=_what_keeps_one(config),
         num_gpus=len(gpus) if takes_one else 0,
         may_use_cluster=config.launcher == AUTO or "pyspark" in LAUNCHERS.entry(config.launcher).packages,
@@ -197,12 +198,13 @@ def _numbers(config: TrainConfig, facts: Facts, dataset: Dataset | None) -> tupl
 def _what_keeps_one(config: TrainConfig) -> str:
     """The setting, or an empty text."""
     strategy = None if config.strategy == AUTO else STRATEGIES[config.strategy]
+    local_steps = config.options(LocalSgdOptions).local_steps
     one = {
         f"train.launcher = {config.launcher!r}": config.launcher == "inline",
         # With another number of ranks some compute another training, which is for a person to ask for.
         f"train.strategy = {config.strategy!r}": strategy is not None
         and (strategy.max_world_size == 1 or not strategy.synchronous),
-        f"train.local_steps = {config.local_steps}": config.local_steps > 1,
+        f"train.local_sgd.local_steps = {local_steps}": local_steps > 1,
         # It shares out row groups, of which there may be fewer than ranks.
         f"train.reader = {config.reader!r}": config.reader != "shardmill",
     }

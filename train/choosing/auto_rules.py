@@ -24,7 +24,7 @@ class Facts:
     """That of the config, or of the model's own code; `keras` if either would do."""
     is_keras_model: bool
     num_devices: int
-    """`train.local_devices`, or the GPUs that this process may use."""
+    """`train.mirrored.num_devices`, or the GPUs that this process may use."""
     spark_master: str
     installed: frozenset[str]
     """The strategies and launchers of which every package is here."""
@@ -86,7 +86,7 @@ RANKS_RULES = (
     RanksRule(
         "named",
         lambda facts: facts.num_named > 0,
-        "train.silos or train.rank_weights names as many",
+        "train.local_sgd.silos or train.rank_weights names as many",
         lambda facts: facts.num_named,
     ),
     RanksRule("one_unless_set", lambda facts: facts.only_one != "", "with {only_one}, unless train.num_workers is set"),
@@ -108,7 +108,7 @@ RANKS_RULES = (
     RanksRule("one", lambda facts: True, "one process uses what this machine has"),
 )
 STRATEGY_RULES = (
-    Rule("local_sgd", lambda facts: facts.local_steps > 1, "train.local_steps = {local_steps}"),
+    Rule("local_sgd", lambda facts: facts.local_steps > 1, "train.local_sgd.local_steps = {local_steps}"),
     Rule(
         "mirrored",
         lambda facts: facts.num_workers == 1 and facts.backend == "keras" and facts.num_devices > 1,

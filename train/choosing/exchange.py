@@ -44,7 +44,7 @@ EXCHANGE_RULES = (
         lambda facts: True,
         "kept, as every step exchanges once, in however many parts it is computed, and what would help is for you to "
         "decide: fewer ranks (now {num_ranks}), or another training with a larger train.global_batch_size or with "
-        "train.local_steps",
+        "train.local_sgd.local_steps",
     ),
 )
 

@@ -14,6 +14,7 @@ from train.choosing.auto import AUTO, Chosen
 from train.config import TrainConfig
 from train.records import read_kept
 from train.reporting.observer import TrainObserver
+from train.strategies.options import MirroredOptions
 from train.trainings import TrainingChoice
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _choice_of(chosen: Chosen, spark: SparkConfig) -> KeptChoice:
         launcher=config.launcher,
         launcher_reason=chosen.launcher_reason,
         num_workers=config.num_workers,
-        local_devices=config.local_devices,
+        local_devices=config.options(MirroredOptions).num_devices,
         devices=config.devices,
         spark_master=spark.master,
     )

@@ -22,6 +22,7 @@ from train.config import TrainConfig
 from train.launching.devices import gpus_here
 from train.records import read_kept
 from train.strategies import STRATEGIES, shares_streams, streams_per_rank
+from train.strategies.options import LocalSgdOptions, MirroredOptions, silos_of
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -131,7 +132,7 @@ def look_at_memory(
     Raises what building the model raises.
     """
     record = _read(store, choice)
-    limit = limit_of(config, spark) if record is None and not config.silos else None
+    limit = limit_of(config, spark) if record is None and not silos_of(config) else None
     if limit is None:
         return Memory(record, spark, window_bytes)
     ample = partial(_ample, limit, dataset, spark)
@@ -164,7 +165,7 @@ def model_size(store: Store, checkpoint: str) -> str:
 def images_at_once(config: TrainConfig, num_gpus: int = 0) -> int:
     """Of a step on the rank with most streams, or one of its `num_gpus`, were it not computed in parts."""
     per_stream = config.global_batch_size // config.num_streams
-    of_update = -(-streams_per_rank(config) * per_stream // config.local_steps)
+    of_update = -(-streams_per_rank(config) * per_stream // config.options(LocalSgdOptions).local_steps)
     return -(-of_update // max(1, num_gpus))
 
 
@@ -173,8 +174,9 @@ def most_parts(config: TrainConfig, num_gpus: int = 0) -> int:
     if not shares_streams(config) or config.sync_batch_norm:
         return 1
     fewest_streams = min(len(config.streams_of(rank, config.num_workers)) for rank in range(config.num_workers))
-    num_images = fewest_streams * (config.global_batch_size // config.num_streams) // config.local_steps
-    return max(1, num_images // max(1, num_gpus, config.local_devices if config.strategy == "mirrored" else 1))
+    of_rank = fewest_streams * (config.global_batch_size // config.num_streams)
+    num_devices = config.options(MirroredOptions).num_devices if config.strategy == "mirrored" else 1
+    return max(1, of_rank // config.options(LocalSgdOptions).local_steps // max(1, num_gpus, num_devices))
 
 
 def measured(

@@ -19,6 +19,7 @@ from train.checkpoints.state import dump_arrays
 from train.freezing import hold_still
 from train.progress import Progress
 from train.stopwatch import Stopwatch
+from train.strategies.options import num_named_ranks
 from train.values import FewerRanks, Trial, from_json, to_json
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class TrialSteps:
 
 def trial_of(asked: TrainConfig, chosen: TrainConfig, memory: Memory, check: Callable[[TrainConfig], object]) -> Trial:
     """What the ranks of `chosen` are to try. `check` raises UsageError for a number that cannot train."""
-    is_asked = asked.num_workers or asked.num_named or asked.launcher == "attach"
+    is_asked = asked.num_workers or num_named_ranks(asked) or asked.launcher == "attach"
     # PowerSGD's start adds what a rank still has to give to what it has: a trial could not be undone.
     if is_asked or chosen.num_workers == 1 or chosen.compression == "powersgd":
         return "none"

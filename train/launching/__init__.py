@@ -67,6 +67,7 @@ LAUNCHERS: Registry[Launcher] = Registry(
         "attach": Entry(
             "train.launching.attach:ATTACH",
             "processes that torchrun, SLURM, MPI or Kubernetes has started",
+            options="train.launching.attach_options:AttachOptions",
         ),
         "spark_barrier": Entry(
             "train.launching.spark_barrier:SPARK_BARRIER",

@@ -25,6 +25,7 @@ from train.config import TrainConfig
 from train.launching import Launcher
 from train.launching.attach_gate import Gate, call_gate
 from train.launching.attach_messages import Begin, Ended, Stop
+from train.launching.attach_options import AttachOptions
 from train.launching.attach_place import find_place, host_of_rank_0, loopback_warning
 from train.launching.devices import device_environment
 from train.launching.keeper import keep_rank, rank_processes
@@ -141,14 +142,14 @@ def _job_token() -> str:
 
 def _address(config: TrainConfig, place: Place) -> str:
     """`host:port` of rank 0's gate."""
-    host = config.attach_host or host_of_rank_0(os.environ, place)
+    host = config.options(AttachOptions).host or host_of_rank_0(os.environ, place)
     if not host:
         raise UsageError(
             f"train.launcher = 'attach', {place.world_size} ranks on several hosts, and nothing says which is rank 0's",
-            "expected MASTER_ADDR, SLURM's node list, or train.attach_host",
-            "set train.attach_host to the name of the host that runs rank 0",
+            "expected MASTER_ADDR, SLURM's node list, or train.attach.host",
+            "set train.attach.host to the name of the host that runs rank 0",
         )
-    return f"{host}:{config.attach_port}"
+    return f"{host}:{config.options(AttachOptions).port}"
 
 
 def _open_gate(address: str, token: str, world_size: int) -> Gate:
@@ -159,7 +160,7 @@ def _open_gate(address: str, token: str, world_size: int) -> Gate:
         raise UsageError(
             f"rank 0 cannot listen on {address} of host {socket.gethostname()}: {error.strerror or error}",
             "expected an address of this host and a free port",
-            "set train.attach_host and train.attach_port; another job here may have the port",
+            "set train.attach.host and train.attach.port; another job here may have the port",
         ) from None
 
 
@@ -178,7 +179,7 @@ def _follow(config: TrainConfig, place: Place, address: str, token: str) -> int:
         what = f"rank {place.rank} on host {socket.gethostname()} found no rank 0 at {address} within "
         line = (
             f"{what}train.start_timeout_seconds = {config.start_timeout_seconds:g}: {error}; start rank 0, let this "
-            "host reach that port, or set train.attach_host and train.attach_port"
+            "host reach that port, or set train.attach.host and train.attach.port"
         )
         return print_error(TrainingError.exit_code, line)
     _pass_signals_on(connection)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardmill.registry import Entry, Registry, load_object
+from train.strategies.options import silos_of
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -26,4 +27,4 @@ READERS: Registry[TrainReader] = Registry(
 
 def reader_of(config: TrainConfig) -> TrainReader:
     """What the training reads by: what `train.reader` names; silos have one of their own."""
-    return load_object("train.readers.silos:SILOS") if config.silos else READERS[config.reader]
+    return load_object("train.readers.silos:SILOS") if silos_of(config) else READERS[config.reader]

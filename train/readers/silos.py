@@ -112,9 +112,9 @@ class Silos:
         labels = LabelSpec.of(dataset.manifest)
         if labels.kind != "class":
             raise UsageError(
-                f"train.silos on {labels}",
+                f"train.local_sgd.silos on {labels}",
                 "expected one class an image",
-                "leave train.silos out, or build such datasets",
+                "leave train.local_sgd.silos out, or build such datasets",
             )
 
     def limits(self, config: TrainConfig, dataset: Dataset) -> str:

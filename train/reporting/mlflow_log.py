@@ -23,6 +23,7 @@ from shardmill.storage import Store
 from train.config import TrainConfig
 from train.reporting.observer import GlobalStep
 from train.reporting.scalars import Scalars, of_event, of_step
+from train.settings import values_of_settings
 
 EXPERIMENT = "shardmill"
 """Unless MLFLOW_EXPERIMENT_NAME names another."""
@@ -226,7 +227,8 @@ class MlflowLog:
 
 def _params(config: TrainConfig) -> list[dict[str, str]]:
     """The section `train`; parameters cannot be changed later, and are cut to what every server takes."""
-    values = config.model_dump(mode="json", exclude={"mlflow_uri"})
+    values = values_of_settings(config)
+    del values["mlflow_uri"]
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     return [{"key": f"train.{name}", "value": text[:MAX_PARAM_CHARS]} for name, text in texts.items()]
 

@@ -27,6 +27,7 @@ STRATEGIES: Registry[Strategy] = Registry(
             "several devices in one process, TensorFlow's MirroredStrategy",
             extra="tensorflow",
             packages=("tensorflow",),
+            options="train.strategies.options:MirroredOptions",
         ),
         "multi_worker_mirrored": Entry(
             "train.strategies.multi_worker_mirrored:MULTI_WORKER_MIRRORED",
@@ -39,16 +40,19 @@ STRATEGIES: Registry[Strategy] = Registry(
             "asynchronous: servers hold the weights, workers update them, a chief dispatches",
             extra="tensorflow",
             packages=("tensorflow",),
+            options="train.strategies.options:ParameterServerOptions",
         ),
         "torch_ddp": Entry(
             "train.strategies.torch_ddp:TORCH_DDP",
             "torch.distributed: gradients are summed bucket by bucket during the backward pass",
             extra="torch",
             packages=("torch",),
+            options="train.strategies.options:TorchDdpOptions",
         ),
         "local_sgd": Entry(
             "train.strategies.local_sgd:LOCAL_SGD",
             "several local updates a step, then weights are averaged",
+            options="train.strategies.options:LocalSgdOptions",
         ),
     },
     takes_own=True,

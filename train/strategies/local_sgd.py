@@ -1,7 +1,7 @@
 """The strategy of local updates: a rank updates its own replica several times in a step, then replicas are averaged.
 
 McMahan et al., arXiv:1602.05629; Stich, arXiv:1805.09767. A step of the loop is one round: a rank cuts its share of the
-global batch into `train.local_steps` parts and applies an update after each. Then weights, and what the optimizer
+global batch into `local_steps` parts and applies an update after each. Then weights, and what the optimizer
 remembers of them, become their mean over ranks, weighted by samples: between two steps all ranks are equal, so
 checkpoints are those of other replicas.
 """
@@ -15,19 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardmill.dataset.open import open_dataset
-from shardmill.dataset.versions import split_version
 from shardmill.errors import TrainingError, UsageError
-from shardmill.registry import install_hint
 from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart, StepOutcome
 from train.backends.parts import parts_of
 from train.choose_backend import choose_backend
 from train.config import TrainConfig
 from train.stopwatch import Stopwatch
-from train.strategies import STRATEGIES
 from train.strategies.collective import AnnouncedCollective, Collective
 from train.strategies.horovod import HOROVOD, HorovodCollective
+from train.strategies.local_sgd_check import check_local_sgd
 from train.strategies.member import DataIndex, Member, MemberStep, SiloIndex
+from train.strategies.options import LocalSgdOptions, silos_of
 from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
 from train.strategies.silo_post import SiloPost
 from train.strategies.strategy import Strategy
@@ -200,84 +199,33 @@ class SiloMember(ReplicatedMember):
 
 def join_local_sgd(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
     """`train.strategies.strategy.Join`."""
-    if config.silos:
+    if silos_of(config):
         return join_silos(world, config, build, reporter)
     data = DataIndex(world.rank, world.world_size)
     learner = build()
     collective = AnnouncedCollective(COLLECTIVE_OF_BACKEND[choose_backend(config)], world, reporter)
     streams = StreamShare.of(data, config)
-    return LocalSgdMember(learner, collective, data, streams, world.exchange_aside, config.local_steps)
+    return LocalSgdMember(
+        learner, collective, data, streams, world.exchange_aside, config.options(LocalSgdOptions).local_steps
+    )
 
 
 def join_silos(world: World, config: TrainConfig, build: Callable[[], Learner], reporter: Reporter) -> Member:
     """Likewise, as a silo. The silos learn the sizes of all, in which proportion they give samples to a round."""
-    uri = config.silos[world.rank]
+    uri = silos_of(config)[world.rank]
     manifest = open_dataset(uri).manifest
     if "train" not in manifest.splits:
         raise UsageError(f"the silo {uri} has no train split", "expected one", "raise etl.split_fractions.train there")
     learner = build()
     rows = world.exchange(str(manifest.splits["train"].num_rows).encode())
-    post = SiloPost(world, config.silo_timeout_seconds, reporter)
+    post = SiloPost(world, config.options(LocalSgdOptions).silo_timeout_seconds, reporter)
     data = SiloIndex(world.rank, world.world_size, uri, tuple(map(int, rows)))
-    return SiloMember(learner, post, data, config.local_steps)
+    return SiloMember(learner, post, data, config.options(LocalSgdOptions).local_steps)
 
 
 def ranks_that_may_be_lost(config: TrainConfig) -> frozenset[int]:
     """`train.strategies.strategy.Strategy.may_lose`: all silos but the one that coordinates."""
-    return frozenset(range(1, config.num_workers)) if config.silos else frozenset()
-
-
-def check_local_sgd(config: TrainConfig) -> None:
-    """`train.strategies.strategy.Strategy.check`."""
-    if config.silos:
-        _check_silos(config)
-    entry = STRATEGIES.entries["horovod"]
-    if not config.silos and choose_backend(config) == "keras" and (missing := entry.missing_packages()):
-        raise UsageError(
-            f"train.strategy = 'local_sgd' with the backend 'keras' needs {', '.join(missing)}",
-            "whose collectives average the weights",
-            install_hint(entry.extra),
-        )
-    if config.mixed_precision == "float16":
-        raise UsageError(
-            "train.mixed_precision = 'float16' with train.strategy = 'local_sgd'",
-            "each rank would skip steps of its own and scale losses by a factor of its own",
-            "set train.mixed_precision = 'bfloat16'",
-        )
-
-
-def _check_silos(config: TrainConfig) -> None:
-    if len(config.silos) != config.num_workers:
-        raise UsageError(
-            f"train.silos names {len(config.silos)} datasets, and train.num_workers = {config.num_workers}",
-            "expected one for each rank",
-            f"set train.num_workers = {len(config.silos)}",
-        )
-    unnamed = [uri for uri in config.silos if split_version(uri)[1] is None]
-    if unnamed:
-        raise UsageError(
-            f"train.silos names {', '.join(unnamed)} without a version",
-            "a training is on fixed versions, and only a silo itself need reach its dataset",
-            f"write for instance {unnamed[0]}@1",
-        )
-    if config.max_restarts or config.reader == "petastorm":
-        raise UsageError(
-            f"train.silos with train.max_restarts = {config.max_restarts} and train.reader = {config.reader!r}",
-            "each rank reads a dataset of its own, by our reader: no other rank can take its part",
-            "set train.max_restarts = 0 and train.reader = 'shardmill'; a lost silo is not waited for anyway",
-        )
-    if config.ema_decay:
-        raise UsageError(
-            f"train.ema_decay = {config.ema_decay} with train.silos",
-            "of a silo nothing travels but its weights, once a round",
-            "leave train.ema_decay out",
-        )
-    if config.launcher not in ("auto", "inline", "local"):
-        raise UsageError(
-            f"train.silos with train.launcher = {config.launcher!r}",
-            "under which a lost process ends the job",
-            "set train.launcher = 'local'",
-        )
+    return frozenset(range(1, config.num_workers)) if silos_of(config) else frozenset()
 
 
 LOCAL_SGD = Strategy(

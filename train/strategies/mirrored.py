@@ -19,6 +19,7 @@ from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays, rank_file
 from train.config import TrainConfig
 from train.strategies.collective import SingleCollective
 from train.strategies.member import DataIndex, Member
+from train.strategies.options import MirroredOptions
 from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
 from train.strategies.strategy import Strategy
 from train.values import Reporter
@@ -110,7 +111,7 @@ def join_mirrored(world: World, config: TrainConfig, build: Callable[[], Learner
     import tensorflow as tf
 
     # Summed on one device and sent back: the same order of additions in every run.
-    devices = _devices(config.local_devices)
+    devices = _devices(config.options(MirroredOptions).num_devices)
     check_rows(config, len(devices))
     strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=tf.distribute.ReductionToOneDevice())
     with strategy.scope():
@@ -120,20 +121,21 @@ def join_mirrored(world: World, config: TrainConfig, build: Callable[[], Learner
 
 def check_mirrored(config: TrainConfig) -> None:
     """`train.strategies.strategy.Strategy.check`; how many devices "all" are is known where they are."""
-    check_rows(config, config.local_devices)
+    check_rows(config, config.options(MirroredOptions).num_devices)
 
 
 def check_rows(config: TrainConfig, num_devices: int) -> None:
     """Raises UsageError for more devices than a batch, or one of its accumulated parts, has rows."""
     num_rows = config.global_batch_size // config.num_parts
     if num_devices > num_rows:
-        given = f"train.local_devices = {config.local_devices}"
+        asked = config.options(MirroredOptions).num_devices
+        given = f"train.mirrored.num_devices = {asked}"
         raise UsageError(
-            ("" if config.local_devices else f"the {num_devices} devices of ")
+            ("" if asked else f"the {num_devices} devices of ")
             + f"{given} with train.global_batch_size = {config.global_batch_size}"
             + (f" in {config.accumulation_steps} parts" if config.accumulation_steps > 1 else ""),
             "expected at least one row for each device",
-            f"set train.local_devices = {num_rows} or less",
+            f"set train.mirrored.num_devices = {num_rows} or less",
         )
 
 
@@ -149,9 +151,9 @@ def _devices(wanted: int) -> list[str]:
     )
     if gpus and wanted > len(gpus):
         raise UsageError(
-            f"train.local_devices = {wanted}",
+            f"train.mirrored.num_devices = {wanted}",
             f"this process sees {len(gpus)} GPU(s): {', '.join(gpus)}",
-            f"set train.local_devices = {len(gpus)} or 0",
+            f"set train.mirrored.num_devices = {len(gpus)} or 0",
         )
     if gpus:
         return gpus[: wanted or len(gpus)]
@@ -164,7 +166,7 @@ def _devices(wanted: int) -> list[str]:
     cpus = [each.name for each in tf.config.list_logical_devices("CPU")]
     if wanted > len(cpus):
         raise UsageError(
-            f"train.local_devices = {wanted}",
+            f"train.mirrored.num_devices = {wanted}",
             f"TensorFlow runs in this process already, with {len(cpus)} CPU device(s)",
             "set train.launcher = 'local'",
         )

@@ -26,6 +26,7 @@ from train.schedules import learning_rate_at
 from train.stopwatch import Stopwatch
 from train.strategies.collective import SingleCollective
 from train.strategies.member import DataIndex, Member, MemberStep
+from train.strategies.options import ParameterServerOptions
 from train.strategies.parameter_server_cluster import ClusterTask, start_threads
 from train.strategies.parameter_server_step import Dispatched, RemoteSteps
 from train.strategies.parameter_server_worker import serve
@@ -163,8 +164,9 @@ def join_chief(world: World, config: TrainConfig, build: Callable[[], Learner], 
 
 
 def roles(config: TrainConfig) -> tuple[Role, ...]:
-    """A chief, `train.num_workers` workers, `train.parameter_servers` servers."""
-    return (Role.CHIEF, *[Role.WORKER] * config.num_workers, *[Role.SERVER] * config.parameter_servers)
+    """A chief, `train.num_workers` workers, `num_servers` servers."""
+    num_servers = config.options(ParameterServerOptions).num_servers
+    return (Role.CHIEF, *[Role.WORKER] * config.num_workers, *[Role.SERVER] * num_servers)
 
 
 def check(config: TrainConfig) -> None:
@@ -173,7 +175,7 @@ def check(config: TrainConfig) -> None:
         raise UsageError(
             f"train.strategy = 'parameter_server' with train.launcher = {config.launcher!r}",
             f"it needs {len(roles(config))} processes: a chief, {config.num_workers} worker(s) and "
-            f"{config.parameter_servers} server(s)",
+            f"{config.options(ParameterServerOptions).num_servers} server(s)",
             "set train.launcher to 'local' or 'spark_barrier'",
         )
     if config.reader != "shardmill":

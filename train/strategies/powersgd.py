@@ -20,6 +20,7 @@ import numpy as np
 from train.checkpoints.state import load_arrays
 from train.compression import matrix_of
 from train.config import TrainConfig
+from train.strategies.options import TorchDdpOptions
 from train.strategies.torch_buckets import Bucket, BucketSums
 
 DIRECTIONS = "powersgd.npz"
@@ -168,7 +169,7 @@ class LowRankSums(BucketSums):
             each.begin(generator)
 
     def _new_bucket(self, weights: Sequence[Any], config: TrainConfig) -> Bucket:
-        return LowRankBucket(weights, config.powersgd_rank)
+        return LowRankBucket(weights, config.options(TorchDdpOptions).powersgd_rank)
 
     def state_files(self, rank: int) -> dict[str, list[np.ndarray]]:
         files = {residual_file(rank): [each.residual_nm.cpu().numpy().copy() for each in self._low]}

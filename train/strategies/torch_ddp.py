@@ -26,6 +26,7 @@ from train.stopwatch import Stopwatch
 from train.strategies.collective import AnnouncedCollective
 from train.strategies.member import DataIndex, Member, MemberStep
 from train.strategies.nics import nic_with
+from train.strategies.options import TorchDdpOptions
 from train.strategies.powersgd import LowRankSums
 from train.strategies.replicated import REPLICATED, ReplicatedMember, StreamShare
 from train.strategies.strategy import GLOO_ECHO, Strategy
@@ -216,6 +217,13 @@ def _meet(world: World) -> Any:
 
 def check(config: TrainConfig) -> None:
     """`train.strategies.strategy.Strategy.check`."""
+    powersgd_rank = config.options(TorchDdpOptions).powersgd_rank
+    if powersgd_rank != TorchDdpOptions().powersgd_rank and config.compression != "powersgd":
+        raise UsageError(
+            f"train.torch_ddp.powersgd_rank = {powersgd_rank} with train.compression = {config.compression!r}",
+            "gradients travel whole",
+            "set train.compression = 'powersgd', or leave train.torch_ddp.powersgd_rank out",
+        )
     if config.compression == "powersgd" and config.mixed_precision == "float16":
         raise UsageError(
             "train.mixed_precision = 'float16' with train.compression = 'powersgd'",

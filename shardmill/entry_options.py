@@ -1,0 +1,93 @@
+"""Settings of one entry of a registry: a section of the config, declared beside what the entry names.
+
+A section of keys whose choices are registries' names (`[train]`) derives from `with_options_of`. For each entry that
+declares `options` it then has a section of that entry's own settings, such as `[train.local_sgd]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+
+from pydantic import ConfigDict, Field, create_model
+
+from shardmill.registry import Entry, load_object
+from shardmill.section import LaterSection, Section
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
+
+Options = TypeVar("Options", bound=Section)
+
+
+@dataclass(frozen=True, slots=True)
+class OptionsOf(LaterSection):
+    """Annotates the field that holds an entry's settings; their class is imported when the first config is validated.
+
+    Not before: the module that declares it may import the config that it is a section of.
+    """
+
+    registry: str
+    """`package.module:REGISTRY`."""
+    name: str
+    """Of the entry."""
+
+    @property
+    def chosen_by(self) -> str:
+        """The config key that chooses the entry."""
+        return load_object(self.registry).key
+
+    @property
+    def kind(self) -> type[Section]:
+        """The class of the entry's settings."""
+        entry: Entry = load_object(self.registry).entries[self.name]
+        return load_object(entry.options)
+
+    def defaults(self) -> Section:
+        return self.kind()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(self.kind)
+
+
+class SectionWithOptions(Section):
+    """A section whose keys choose entries, with a section for the settings of each entry that has some."""
+
+    # The schema is built with the first config: only then are the modules imported that declare options.
+    model_config = ConfigDict(defer_build=True)
+
+    def options(self, kind: type[Options]) -> Options:
+        """The settings of that class: those of one entry, whether it is chosen or not."""
+        return next(value for value in vars(self).values() if isinstance(value, kind))
+
+    def with_options(self, options: Section) -> Self:
+        """This section with other settings of one entry."""
+        name = next(name for name, value in vars(self).items() if type(value) is type(options))
+        return self.model_copy(update={name: options})
+
+    @classmethod
+    def options_fields(cls) -> dict[str, OptionsOf]:
+        """The fields that hold the settings of entries."""
+        return {
+            name: each
+            for name, field in cls.model_fields.items()
+            for each in field.metadata
+            if isinstance(each, OptionsOf)
+        }
+
+
+def with_options_of(registries: Mapping[str, str]) -> type[SectionWithOptions]:
+    """A base with a section for each entry that declares options.
+
+    `registries`: their `package.module:REGISTRY` -> what the name of the section begins with, in front of the entry's.
+    """
+    fields: dict[str, Any] = {}
+    for registry, prefix in registries.items():
+        for name, entry in load_object(registry).entries.items():
+            if entry.options:
+                options = OptionsOf(registry, name)
+                assert f"{prefix}{name}" not in fields, f"two entries have options of the name {prefix}{name}"
+                fields[f"{prefix}{name}"] = (Annotated[Section, options], Field(default_factory=options.defaults))
+    return create_model("Built", __base__=SectionWithOptions, **fields)

@@ -1,0 +1,27 @@
+"""Settings of a strategy, launcher, schedule, ... that is not the one chosen: they would be ignored without a word."""
+
+from __future__ import annotations
+
+from shardmill.errors import UsageError
+from train.config import TrainConfig
+from train.setting_kinds import EXECUTION
+
+
+def check_unused(config: TrainConfig) -> None:
+    """Raises UsageError for one that decides numbers. Those of execution may stay set for another day."""
+    for section, options in TrainConfig.options_fields().items():
+        chosen = getattr(config, options.chosen_by.rpartition(".")[2])
+        given, defaults = getattr(config, section), options.defaults()
+        set_here = [
+            f"train.{section}.{name} = {getattr(given, name)!r}"
+            for name, field in type(given).model_fields.items()
+            if getattr(given, name) != getattr(defaults, name) and EXECUTION not in field.metadata
+        ]
+        # In the first recipe those of a schedule were ignored.
+        is_ignored = config.is_first_recipe and options.chosen_by == "train.schedule"
+        if set_here and chosen != options.name and not is_ignored:
+            raise UsageError(
+                f"{', '.join(set_here)} with {options.chosen_by} = {chosen!r}",
+                "which does not use it",
+                f"leave it out, or set {options.chosen_by} = {options.name!r}",
+            )

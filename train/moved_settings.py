@@ -1,0 +1,52 @@
+"""Settings that had other names: old configs are refused with the new one, and what is stored keeps the old one.
+
+A training is identified by the names and values of its settings. Renaming a setting must not rename the trainings
+that exist, so checkpoints and ids of trainings use the names that a setting had first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MOVED: Mapping[str, str] = {
+    "local_steps": "local_sgd.local_steps",
+    "silos": "local_sgd.silos",
+    "silo_timeout_seconds": "local_sgd.silo_timeout_seconds",
+    "local_devices": "mirrored.num_devices",
+    "parameter_servers": "parameter_server.num_servers",
+    "powersgd_rank": "torch_ddp.powersgd_rank",
+    "attach_host": "attach.host",
+    "attach_port": "attach.port",
+    "schedule_step_epochs": "schedule_step.every_epochs",
+    "schedule_step_factor": "schedule_step.factor",
+}
+"""Former key of section `train` -> where the setting is now, below it."""
+
+_FORMER = {key: former for former, key in MOVED.items()}
+_IN_EVERY_FORMER_RECORD = ("augment", "early_stop_epochs", "momentum", "schedule_step_factor", "weight_decay")
+"""No config file that a person writes names all of them; a run's `config.toml` named all settings."""
+
+
+def stored_name(key: str) -> str:
+    """What checkpoints and ids of trainings call the setting `key`, such as `local_sgd.local_steps`."""
+    return _FORMER.get(key, key)
+
+
+def key_of(stored: str) -> str:
+    """The setting that they call so."""
+    return MOVED.get(stored, stored)
+
+
+def is_former_record(given: Mapping[str, Any]) -> bool:
+    """Whether this is section `train` of the `config.toml` of a run from before settings moved."""
+    return given.keys() >= {*_IN_EVERY_FORMER_RECORD}
+
+
+def read_former_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Such a section with today's keys. Before there were recipes, it does not name its own: the first one."""
+    values = {"recipe_version": 1, **{name: value for name, value in record.items() if name not in MOVED}}
+    for former in MOVED.keys() & record.keys():
+        section, _, name = MOVED[former].partition(".")
+        values[section] = {name: record[former], **values.get(section, {})}
+    return values

@@ -1,0 +1,76 @@
+"""What the strategy `local_sgd` refuses, before anything starts; with silos, and without."""
+
+from __future__ import annotations
+
+from shardmill.dataset.versions import split_version
+from shardmill.errors import UsageError
+from shardmill.registry import install_hint
+from train.choose_backend import choose_backend
+from train.config import TrainConfig
+from train.strategies import STRATEGIES
+from train.strategies.options import LocalSgdOptions, silos_of
+
+
+def check_local_sgd(config: TrainConfig) -> None:
+    """`train.strategies.strategy.Strategy.check`."""
+    if silos_of(config):
+        _check_silos(config)
+    _check_updates(config)
+    entry = STRATEGIES.entries["horovod"]
+    if not silos_of(config) and choose_backend(config) == "keras" and (missing := entry.missing_packages()):
+        raise UsageError(
+            f"train.strategy = 'local_sgd' with the backend 'keras' needs {', '.join(missing)}",
+            "whose collectives average the weights",
+            install_hint(entry.extra),
+        )
+    if config.mixed_precision == "float16":
+        raise UsageError(
+            "train.mixed_precision = 'float16' with train.strategy = 'local_sgd'",
+            "each rank would skip steps of its own and scale losses by a factor of its own",
+            "set train.mixed_precision = 'bfloat16'",
+        )
+
+
+def _check_updates(config: TrainConfig) -> None:
+    local_steps, share = config.options(LocalSgdOptions).local_steps, config.smallest_share(config.num_workers)
+    if config.num_parts * local_steps > share:
+        raise UsageError(
+            f"train.accumulation_steps = {config.accumulation_steps} times train.local_sgd.local_steps = {local_steps}",
+            f"expected at most {share}, the samples of a step that the rank with the fewest streams has",
+            "lower one of them, or raise train.global_batch_size",
+        )
+
+
+def _check_silos(config: TrainConfig) -> None:
+    silos = silos_of(config)
+    if len(silos) != config.num_workers:
+        raise UsageError(
+            f"train.local_sgd.silos names {len(silos)} datasets, and train.num_workers = {config.num_workers}",
+            "expected one for each rank",
+            f"set train.num_workers = {len(silos)}",
+        )
+    unnamed = [uri for uri in silos if split_version(uri)[1] is None]
+    if unnamed:
+        raise UsageError(
+            f"train.local_sgd.silos names {', '.join(unnamed)} without a version",
+            "a training is on fixed versions, and only a silo itself need reach its dataset",
+            f"write for instance {unnamed[0]}@1",
+        )
+    if config.max_restarts or config.reader == "petastorm":
+        raise UsageError(
+            f"train.local_sgd.silos with train.max_restarts = {config.max_restarts}, train.reader = {config.reader!r}",
+            "each rank reads a dataset of its own, by our reader: no other rank can take its part",
+            "set train.max_restarts = 0 and train.reader = 'shardmill'; a lost silo is not waited for anyway",
+        )
+    if config.ema_decay:
+        raise UsageError(
+            f"train.ema_decay = {config.ema_decay} with train.local_sgd.silos",
+            "of a silo nothing travels but its weights, once a round",
+            "leave train.ema_decay out",
+        )
+    if config.launcher not in ("auto", "inline", "local"):
+        raise UsageError(
+            f"train.local_sgd.silos with train.launcher = {config.launcher!r}",
+            "under which a lost process ends the job",
+            "set train.launcher = 'local'",
+        )
