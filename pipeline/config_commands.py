@@ -18,8 +18,9 @@ from shardmill.errors import UsageError
 def init(
     context: typer.Context,
     file: Annotated[str, typer.Argument(metavar="FILE", help="Where to write it; must not exist.")] = "shardmill.toml",
+    every_key: Annotated[bool, typer.Option("--all", help="Write every key, not only the most used.")] = False,
 ) -> None:
-    from pipeline.config_file import commented_toml
+    from pipeline.config_file import FIRST_KEYS, commented_toml
     from pipeline.tree import PipelineTree
     from shardmill.jobs.config import load_tree
 
@@ -29,12 +30,13 @@ def init(
     todo = "".join(f"set {name}, " for name, uri in uris.items() if not uri)
     try:
         with open(file, "x", encoding="utf-8") as target:
-            target.write(commented_toml(tree))
+            target.write(commented_toml(tree, None if every_key else FIRST_KEYS))
     except FileExistsError:
         raise UsageError(f"{file} exists already", "expected a new name", "shardmill init OTHER.toml") from None
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}", "expected a writable place") from None
-    print_result(common, {"file": file}, [(f"wrote {file}; {todo}then: shardmill run {file}",)])
+    words = [f"wrote {file}; {todo}then: shardmill run {file}", "all keys: shardmill config show, or init --all"]
+    print_result(common, {"file": file}, [(each,) for each in (words[:1] if every_key else words)])
 
 
 @command("run_id")

@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 
 # Keys without a usable default; `models.uri` falls back to `<workdir>/models`.
 REQUIRED_KEYS = ("source.uri", "dataset.uri")
+FIRST_KEYS = frozenset(
+    {
+        "source.uri", "source.kind", "dataset.uri", "models.uri", "etl.image_size", "etl.resize_mode", "etl.encoding",
+        "etl.max_reject_fraction", "etl.duplicates", "spark.master", "train.model", "train.init_from", "train.epochs",
+        "train.global_batch_size", "train.optimizer", "train.learning_rate", "train.num_workers", "train.strategy",
+        "train.augment.images", "gate.min_accuracy",
+    }
+)  # fmt: skip
+"""Those that people change first: what a new config file explains."""
+ALL_KEYS = "`shardmill init --all FILE` writes all keys like this, `shardmill config show` prints all."
 COMMENT_WIDTH = 116
 
 Comments = Literal["none", "choices", "all"]
@@ -28,23 +38,28 @@ def to_toml(tree: BaseModel, *, with_choices: bool = False) -> str:
     import tomlkit
 
     document = tomlkit.document()
-    _fill(document, tree, "", "choices" if with_choices else "none")
+    _fill(document, tree, "", "choices" if with_choices else "none", None)
     return _text(document)
 
 
-def commented_toml(tree: BaseModel) -> str:
-    """A config file to start from: each key with its meaning, and commented out if it has its default."""
+def commented_toml(tree: BaseModel, keys: frozenset[str] | None = None) -> str:
+    """A config file to start from: each key with its meaning, and commented out if it has its default.
+
+    `keys`: only these, and what is not at its default; None for all.
+    """
     import tomlkit
 
     document = tomlkit.document()
+    which = "every key" if keys is None else f"each of the {len(keys)} keys that people change first"
     for line in (
-        "shardmill: every key with its meaning and its default. Uncomment what you change.",
+        f"shardmill: {which} with its meaning and its default. Uncomment what you change.",
+        *([] if keys is None else [ALL_KEYS]),
         "`source.uri` and `dataset.uri` must be set; `models.uri` is `models` in the work directory unless set.",
         "A relative path is resolved against the directory in which shardmill is started, not that of this file.",
         "`shardmill run FILE` runs the whole pipeline; `shardmill config show FILE` prints what it resolves to.",
     ):
         document.add(tomlkit.comment(line))
-    _fill(document, tree, "", "all")
+    _fill(document, tree, "", "all", keys)
     return _text(document)
 
 
@@ -53,8 +68,10 @@ def _text(document: TOMLDocument) -> str:
     return document.as_string().strip().encode("utf-8", "backslashreplace").decode() + "\n"
 
 
-def _fill(target: Container | Table, section: BaseModel, path: str, comments: Comments) -> None:
-    """Add the keys of `section`, then its inner sections as tables of their own."""
+def _fill(
+    target: Container | Table, section: BaseModel, path: str, comments: Comments, keys: frozenset[str] | None
+) -> None:
+    """Add the keys of `section`, then its inner sections as tables of their own, if they have a key to show."""
     import tomlkit
 
     fields, docstrings = type(section).model_fields, field_docstrings(type(section))
@@ -62,10 +79,12 @@ def _fill(target: Container | Table, section: BaseModel, path: str, comments: Co
     for name, field in fields.items():
         if name in inner:
             continue
+        is_default = getattr(section, name) == field.get_default(call_default_factory=True)
+        if keys is not None and is_default and f"{path}{name}" not in keys:
+            continue
         for line in _comment_lines(docstrings.get(name, ""), comments, field.annotation, *field.metadata):
             target.add(tomlkit.comment(line))
         item = _item(getattr(section, name))
-        is_default = getattr(section, name) == field.get_default(call_default_factory=True)
         if comments == "all" and is_default and f"{path}{name}" not in REQUIRED_KEYS:
             target.add(tomlkit.comment(f"{name} = {item.as_string()}"))
         else:
@@ -74,8 +93,9 @@ def _fill(target: Container | Table, section: BaseModel, path: str, comments: Co
         table = tomlkit.table()
         if comments == "all":
             table.comment(" ".join((type(below).__doc__ or "").split()))
-        _fill(table, below, f"{path}{name}.", comments)
-        target.add(name, table)
+        _fill(table, below, f"{path}{name}.", comments, keys)
+        if keys is None or table.as_string().strip():
+            target.add(name, table)
 
 
 def _item(value: Any) -> Item:

@@ -17,7 +17,7 @@ from shardmill.section import field_docstrings, section_of
 
 HEAD = """# Config keys
 
-A config file is TOML, one table for each section below. `shardmill init FILE` writes one that explains every key,
+A config file is TOML, one table for each section below. `shardmill init --all FILE` writes one that explains every key,
 `shardmill config show FILE` prints what a file resolves to, and `--set SECTION.NAME=VALUE` sets a key on the command
 line. [Registry entries](entries.md) describes the choices of a key that takes the names of a registry.
 """

@@ -246,6 +246,8 @@ def test_json_output_is_all_of_stdout(dataset: str, tmp_path: Path):
 def test_init_writes_a_config_once(tmp_path: Path):
     assert shardmill("init", cwd=tmp_path).returncode == 0
     assert "# epochs = 10" in (tmp_path / "shardmill.toml").read_text()
+    assert shardmill("init", "all.toml", "--all", cwd=tmp_path).returncode == 0
+    assert "# prefetch_bytes = " in (tmp_path / "all.toml").read_text()
     refused(shardmill("init", cwd=tmp_path), 2, "shardmill.toml exists already", "expected a new name")
     shown = shardmill("config", "show", "shardmill.toml", "--set", "train.epochs=4", cwd=tmp_path)
     assert shown.returncode == 0 and "\nepochs = 4\n" in shown.stdout

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etl.config import EtlTree
+from pipeline.choices import config_keys
 from pipeline.config import load_for_dataset, load_pipeline, require, without_secrets
-from pipeline.config_file import commented_toml, to_toml
+from pipeline.config_file import FIRST_KEYS, commented_toml, to_toml
 from pipeline.tree import PipelineTree
 from shardmill.errors import UsageError
 from tests.canaries import PLAIN_SETTINGS, SECRET_SETTINGS, toml_table
@@ -134,6 +137,29 @@ def test_what_init_is_given_is_set_in_its_file():
     written = PipelineTree.model_validate(tomllib.loads("\n".join(lines)))
     assert written.model_copy(update={"models": PipelineTree().models}).train == tree.train
     assert written.spark == tree.spark and any("relative path" in line for line in lines)
+
+
+def test_a_new_file_explains_the_keys_that_people_change_first():
+    assert len(FIRST_KEYS) == 20 and {key for key, _ in config_keys(PipelineTree)} >= FIRST_KEYS
+    text = commented_toml(load_pipeline(None, ("train.attach.port=3",), "work"), FIRST_KEYS)
+    uncommented = "\n".join(
+        line.removeprefix("# ") if " = " in line.split("`")[0] else line for line in text.splitlines()
+    )
+    found = {
+        f"{path}{name}"
+        for path, section in sections_of(tomllib.loads(uncommented))
+        for name, value in section.items()
+        if not isinstance(value, dict)
+    }
+    # What is set is there, too.
+    assert found == FIRST_KEYS | {"train.attach.port"} and "config show" in text
+
+
+def sections_of(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, values
+    for name, below in values.items():
+        if isinstance(below, dict):
+            yield from sections_of(below, f"{path}{name}.")
 
 
 def test_secrets_are_in_no_record():
