@@ -168,7 +168,7 @@ def test_a_training_runs_on_executors_of_yarn(
 
 
 def test_more_ranks_than_slots_are_refused_with_both_numbers(dataset: Dataset, submitter: Submitter):
-    """Long before `train.start_timeout_seconds`; the cores of an executor are Spark's own default."""
+    """Long before `train.watch.start_timeout_seconds`; the cores of an executor are Spark's own default."""
     started_seconds = time.monotonic()
     train = submitter.run(
         "train/job.py", "--config", "cluster.toml", "--workdir", "work", "--run-id", "few", "--until", "train",

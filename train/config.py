@@ -17,6 +17,7 @@ from shardmill.options import AugmentOptions
 from shardmill.registry import OneOf
 from train.moved_settings import MOVED, is_former_record, read_former_record
 from train.setting_kinds import DEFAULTED, DURATION, EXECUTION, RESUMABLE
+from train.watch_config import WatchConfig
 from train.written_forms import ServerUri, StepRange
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     """The model gets `(x - mean) / std`, per channel of the train split, as float32; false: the pixels' 0 to 255."""
     augment: Annotated[AugmentOptions, RESUMABLE] = AugmentOptions()
     """Random changes to training images."""
+    watch: WatchConfig = WatchConfig()
+    """How long the driver waits for ranks."""
 
     optimizer: Annotated[str, OneOf("train.optimizers:OPTIMIZERS", also=("auto",))] = "auto"
     """`auto` uses the optimizer of a compiled user model with its own learning rate, and Adam otherwise."""
@@ -162,20 +165,9 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     """Bound of the queue of decoded batches in each rank."""
     reader_threads: Annotated[int, EXECUTION] = Field(default=2, ge=1)
     """Threads in each rank that read, verify, decode and augment."""
-    silent_seconds: Annotated[float, EXECUTION] = Field(default=55.0, gt=0)
-    """A rank is lost, and the job ends, after so long without heartbeats, or in what ranks repeat: a step, reading a
-    batch (and 10 times the longest so far, a straggler is spared). Elsewhere one without progress is named."""
-    progress_timeout_seconds: Annotated[float, EXECUTION] = Field(default=600.0, gt=0)
-    """Elsewhere a rank without progress has this long (likewise), and before its first step `start_timeout_seconds`
-    as well. If it is less than `silent_seconds`, or than what a store may take for a batch, it counts there, too."""
-    start_timeout_seconds: Annotated[float, EXECUTION] = Field(default=300.0, gt=0)
-    """All ranks must have started within this time."""
     max_restarts: Annotated[int, EXECUTION] = Field(default=0, ge=0)
     """How often a training that loses ranks (killed, silent, without progress) goes on without them from its last
     complete checkpoint; a fault that comes again at the same step ends it."""
-    stop_timeout_seconds: Annotated[float, EXECUTION] = Field(default=25.0, gt=0)
-    """On SIGTERM: how long the ranks may take to end their step and write a checkpoint, before they are ended as they
-    are. Less than what a scheduler waits before it kills (30 s on Kubernetes)."""
     nics: Annotated[tuple[str, ...], EXECUTION] = ()
     """Network interfaces for the ranks' traffic; empty for the one by which a rank reaches the driver (`horovod_spark`:
     Horovod chooses). Of several, `horovod_spark` uses all, other launchers the first."""

@@ -20,6 +20,10 @@ MOVED: Mapping[str, str] = {
     "attach_port": "attach.port",
     "schedule_step_epochs": "schedule_step.every_epochs",
     "schedule_step_factor": "schedule_step.factor",
+    "silent_seconds": "watch.silent_seconds",
+    "progress_timeout_seconds": "watch.progress_timeout_seconds",
+    "start_timeout_seconds": "watch.start_timeout_seconds",
+    "stop_timeout_seconds": "watch.stop_timeout_seconds",
 }
 """Former key of section `train` -> where the setting is now, below it."""
 

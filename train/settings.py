@@ -6,6 +6,9 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
+from shardmill.section import section_of
 from train.config import SHA256_OF_FILE, TrainConfig
 from train.moved_settings import stored_name
 from train.optimizers import recorded_of_optimizer
@@ -20,12 +23,18 @@ _ALWAYS_STORED = ("schedule_step.every_epochs", "schedule_step.factor")
 
 
 def fields_of_settings() -> dict[str, FieldInfo]:
-    """Every setting of section `train`, and of its sections of entries: `epochs`, `local_sgd.silos`."""
-    entries = TrainConfig.options_fields()
-    found = {name: field for name, field in TrainConfig.model_fields.items() if name not in entries}
-    for name, options in entries.items():
-        found |= {f"{name}.{key}": field for key, field in options.kind.model_fields.items()}
+    """Every setting of section `train`, and of the sections in it: `epochs`, `local_sgd.silos`."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in TrainConfig.model_fields.items():
+        inner = _section_of_settings(field)
+        found |= {f"{name}.{key}": each for key, each in inner.model_fields.items()} if inner else {name: field}
     return found
+
+
+def _section_of_settings(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field holds, if its keys are settings; one that declares a kind is a setting itself."""
+    is_setting = any(isinstance(each, SettingKind) for each in field.metadata)
+    return None if is_setting else section_of(field)
 
 
 def values_of_settings(config: TrainConfig) -> dict[str, Any]:
@@ -64,6 +73,8 @@ def _defaulted() -> frozenset[str]:
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    entries = TrainConfig.options_fields().keys() & values.keys()
-    found = {name: value for name, value in values.items() if name not in entries}
-    return found | {f"{name}.{key}": value for name in entries for key, value in values[name].items()}
+    fields, found = TrainConfig.model_fields, {}
+    for name, value in values.items():
+        is_section = _section_of_settings(fields[name]) is not None
+        found |= {f"{name}.{key}": each for key, each in value.items()} if is_section else {name: value}
+    return found

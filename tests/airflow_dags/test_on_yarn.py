@@ -49,7 +49,7 @@ num_workers = 2
 strategy = "torch_ddp"
 launcher = "spark_barrier"
 # A driver that a test stops for a while hears nothing of its ranks.
-silent_seconds = 600
+watch.silent_seconds = 600
 [spark]
 etl.conf = {conf}
 train.conf = {conf}

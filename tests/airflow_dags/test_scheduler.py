@@ -78,7 +78,7 @@ def write_config(folder: Path, file: str) -> None:
         f'[source]\nuri = "{folder}/images"\n[dataset]\nuri = "{folder}/{Path(file).stem}"\n[etl]\nimage_size = 16\n'
         '[train]\nmodel = "gated_model:build"\nepochs = 1\nglobal_batch_size = 16\nnum_workers = 2\n'
         # Ranks that a test stops for a while are not silent.
-        "stop_timeout_seconds = 5\nsilent_seconds = 600\n"
+        "watch.stop_timeout_seconds = 5\nwatch.silent_seconds = 600\n"
         # The connection's `yarn` is nowhere: no task could run with it.
         f'[spark]\nmaster = "local[2]"\netl.conf = {secret}\ntrain.conf = {secret}\n'
     )

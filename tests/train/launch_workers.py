@@ -128,12 +128,12 @@ def sleeps_in_a_step(task: WorkerTask, world: World, reporter: Reporter) -> Trai
 
 
 def plods(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
-    """Each step of the last rank takes twice `train.progress_timeout_seconds`, the first one 2.5 times.
+    """Each step of the last rank takes twice `train.watch.progress_timeout_seconds`, the first one 2.5 times.
 
     After the first step the driver measures the time to the next heartbeat, and allows ten times as much. Heartbeats
     come every second from the start: a first step that ends halfway between two of them gives a pause of 0.5 s.
     """
-    limit_seconds = task.config.progress_timeout_seconds
+    limit_seconds = task.config.watch.progress_timeout_seconds
     for step in range(NUM_STEPS):
         if world.rank == world.world_size - 1:
             reporter.doing(Activity())
@@ -172,9 +172,9 @@ def fails_when_stopped(task: WorkerTask, world: World, reporter: Reporter) -> Tr
 
 
 def is_slow(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
-    """The last rank does nothing for longer than `train.silent_seconds`, but lives."""
+    """The last rank does nothing for longer than `train.watch.silent_seconds`, but lives."""
     if world.rank == world.world_size - 1:
-        time.sleep(task.config.silent_seconds + 2)
+        time.sleep(task.config.watch.silent_seconds + 2)
     return well(task, world, reporter)
 
 

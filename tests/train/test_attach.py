@@ -156,8 +156,7 @@ class Job:
             "num_workers": num_processes,
             "strategy": "torch_ddp",
             "attach": {"port": free_ports(1)[0]},
-            "start_timeout_seconds": 30,
-            "stop_timeout_seconds": stop_timeout_seconds,
+            "watch": {"start_timeout_seconds": 30, "stop_timeout_seconds": stop_timeout_seconds},
         }
         dataset = {"uri": PIN.uri, "version": PIN.version, "manifest_sha256": PIN.manifest_sha256}
         given = {"train": train, "dataset": dataset, "models_uri": str(models), "master": "", "worker": worker}

@@ -14,13 +14,13 @@ from train.launching.activity_clock import UNTIMED, ActivityClock
 from train.launching.deadlines import PATIENCE, TRUSTED, Deadlines
 from train.launching.faults import FaultKind, error_of
 from train.launching.wire import Heartbeat, Hello, heartbeat_of
+from train.watch_config import WatchConfig
 
 
 def started(world_size: int, **limits: float) -> Deadlines:
     """All ranks said hello at 0 s, and a first step at 1 s."""
-    limits = {"silent_seconds": 1e9, **limits}
-    config = TrainConfig(num_workers=world_size, strategy="horovod", launcher="local", **limits)
-    deadlines = Deadlines(config, 0.0)
+    watch = WatchConfig.model_validate({"silent_seconds": 1e9, **limits})
+    deadlines = Deadlines(TrainConfig(num_workers=world_size, strategy="horovod", launcher="local", watch=watch), 0.0)
     for rank in deadlines.ranks:
         rank.hello, rank.is_connected = Hello("rank", rank.number, f"host{rank.number}", 1, "", ""), True
         deadlines.progress(rank, 1.0)
@@ -51,8 +51,8 @@ def test_a_long_pause_is_told_once_before_it_is_a_fault():
     assert deadlines.paused(62.0) == []
     ((rank, sentence),) = deadlines.paused(63.0)
     assert rank.number == 1 and sentence == (
-        "rank 1 (host host1, pid 1) has made no progress for 61 s in reading a batch (train.silent_seconds = 60); "
-        "after 600 s it is ended (train.progress_timeout_seconds = 600)"
+        "rank 1 (host host1, pid 1) has made no progress for 61 s in reading a batch "
+        "(train.watch.silent_seconds = 60); after 600 s it is ended (train.watch.progress_timeout_seconds = 600)"
     )
     assert deadlines.paused(400.0) == deadlines.missed(602.0) == []
     assert [fault.rank for fault in deadlines.missed(603.0)] == [1]
@@ -153,7 +153,7 @@ class Rank:
 
 
 def test_a_step_that_sleeps_is_named_and_ended_within_a_minute_by_the_defaults():
-    deadlines = started(2, silent_seconds=TrainConfig().silent_seconds)
+    deadlines = started(2, silent_seconds=TrainConfig().watch.silent_seconds)
     ranks = [Rank(deadlines, 0), Rank(deadlines, 1)]
     for rank in ranks:
         # The first one is traced.
@@ -168,7 +168,7 @@ def test_a_step_that_sleeps_is_named_and_ended_within_a_minute_by_the_defaults()
     assert (fault.kind, fault.rank) == (FaultKind.STALLED, 1)
     told = str(error_of(fault))
     assert "rank 1 (host host1, pid 1) hangs after step 0 of epoch 0: no progress for 59 s" in told
-    assert "(train.silent_seconds = 55, the longest so far took 0.2 s; 55 s are allowed here) in a step; rank 0" in told
+    assert "silent_seconds = 55, the longest so far took 0.2 s; 55 s are allowed here) in a step; rank 0" in told
 
 
 @pytest.mark.parametrize("activity", [Activity("a trial of the export"), Activity(), STEP, READ])
@@ -181,7 +181,7 @@ def test_what_was_not_repeated_often_has_longer(activity: Activity):
     rank.begins(activity)
     assert deadlines.missed(rank.now + 599) == []
     ((_, sentence),) = deadlines.paused(rank.now + 61)
-    assert "after 600 s it is ended (train.progress_timeout_seconds = 600)" in sentence
+    assert "after 600 s it is ended (train.watch.progress_timeout_seconds = 600)" in sentence
     assert len(deadlines.missed(rank.now + 601)) == 1
 
 

@@ -21,20 +21,22 @@ from train.config import TrainConfig
 from train.launching.inline import launch_inline
 from train.task import WorkerTask
 from train.values import Reporter, StepReport, TrainResult
+from train.watch_config import WatchConfig
 from train.world import World
 
 SECONDS = {"silent_seconds": 0.5, "progress_timeout_seconds": 1.0, "start_timeout_seconds": 0.5}
 HERE = "tests.train.test_inline_watch"
 # The start has its time: what has to stand still is a read.
-MANY_READS = {**SECONDS, "start_timeout_seconds": 60, "strategy": "single", "launcher": "inline", "epochs": 50}
+WATCH = {**SECONDS, "start_timeout_seconds": 60}
+MANY_READS = {"watch": WATCH, "strategy": "single", "launcher": "inline", "epochs": 50}
 # Of a program that ends by its watch; a process that imports, on a busy machine.
 _HANG_SECONDS = 120
 
 
 def task() -> WorkerTask:
-    return WorkerTask(
-        TrainConfig(num_workers=1, strategy="single", launcher="inline", **SECONDS), PIN, "/nowhere", "t", ""
-    )
+    watch = WatchConfig(**SECONDS)
+    config = TrainConfig(num_workers=1, strategy="single", launcher="inline", watch=watch)
+    return WorkerTask(config, PIN, "/nowhere", "t", "")
 
 
 def holds_on(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
@@ -71,7 +73,7 @@ def sleeps_in_a_step(task: WorkerTask, world: World, reporter: Reporter) -> Trai
 
 
 def test_a_step_that_sleeps_is_ended_by_what_steps_took():
-    config = TrainConfig(num_workers=1, strategy="single", launcher="inline", silent_seconds=0.5)
+    config = TrainConfig(num_workers=1, strategy="single", launcher="inline", watch=WatchConfig(silent_seconds=0.5))
     with pytest.raises(TrainingError, match="rank 0 .* hangs .*silent_seconds = 0.5, the longest .* in a step"):
         launch_inline(
             WorkerTask(config, PIN, "/nowhere", "t", ""), SparkConfig(), Recorder(), f"{HERE}:sleeps_in_a_step"

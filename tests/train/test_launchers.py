@@ -28,7 +28,7 @@ from train.task import WorkerTask
 
 MODELS = "tests.train.launch_models"
 # What the driver would wait for a silent rank or for one without progress: it is told of an end, and waits for neither.
-SHORTEST_PATIENCE_SECONDS = min(TrainConfig().silent_seconds, TrainConfig().progress_timeout_seconds)
+SHORTEST_PATIENCE_SECONDS = min(TrainConfig().watch.silent_seconds, TrainConfig().watch.progress_timeout_seconds)
 # Promised for a rank that is dead; with every launcher it takes 1.1, or 1.4 with what these ranks do between their last
 # step and their end.
 DEAD_SECONDS = 10.0
@@ -109,14 +109,14 @@ def test_every_rank_runs_and_rank_0_answers(start, launcher, world_size):
             ["shard a.parquet was altered (rank 1", "expected CRC 1; run verify"],
         ),
         ("is_killed", "RankLost", ["rank 1", "was killed by SIGKILL after step 0 of epoch 0", "host "]),
-        ("is_stopped", "RankLost", ["rank 1", "went silent after step 0", "train.silent_seconds = 3"]),
+        ("is_stopped", "RankLost", ["rank 1", "went silent after step 0", "train.watch.silent_seconds = 3"]),
         (
             "hangs",
             "RankLost",
             [
                 "rank 1 (host ",
                 "hangs after step 0 of epoch 0: no progress for",
-                "train.progress_timeout_seconds = 8",
+                "train.watch.progress_timeout_seconds = 8",
                 "in its own work; rank 0 waiting in an allreduce",
             ],
         ),
@@ -124,7 +124,7 @@ def test_every_rank_runs_and_rank_0_answers(start, launcher, world_size):
         (
             "sleeps_in_a_step",
             "RankLost",
-            ["rank 1 (host ", "train.silent_seconds = 3, the longest so far took 0.0", "in a step; rank 0 waiting in"],
+            ["rank 1 (host ", "watch.silent_seconds = 3, the longest so far took 0.0", "in a step; rank 0 waiting in"],
         ),
         ("exits_early", "TrainingError", ["rank 1", "ended by itself with exit code 7", "no licence found"]),
     ],
@@ -132,7 +132,7 @@ def test_every_rank_runs_and_rank_0_answers(start, launcher, world_size):
 def test_first_failing_rank_speaks_and_nothing_is_left(start, worker, error, said):
     # Who hangs is heard all the while; with the shorter of its limits it is only named.
     limits = {"silent_seconds": 6, "progress_timeout_seconds": 8} if worker == "hangs" else {"silent_seconds": 3}
-    driver = start("local", 2, f"{WORKERS}:{worker}", **limits)
+    driver = start("local", 2, f"{WORKERS}:{worker}", watch=limits)
     outcome = driver.outcome()
     assert outcome["error"] == error, outcome
     assert all(part in outcome["message"] for part in said), outcome["message"]
@@ -156,7 +156,7 @@ def test_first_failing_rank_speaks_and_nothing_is_left(start, worker, error, sai
     ],
 )
 def test_dead_rank_elsewhere_ends_the_job_in_time(start, launcher, worker):
-    driver = start(launcher, 2, f"{WORKERS}:{worker}", silent_seconds=5)
+    driver = start(launcher, 2, f"{WORKERS}:{worker}", watch={"silent_seconds": 5})
     outcome = driver.outcome()
     how = {"is_killed": "was killed by SIGKILL after step 0", "is_stopped": "went silent after step 0"}[worker]
     assert outcome["error"] == "RankLost" and how in outcome["message"], outcome
@@ -211,7 +211,7 @@ def test_a_worker_that_leaves_with_0_has_failed(start, launcher):
 
 @pytest.mark.parametrize(("worker", "limits"), [("is_slow", {"silent_seconds": 2}), ("plods", {})])
 def test_straggler_is_not_killed(start, worker, limits):
-    driver = start("local", 2, f"{WORKERS}:{worker}", progress_timeout_seconds=1, **limits)
+    driver = start("local", 2, f"{WORKERS}:{worker}", watch={"progress_timeout_seconds": 1, **limits})
     outcome = driver.outcome()
     assert outcome.get("world_size") == 2, outcome
 
@@ -232,7 +232,7 @@ def test_killed_driver_leaves_no_rank(start, launcher):
 )
 def test_interrupted_driver_ends_its_ranks(start, number, error):
     """On SIGTERM ranks that come to no other step are waited for, but not for long."""
-    driver = start("local", 2, f"{WORKERS}:sleeps", stop_timeout_seconds=1)
+    driver = start("local", 2, f"{WORKERS}:sleeps", watch={"stop_timeout_seconds": 1})
     driver.wait_for_step()
     driver.process.send_signal(number)
     assert driver.outcome()["error"] == error

@@ -275,6 +275,6 @@ def test_every_strategy_trains_in_a_barrier_stage_as_it_does_in_processes_here(t
 def test_the_rank_that_stands_still_is_named_and_not_the_one_that_waits_for_it(tiny_uri, tmp_path, strategy, worker):
     config = {**stateful(strategy), "num_workers": 2, "launcher": "local"}
     limits = {"progress_timeout_seconds": 2, "start_timeout_seconds": 120}
-    task = task_of(tiny_uri, tmp_path, **config, **limits)
+    task = task_of(tiny_uri, tmp_path, **config, watch=limits)
     with pytest.raises(TrainingError, match=r"^rank 1 .* hangs .* rank 0 waiting in an? (allreduce|gather)"):
         LAUNCHERS["local"].launch(task, SparkConfig(), Watcher(), worker=f"{WORKERS}:{worker}")

@@ -153,7 +153,7 @@ def test_a_chief_goes_on_where_it_was_killed(tiny_uri, tmp_path):
 def test_sigterm_stops_behind_what_is_dispatched_and_every_step_is_applied_once(tiny_uri, tmp_path):
     """By three workers: each batch is dispatched, and trained with, exactly once, by the model's own count."""
     config = SERVED | {"num_workers": 3, "parameter_server": {"num_servers": 1}, "checkpoint_every_steps": 0}
-    config["stop_timeout_seconds"] = 60
+    config["watch"] = {"stop_timeout_seconds": 60}
     pin = open_dataset(tiny_uri).pin
     first = start_driver(tmp_path, config, dataset=pin).stopped_somewhere()
     newest = next(complete_checkpoints(open_store(tmp_path / "models"), "trainings/test"))

@@ -60,7 +60,7 @@ def test_ranks_that_are_lost_are_done_without_and_the_losses_stay(
 ):
     monkeypatch.setenv(KILL_AT, "3:20 2:40")
     watcher, one = StepWatcher(), Recorder()
-    how = {"strategy": strategy, "model": model, "num_workers": 3, "max_restarts": 2, "silent_seconds": 5}
+    how = {"strategy": strategy, "model": model, "num_workers": 3, "max_restarts": 2, "watch": {"silent_seconds": 5}}
     result, restarts = launch_on(tiny_uri, tmp_path / "several", launcher, watcher, worker, **how)
     assert (result.world_size, [(each.lost_ranks, each.world_size) for each in restarts]) == (1, [((2,), 2), ((1,), 1)])
     assert [how_lost in each.cause for each in restarts] == [True, True], restarts

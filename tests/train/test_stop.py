@@ -18,7 +18,7 @@ from train.launching.stop_point import StopAgreement, StopPoint
 TORCH = "tests.train.torch_models:stateful"
 # Steps of a few milliseconds, hundreds of them, and no checkpoint but those of the epochs' ends.
 CONFIG = {"epochs": 4, "global_batch_size": 6, "num_streams": 6, "checkpoint_every_steps": 0, "record_samples": True,
-          "keep_checkpoints": 100, "stop_timeout_seconds": 60}  # fmt: skip
+          "keep_checkpoints": 100, "watch": {"stop_timeout_seconds": 60}}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_sigterm_stops_all_ranks_before_one_step_and_the_end_is_the_same(
 
 
 def test_a_second_sigterm_ends_the_training_at_once(tmp_path):
-    train = {"launcher": "local", "strategy": "horovod", "num_workers": 2, "stop_timeout_seconds": 3600}
+    train = {"launcher": "local", "strategy": "horovod", "num_workers": 2, "watch": {"stop_timeout_seconds": 3600}}
     driver = start_driver(tmp_path, train, worker=f"{WORKERS}:sleeps")
     driver.wait_for_step()
     driver.process.send_signal(signal.SIGTERM)

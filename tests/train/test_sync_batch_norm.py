@@ -128,7 +128,7 @@ def test_ranks_train_a_model_with_batch_norms_as_one_rank_does(tiny_uri, tmp_pat
     config = {**STEPS, **spread, "strategy": strategy, "model": NORMED[backend]}
     if backend == "torch":
         # Its ranks also compute activations twice, which exchanges nothing twice.
-        config |= {"activation_checkpointing": "on", "bucket_bytes": 2000, "progress_timeout_seconds": 60}
+        config |= {"activation_checkpointing": "on", "bucket_bytes": 2000, "watch": {"progress_timeout_seconds": 60}}
     world_size = config.pop("num_workers", 1)
     result, watcher = train_on_ranks(tiny_uri, tmp_path, world_size, {**config, "sync_batch_norm": True})
     of_losses, of_state = largest_differences(at_one_rank(backend), (result, watcher, tmp_path))

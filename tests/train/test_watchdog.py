@@ -45,17 +45,19 @@ from train.launching.wire import (
 )
 from train.reporting.observer import StepAssembler
 from train.reporting.run_log import RunLog
+from train.strategies.options import LocalSgdOptions
 from train.task import WorkerTask
 from train.values import StepReport, from_json
+from train.watch_config import WatchConfig
 from train.world import World
 
 ROOT = Path(__file__).parents[2]
 
 
-def task_of(num_workers: int, **train: object) -> WorkerTask:
-    settings = {"num_workers": num_workers, "strategy": "horovod", "launcher": "local", **train}
-    config = TrainConfig(**settings)
-    return WorkerTask(config, DatasetPin("/nowhere", 1, "0" * 64), "/nowhere", "trainings/test", "")
+def task_of(num_workers: int, strategy: str = "horovod", *, silos: tuple[str, ...] = (), **watch: float) -> WorkerTask:
+    config = TrainConfig(num_workers=num_workers, strategy=strategy, launcher="local", watch=WatchConfig(**watch))
+    config, pin = config.with_options(LocalSgdOptions(silos=silos)), DatasetPin("/nowhere", 1, "0" * 64)
+    return WorkerTask(config, pin, "/nowhere", "trainings/test", "")
 
 
 @pytest.fixture
@@ -77,10 +79,8 @@ def finish(watchdog: Watchdog, rank: int) -> None:
 def test_a_rank_gets_its_task_after_its_hello(watchdog):
     there = watchdog.environment()
     _, welcome = call_driver(there[ADDRESS_VARIABLE], there[TOKEN_VARIABLE], "rank", 0, pid=1)
-    assert (from_json(WorkerTask, welcome.task_json), welcome.worker) == (
-        task_of(2, start_timeout_seconds=2),
-        "none:none",
-    )
+    assert from_json(WorkerTask, welcome.task_json) == task_of(2, start_timeout_seconds=2)
+    assert welcome.worker == "none:none"
 
 
 def test_strangers_are_not_heard(watchdog):
@@ -225,7 +225,7 @@ class AwayThenSigterm:
 def stops_while_a_silo_is_away() -> tuple[str, list[str], set[tuple[int, int]]]:
     """Three ranks by their messages alone; the last says nothing until the others have stopped."""
     raise_on_signals()
-    silos = {"strategy": "local_sgd", "local_sgd": {"silos": ("a@1", "b@1", "c@1")}, "silent_seconds": 1}
+    task = task_of(3, "local_sgd", silos=("a@1", "b@1", "c@1"), silent_seconds=1, stop_timeout_seconds=30)
     observer, stopped_after = AwayThenSigterm(), set()
     others_stopped = threading.Semaphore(0)
 
@@ -241,7 +241,7 @@ def stops_while_a_silo_is_away() -> tuple[str, list[str], set[tuple[int, int]]]:
                 rank.send(Stopped("stopped in order"))
                 others_stopped.release()
 
-    with Watchdog(task_of(3, **silos, stop_timeout_seconds=30), "none:none", observer, "127.0.0.1") as watchdog:
+    with Watchdog(task, "none:none", observer, "127.0.0.1") as watchdog:
         ranks = [called(watchdog, number) for number in range(3)]
         for number, rank in enumerate(ranks):
             rank.send(Step(StepReport(number, 0, 0, 4, (0.5).hex())))

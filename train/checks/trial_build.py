@@ -65,7 +65,7 @@ def try_build(config: TrainConfig, spark: SparkConfig, schema: RowSchema, observ
     """Build it as a rank would, on the CPU, for images and labels of a dataset with this schema. None: nothing to try.
 
     Raises UsageError for a module that does not import, a factory that fails, and a model that does not fit; and for a
-    process that crashes, or does not end within `train.start_timeout_seconds`.
+    process that crashes, or does not end within `train.watch.start_timeout_seconds`.
     """
     if not may_not_build(config) or schema.one_shape_HWC is None:
         return None
@@ -76,7 +76,7 @@ def try_build(config: TrainConfig, spark: SparkConfig, schema: RowSchema, observ
         fields = {"model": config.model, "images": f"{height} x {width} x {channels}"}
         observer.event("building", {"rank": 0, **fields, "labels": str(LabelSpec.of_schema(schema))})
         started = time.monotonic()
-        timeout = {"timeout_seconds": config.start_timeout_seconds, "key": "train.start_timeout_seconds"}
+        timeout = {"timeout_seconds": config.watch.start_timeout_seconds, "key": "train.watch.start_timeout_seconds"}
         question = Question("train.checks.trial_build", task, {CUDA_VARIABLE: "-1"}, **timeout)
         num_trained = ask(question, int, partial(_does_not_build, config.model))
         _built[task] = Built(num_trained, time.monotonic() - started)

@@ -172,14 +172,15 @@ def _environment() -> dict[str, str]:
 
 def _follow(config: TrainConfig, place: Place, address: str, token: str) -> int:
     """The whole life of a process that is not rank 0's. -> the job's exit code."""
-    until_seconds = time.monotonic() + config.start_timeout_seconds
+    until_seconds = time.monotonic() + config.watch.start_timeout_seconds
     try:
         connection = call_gate(address, token, place.rank, until_seconds)
     except (OSError, ProtocolError) as error:
         what = f"rank {place.rank} on host {socket.gethostname()} found no rank 0 at {address} within "
+        limit = f"train.watch.start_timeout_seconds = {config.watch.start_timeout_seconds:g}"
         line = (
-            f"{what}train.start_timeout_seconds = {config.start_timeout_seconds:g}: {error}; start rank 0, let this "
-            "host reach that port, or set train.attach.host and train.attach.port"
+            f"{what}{limit}: {error}; start rank 0, let this host reach that port, or set train.attach.host and "
+            "train.attach.port"
         )
         return print_error(TrainingError.exit_code, line)
     _pass_signals_on(connection)

@@ -72,7 +72,7 @@ class Deadlines:
 
     def __init__(self, config: TrainConfig, now: float) -> None:
         self.ranks = [RankState(number, role) for number, role in enumerate(roles_of(config))]
-        self._config = config
+        self._limits = config.watch
         self._started_seconds = now
         self._longest_pause_seconds = 0.0
         self._longest_of: dict[str, float] = {}
@@ -120,33 +120,33 @@ class Deadlines:
     def _notable_seconds(self, rank: RankState) -> float:
         longest_seconds = self._longest_seconds(rank)
         longest_seconds = self._longest_pause_seconds if longest_seconds is None else longest_seconds
-        return max(self._config.silent_seconds, NOTABLE * longest_seconds)
+        return max(self._limits.silent_seconds, NOTABLE * longest_seconds)
 
     def _paused(self, rank: RankState, now: float) -> str:
         return (
             f"rank {rank.number} ({rank.where}) has made no progress for {now - rank.progress_seconds:.0f} s"
-            f"{_while(rank)} (train.silent_seconds = {self._config.silent_seconds:g}); after "
+            f"{_while(rank)} (train.watch.silent_seconds = {self._limits.silent_seconds:g}); after "
             f"{self._limit_seconds(rank):.0f} s it is ended ({self._why_limited(rank)})"
         )
 
     def _absent(self, now: float) -> list[RankFault]:
-        limit_seconds = self._config.start_timeout_seconds
+        limit_seconds = self._limits.start_timeout_seconds
         missing = [rank.number for rank in self.ranks if rank.hello is None]
         if not missing or now - self._started_seconds <= limit_seconds:
             return []
         what = (
-            f"{len(missing)} of {len(self.ranks)} ranks did not start within train.start_timeout_seconds = "
+            f"{len(missing)} of {len(self.ranks)} ranks did not start within train.watch.start_timeout_seconds = "
             f"{limit_seconds:g}: rank {', '.join(map(str, missing))}"
         )
         return [RankFault(FaultKind.ABSENT, -1, "", now, what)]
 
     def _silent(self, now: float) -> list[RankFault]:
-        limit_seconds = self._config.silent_seconds
+        limit_seconds = self._limits.silent_seconds
         return [
             rank.fault(
                 FaultKind.SILENT,
                 now,
-                f"no sign of life for {now - rank.seen_seconds:.0f} s (train.silent_seconds = {limit_seconds:g})",
+                f"no sign of life for {now - rank.seen_seconds:.0f} s (train.watch.silent_seconds = {limit_seconds:g})",
             )
             for rank in self.ranks
             if rank.is_at_work and now - rank.seen_seconds > limit_seconds
@@ -186,13 +186,13 @@ class Deadlines:
         longest_seconds = self._longest_seconds(rank)
         if longest_seconds is None:
             return self._untimed_limit_seconds(rank)
-        enough_seconds = max(self._config.silent_seconds, rank.doing.activity.may_take_seconds)
-        return max(min(enough_seconds, self._config.progress_timeout_seconds), PATIENCE * longest_seconds)
+        enough_seconds = max(self._limits.silent_seconds, rank.doing.activity.may_take_seconds)
+        return max(min(enough_seconds, self._limits.progress_timeout_seconds), PATIENCE * longest_seconds)
 
     def _untimed_limit_seconds(self, rank: RankState) -> float:
-        limit_seconds = max(self._config.progress_timeout_seconds, PATIENCE * self._longest_pause_seconds)
+        limit_seconds = max(self._limits.progress_timeout_seconds, PATIENCE * self._longest_pause_seconds)
         # Before its first step a rank builds and compiles its model and reads a checkpoint back.
-        return limit_seconds + (self._config.start_timeout_seconds if rank.last_step is None else 0.0)
+        return limit_seconds + (self._limits.start_timeout_seconds if rank.last_step is None else 0.0)
 
     def _longest_seconds(self, rank: RankState) -> float | None:
         """What any rank took for what this one does; None unless it repeats that and has finished it often enough."""
@@ -209,10 +209,9 @@ class Deadlines:
     def _why_limited(self, rank: RankState) -> str:
         longest_seconds = self._longest_seconds(rank)
         if longest_seconds is None:
-            return f"train.progress_timeout_seconds = {self._config.progress_timeout_seconds:g}"
-        return (
-            f"train.silent_seconds = {self._config.silent_seconds:g}, the longest so far took {longest_seconds:.1f} s"
-        )
+            return f"train.watch.progress_timeout_seconds = {self._limits.progress_timeout_seconds:g}"
+        longest = f"the longest so far took {longest_seconds:.1f} s"
+        return f"train.watch.silent_seconds = {self._limits.silent_seconds:g}, {longest}"
 
 
 def _while(rank: RankState) -> str:

@@ -59,7 +59,7 @@ def launch_horovod_spark(
     """Run every rank in a Spark task. Raises UsageError at once if Spark cannot run them all at the same time."""
     check_configured_slots(task.config.num_workers, spark)
     with spark_context(APPLICATION_NAME, spark, spark.train.conf) as context:
-        wait_for_slots(task.config.num_workers, context, task.config.start_timeout_seconds)
+        wait_for_slots(task.config.num_workers, context, task.config.watch.start_timeout_seconds)
         is_local = str(context.master).startswith("local")
         secret = secrets.token_bytes(32)
         token = derive(secret, TOKEN_PURPOSE)
@@ -144,7 +144,7 @@ class _HorovodRun:
                 horovod_spark.run(
                     keep_rank_of_horovod,
                     num_proc=config.num_workers,
-                    start_timeout=int(config.start_timeout_seconds) + 1,
+                    start_timeout=int(config.watch.start_timeout_seconds) + 1,
                     use_gloo=True,
                     env=environment,
                     stdout=self._output,

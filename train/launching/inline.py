@@ -73,7 +73,7 @@ def _train_here(task: WorkerTask, observer: TrainObserver, worker: str) -> Train
     watch = InlineWatch(config, observer)
     reporter = ObserverReporter(observer, watch)
     try:
-        with stopping_in_order(config.stop_timeout_seconds) as request, ExitStack() as stack:
+        with stopping_in_order(config.watch.stop_timeout_seconds) as request, ExitStack() as stack:
             for name, value in device_environment(place, config).items():
                 stack.enter_context(environment_variable(name, value))
             world = World(may_begin=lambda global_step: not request.is_made)

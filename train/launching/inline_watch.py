@@ -49,7 +49,7 @@ class InlineWatch:
         [self._rank] = self._deadlines.ranks
         self._rank.hello = Hello("rank", 0, socket.gethostname(), os.getpid(), "", "")
         self._rank.is_connected = True
-        self._max_tick_seconds = config.silent_seconds / 2
+        self._max_tick_seconds = config.watch.silent_seconds / 2
         self._deadlines.restart_clocks(time.monotonic())
 
     def step(self, step: Cursor) -> None:

@@ -50,7 +50,7 @@ def launch_spark_barrier(
     check_barrier(world_size, spark)
     with spark_context(APPLICATION_NAME, spark, spark.train.conf) as context:
         check_no_dynamic_allocation(dict(context.getConf().getAll()))
-        wait_for_slots(world_size, context, task.config.start_timeout_seconds)
+        wait_for_slots(world_size, context, task.config.watch.start_timeout_seconds)
         with Watchdog(task, worker, observer, *driver_addresses(context)) as watchdog:
             job = _BarrierJob(context, world_size, watchdog)
             try:

@@ -73,7 +73,7 @@ def wait_for_slots(world_size: int, context: SparkContext, timeout_seconds: floa
         if num_slots and master.startswith("spark://") and now - since_seconds > SETTLED_SECONDS:
             raise UsageError(*_too_few(world_size, master, f"has {num_slots} slot(s) for it"))
         if now - started_seconds > timeout_seconds:
-            has = f"has {num_slots} slot(s) for it after train.start_timeout_seconds = {timeout_seconds:g}"
+            has = f"has {num_slots} slot(s) for it after train.watch.start_timeout_seconds = {timeout_seconds:g}"
             raise TrainingError(*_too_few(world_size, master, has))
         time.sleep(_POLL_SECONDS)
 

@@ -120,7 +120,7 @@ class Watchdog:
         Raises the first failing rank's own error: its class if that is a ShardmillError, TrainingError otherwise;
         Terminated, when SIGTERM has come and all ranks have stopped at the same step; and FewerRanks.
         """
-        with stopping_in_order(self._task.config.stop_timeout_seconds) as request:
+        with stopping_in_order(self._task.config.watch.stop_timeout_seconds) as request:
             ticked_seconds = time.monotonic()
             while not self._losses.is_over(time.monotonic()):
                 try:
@@ -132,7 +132,7 @@ class Watchdog:
                 if request.is_made:
                     self._stop_ranks()
                 now = time.monotonic()
-                if now - ticked_seconds > self._task.config.silent_seconds / 2:
+                if now - ticked_seconds > self._task.config.watch.silent_seconds / 2:
                     self._deadlines.restart_clocks(now)
                 ticked_seconds = now
                 for rank, pause in self._deadlines.paused(now):
