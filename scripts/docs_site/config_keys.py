@@ -20,6 +20,8 @@ HEAD = """# Config keys
 A config file is TOML, one table for each section below. `shardmill init --all FILE` writes one that explains every key,
 `shardmill config show FILE` prints what a file resolves to, and `--set SECTION.NAME=VALUE` sets a key on the command
 line. [Registry entries](entries.md) describes the choices of a key that takes the names of a registry.
+
+In `train`, changing a key without a note [starts a new run](../training/index.md#which-change-starts-a-new-run).
 """
 
 
