@@ -45,40 +45,40 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     model: Annotated[str, OneOf("train.models:MODELS")] = "small_cnn"
     """What is trained: a name, or your own factory as `package.module:function` (see `standardize`)."""
     epochs: Annotated[int, DURATION] = Field(default=10, ge=1)
-    """Passes over the train split; each uses every sample exactly once. Raised later, a finished training goes on."""
+    """Passes over the train split; each uses every sample exactly once. Raising it continues a finished training."""
     global_batch_size: int = Field(default=64, ge=1)
     """Samples of one optimizer step, summed over all ranks."""
     accumulation_steps: Annotated[int, EXECUTION] = Field(default=0, ge=0)
-    """A rank computes its share of a step in so many parts, in the memory of one; gradients are exchanged once. 0: as
-    few as its memory takes (docs/training/memory.md), most often one."""
+    """A rank splits its share of a step into this many microbatches and needs the memory of one; gradients are
+    exchanged once per step. 0: as few as memory allows (docs/training/memory.md)."""
     memory_budget_bytes: Annotated[int, EXECUTION] = Field(default=0, ge=0)
-    """What a rank may use of its GPU's, or its host's, memory; 0: all of it, shared equally by the host's ranks."""
+    """Memory of the GPU, or of the host, that a rank may use; 0: all of it, shared equally by the host's ranks."""
     init_from: Annotated[str, DEFAULTED] = ""
     """Trained weights to begin with: a `.keras`, `.weights.h5`, `.h5`, `.safetensors`, `.pt` or `.pth` file, or
-    `MODELS@N`, an export. A last layer for other classes stays fresh. Another file makes another training."""
+    `MODELS@N`, an export. A last layer for other classes stays fresh. Another file starts a new run."""
     freeze: Annotated[tuple[str, ...], DEFAULTED] = ()
     """Weights that are not trained: `all_but_head` (the last layer), or patterns of their names such as `conv*`."""
     unfreeze_epoch: Annotated[int, DEFAULTED] = Field(default=0, ge=0)
-    """They are trained from this epoch on, counted from 0, with an optimizer that begins anew; 0: never."""
+    """Frozen weights are trained from this epoch on, counted from 0, with a fresh optimizer state; 0: never."""
     num_workers: Annotated[int, EXECUTION] = Field(default=0, ge=0)
     """Ranks: training processes; 0: as many as `auto` finds GPUs or hosts for (docs/training/auto.md)."""
     rank_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], EXECUTION] = ()
-    """Relative speed of each rank, in rank order: a slow one gets fewer of the `num_streams` (at least one), and the
-    global batches stay the same. Empty for equal shares."""
+    """Relative speed of each rank, in rank order: a slow rank gets fewer of the `num_streams` (at least one), and the
+    global batches stay the same. Empty: equal shares."""
     strategy: Annotated[str, OneOf("train.strategies:STRATEGIES", also=("auto",)), EXECUTION] = "auto"
     """How ranks share the training; docs/training/auto.md says how `auto` chooses."""
     compression: Annotated[Literal["none", "fp16", "bf16", "powersgd"], DEFAULTED] = "none"
-    """How gradients travel between ranks: as they are; in sixteen bits, which is another training; or (`torch_ddp`) as
-    matrices of a low rank, what is lost being added to the next step's (arXiv:1905.13727)."""
+    """How gradients are sent between ranks: in full; in 16-bit; or (`torch_ddp`) as low-rank matrices, whose remainder
+    is added to the next step's gradients (arXiv:1905.13727)."""
     bucket_bytes: Annotated[int, EXECUTION] = Field(default=0, ge=0)
-    """`horovod` and `torch_ddp` only: gradients are exchanged in groups of about so many bytes; 0: 128 MiB under
+    """`horovod` and `torch_ddp` only: gradients are exchanged in groups of about this many bytes; 0: 128 MiB under
     Horovod, its own default; under `torch_ddp` 4 MiB on CPUs and 25 on GPUs."""
     backend: Annotated[str, OneOf("train.backends:BACKENDS", also=("auto",))] = "auto"
     """The framework; `auto` follows from strategy and model."""
     launcher: Annotated[str, OneOf("train.launching:LAUNCHERS", also=("auto",)), EXECUTION] = "auto"
     """How ranks start; `auto`: one in this process, several on the Spark cluster of `spark.master`, else here."""
     devices: Annotated[Literal["auto", "cpu", "gpu"], EXECUTION] = "auto"
-    """What ranks compute on, each on a device of its own: `auto` takes GPUs if there are some and the framework was
+    """What ranks compute on, each on its own device: `auto` takes GPUs if there are some and the framework was
     built for them."""
     format: Annotated[str, OneOf("shardmill.formats:SHARD_FORMATS", also=("auto",)), EXECUTION] = "auto"
     """Which of the dataset's formats to read; `auto` takes Parquet if there is a choice."""
@@ -89,7 +89,7 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     num_streams: int = Field(default=8, ge=1)
     """Logical streams of the epoch plan: the largest world size, and a divisor of the global batch."""
     standardize: bool = True
-    """The model gets `(x - mean) / std`, per channel of the train split, as float32; false: the pixels' 0 to 255."""
+    """The model gets `(x - mean) / std`, per channel of the train split, as float32; false: pixels from 0 to 255."""
     augment: Annotated[AugmentOptions, RESUMABLE] = AugmentOptions()
     """Random changes to training images."""
     watch: WatchConfig = WatchConfig()
@@ -109,42 +109,42 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     """`sgd` only; `auto`: 0.9."""
     weight_decay: Annotated[Annotated[float, Field(ge=0)] | Literal["auto"], RESUMABLE] = "auto"
     """`adamw`: the share, times the learning rate, by which a step shrinks weights; `auto`: 0.05. `sgd`: the factor of
-    L2 regularization; `auto`: 0.0001. Biases, norms and position embeddings are left alone."""
+    L2 regularization; `auto`: 0.0001. Biases, norms and position embeddings are excluded."""
     recipe_version: Annotated[int, DEFAULTED] = Field(default=2, ge=1, le=2)
     """1: the rules of trainings that began before 2 existed, which continue by them (docs/training/optimization.md)."""
     ema_decay: Annotated[float, DEFAULTED] = Field(default=0.0, ge=0, lt=1)
     """Evaluate and export moving averages of the weights, which keep this share of themselves at each update (less in
     the first ones), for instance 0.999; 0 switches it off."""
     sync_batch_norm: Annotated[bool, DEFAULTED] = False
-    """Batch norms take the moments of the whole global batch: over all ranks, and without padding."""
+    """Batch norms compute the moments of the whole global batch: over all ranks, and without padding."""
     gradient_clip_norm: Annotated[float, RESUMABLE] = Field(default=0.0, ge=0)
     """Clip gradients to this global norm; 0 switches it off."""
     loss: Literal["auto", "softmax", "sigmoid", "squared_error"] = "auto"
-    """`auto` uses the loss of a compiled user model, and otherwise what fits the labels: softmax cross-entropy for one
-    class an image, sigmoid cross-entropy for several, the squared error for numbers."""
+    """`auto` uses the loss of a compiled user model, and otherwise the one that fits the labels: softmax
+    cross-entropy for one class per image, sigmoid cross-entropy for several, the squared error for numbers."""
     model_outputs: Literal["auto", "logits", "probabilities"] = "auto"
-    """What a model of your own gives for classes; `auto` follows a compiled loss, else looks at the model's outputs."""
+    """What your own model returns for classes; `auto` follows a compiled loss, else looks at the model's outputs."""
     label_smoothing: Annotated[float, RESUMABLE] = Field(default=0.0, ge=0, lt=1)
     """Share of each label spread over all classes; of several classes an image, over yes and no of each."""
     class_weights: Annotated[Literal["balanced"] | dict[str, Annotated[float, Field(gt=0)]], RESUMABLE, DEFAULTED] = (
         Field(default_factory=dict)
     )
-    """How much the loss of a class counts, by its name; those that are not named count 1. `balanced`: the rarer a
-    class, the more, so that all together count alike. Figures of evaluation are not weighted."""
+    """Weight of each class in the loss, by name; others count 1. `balanced`: by rarity, so that all classes count the
+    same in total. Metrics of evaluation are not weighted."""
     mixed_precision: Literal["off", "bfloat16", "float16", "auto"] = "off"
-    """Compute precision; weights stay float32. `auto`: off, but bfloat16 if memory is too short for that."""
+    """Compute precision; weights stay float32. `auto`: off, but bfloat16 if memory is too small for that."""
     activation_checkpointing: Annotated[Literal["off", "on", "auto"], EXECUTION] = "auto"
-    """Keep for the backward pass what goes into a block of layers, and compute the rest again: less memory, more time.
-    `auto`: if nothing else makes a step fit."""
+    """Keep only the inputs of blocks of layers for the backward pass, and recompute the rest: less memory, more time.
+    `auto`: only if nothing else makes a step fit into memory."""
     early_stop_epochs: Annotated[int, RESUMABLE] = Field(default=0, ge=0)
-    """Stop after so many epochs without a better validation loss; 0 switches it off."""
+    """Stop after this many epochs without a better validation loss; 0 switches it off."""
     export: Annotated[Literal["best", "last"], DURATION] = "best"
     """Evaluate and export the weights of the epoch with the lowest validation loss, if that is known, or the last."""
 
     on_non_finite: Annotated[Literal["stop", "skip"], EXECUTION] = "stop"
-    """A batch whose loss or gradient is not finite: stop before the update, or leave that update out and count it."""
+    """A batch whose loss or gradient is not finite: stop before the update, or skip the update and count it."""
     max_skipped_in_a_row: Annotated[int, EXECUTION] = Field(default=3, ge=1)
-    """`on_non_finite = "skip"`: more batches than so many one after the other stop the training."""
+    """`on_non_finite = "skip"`: more than this many skipped batches in a row stop the training."""
     checkpoint_every_steps: Annotated[int, EXECUTION] = Field(default=200, ge=0)
     """Also at every epoch's end; 0 for only there."""
     keep_checkpoints: Annotated[int, EXECUTION] = Field(default=2, ge=2)
@@ -154,7 +154,7 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     tensorboard: Annotated[bool, EXECUTION] = True
     """Write scalars for TensorBoard (`tensorboard --logdir WORKDIR/runs`)."""
     mlflow_uri: Annotated[ServerUri, EXECUTION] = ""
-    """Likewise at this MLflow tracking server, for instance `http://HOST:5000`; one that is away is a warning."""
+    """The same at an MLflow tracking server, for instance `http://HOST:5000`; an unreachable one causes a warning."""
     profile_steps: Annotated[StepRange, EXECUTION] = ""
     """Record what every rank computes in the steps FIRST:STOP, for instance `10:15` (STOP is not among them; counted
     from 0 over all epochs), into `profiles` of the training's folder. These steps are slower. Empty: none."""
@@ -166,8 +166,8 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     reader_threads: Annotated[int, EXECUTION] = Field(default=2, ge=1)
     """Threads in each rank that read, verify, decode and augment."""
     max_restarts: Annotated[int, EXECUTION] = Field(default=0, ge=0)
-    """How often a training that loses ranks (killed, silent, without progress) goes on without them from its last
-    complete checkpoint; a fault that comes again at the same step ends it."""
+    """How often a training that loses ranks (killed, silent, without progress) resumes without them from its last
+    complete checkpoint; a fault that occurs again at the same step ends it."""
     nics: Annotated[tuple[str, ...], EXECUTION] = ()
     """Network interfaces for the ranks' traffic; empty for the one by which a rank reaches the driver (`horovod_spark`:
     Horovod chooses). Of several, `horovod_spark` uses all, other launchers the first."""

@@ -12,7 +12,7 @@ class SettingKind:
     meaning: str
 
 
-EXECUTION = SettingKind("it decides how a training is done, not which numbers come out: two attempts may differ in it")
-DURATION = SettingKind("the name of a training's folder says it (train/trainings.py): a longer one continues a shorter")
-DEFAULTED = SettingKind("it came after trainings that do not record it: at its default it makes no difference")
-RESUMABLE = SettingKind("later steps use it, no checkpoint depends on it: `--allow-change` may name it")
+EXECUTION = SettingKind("execution setting: it does not change the result, and may differ between two attempts")
+DURATION = SettingKind("duration setting: a longer training continues a shorter one")
+DEFAULTED = SettingKind("changing it starts a new run; trainings that began before it existed have its default")
+RESUMABLE = SettingKind("resumable setting: no checkpoint depends on it, `--allow-change` may change it")
