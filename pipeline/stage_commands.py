@@ -157,12 +157,10 @@ def promote(
     models: Annotated[
         str, typer.Argument(metavar="MODELS[@N]", help="Models folder or URI, one export of it, or a TOML file.")
     ],
-    rollback: Annotated[
-        bool, typer.Option("--rollback", help="Make the previous model the current one again.")
-    ] = False,
+    rollback: Annotated[bool, typer.Option("--rollback", help="Make the previous model current again.")] = False,
     require_promotion: Annotated[bool, typer.Option("--require", help="Exit 9 if the gate is not passed.")] = False,
     replace_current: Annotated[
-        bool, typer.Option("--replace-current", help="Promote even if the current model cannot be compared.")
+        bool, typer.Option("--replace-current", help="Promote even if no comparison is possible.")
     ] = False,
 ) -> None:
     from train.published.candidate import promotion_record
