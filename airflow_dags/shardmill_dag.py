@@ -11,7 +11,6 @@ environment (airflow_dags/settings.py); docs/airflow.md is the guide.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import logging
 import os
@@ -53,10 +52,10 @@ def asset_uri(uri: str) -> str:
 
 
 def job_file(stage: str) -> str:
-    """The application of a Spark stage, beside the installed library; nothing is imported to find it."""
-    library = importlib.util.find_spec("shardmill")
-    assert library is not None and library.origin is not None
-    return str(Path(library.origin).parent.parent / stage / "job.py")
+    """The application of a Spark stage, as this installation has it."""
+    from shardmill.applications import applications_home
+
+    return str(Path(applications_home()) / stage / "job.py")
 
 
 def read_config(config_file: Path) -> dict[str, Any]:

@@ -11,6 +11,9 @@ import sys
 if __name__ == "__main__":
     # spark-submit puts this file's folder first, where `config` or `split` would hide other people's modules.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    from shardmill.applications import put_applications_first
+
+    put_applications_first()
 
 import time
 from collections.abc import Callable, Iterable

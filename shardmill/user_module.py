@@ -18,6 +18,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
+from shardmill.applications import applications_home
+
 # A user's module that has the name of an installed one (a `train.py`, our package `train`) is imported below this.
 USER_PACKAGE = "_shardmill_user"
 
@@ -44,7 +46,10 @@ def find_user_module(name: str) -> FoundModule:
 
     Raises ModuleNotFoundError whose message is the folders that were searched.
     """
-    folders = [os.getcwd(), *filter(None, sys.path), *_folder_of_finders(name.partition(".")[0])]
+    # Our applications come first on a process's own path, and here last: people mean their own `train.py`.
+    ours = applications_home()
+    others = [folder for folder in sys.path if folder not in ("", ours)]
+    folders = [os.getcwd(), *others, ours, *_folder_of_finders(name.partition(".")[0])]
     for folder in folders:
         if (spec := find_below(folder, name)) is not None:
             return FoundModule(folder, spec)
@@ -159,9 +164,9 @@ def _not_the_users() -> tuple[str, ...]:
     # Its tables take a millisecond, which every command would spend; few have an error to tell.
     import sysconfig
 
-    root = Path(__file__).parents[1]
     return (
-        *(f"{root / package}/" for package in ("shardmill", "train", "etl", "pipeline")),
+        f"{Path(__file__).parent}/",
+        *(f"{applications_home()}/{package}/" for package in ("train", "etl", "pipeline")),
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         "<",
     )

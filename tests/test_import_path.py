@@ -1,4 +1,5 @@
-"""A user's own `train.py`, `etl.py` and `shardmill.py` beside the data: neither hides ours, nor is hidden by ours."""
+"""A user's own `train.py`, `etl.py` and `pipeline.py`, beside the data or on PYTHONPATH: they hide nothing of ours, and
+nothing of ours hides them."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.pipeline.command import ROOT
+from tests.services.packed_environment import find_uv
 from tests.support import write_images
 
 MODEL = """
@@ -34,6 +37,28 @@ def home(tmp_path: Path) -> Path:
     for name in ("etl", "shardmill", "pipeline", "horovod", "pyspark"):
         (tmp_path / f"{name}.py").write_text(TRAP)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the wheel holds, as in an environment's folder of packages."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [find_uv(), "build", "--wheel", "--out-dir", folder, ROOT], check=True, capture_output=True, timeout=100
+    )
+    [wheel] = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "packages")
+    return folder / "packages"
+
+
+@pytest.fixture
+def path(tmp_path: Path, installed: Path) -> str:
+    """PYTHONPATH with modules of the applications' names in front of the installed package."""
+    traps = tmp_path / "on_path"
+    traps.mkdir()
+    for name in ("train", "etl", "pipeline"):
+        (traps / f"{name}.py").write_text(TRAP)
+    return f"{traps}{os.pathsep}{installed}"
 
 
 def test_etl_and_training_run_beside_modules_of_the_same_names(home: Path):
@@ -79,14 +104,89 @@ def test_a_factory_is_found_in_the_working_directory_first(home: Path):
     assert Path(ours).parent.parent == Path(__file__).parents[1]
 
 
-def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
-    (tmp_path / "train.py").write_text("")
+# The console script of an installed wheel.
+SHARDMILL = [sys.executable, "-P", "-c", "import sys; from shardmill.applications import main; main()"]
+
+
+def run(*command: str | Path, cwd: Path, path: str, timeout: float = 60) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
-        [Path(sys.executable).with_name("shardmill"), "config", "show"],
+        list(map(str, command)), cwd=cwd, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=timeout,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_an_installed_wheel_runs_on_spark_behind_modules_of_the_same_names(home: Path, path: str):
+    """The command, Spark's workers and their processes, and the ranks of Horovod on Spark."""
+    settings = {"etl.image_size": 16, "etl.engine": "spark", "spark.master": "local[2]"}
+    training = {
+        **settings,
+        "train.model": "train:f",
+        "train.epochs": 1,
+        "train.global_batch_size": 16,
+        "train.strategy": "horovod",
+        "train.launcher": "horovod_spark",
+        "train.num_workers": 2,
+    }
+
+    def stage(name: str, what: str, settings: dict[str, object]) -> dict[str, object]:
+        chosen = [f"--set={key}={value}" for key, value in settings.items()]
+        return json.loads(run(*SHARDMILL, name, what, "--json", *chosen, cwd=home, path=path, timeout=280))
+
+    built = stage("etl", "images", settings)
+    assert built["sections"]["etl"]["engine"] == "spark"  # pyright: ignore[reportIndexIssue]
+    trained = stage("train", "shardmill-work/dataset", training)
+    assert trained["sections"]["train"]["world_size"] == 2  # pyright: ignore[reportIndexIssue]
+    assert (home / "was_called").exists()
+
+
+def test_a_wheel_takes_no_name_that_people_use(installed: Path):
+    found = {each.name for each in installed.iterdir()}
+    assert {each for each in found if not each.endswith(".dist-info")} == {"airflow_dags", "shardmill"}
+
+
+SHIP = """
+import sys
+from shardmill.applications import OnExecutor, put_applications_first
+put_applications_first()
+from etl.segments import read_cells
+from pyspark import cloudpickle
+sys.stdout.buffer.write(cloudpickle.dumps(OnExecutor(read_cells)))
+"""
+RECEIVE = """
+import pickle, sys
+shipped = pickle.load(open(sys.argv[1], "rb"))
+print(sys.modules["etl"].__file__)
+"""
+
+
+def test_an_executor_unpickles_what_is_ours(path: str, installed: Path, tmp_path: Path):
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    shipped = subprocess.run([sys.executable, "-P", "-c", SHIP], env=environment, check=True, capture_output=True)
+    (tmp_path / "shipped").write_bytes(shipped.stdout)
+    file = run(sys.executable, "-P", "-c", RECEIVE, tmp_path / "shipped", cwd=tmp_path, path=path)
+    assert file.strip() == str(installed / "shardmill/_applications/etl/__init__.py")
+
+
+@pytest.mark.parametrize("stage", ["etl", "train"])
+def test_an_installed_job_file_starts(stage: str, home: Path, path: str):
+    """As Airflow submits it: its operators find the file beside the library."""
+    code = f"from airflow_dags.shardmill_dag import job_file; print(job_file({stage!r}))"
+    file = run(sys.executable, "-P", "-c", code, cwd=home, path=path).splitlines()[-1]
+    assert file.endswith(f"/shardmill/_applications/{stage}/job.py")
+    assert "--workdir" in run(sys.executable, file, "--help", cwd=home, path=path)
+
+
+def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
+    (tmp_path / "botocore.py").write_text("")
+    done = subprocess.run(
+        [Path(sys.executable).with_name("shardmill"), "inspect", "s3://bucket/dataset"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 1
-    assert f"{tmp_path / 'train.py'} has the name of a package; rename it" in done.stderr
+    assert f"{tmp_path / 'botocore.py'} has the name of a package; rename it" in done.stderr
 
 
 FIND_BELOW_A_FOLDER = """

@@ -19,6 +19,7 @@ from etl.engines.unit_runner import run_in_warm_process
 from etl.pending import finished_units
 from etl.units import CopyUnit, ListingPlace, UnitTask, WorkUnit
 from shardmill import errors
+from shardmill.applications import OnExecutor
 from shardmill.dataset.unit_result import PENDING, UnitResult
 from shardmill.jobs.reach import planted
 from shardmill.jobs.spark import one_spark, spark_context
@@ -57,7 +58,7 @@ def run_on_spark(
             # As many slices as units: each is its own partition, so the slowest task is one unit and no more. Plain
             # rows: a DataFrame would start Spark SQL, and pandas and pyarrow in each Python worker, for nothing.
             rows = context.parallelize(map(encode_unit, left.values()), numSlices=len(left))
-            job = start_job(partial(rows.foreachPartition, work))
+            job = start_job(partial(rows.foreachPartition, OnExecutor(work)))
             for _ in until_done(context, job):
                 for result in finished_units(store, list(left.values())):
                     del left[result.unit_index]

@@ -15,6 +15,7 @@ from etl.engines import EngineSettings
 from etl.engines.spark_jobs import start_job, until_done
 from etl.grouping import GroupBy, group_here
 from etl.spill import ROWS_PER_PART, split_rows
+from shardmill.applications import OnExecutor
 from shardmill.dataset.segment import read_segment, table_bytes
 from shardmill.errors import ShardmillError
 from shardmill.jobs.reach import check_nonce, planted
@@ -77,11 +78,11 @@ def group_in(context: SparkContext, group: GroupBy, folder: str, nonce: Nonce) -
     """Where the answer of each part is, in the order of the parts. The driver holds these names, and no row."""
     places, num_parts = range(len(group.segments)), group.num_parts
     blocks = context.parallelize(places, min(len(places), num_parts)).mapPartitions(
-        lambda mine: _blocks(group, mine, nonce)
+        OnExecutor(lambda mine: _blocks(group, mine, nonce))
     )
     # One block for each task and part, and not one record for each row: Python never sees a row.
     parts = blocks.partitionBy(num_parts, int)
-    answers = parts.mapPartitionsWithIndex(lambda part, mine: [(part, _answer(group, folder, mine))])
+    answers = parts.mapPartitionsWithIndex(OnExecutor(lambda part, mine: [(part, _answer(group, folder, mine))]))
     job = start_job(answers.collect)
     for _ in until_done(context, job):
         pass

@@ -259,8 +259,9 @@ def test_a_wrong_variable_is_a_dag_that_names_it(tmp_path: Path):
 def test_a_copy_of_the_dag_file_finds_the_installed_jobs(tmp_path: Path):
     write_config(tmp_path, "one", tmp_path)
     (tmp_path / "dags").mkdir()
-    # A user's own module of that name in the DAG folder is not taken for ours.
-    (tmp_path / "dags" / "etl.py").write_text("raise SystemExit(1)")
+    # A user's own modules of these names in the DAG folder are not taken for ours.
+    for name in ("etl", "train", "pipeline"):
+        (tmp_path / "dags" / f"{name}.py").write_text("raise SystemExit(1)")
     copy = tmp_path / "dags" / "copied.py"
     copy.write_bytes((ROOT / "airflow_dags" / "shardmill_dag.py").read_bytes())
     printed = python(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from shardmill.applications import OnExecutor
 from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import SAFE_PATH, python_path
@@ -88,7 +89,7 @@ class _BarrierJob:
         self._failure = ""
         self._watchdog = watchdog
         ranks = context.parallelize(range(world_size), world_size).barrier()
-        self._ranks = ranks.mapPartitions(_rank_of_task(watchdog.environment()))
+        self._ranks = ranks.mapPartitions(OnExecutor(_rank_of_task(watchdog.environment())))
         self._thread = threading.Thread(target=self._run, name="spark-barrier", daemon=True)
         self._thread.start()
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from shardmill.applications import OnExecutor
 from shardmill.jobs.process import python_path
 from train.strategies.nics import ipv4_of, nic_with
 from train.world import World
@@ -149,7 +150,7 @@ def guarded_mapper(driver_addresses: Any, settings: Any, use_gloo: bool, is_elas
             if before is not None:
                 os.environ["PYTHONPATH"] = before
 
-    return mapper
+    return OnExecutor(mapper)
 
 
 @contextmanager

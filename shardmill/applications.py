@@ -1,0 +1,61 @@
+"""Where `etl`, `train` and `pipeline` lie, and how the processes of ours, and no others, import them.
+
+Their names are ordinary ones: people have a `train.py` of their own. So a wheel holds them in a folder of this package,
+which is on nobody's path (docs/decisions/0009-import-names.md). A process of ours puts that folder first on its path,
+where no file of a user hides them; what it starts gets its path (`shardmill.jobs.process.python_path`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+FOLDER = "_applications"
+"""Beside this file, in a wheel; pyproject.toml puts them there."""
+
+
+def applications_home() -> str:
+    """The folder on the path, or the ZIP, that holds the applications of this `shardmill`."""
+    package = os.path.dirname(os.path.abspath(__file__))
+    installed = os.path.join(package, FOLDER)
+    # A checkout and the ZIP of `make bundle` have them beside `shardmill`.
+    return installed if os.path.isdir(installed) else os.path.dirname(package)
+
+
+def put_applications_first() -> None:
+    """Let this process import our applications, whatever else on its path has their names."""
+    home = applications_home()
+    if sys.path[:1] != [home]:
+        sys.path.insert(0, home)
+
+
+class OnExecutor:
+    """A function as Spark ships it: the Python of an executor finds our applications before it unpickles the rest.
+
+    Pickle names functions and classes by their modules, and imports these on the executor, whose path is its own.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The first is called before the last, the state with the function in it, is unpickled.
+        return _arrived, (), {"_function": self._function}
+
+
+def _arrived() -> OnExecutor:
+    put_applications_first()
+    return OnExecutor.__new__(OnExecutor)
+
+
+def main() -> None:
+    """Entry point of the command `shardmill`."""
+    put_applications_first()
+    # By its name: the library imports no application.
+    import_module("pipeline.cli").main()
