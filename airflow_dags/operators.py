@@ -36,10 +36,9 @@ class ReportLink(BaseOperatorLink):
         return dag_settings().report_url(operator.workdir, operator.shardmill_run_id)
 
 
-class ShardmillSparkOperator(SparkSubmitOperator):
-    """`spark-submit` of one of our jobs; spark-submit's exit code may be Spark's own, so the run record decides."""
+class StageOperator(BaseOperator):
+    """One stage of a config file, judged by the record that it leaves; how it is started is a subclass's own."""
 
-    template_fields = (*SparkSubmitOperator.template_fields, "shardmill_run_id")
     operator_extra_links = (ReportLink(),)
 
     def __init__(
@@ -47,38 +46,66 @@ class ShardmillSparkOperator(SparkSubmitOperator):
         *,
         stage: str,
         workdir: str,
-        master: str = "",
         publishes: str = "",
         flags: Mapping[str, str] | None = None,
         shardmill_run_id: str = RUN_ID,
         **kwargs: Any,
     ) -> None:
-        """`master`: the config's own, which goes before the connection's. `flags`: params of the DAG -> options."""
+        """`publishes`: the URI of the asset. `flags`: params of the DAG -> options of the stage."""
         super().__init__(**kwargs)
         self.stage = stage
         self.workdir = workdir
-        self.master = master
         self.publishes = publishes
         self.flags = dict(flags or {})
         self.shardmill_run_id = shardmill_run_id
+
+    @property
+    def folder(self) -> RunFolder:
+        """Of this run. Its id is a template until the task runs."""
+        return RunFolder(self.workdir, self.shardmill_run_id)
+
+    def chosen_flags(self, context: Context) -> list[str]:
+        """The options whose params are set in this run."""
+        params = context.get("params") or {}
+        return [option for name, option in self.flags.items() if params.get(name)]
+
+    def report_result(self, context: Context) -> dict[str, Any]:
+        """Ids and digests for XCom; and an asset event, if this run has published something that was not there."""
+        ids, is_published = self.folder.result_of(self.stage)
+        for alias in self.outlets:
+            if is_published:
+                asset = Asset(name=alias.name.removesuffix(":new"), uri=self.publishes)
+                # Airflow's type says that it may be missing; a running task always has it.
+                context["outlet_events"][alias].add(asset, extra=ids)  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        return ids
+
+
+class ShardmillSparkOperator(StageOperator, SparkSubmitOperator):
+    """`spark-submit` of one of our jobs; spark-submit's exit code may be Spark's own, so the run record decides."""
+
+    template_fields = (*SparkSubmitOperator.template_fields, "shardmill_run_id")
+
+    def __init__(self, *, master: str = "", **kwargs: Any) -> None:
+        """`master`: the config's own, which goes before the connection's."""
+        super().__init__(**kwargs)
+        self.master = master
         self._hook: ShardmillSparkHook | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
         end_with_worker()
-        folder = RunFolder(self.workdir, self.shardmill_run_id)
-        self.application_args = [*(self.application_args or ()), *chosen_flags(self.flags, context)]
+        self.application_args = [*(self.application_args or ()), *self.chosen_flags(context)]
         try:
             super().execute(context)
         except AirflowFailException:
             raise
         except (AirflowException, RuntimeError) as error:  # the latter: an application that has failed on its cluster
-            raise folder.failure(self.stage, f"ended ({error})") from error
+            raise self.folder.failure(self.stage, f"ended ({error})") from error
         except ValueError as error:  # what the connection lacks for its deploy mode
             raise AirflowFailException(f"{self.stage} was not submitted: {error}") from error
         # Who clears a task that has succeeded wants another application, not the one that is remembered.
         if store := context.get("task_state_store"):
             store.delete(self.external_id_key)
-        return report_result(self, context, folder)
+        return self.report_result(context)
 
     def get_job_status(self, external_id: Any, context: Context) -> str:
         """How the application of an earlier try stands: YARN's word, or `FORGOTTEN`, upon which there is another one.
@@ -110,7 +137,7 @@ class ShardmillSparkOperator(SparkSubmitOperator):
     def _get_hook(self) -> ShardmillSparkHook:
         return ShardmillSparkHook(
             config_master=self.master,
-            folder=RunFolder(self.workdir, self.shardmill_run_id),
+            folder=self.folder,
             conf=self.conf,
             conn_id=self._conn_id,
             name=self.name,
@@ -118,45 +145,27 @@ class ShardmillSparkOperator(SparkSubmitOperator):
         )
 
 
-class ShardmillOperator(BaseOperator):
+class ShardmillOperator(StageOperator):
     """One command of the command line."""
 
     template_fields = ("arguments", "shardmill_run_id")
-    operator_extra_links = (ReportLink(),)
 
-    def __init__(
-        self,
-        *,
-        stage: str,
-        arguments: list[str],
-        workdir: str,
-        publishes: str = "",
-        flags: Mapping[str, str] | None = None,
-        shardmill_run_id: str = RUN_ID,
-        **kwargs: Any,
-    ) -> None:
-        """`flags`: params of the DAG -> options of the command."""
+    def __init__(self, *, arguments: list[str], **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.stage = stage
         self.arguments = arguments
-        self.workdir = workdir
-        self.publishes = publishes
-        self.flags = dict(flags or {})
-        self.shardmill_run_id = shardmill_run_id
         self._process: subprocess.Popen[str] | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
         end_with_worker()
-        folder = RunFolder(self.workdir, self.shardmill_run_id)
-        folder.remove_summary()
-        self._process = self._start([*self.arguments, *chosen_flags(self.flags, context)])
+        self.folder.remove_summary()
+        self._process = self._start([*self.arguments, *self.chosen_flags(context)])
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self.log.info("%s", line.rstrip())
         exit_code = self._process.wait()
         if exit_code:
-            raise folder.failure(self.stage, f"ended with exit code {exit_code}", exit_code)
-        return report_result(self, context, folder)
+            raise self.folder.failure(self.stage, f"ended with exit code {exit_code}", exit_code)
+        return self.report_result(context)
 
     def on_kill(self) -> None:
         if self._process is not None:
@@ -191,20 +200,3 @@ class ConfigErrorOperator(BaseOperator):
 
     def execute(self, context: Context) -> None:
         raise AirflowFailException(self.problem)
-
-
-def chosen_flags(flags: Mapping[str, str], context: Context) -> list[str]:
-    """The options whose params are set in this run."""
-    params = context.get("params") or {}
-    return [option for name, option in flags.items() if params.get(name)]
-
-
-def report_result(task: Any, context: Context, folder: RunFolder) -> dict[str, Any]:
-    """Ids and digests for XCom; and an asset event, if this run has published something that was not there before."""
-    ids, is_published = folder.result_of(task.stage)
-    for alias in task.outlets:
-        if is_published:
-            asset = Asset(name=alias.name.removesuffix(":new"), uri=task.publishes)
-            # Airflow's type says that it may be missing; a running task always has it.
-            context["outlet_events"][alias].add(asset, extra=ids)  # pyright: ignore[reportTypedDictNotRequiredAccess]
-    return ids
