@@ -26,6 +26,8 @@ from train.launching.inline import INLINE
 from train.models.small_cnn import small_cnn
 from train.optimizers import Optimizer
 from train.readers.planned import Planned
+from train.reporting.scalars import Scalars
+from train.reporting.trackers.sent import SentTracker
 from train.schedules import STEP
 from train.strategies.single import SINGLE
 
@@ -55,6 +57,19 @@ NEW_LAUNCHER = replace(INLINE)
 NEW_MODEL = small_cnn
 NEW_SCHEDULE = replace(STEP)
 new_optimizer = Optimizer(keras=sgd)
+
+
+class NewTracker(SentTracker):
+    """Its server is a file of the run."""
+
+    def begin(self) -> None:
+        self.run_id, self._lines = self.run.run_id, list[str]()
+
+    def send(self, scalars: Sequence[Scalars]) -> None:
+        self._lines += [f"{each.at} {name} {value}\n" for each in scalars for name, value in each.values.items()]
+
+    def end(self, *, is_finished: bool) -> None:
+        self.run.store.put(f"{self.run.folder}/curves.txt", "".join([*self._lines, f"{is_finished}"]).encode())
 
 
 def run_here(units: Sequence[WorkUnit], task: UnitTask, settings: EngineSettings) -> Iterator[UnitResult]:

@@ -40,6 +40,7 @@ NEW_ENTRIES = {
     "train.schedule": "NEW_SCHEDULE",
     "train.launcher": "NEW_LAUNCHER",
     "train.reader": "NEW_READER",
+    "train.trackers": "NewTracker",
     "storage scheme": "new_store",
 }
 # What an entry names beside its object.
@@ -125,21 +126,27 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
     assert (described["formats"], described["image"]["encoding"]) == (["new"], "new")
     assert "ok" in run("verify", dataset, "--deep")
     assert "Confusion matrix" in (tmp_path / "work/runs/r/report.html").read_text()
+    curves = (tmp_path / "work/runs/r/curves.txt").read_text()
+    assert curves.startswith("0 step/loss ") and "0 epoch/validation_accuracy " in curves and curves.endswith("True")
 
 
 def test_a_users_own_objects_need_no_entry(tmp_path: Path):
     """The same through the real command, with objects from a module in the working directory."""
-    (tmp_path / "mine.py").write_text(f"from {ENTRIES} import NEW_LAUNCHER, NEW_SOURCE, NEW_STRATEGY, NEW_ENGINE\n")
+    (tmp_path / "mine.py").write_text(
+        f"from {ENTRIES} import NEW_LAUNCHER, NEW_SOURCE, NEW_STRATEGY, NEW_ENGINE, NewTracker\n"
+    )
     write_images(tmp_path / "images", num_images=60, num_classes=3)
     own = (
         "source.kind=mine:NEW_SOURCE",
         "etl.engine=mine:NEW_ENGINE",
         "train.strategy=mine:NEW_STRATEGY",
         "train.launcher=mine:NEW_LAUNCHER",
+        "train.trackers=mine:NewTracker",
     )
     options = [word for each in (*own, "train.epochs=1", "etl.image_size=16") for word in ("--set", each)]
     done = shardmill("run", "images", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob("shardmill-work/runs/*/curves.txt"))
     done = shardmill("run", "images", *options, "--set", "etl.engine=mine:no_such", cwd=tmp_path)
     assert done.returncode == 2 and "mine.py has no 'no_such'" in done.stderr
 

@@ -155,6 +155,8 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     """Write scalars for TensorBoard (`tensorboard --logdir WORKDIR/runs`)."""
     mlflow_uri: Annotated[ServerUri, EXECUTION] = ""
     """The same at an MLflow tracking server, for instance `http://HOST:5000`; an unreachable one causes a warning."""
+    trackers: Annotated[tuple[Annotated[str, OneOf("train.reporting.trackers:TRACKERS")], ...], EXECUTION] = ()
+    """Further places for the same scalars: names, or your own classes as `package.module:Class`."""
     profile_steps: Annotated[StepRange, EXECUTION] = ""
     """Record what every rank computes in the steps FIRST:STOP, for instance `10:15` (STOP is not among them; counted
     from 0 over all epochs), into `profiles` of the training's folder. These steps are slower. Empty: none."""

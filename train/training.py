@@ -33,12 +33,11 @@ from train.labels import LabelSpec
 from train.launching import LAUNCHERS
 from train.launching.restarts import Restart, launch_until_done
 from train.readers import reader_of
-from train.reporting.mlflow_log import MlflowLog
 from train.reporting.observer import TrainObserver
 from train.reporting.rank_output import RanksLog
 from train.reporting.rank_times import RankRow, StragglerWatch
 from train.reporting.run_log import RunLog, Sink, StepsLog
-from train.reporting.tensorboard import TensorBoardLog
+from train.reporting.tracking import open_trackers, run_id_of
 from train.reporting.verdict import StepTimes, Verdict
 from train.task import WorkerTask
 from train.trainings import TrainingChoice, choose_training, read_result
@@ -63,7 +62,7 @@ class TrainOutcome:
     restarts: tuple[Restart, ...] = ()
     """Of this call."""
     mlflow_run_id: str = ""
-    """Of the run at `train.mlflow_uri`; empty if there is none."""
+    """Of the run at the MLflow server; empty if there is none."""
     fitted: Fitted | None = None
     """How a step fits into memory; None if nothing was trained."""
     exchange: str = ""
@@ -214,8 +213,7 @@ def train_in_run(
 ) -> TrainOutcome:
     """`train_model` with what a run keeps of it, and a verdict on its speed.
 
-    Events, what ranks print, steps if they are recorded, and scalars for TensorBoard unless they are switched off, are
-    files of the run; scalars also go to an MLflow server if one is configured.
+    Events, what ranks print, and steps if they are recorded, are files of the run; scalars go to its trackers.
     """
 
     def warn(sentence: str) -> None:
@@ -226,28 +224,18 @@ def train_in_run(
     sinks.append(RanksLog(run.store, f"{run.folder}/ranks.log", warn))
     if tree.train.record_samples:
         sinks.append(StepsLog(run.store, f"{run.folder}/steps.jsonl", warn))
-    if tree.train.tensorboard:
-        sinks.append(TensorBoardLog(run.store, f"{run.folder}/tensorboard", warn))
-    tracked = _tracked(tree, run, observer)
-    with closing(RunLog(observer, [*sinks, *tracked])) as log:
+    trackers = open_trackers(tree.train, run, observer)
+    with closing(RunLog(observer, [*sinks, *trackers.values()])) as log:
         again = replace(again, begun=BegunTraining(run.store, f"{run.folder}/training.begun"))
         outcome = train_model(tree, log, version, fresh_for=run.run_id if again.fresh else "", again=again)
         placement = outcome.result.placement
         verdict = times.verdict(tree.train, placement)
         if verdict is not None:
             log.event("verdict", {"rank": 0, "bound": verdict.bound, "sentence": verdict.sentence})
-        for each in tracked:
-            each.finish()
-    mlflow_run_id = "".join(each.run_id for each in tracked)
-    rows, weighed = times.rows(placement), first_steps.reason
+        for tracker in trackers.values():
+            tracker.finish()
+    rows, weighed, mlflow_run_id = times.rows(placement), first_steps.reason, run_id_of(trackers, "mlflow")
     return replace(outcome, rank_times=rows, verdict=verdict, exchange=weighed, mlflow_run_id=mlflow_run_id)
-
-
-def _tracked(tree: TrainTree, run: RunRecord, observer: Observer) -> list[MlflowLog]:
-    """One if a server is configured."""
-    if not tree.train.mlflow_uri:
-        return []
-    return [MlflowLog(tree.train, run.run_id, run.store, f"{run.folder}/mlflow.run", observer.event)]
 
 
 def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> TrainOutcome:

@@ -1,4 +1,4 @@
-"""Curves and settings at an MLflow server, spoken to over its REST API; one that is away never ends a training."""
+"""Curves and settings at an MLflow server, by MLflow's own client; one that is away never ends a training."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.stores import open_store
 from train.config import TrainConfig
-from train.reporting import mlflow_log
-from train.reporting.mlflow_log import MlflowLog
 from train.reporting.observer import GlobalStep
+from train.reporting.trackers import sent
+from train.reporting.trackers.mlflow import MlflowTracker
+from train.reporting.trackers.tracker import TrackedRun
 from train.settings import fields_of_settings
 from train.tree import TrainTree
 from train.values import StepReport
 
 FIELDS = {
     "experiments/create": {"name"},
-    "runs/create": {"experiment_id", "run_name", "start_time"},
-    "runs/update": {"run_id", "status", "end_time"},
+    "runs/create": {"experiment_id", "run_name", "start_time", "user_id"},
+    "runs/update": {"run_id", "run_uuid", "status", "end_time"},
     "runs/log-batch": {"run_id", "metrics", "params"},
 }
+MISSING = 404, {"error_code": "RESOURCE_DOES_NOT_EXIST"}
 
 
 class TrackingApi:
-    """What mlflow.org/docs/latest/rest-api.html says of the five requests; a real server agrees (docs/LOG.md)."""
+    """What mlflow.org/docs/latest/rest-api.html says of the requests that MLflow's client makes for us."""
 
     def __init__(self) -> None:
         self.experiments: dict[str, str] = {}
@@ -56,8 +58,8 @@ class TrackingApi:
         if path == "experiments/get-by-name":
             name = query["experiment_name"][0]
             known = name in self.experiments
-            return (200, {"experiment": {"experiment_id": self.experiments[name]}}) if known else (404, {})
-        if not body.keys() <= FIELDS[path]:
+            return (200, {"experiment": {"experiment_id": self.experiments[name]}}) if known else MISSING
+        if not body.keys() <= FIELDS.get(path, set()):
             return 400, {"message": f"unknown fields {body.keys() - FIELDS[path]}"}
         if path == "experiments/create":
             self.experiments[body["name"]] = "7"
@@ -65,19 +67,30 @@ class TrackingApi:
         if path == "runs/create":
             run_id = f"run-{len(self.runs)}"
             self.runs.append({**body, "run_id": run_id})
-            return 200, {"run": {"info": {"run_id": run_id}}}
-        run_id = body["run_id"]
+            return 200, {"run": {"info": self.info(run_id)}}
+        run_id = query["run_id"][0] if path == "runs/get" else body["run_id"]
         if run_id not in {run["run_id"] for run in self.runs}:
-            return 404, {"error_code": "RESOURCE_DOES_NOT_EXIST"}
+            return MISSING
+        if path == "runs/get":
+            return 200, {"run": {"info": self.info(run_id)}}
         if path == "runs/update":
             self.statuses[run_id].append(body["status"])
-            return 200, {}
+            return 200, {"run_info": self.info(run_id)}
         metrics, params = body.get("metrics", []), body.get("params", [])
         if len(metrics) > 1000 or len(params) > 100 or any(len(each["value"]) > 6000 for each in params):
             return 400, {"message": "too many"}
         self.params[run_id] |= {each["key"]: each["value"] for each in params}
         self.metrics[run_id] += [(each["key"], each["value"], each["step"]) for each in metrics]
         return 200, {}
+
+    def info(self, run_id: str) -> dict[str, Any]:
+        return {
+            "run_id": run_id,
+            "run_uuid": run_id,
+            "experiment_id": "7",
+            "status": "RUNNING",
+            "artifact_uri": "s3://a",
+        }
 
 
 @contextmanager
@@ -139,7 +152,39 @@ def test_a_run_has_its_curves_and_settings_there(tiny_uri, tmp_path, monkeypatch
     found = {name: [at for key, _, at in api.metrics["run-0"] if key == name] for name, _, _ in api.metrics["run-0"]}
     assert found["step/loss"] == [0, 1, 2, 3] * 2 and found["epoch/validation_accuracy"] == [0, 0]
     events = (tmp_path / "work/runs/one/events.jsonl").read_text()
-    assert "train.mlflow" not in events, "no warning"
+    assert "train.log_refused" not in events, "no warning"
+
+
+def test_a_server_that_lost_the_run_gets_another_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(sent, "FLUSH_SECONDS", 0.05)
+    open_store(tmp_path).put("runs/r/mlflow.run", b"forgotten")
+    api = TrackingApi()
+    with serving(api) as uri:
+        log, told = log_to(uri, tmp_path)
+        log.step(step(0))
+        log.close()
+    assert (log.run_id, told, api.statuses["run-0"]) == ("run-0", [], ["FAILED"])
+
+
+def test_what_a_server_refuses_is_dropped_and_the_rest_is_sent(tmp_path, monkeypatch):
+    monkeypatch.setattr(sent, "FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(sent, "MAX_SENT", 1)
+
+    class Strict(TrackingApi):
+        def answer(self, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+            if any(each["step"] == 1 for each in body.get("metrics", [])):
+                return 400, {"error_code": "INVALID_PARAMETER_VALUE", "message": "no such step"}
+            return super().answer(path, query, body)
+
+    api = Strict()
+    with serving(api) as uri:
+        log, told = log_to(uri, tmp_path)
+        for number in range(3):
+            log.step(step(number))
+        log.finish()
+        log.close()
+    assert [at for key, _, at in api.metrics["run-0"] if key == "step/loss"] == [0, 2]
+    assert "5 values of metrics did not get there" in told[-1] and "no such step" in told[-1]
 
 
 def test_a_server_that_is_away_is_a_warning(tiny_uri, tmp_path):
@@ -147,19 +192,18 @@ def test_a_server_that_is_away_is_a_warning(tiny_uri, tmp_path):
         pass
     assert train(uri, tiny_uri, tmp_path)["mlflow_run_id"] == ""
     events = [json.loads(line) for line in (tmp_path / "work/runs/one/events.jsonl").read_text().splitlines()]
-    said = [each["warning"] for each in events if each.get("event", each.get("name")) == "train.mlflow"]
-    assert "values of metrics did not get there: ConnectionRefusedError" in said[-1]
+    said = [each["warning"] for each in events if each.get("event", each.get("name")) == "train.log_refused"]
+    assert said[-1].startswith("train.trackers = 'mlflow': 20 values of metrics did not get there: ")
+    assert "Connection refused" in said[-1]
 
 
-def log_to(uri: str, folder: Path) -> tuple[MlflowLog, list[str]]:
+def log_to(uri: str, folder: Path) -> tuple[MlflowTracker, list[str]]:
     told: list[str] = []
-    config = TrainConfig(mlflow_uri=uri)
-    log = MlflowLog(config, "r", open_store(folder), "mlflow.run", lambda name, fields: told.append(fields["warning"]))  # pyright: ignore[reportArgumentType]
-    return log, told
+    return MlflowTracker(TrackedRun("r", {"mlflow_uri": uri}, open_store(folder), "runs/r", told.append)), told
 
 
 def test_nothing_is_lost_or_doubled_by_a_server_that_comes_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(mlflow_log, "FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(sent, "FLUSH_SECONDS", 0.05)
     api = TrackingApi()
     with serving(api) as uri:
         log, told = log_to(uri, tmp_path)
@@ -177,7 +221,7 @@ def test_nothing_is_lost_or_doubled_by_a_server_that_comes_back(tmp_path, monkey
 
 
 def test_a_server_that_never_answers_delays_the_end_by_no_more_than_it_may(tmp_path, monkeypatch):
-    monkeypatch.setattr(mlflow_log, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(sent, "CLOSE_SECONDS", 0.5)
     hung = threading.Event()
 
     class Hung(TrackingApi):

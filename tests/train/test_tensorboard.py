@@ -10,8 +10,9 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from pipeline.cli import app
-from shardmill.jobs.line_log import read_lines
+from shardmill.jobs.line_log import Warn, read_lines, warn_on_stderr
 from shardmill.jobs.observer import SilentObserver
+from shardmill.storage import Store
 from shardmill.stores import open_store
 from shardmill.stores.local import LocalStore
 from tests.services.s3 import s3_client
@@ -21,7 +22,8 @@ from train.launching.inline import ObserverReporter
 from train.launching.inline_watch import InlineWatch
 from train.reporting.observer import GlobalStep
 from train.reporting.run_log import RunLog, StepsLog
-from train.reporting.tensorboard import TensorBoardLog
+from train.reporting.trackers.tensorboard import TensorBoardTracker
+from train.reporting.trackers.tracker import TrackedRun
 from train.values import StepReport
 
 
@@ -40,6 +42,10 @@ class UntilStep(ObserverReporter):
 def global_step(number: int, loss: float = 0.5) -> GlobalStep:
     report = StepReport(0, 0, number, 8, loss.hex(), (f"sample{number}",), seconds={})
     return GlobalStep(0, number, 8, loss.hex(), report.sample_ids, (report,))
+
+
+def tracker(store: Store, folder: str = "run", warn: Warn = warn_on_stderr) -> TensorBoardTracker:
+    return TensorBoardTracker(TrackedRun("r", {}, store, folder, warn))
 
 
 def scalars_of(folder: Path) -> dict[str, dict[int, float]]:
@@ -62,14 +68,14 @@ def scalars_of(folder: Path) -> dict[str, dict[int, float]]:
 def test_every_step_and_epoch_is_there_once_also_after_a_crash(tiny_uri, tmp_path):
     config = {"epochs": 2, "global_batch_size": 24, "checkpoint_every_steps": 2}
     for killed_at in (5, None):
-        log = RunLog(SilentObserver(), [TensorBoardLog(LocalStore(str(tmp_path)), f"run/{killed_at}")])
+        log = RunLog(SilentObserver(), [tracker(LocalStore(str(tmp_path)), f"run/{killed_at}")])
         try:
             result = train_here(tiny_uri, tmp_path / "models", UntilStep(log, killed_at), **config)
         except Killed:
             continue
         finally:
             log.close()
-    first, second = (scalars_of(tmp_path / "run" / str(each)) for each in (5, None))
+    first, second = (scalars_of(tmp_path / "run" / str(each) / "tensorboard") for each in (5, None))
     assert list(first["step/loss"]) == [0, 1, 2, 3, 4]
     assert list(second["step/loss"]) == [4, 5, 6, 7], "the second attempt began at the checkpoint after step 3"
     assert second["step/loss"][4] == first["step/loss"][4]
@@ -92,25 +98,25 @@ def test_a_run_has_its_curves_where_tensorboard_is_not_installed(tiny_uri, tmp_p
 
 def test_a_loss_without_bounds_is_in_the_curves_too(tmp_path):
     """Among them one that has no place in the 32 bits that TensorBoard keeps."""
-    log = TensorBoardLog(LocalStore(str(tmp_path)), "run")
+    log = tracker(LocalStore(str(tmp_path)))
     for number, loss in enumerate((float("nan"), float("-inf"), 1e300)):
         log.step(global_step(number, loss))
     log.close()
-    nan, *infinite = scalars_of(tmp_path / "run")["step/loss"].values()
+    nan, *infinite = scalars_of(tmp_path / "run/tensorboard")["step/loss"].values()
     assert nan != nan and infinite == [float("-inf"), float("inf")]
 
 
 def test_steps_that_a_restart_repeats_are_in_the_curves_once(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = RunLog(SilentObserver(), [TensorBoardLog(LocalStore(str(tmp_path)), "run")])
+    log = RunLog(SilentObserver(), [tracker(LocalStore(str(tmp_path)))])
     for number in range(6):
         log.step(global_step(number))
     log.event("restarted", {"rank": 1})
     for number in range(4, 8):
         log.step(global_step(number, 0.25))
     log.close()
-    curve = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("step/loss")
+    curve = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload().Scalars("step/loss")
     assert [(point.step, point.value) for point in curve] == [
         *((n, 0.5) for n in range(4)),
         *((n, 0.25) for n in range(4, 8)),
@@ -119,7 +125,7 @@ def test_steps_that_a_restart_repeats_are_in_the_curves_once(tmp_path):
 
 def test_an_outage_of_the_runs_logs_is_a_warning_and_they_are_whole_after_it(s3_server):
     store, said = open_store("s3://made-later/work"), []
-    sinks = [StepsLog(store, "steps.jsonl", said.append), TensorBoardLog(store, "tensorboard", said.append)]
+    sinks = [StepsLog(store, "steps.jsonl", said.append), tracker(store, warn=said.append)]
     log = RunLog(SilentObserver(), sinks)
     for number in range(4):
         log.step(global_step(number))
@@ -129,5 +135,5 @@ def test_an_outage_of_the_runs_logs_is_a_warning_and_they_are_whole_after_it(s3_
     log.close()
     assert len(said) == 2, said
     assert [json.loads(line)["step"] for line in read_lines(store, "steps.jsonl")] == [0, 1, 2, 3, 4]
-    [events] = store.list("tensorboard")
+    [events] = store.list("run/tensorboard")
     assert store.read(events.path).count(b"step/loss") == 5

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 
 from shardmill.formats.protobuf import bytes_field, double_field, float_field, integer_field
 from shardmill.formats.tfrecord import frame
-from shardmill.jobs.line_log import GrowingFile, Outage, Warn, warn_on_stderr
+from shardmill.jobs.line_log import GrowingFile, Outage
 from shardmill.jobs.observer import FieldValue
-from shardmill.storage import Store
 from train.reporting.observer import GlobalStep
 from train.reporting.scalars import Scalars, of_event, of_step
+from train.reporting.trackers.tracker import TrackedRun
 
 # Fields of Event, of SessionLog (whose status 1 is a start), of Summary and of its values.
 _WALL_TIME, _STEP, _FILE_VERSION, _SUMMARY, _SESSION_LOG = 1, 2, 3, 5, 7
@@ -26,15 +26,16 @@ _VALUE = 1
 _TAG, _SIMPLE_VALUE = 1, 2
 
 
-class TensorBoardLog:
-    """A sink of `RunLog`. Every attempt of a run has a file of its own in the run's folder."""
+class TensorBoardTracker:
+    """Every attempt at a run has a file of its own in the run's folder."""
 
-    def __init__(self, store: Store, folder: str, warn: Warn = warn_on_stderr) -> None:
-        self._store = store
-        self._folder = folder
-        self._warn = warn
+    def __init__(self, run: TrackedRun) -> None:
+        self.run_id = ""
+        self._store = run.store
+        self._folder = f"{run.folder}/tensorboard"
+        self._warn = run.warn
         self._num_files = 0
-        self._outage = Outage(warn)
+        self._outage = Outage(run.warn)
         self._file: GrowingFile | None = None
 
     def step(self, step: GlobalStep) -> None:
@@ -50,6 +51,9 @@ class TensorBoardLog:
             self._file = None
         elif scalars := of_event(name, fields):
             self._write(scalars)
+
+    def finish(self) -> None:
+        return
 
     def close(self) -> None:
         if self._file is not None:

@@ -1,0 +1,29 @@
+"""The places that draw a training's curves; a new one is a module and an entry here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardmill.registry import Entry, Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from train.reporting.trackers.tracker import TrackedRun, Tracker
+
+TRACKERS: Registry[Callable[[TrackedRun], Tracker]] = Registry(
+    "train.trackers",
+    {
+        "tensorboard": Entry(
+            "train.reporting.trackers.tensorboard:TensorBoardTracker",
+            "event files in the run's folder",
+        ),
+        "mlflow": Entry(
+            "train.reporting.trackers.mlflow:MlflowTracker",
+            "a run at an MLflow server: train.mlflow_uri, or MLFLOW_TRACKING_URI",
+            extra="mlflow",
+            packages=("mlflow",),
+        ),
+    },
+    takes_own=True,
+)

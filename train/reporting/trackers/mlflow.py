@@ -1,0 +1,107 @@
+"""A run at an MLflow tracking server, by MLflow's client: the curves of a training, and its settings as parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from train.reporting.scalars import Scalars
+from train.reporting.trackers.sent import Refusal, SentTracker
+from train.reporting.trackers.tracker import TrackedRun
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+EXPERIMENT = "shardmill"
+"""Unless MLFLOW_EXPERIMENT_NAME names another."""
+# Of one request, by the API's documentation.
+MAX_METRICS, MAX_PARAMS = 1000, 100
+MAX_PARAM_CHARS = 500
+# The client is configured by variables alone; the user's own go before these.
+CLIENT_DEFAULTS = {
+    # Our thread repeats what failed. The client would do so for minutes, in which nobody learns why.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    # It tells MLflow's makers how it is used.
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    # With `--json`, stdout is for machines.
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+# What no repetition cures.
+_REFUSED = (400, 413, 422)
+
+
+class MlflowTracker(SentTracker):
+    """All attempts at a run are one run there: its id is in a file of the run."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        super().__init__(run)
+        self._path = f"{run.folder}/mlflow.run"
+        self._client: MlflowClient | None = None
+
+    def begin(self) -> None:
+        client = self._connected()
+        try:
+            run_id = self.run.store.read(self._path).decode()
+            client.update_run(run_id, status="RUNNING")
+        except FileNotFoundError:
+            run_id = self._create(client)
+        except Exception as error:  # mlflow's own, which this module does not import
+            if _status(error) != 404:
+                raise
+            run_id = self._create(client)
+        self.run_id = run_id
+
+    def send(self, scalars: Sequence[Scalars]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, each.at) for each in scalars for name, value in each.values.items()]
+        try:
+            for first in range(0, len(metrics), MAX_METRICS):
+                self._connected().log_batch(self.run_id, metrics=metrics[first : first + MAX_METRICS])
+        except Exception as error:
+            if _status(error) in _REFUSED:
+                raise Refusal(str(error)) from error
+            raise
+
+    def end(self, *, is_finished: bool) -> None:
+        self._connected().set_terminated(self.run_id, "FINISHED" if is_finished else "FAILED")
+
+    def _connected(self) -> MlflowClient:
+        if self._client is None:
+            for name, value in CLIENT_DEFAULTS.items():
+                os.environ.setdefault(name, value)
+            from mlflow import MlflowClient
+
+            self._client = MlflowClient(self.run.settings["mlflow_uri"] or None)
+        return self._client
+
+    def _create(self, client: MlflowClient) -> str:
+        from mlflow.entities import Param
+
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+        experiment = client.get_experiment_by_name(name)
+        experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
+        run_id = client.create_run(experiment_id, run_name=self.run.run_id).info.run_id
+        params = [Param(key, value) for key, value in _params(self.run.settings).items()]
+        for first in range(0, len(params), MAX_PARAMS):
+            client.log_batch(run_id, params=params[first : first + MAX_PARAMS])
+        self.run.store.put(self._path, run_id.encode())
+        return run_id
+
+
+def _params(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The section `train`; parameters cannot be changed later, and are cut to what every server takes."""
+    shown = {name: value for name, value in settings.items() if name != "mlflow_uri"}
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in shown.items()}
+    return {f"train.{name}": text[:MAX_PARAM_CHARS] for name, text in texts.items()}
+
+
+def _status(error: Exception) -> int:
+    """The HTTP status that an error of MLflow's client stands for; 0 for any other error."""
+    status = getattr(error, "get_http_status_code", None)
+    return status() if status else 0

@@ -1,0 +1,39 @@
+"""What a tracker is: a class that gets every step and event of a run in the driver, and may be a user's own.
+
+One that talks to a server derives from `SentTracker` (train/reporting/trackers/sent.py), which needs three methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shardmill.jobs.line_log import Warn
+from shardmill.storage import Store
+from train.reporting.run_log import Sink
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """What a tracker is made with, as its only argument."""
+
+    run_id: str
+    settings: Mapping[str, Any]
+    """Of the section `train` and those below it, by key, as plain values."""
+    store: Store
+    folder: str
+    """Of the run, in `store`; a tracker's own files lie below it. Further attempts at the run have the same one."""
+    warn: Warn
+    """Call it with one sentence, in the training's thread."""
+
+
+class Tracker(Sink, Protocol):
+    """A sink of `RunLog` that learns whether the training ended well."""
+
+    run_id: str
+    """Of the run at the tracker's own place; empty if there is none."""
+
+    def finish(self) -> None:
+        """The training has ended well; `close` follows."""
+        ...

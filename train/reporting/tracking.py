@@ -1,0 +1,47 @@
+"""The trackers of a run, as its config names them: `train.trackers`, and the older keys for TensorBoard and MLflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from shardmill.jobs.observer import WARNING, Observer
+from shardmill.jobs.run_record import RunRecord
+from train.config import TrainConfig
+from train.reporting.trackers import TRACKERS
+from train.reporting.trackers.tracker import TrackedRun, Tracker
+from train.settings import values_of_settings
+
+
+def tracker_names(config: TrainConfig) -> tuple[str, ...]:
+    """Those that a training with this config uses, each once."""
+    older = {"tensorboard": config.tensorboard, "mlflow": bool(config.mlflow_uri)}
+    return tuple(dict.fromkeys([*(name for name, is_on in older.items() if is_on), *config.trackers]))
+
+
+def check_trackers(config: TrainConfig) -> str:
+    """Load them all, and name them. Raises UsageError if a package is missing, or a user's own is not there."""
+    names = tracker_names(config)
+    for name in names:
+        TRACKERS[name]
+    return ", ".join(names) or "none"
+
+
+def open_trackers(config: TrainConfig, run: RunRecord, observer: Observer) -> dict[str, Tracker]:
+    """By name."""
+    settings = values_of_settings(config)
+
+    def warn_of(name: str) -> Callable[[str], None]:
+        def warn(sentence: str) -> None:
+            observer.event("train.log_refused", {"rank": 0, WARNING: f"train.trackers = {name!r}: {sentence}"})
+
+        return warn
+
+    return {
+        name: TRACKERS[name](TrackedRun(run.run_id, settings, run.store, run.folder, warn_of(name)))
+        for name in tracker_names(config)
+    }
+
+
+def run_id_of(trackers: Mapping[str, Tracker], name: str) -> str:
+    """What the tracker of that name calls the run; empty if it is not used, or has not answered."""
+    return trackers[name].run_id if name in trackers else ""
