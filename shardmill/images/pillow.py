@@ -1,17 +1,18 @@
-"""Pillow's decompressors for GIF and TIFF, behind one plain gray picture: it gets a file that we wrote, not the source.
+"""Pillow as a decoder: one plugin at a time, on bytes whose format is known, and its errors as refusals.
 
-Our walkers have checked sizes and layout before, and colour, alpha and pages are worked out afterwards. So no other
-plugin of Pillow is reached, none of its conversions (16 bits to RGB saturates), and not its limit on pixels, a global
-that knows nothing of our options.
+So no other plugin is reached. Its limit on pixels is a global that knows nothing of our options; callers check sizes.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL.Image import DecompressionBombError
 
 from shardmill.images.pixels import Refused
 from shardmill.values import RejectReason
@@ -19,16 +20,49 @@ from shardmill.values import RejectReason
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
+# Words of Pillow's messages.
+_REASONS = {
+    "runcated": RejectReason.TRUNCATED,
+    "not enough image data": RejectReason.TRUNCATED,
+    "Unsupported BMP": RejectReason.UNSUPPORTED_MODE,
+    "decompression bomb": RejectReason.TOO_MANY_PIXELS,
+}
+# What plugins raise for bytes that they do not expect; `SyntaxError` is Pillow's own word for another format.
+_UNEXPECTED = (SyntaxError, EOFError, ValueError, TypeError, DecompressionBombError, OSError)
+_AT_THE_END = (IndexError, struct.error)
+
+
+@contextmanager
+def opened(plugin: Callable[[io.BytesIO], ImageFile], data: bytes) -> Iterator[ImageFile]:
+    """The picture with its header read. What Pillow raises here and in the block becomes a refusal."""
+    with _refusing(RejectReason.BAD_HEADER):
+        picture = plugin(io.BytesIO(data))
+    with picture, _refusing(RejectReason.CORRUPT_SCAN):
+        yield picture
+
+
+@contextmanager
+def _refusing(otherwise: RejectReason) -> Iterator[None]:
+    try:
+        yield
+    except _AT_THE_END as error:
+        raise Refused(RejectReason.TRUNCATED, f"Pillow: {error}") from error
+    except _UNEXPECTED as error:
+        message = str(error)
+        if "out of memory" in message or message == "decoder error -9":
+            raise MemoryError(message) from error
+        reason = next((reason for words, reason in _REASONS.items() if words in message), otherwise)
+        raise Refused(reason, f"Pillow: {message}") from error
+
 
 def decode_plain_gray(plugin: Callable[[io.BytesIO], ImageFile], plain_file: bytes) -> np.ndarray:
-    """The 8-bit samples, H x W; refuses compressed data that is damaged or ends too early."""
+    """The 8-bit samples, H x W, of a file that we wrote; refuses compressed data that is damaged or ends too early."""
     try:
-        with plugin(io.BytesIO(plain_file)) as picture:
+        with opened(plugin, plain_file) as picture:
             picture.load()
             if picture.mode != "L":
                 raise AssertionError(f"a plain gray file was read as {picture.mode}")
             return np.asarray(picture)
-    except OSError as error:
-        if "out of memory" in str(error) or str(error) == "decoder error -9":
-            raise MemoryError(str(error)) from error
-        raise Refused(RejectReason.CORRUPT_SCAN, f"Pillow: {error}") from error
+    except Refused as refusal:
+        # The file that we wrote has all of it: what ends early is the data.
+        raise Refused(RejectReason.CORRUPT_SCAN, refusal.detail) from refusal

@@ -7,6 +7,7 @@ import struct
 import numpy as np
 import pytest
 
+from shardmill.images.pixels import Refused
 from shardmill.values import RejectReason
 from tests.shardmill.images.make import (
     OPTIONS,
@@ -57,12 +58,12 @@ def test_gif_with_an_offset_frame_and_transparency_lies_on_white() -> None:
 @pytest.mark.parametrize(
     ("frame", "screen", "reason"),
     [
-        (gif_frame(0, 0, 3, 1, [4, 1, 2, 5]), (3, 2), RejectReason.CORRUPT_SCAN),  # ends one pixel early
+        (gif_frame(0, 0, 3, 1, [4, 1, 2, 5]), (3, 2), RejectReason.TRUNCATED),  # ends one pixel early
         (gif_frame(0, 0, 3, 1, [4, 1, 7]), (3, 2), RejectReason.CORRUPT_SCAN),  # a code from nowhere
-        (gif_frame(0, 0, 3, 1, [4, 1]), (3, 2), RejectReason.CORRUPT_SCAN),  # no end code; the file itself is whole
+        (gif_frame(0, 0, 3, 1, [4, 1]), (3, 2), RejectReason.TRUNCATED),  # no end code; the file itself is whole
         (gif_frame(0, 0, 0, 1, [4, 1, 5]), (3, 2), RejectReason.BAD_HEADER),
         (gif_frame(3, 0, 1, 1, [4, 1, 5]), (3, 2), RejectReason.BAD_HEADER),
-        (gif_frame(0, 0, 3, 1, [4] * 99), (3, 2), RejectReason.CORRUPT_SCAN),
+        (gif_frame(0, 0, 3, 1, [4] * 99), (3, 2), RejectReason.TRUNCATED),
         (gif_frame(0, 0, 1, 1, [4, 1, 5]), (0, 2), RejectReason.BAD_HEADER),
         (gif_frame(0, 0, 1, 1, [4, 1, 5]), (65535, 65535), RejectReason.TOO_MANY_PIXELS),
         (gif_frame(0, 0, 65535, 65535, [4, 1, 5]), (3, 2), RejectReason.TOO_MANY_PIXELS),
@@ -74,10 +75,33 @@ def test_gifs_that_are_refused(frame: bytes, screen: tuple[int, int], reason: Re
     assert refusal(gif_by_hand(frame, screen))[0] is reason
 
 
-def test_every_cut_gif_is_truncated() -> None:
-    data = gif(gray_photo(8, 8))
-    assert {refusal(data[:length])[0] for length in range(6, len(data))} == {RejectReason.TRUNCATED}
-    assert decode(data + b"x").notes == ("trailing_bytes",)
+def test_a_cut_gif_shows_its_whole_first_frame_or_is_refused() -> None:
+    one, two = gif(gray_photo(8, 8)), gif(gray_photo(8, 8), 255 - gray_photo(8, 8))
+    num_shown = 0
+    for length in range(6, len(two)):
+        try:
+            shown = decode(two[:length])
+        except Refused as refusal:
+            assert refusal.reason in (RejectReason.TRUNCATED, RejectReason.BAD_HEADER, RejectReason.CORRUPT_SCAN)
+        else:
+            assert np.array_equal(shown.pixels_HWC[:, :, 0], gray_photo(8, 8)), length
+            num_shown += 1
+    assert 0 < num_shown < len(two) - len(one) / 2
+    assert decode(one + b"x").notes == ()
+
+
+def test_gif_frames_beside_the_screen_are_cut_and_have_no_background() -> None:
+    hanging_over = decode(gif_by_hand(gif_frame(2, 1, 2, 1, [4, 1, 2, 5])))
+    white = [255, 255, 255]
+    assert hanging_over.pixels_HWC.tolist() == [[white] * 3, [white, white, [10, 20, 30]]]
+    assert hanging_over.notes == ("alpha_flattened",)
+
+
+def test_a_gif_with_a_colour_that_its_palette_lacks_is_damaged() -> None:
+    palette = bytes([0, 0, 0, 10, 20, 30])
+    head = b"GIF89a" + struct.pack("<HHBBB", 3, 1, 0xF0, 0, 0) + palette
+    reason, detail = refusal(head + gif_frame(0, 0, 3, 1, [4, 1, 3, 1, 5]) + b"\x3b")
+    assert (reason, detail) == (RejectReason.CORRUPT_SCAN, "colour 3 of 2")
 
 
 def test_interlaced_gif_rows_are_put_in_order() -> None:
