@@ -1,4 +1,4 @@
-"""Where `etl`, `train` and `pipeline` lie, and how the processes of ours, and no others, import them.
+"""How processes of ours, and no others, import `etl`, `train` and `pipeline`.
 
 Their names are ordinary ones: people have a `train.py` of their own. So a wheel holds them in a folder of this package,
 which is on nobody's path (docs/decisions/0009-import-names.md). A process of ours puts that folder first on its path,
@@ -7,22 +7,12 @@ where no file of a user hides them; what it starts gets its path (`shardmill.job
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-FOLDER = "_applications"
-"""Beside this file, in a wheel; pyproject.toml puts them there."""
-
-
-def applications_home() -> str:
-    """The folder on the path, or the ZIP, that holds the applications of this `shardmill`."""
-    package = os.path.dirname(os.path.abspath(__file__))
-    installed = os.path.join(package, FOLDER)
-    # A checkout and the ZIP of `make bundle` have them beside `shardmill`.
-    return installed if os.path.isdir(installed) else os.path.dirname(package)
+from shardmill.user_module import applications_home
 
 
 def put_applications_first() -> None:

@@ -18,10 +18,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from shardmill.applications import applications_home
-
 # A user's module that has the name of an installed one (a `train.py`, our package `train`) is imported below this.
 USER_PACKAGE = "_shardmill_user"
+APPLICATIONS = "_applications"
+"""The folder of this package that holds `etl`, `train` and `pipeline` in a wheel; pyproject.toml puts them there."""
 
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 _STACK = re.compile(r'^( *)File ".+", line \d+, in .*\n?(?:\n?\1 +.*\n?)*', re.MULTILINE)
@@ -39,6 +39,14 @@ class FoundModule:
     home: str
     """The folder that holds its top-level package or module."""
     spec: ModuleSpec
+
+
+def applications_home() -> str:
+    """The folder on the path, or the ZIP, that holds the applications of this `shardmill`."""
+    package = os.path.dirname(os.path.abspath(__file__))
+    installed = os.path.join(package, APPLICATIONS)
+    # A checkout and the ZIP of `make bundle` have them beside `shardmill`.
+    return installed if os.path.isdir(installed) else os.path.dirname(package)
 
 
 def find_user_module(name: str) -> FoundModule:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmill.applications import FOLDER
+from shardmill.user_module import APPLICATIONS
 from tests.services.packed_environment import find_uv
 from tests.support import make_dataset, write_images
 
@@ -64,7 +64,7 @@ def test_the_wheel_holds_every_file_of_its_packages(wheel: Path):
     applications = ("etl", "train", "pipeline")
     tracked = run("git", "ls-files", "shardmill", *applications, "airflow_dags", cwd=ROOT).split()
     assert "shardmill/jobs/spark-log4j2.properties" in tracked
-    placed = {f"shardmill/{FOLDER}/{file}" if file.startswith(applications) else file for file in tracked}
+    placed = {f"shardmill/{APPLICATIONS}/{file}" if file.startswith(applications) else file for file in tracked}
     assert placed <= set(zipfile.ZipFile(wheel).namelist())
 
 
