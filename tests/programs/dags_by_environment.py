@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from airflow.sdk.exceptions import ParamValidationError
 from jinja2 import Environment
 
-from airflow_dags.operators import ReportLink, chosen_flags
+from airflow_dags.operators import ReportLink
 from airflow_dags.settings import dag_settings
 from airflow_dags.shardmill_dag import ASSET_VERSION, dags_of_folder
 
@@ -38,7 +38,7 @@ except (ParamValidationError, ValueError) as error:
     shown["refused"] = str(error)
 etl, train = dag.get_task("etl"), dag.get_task("train")
 context = {"params": {"fresh": True, "replace_source": False}}
-shown["flags"] = [chosen_flags(task.flags, context) for task in (etl, train)]
+shown["flags"] = [task.chosen_flags(context) for task in (etl, train)]
 etl.shardmill_run_id = "r"
 shown["link"] = [ReportLink().get_link(etl, ti_key=None)]
 os.environ["SHARDMILL_REPORTS_URL"] = "https://reports.example.org/all/"

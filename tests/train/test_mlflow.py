@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import defaultdict
@@ -193,7 +194,7 @@ def test_a_server_that_is_away_is_a_warning(tiny_uri, tmp_path):
     assert train(uri, tiny_uri, tmp_path)["mlflow_run_id"] == ""
     events = [json.loads(line) for line in (tmp_path / "work/runs/one/events.jsonl").read_text().splitlines()]
     said = [each["warning"] for each in events if each.get("event", each.get("name")) == "train.log_refused"]
-    assert said[-1].startswith("train.trackers = 'mlflow': 20 values of metrics did not get there: ")
+    assert re.match(r"train.trackers = 'mlflow': \d+ values of metrics did not get there: ", said[-1])
     assert "Connection refused" in said[-1]
 
 
