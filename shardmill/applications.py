@@ -1,7 +1,7 @@
 """How processes of ours, and no others, import `etl`, `train` and `pipeline`.
 
 Their names are ordinary ones: people have a `train.py` of their own. So a wheel holds them in a folder of this package,
-which is on nobody's path (docs/decisions/0010-import-names.md). A process of ours puts that folder first on its path,
+which is on nobody's path (docs/decisions/0012-import-names.md). A process of ours puts that folder first on its path,
 where no file of a user hides them; what it starts gets its path (`shardmill.jobs.process.python_path`).
 """
 
