@@ -21,7 +21,6 @@ from pipeline.cli import app
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from shardmill.stores import open_store
-from train.config import TrainConfig
 from train.reporting.observer import GlobalStep
 from train.reporting.trackers import sent
 from train.reporting.trackers.mlflow import MlflowTracker
