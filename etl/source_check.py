@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from etl.config import EtlTree
@@ -10,6 +11,7 @@ from etl.engines.local import run_locally
 from etl.finished import Finished
 from etl.limits import Limit, broken_limit
 from etl.plan import plan_build
+from etl.version_warnings import lost_by_decoding
 from shardmill.dataset.rejection_log import RejectionLog
 from shardmill.jobs.observer import Observer
 
@@ -33,6 +35,19 @@ class SourceCheck:
     def by_reason(self) -> dict[str, int]:
         """How many were rejected for each reason, the most frequent first."""
         return {str(reason): times for reason, times in self.rejections.by_reason.most_common()}
+
+    @property
+    def by_note(self) -> dict[str, int]:
+        """How many accepted images have each note, by name."""
+        notes: Counter[str] = Counter()
+        for result in self.finished.results:
+            notes.update(dict(result.note_counts))
+        return dict(sorted(notes.items()))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a build would say at its end of images that are worth less than they could be."""
+        return tuple(lost_by_decoding(self.by_note))
 
 
 def check_source_images(tree: EtlTree, *, run_id: str, observer: Observer) -> SourceCheck:

@@ -18,7 +18,7 @@ def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
     """One sentence for each thing that looks wrong once the images have been read."""
     yield from _untested_classes(manifest)
     counts = manifest.counts
-    yield from _lost_by_decoding(counts.by_note)
+    yield from lost_by_decoding(counts.by_note)
     yield from _enlarged(manifest)
     if not counts.conflicting_label and not counts.leaked_content:
         return
@@ -51,7 +51,7 @@ def _untested_classes(manifest: Manifest) -> Iterator[str]:
             )
 
 
-def _lost_by_decoding(by_note: Mapping[str, int]) -> Iterator[str]:
+def lost_by_decoding(by_note: Mapping[str, int]) -> Iterator[str]:
     """What notes say of images that are worth less than they could be."""
     num_16_bit = sum(times for note, times in by_note.items() if note.startswith("scaled_"))
     if num_dark := by_note.get("low_range_16_bit", 0):

@@ -75,16 +75,17 @@ def _fill(
     import tomlkit
 
     fields, docstrings = type(section).model_fields, field_docstrings(type(section))
-    inner = {name: getattr(section, name) for name in fields if isinstance(getattr(section, name), BaseModel)}
+    values = {name: getattr(section, name) for name in fields}
+    inner = {name: value for name, value in values.items() if isinstance(value, BaseModel)}
     for name, field in fields.items():
         if name in inner:
             continue
-        is_default = getattr(section, name) == field.get_default(call_default_factory=True)
+        is_default = values[name] == field.get_default(call_default_factory=True, validated_data=values)
         if keys is not None and is_default and f"{path}{name}" not in keys:
             continue
         for line in _comment_lines(docstrings.get(name, ""), comments, field.annotation, *field.metadata):
             target.add(tomlkit.comment(line))
-        item = _item(getattr(section, name))
+        item = _item(values[name])
         if comments == "all" and is_default and f"{path}{name}" not in REQUIRED_KEYS:
             target.add(tomlkit.comment(f"{name} = {item.as_string()}"))
         else:

@@ -57,12 +57,20 @@ def check_document(found: SourceCheck) -> dict[str, Any]:
         "num_accepted": found.num_accepted,
         "num_rejected": len(found.rejections),
         "by_reason": found.by_reason,
+        "by_note": found.by_note,
+        "warnings": list(found.warnings),
         "broken_limit": None if found.limit is None else f"etl.{found.limit.key}",
         "rejections": [rejection_document(each) for each in found.rejections],
     }
 
 
 def check_rows(found: SourceCheck) -> Rows:
-    """The counts, then every rejected input with its reason."""
+    """The counts, the notes of accepted images and what they mean, then every rejected input with its reason."""
     counts = f"{found.num_listed:,} listed, {found.num_accepted:,} accepted, {len(found.rejections):,} rejected"
-    return [("inputs", counts, ""), *rejection_rows([rejection_document(each) for each in found.rejections])]
+    notes = ", ".join(f"{note} {times:,}" for note, times in found.by_note.items())
+    return [
+        ("inputs", counts, ""),
+        ("notes", notes or "none", ""),
+        *(("warning", warning, "") for warning in found.warnings),
+        *rejection_rows([rejection_document(each) for each in found.rejections]),
+    ]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -163,6 +163,26 @@ def plan_epoch(spec: PlanSpec, chunk_rows: np.ndarray, epoch: int) -> EpochPlan:
     np.take(np.asarray(chunk_rows, dtype=np.int64), order, out=starts[1:], mode="clip")
     np.cumsum(starts[1:], out=starts[1:])
     return EpochPlan(spec, epoch, order, starts)
+
+
+USUAL_STREAMS = 8
+"""As many as ranks usually are at most, so that an epoch is the same at every usual world size."""
+
+
+def num_streams_for(global_batch_size: int, world_size: int = 1) -> int:
+    """How many streams an epoch has unless it is set: a divisor of the global batch, and equal for up to 8 ranks.
+
+    The smallest divisor that is at least 8 and at least `world_size`; the whole batch if there is none.
+    """
+    return next(
+        (number for number in num_streams_choices(global_batch_size) if number >= world_size), global_batch_size
+    )
+
+
+def num_streams_choices(global_batch_size: int) -> Iterator[int]:
+    """All numbers that `num_streams_for` gives for this batch, ascending."""
+    yield from (number for number in range(USUAL_STREAMS, global_batch_size) if global_batch_size % number == 0)
+    yield global_batch_size
 
 
 def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from shardmill.entry_options import with_options_of
-from shardmill.epoch_plan import streams_by_weight, streams_of_rank
+from shardmill.epoch_plan import num_streams_for, streams_by_weight, streams_of_rank
 from shardmill.options import AugmentOptions
 from shardmill.registry import OneOf
 from train.moved_settings import MOVED, is_former_record, read_former_record
@@ -35,6 +35,10 @@ _ENTRIES_WITH_OPTIONS = {
     "train.schedules:SCHEDULES": "schedule_",
 }
 """Registries whose entries may have settings of their own, and what the names of those sections begin with."""
+
+
+def _num_streams(given: dict[str, Any]) -> int:
+    return num_streams_for(given["global_batch_size"], given["num_workers"] or len(given["rank_weights"]))
 
 
 class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
@@ -86,8 +90,9 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     """What reads the train split; evaluation always reads every sample once."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Decides initial weights, order and augmentation."""
-    num_streams: int = Field(default=8, ge=1)
-    """Logical streams of the epoch plan: the largest world size, and a divisor of the global batch."""
+    num_streams: int = Field(default_factory=_num_streams, ge=1)
+    """Logical streams of the epoch plan: the largest world size, and a divisor of the global batch. Unless it is set,
+    the smallest divisor that is at least 8 and at least the number of ranks; a resumed training keeps its number."""
     standardize: bool = True
     """The model gets `(x - mean) / std`, per channel of the train split, as float32; false: pixels from 0 to 255."""
     augment: Annotated[AugmentOptions, RESUMABLE] = AugmentOptions()
@@ -190,6 +195,15 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
             return streams_by_weight(self.rank_weights, self.num_streams)[rank]
         return streams_of_rank(rank, world_size, self.num_streams)
 
+    def num_streams_at(self, world_size: int) -> int:
+        """As it is set, else as it would be for so many ranks."""
+        return self.num_streams if self.sets_streams else num_streams_for(self.global_batch_size, world_size)
+
+    @property
+    def sets_streams(self) -> bool:
+        """Whether `num_streams` was given, or chosen for good."""
+        return "num_streams" in self.model_fields_set
+
     def smallest_share(self, world_size: int) -> int:
         """Samples of a step that the rank with the fewest streams has."""
         fewest_streams = min(len(self.streams_of(rank, world_size)) for rank in range(world_size))
@@ -233,9 +247,12 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
             )
         world_size = self.num_workers or len(self.rank_weights) or 1
         if world_size > self.num_streams:
+            most, raised = f"train.num_streams = {self.num_streams}", "train.num_streams, which starts a new run"
+            if not self.sets_streams:
+                most, raised = f"train.global_batch_size = {self.global_batch_size}", "train.global_batch_size"
             raise ValueError(
-                f"train.num_workers = {world_size} to be at most train.num_streams = {self.num_streams}; "
-                f"each rank owns at least one stream: raise train.num_streams, which starts a new run"
+                f"train.num_workers = {world_size} to be at most {most}; "
+                f"each rank owns at least one stream: raise {raised}"
             )
         if self.rank_weights and len(self.rank_weights) != world_size:
             raise ValueError(

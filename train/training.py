@@ -10,6 +10,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.leases import reading
 from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.dataset.rules import verify_present
+from shardmill.epoch_plan import num_streams_choices
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.jobs.config import require_uri
 from shardmill.jobs.observer import WARNING, Observer
@@ -85,13 +86,14 @@ def train_model(
     models = open_store(require_uri("models.uri", tree.models.uri))
 
     # The version: the latest, or the one that `dataset.uri` names. What is unfinished on another one stays as it is.
-    choice = _choose(tree, version, fresh_for)
+    choice = _choose(tree, asked, version, fresh_for)
     choice.report(asked, observer)
-    asked, tree = choice.by_its_recipe(asked), tree.model_copy(update={"train": choice.by_its_recipe(tree.train)})
+    asked, tree = choice.by_its_rules(asked), tree.model_copy(update={"train": choice.by_its_rules(tree.train)})
     dataset = open_pinned(choice.dataset)
     chosen = check_spread(asked, tree.spark, dataset)
     if choice.result is not None:
         return TrainOutcome(choice.result, models.uri, chosen, skipped=True)
+    choice.check_world_size(chosen.config.num_workers)
 
     # It goes on as it was begun, and must be trainable in the memory that there is.
     chosen = as_begun(read_choice(models, choice), asked, chosen, tree.spark, observer, check_spread)
@@ -241,7 +243,7 @@ def train_in_run(
 def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> TrainOutcome:
     """The training that `train_model` would skip. Raises UsageError if it has not finished yet."""
     chosen = resolve(tree.train, tree.spark)
-    choice = _choose(tree.model_copy(update={"train": chosen.config}), version)
+    choice = _choose(tree.model_copy(update={"train": chosen.config}), tree.train, version)
     if choice.result is None:
         raise UsageError(
             f"no finished training of this config on {choice.dataset.uri}@{choice.dataset.version}",
@@ -251,10 +253,14 @@ def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> Tra
     return TrainOutcome(choice.result, open_store(tree.models.uri).uri, chosen, skipped=True)
 
 
-def _choose(tree: TrainTree, version: DatasetPin | None = None, fresh_for: str = "") -> TrainingChoice:
+def _choose(
+    tree: TrainTree, asked: TrainConfig, version: DatasetPin | None = None, fresh_for: str = ""
+) -> TrainingChoice:
+    """`asked`: `tree.train` as it was before anything was chosen."""
     # A run passes the version that it has resolved: one committed meanwhile must not split it between two datasets.
     version = version or open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin
     # An expiry or a rollback makes a version and changes no row: what was trained on those rows is not trained again.
     same_rows = first_alike(version)
     models = open_store(require_uri("models.uri", tree.models.uri))
-    return choose_training(models, pinned(tree.train), same_rows, fresh_for)
+    streams = () if asked.sets_streams else tuple(num_streams_choices(asked.global_batch_size))
+    return choose_training(models, pinned(tree.train), same_rows, fresh_for, streams)

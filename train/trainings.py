@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from shardmill.errors import IntegrityError
+from shardmill.errors import IntegrityError, UsageError
 from shardmill.sealed import check_relative_path, unseal
 from shardmill.section import Section
 from shardmill.storage import Store, join_uri
@@ -64,9 +65,11 @@ class TrainingChoice:
     discarded: tuple[Discarded, ...]
     unfinished_versions: tuple[int, ...]
     """Older dataset versions on which the same training was begun and not finished."""
-
-    recipe_version: int = 2
+    recipe_version: int
     """Of the rules by which it is trained: those of the config, or the first ones if it was begun by them."""
+    num_streams: int
+    """Of its epoch plan: those of the config or, if that does not set them, those with which it was begun."""
+
     resumes: str = ""
     """The checkpoint of an unfinished training with other settings, from which this one goes on."""
     changes: tuple[str, ...] = ()
@@ -84,9 +87,18 @@ class TrainingChoice:
         is_known = self.result is not None or self.continues is not None or f"/{FRESH}-" in self.training_dir
         return is_known or next(complete_checkpoints(store, self.training_dir), None) is not None
 
-    def by_its_recipe(self, config: TrainConfig) -> TrainConfig:
-        """`config`, with the rules of this training."""
-        return config.model_copy(update={"recipe_version": self.recipe_version})
+    def by_its_rules(self, config: TrainConfig) -> TrainConfig:
+        """`config`, with the recipe and the streams of this training."""
+        return config.model_copy(update={"recipe_version": self.recipe_version, "num_streams": self.num_streams})
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raises UsageError for more ranks than streams."""
+        if world_size > self.num_streams:
+            raise UsageError(
+                f"{world_size} ranks for a training that was begun with train.num_streams = {self.num_streams}",
+                "each rank owns at least one stream, and a resumed training keeps its streams",
+                f"set train.num_workers = {self.num_streams} or less, or train from the beginning with --fresh",
+            )
 
     def report(self, config: TrainConfig, observer: TrainObserver) -> None:
         """Report what a person should know of other trainings before this one starts or is skipped."""
@@ -141,20 +153,27 @@ def training_dir(config: TrainConfig, dataset: DatasetPin, model_source_sha256: 
     return f"{TRAININGS}/{training_id(config, dataset.uri, model_source_sha256)}/{version}/{length}"
 
 
-def choose_training(store: Store, config: TrainConfig, dataset: DatasetPin, fresh_for: str = "") -> TrainingChoice:
-    """What to do on exactly this version: nothing, go on, or start. `fresh_for`: a run that wants a new training.
+def choose_training(
+    store: Store, config: TrainConfig, dataset: DatasetPin, fresh_for: str = "", begun_with_streams: Sequence[int] = ()
+) -> TrainingChoice:
+    """What to do on exactly this version: nothing, resume, or start. `fresh_for`: a run that wants a new training.
 
-    The newest of several trainings that were asked for counts. One that was begun by the rules of the first recipe goes
-    on by them, unless there is one by those of `config`.
+    The newest of several trainings that were asked for counts. If there is none by the rules of `config`, one resumes
+    that was begun with another number of streams out of `begun_with_streams`, or with the first recipe.
     """
-    choice = _choose_by_recipe(store, config, dataset, fresh_for)
-    if fresh_for or config.is_first_recipe or choice.has_begun(store):
+    choice = _choose_by_rules(store, config, dataset, fresh_for)
+    if fresh_for or choice.has_begun(store):
         return choice
-    first = _choose_by_recipe(store, config.model_copy(update={"recipe_version": 1}), dataset, "")
-    return first if first.has_begun(store) else choice
+    others = [{"num_streams": number} for number in begun_with_streams if number != config.num_streams]
+    others += [] if config.is_first_recipe else [{"recipe_version": 1}]
+    for rules in others:
+        begun = _choose_by_rules(store, config.model_copy(update=rules), dataset, "")
+        if begun.has_begun(store):
+            return begun
+    return choice
 
 
-def _choose_by_recipe(store: Store, config: TrainConfig, dataset: DatasetPin, fresh_for: str) -> TrainingChoice:
+def _choose_by_rules(store: Store, config: TrainConfig, dataset: DatasetPin, fresh_for: str) -> TrainingChoice:
     source = source_sha256(config.model)
     first = training_dir(config, dataset, source)
     folder = _newest_attempt(store, first, fresh_for)
@@ -171,6 +190,7 @@ def _choose_by_recipe(store: Store, config: TrainConfig, dataset: DatasetPin, fr
         discarded=discarded,
         unfinished_versions=_unfinished_versions(first, paths),
         recipe_version=config.recipe_version,
+        num_streams=config.num_streams,
     )
 
 

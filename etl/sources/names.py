@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 
 from shardmill.printable import printable
 
@@ -96,9 +97,15 @@ def unread_archive(name: str) -> str:
 
 def hidden_folder_of(key: str) -> str:
     """The folder of a path that no person fills, such as `.thumbnails`; empty if there is none."""
-    folders = key.split("/")[:-1]
+    return _hidden_folder_in(key.rpartition("/")[0])
+
+
+@lru_cache
+def _hidden_folder_in(folder: str) -> str:
+    # Most files of a listing lie in the folder of the one before.
+    names = folder.split("/")
     return next(
-        (each for each in folders if each.lower() in _SYSTEM_FOLDERS or (each[:1] == "." and each.strip("."))), ""
+        (each for each in names if each.lower() in _SYSTEM_FOLDERS or (each[:1] == "." and each.strip("."))), ""
     )
 
 

@@ -56,6 +56,9 @@ def _section(section: type[BaseModel], path: str) -> list[str]:
 
 
 def _default(field: FieldInfo) -> str:
+    if field.default_factory_takes_validated_data:
+        # Its meaning says of which other keys.
+        return "follows"
     value: Any = field.get_default(call_default_factory=True)
     if value is PydanticUndefined or value is None:
         return "none"

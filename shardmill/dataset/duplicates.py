@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,6 +18,7 @@ from shardmill.values import ShardInfo
 # All row segments are read for the names in a warning: at most about 20 MB.
 _MAX_ROWS_SEARCHED = 200_000
 _NUM_NAMED = 4
+_NUM_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,10 @@ def find_examples(store: Store, shards: Sequence[ShardInfo]) -> DuplicateExample
     """The first sources with equal bytes in `shards`, which are of one format."""
     if not 0 < sum(shard.num_rows for shard in shards) <= _MAX_ROWS_SEARCHED:
         return DuplicateExamples()
-    groups = (
-        pa.concat_tables(_rows_with_split(store, shard) for shard in shards)
-        .group_by("source_sha256")
-        .aggregate([("label", "count_distinct"), ("split", "count_distinct"), ("source", "list"), ("split", "list")])
+    with ThreadPoolExecutor(_NUM_AT_ONCE, "shardmill-examples") as pool:
+        rows = pa.concat_tables(pool.map(partial(_rows_with_split, store), shards))
+    groups = rows.group_by("source_sha256").aggregate(
+        [("label", "count_distinct"), ("split", "count_distinct"), ("source", "list"), ("split", "list")]
     )
     conflicting, leaked = (
         groups.filter(pc.field(f"{name}_count_distinct") > 1).select(["source_list", "split_list"]).to_pylist()

@@ -176,7 +176,9 @@ def _explain(tree: type[ConfigTree], error: ValidationError) -> str:
 
 
 def _of_the_type_that_was_meant(errors: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Without what the other types of a key say of a value that one of them has looked into."""
+    """Without what the other types of a key say of a value that one of them has looked into, and without the defaults
+    that would follow from a key that is wrong."""
+    errors = [each for each in errors if each["type"] != "default_factory_not_called"]
     keys = [_keys(each) for each in errors]
     return [
         each for each, mine in zip(errors, keys, strict=True)

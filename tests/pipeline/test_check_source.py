@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.pipeline.command import last_line, shardmill
 from tests.support import write_images
@@ -35,6 +37,21 @@ def test_it_finds_what_the_build_rejects_and_writes_nothing(photos: Path, tmp_pa
     assert built.returncode == 0, built.stderr
     rejects = shardmill("inspect", "shardmill-work/dataset", "--rejects", "--json", cwd=tmp_path)
     assert json.loads(rejects.stdout) == found["rejections"]
+
+
+def test_it_counts_the_notes_of_images_and_warns_as_the_build_does(photos: Path, tmp_path: Path):
+    dark = np.random.default_rng(0).integers(0, 1 << 12, (32, 32), np.uint16)
+    for number in range(3):
+        Image.fromarray(dark + number).save(photos / "class_0" / f"dark_{number}.png")
+    checked = shardmill("check-source", photos, "--json", "--set", "etl.image_size=16", cwd=tmp_path)
+    found = json.loads(checked.stdout)
+    assert found["by_note"]["low_range_16_bit"] == 3
+    [warning] = found["warnings"]
+    assert "3 of 3 accepted 16-bit images use at most 14 of their bits" in warning
+    built = shardmill("etl", photos, "--set", "etl.image_size=16", "--set", "etl.engine=local", cwd=tmp_path)
+    assert warning in built.stderr
+    people = shardmill("check-source", photos, "--set", "etl.image_size=16", cwd=tmp_path)
+    assert "low_range_16_bit 3" in people.stdout and warning in people.stdout
 
 
 def test_it_ends_like_the_build_if_too_much_is_rejected(photos: Path, tmp_path: Path):

@@ -186,8 +186,9 @@ def test_a_flipped_byte_is_named_by_verify_and_on_every_rank(config: Path):
     [
         (["train.model=nowhere:build"], ["nowhere:build", "there is no module 'nowhere'"]),
         (["train.model=small_cmm"], ["small_cmm", "small_cnn"]),
-        (["train.global_batch_size=20"], ["train.global_batch_size = 20", "train.num_streams = 8", "nearest: 16"]),
-        (["train.num_workers=9"], ["train.num_workers = 9", "train.num_streams = 8"]),
+        (["train.num_streams=6"], ["train.global_batch_size = 16", "train.num_streams = 6", "nearest: 18"]),
+        (["train.num_workers=9", "train.num_streams=8"], ["train.num_workers = 9", "train.num_streams = 8"]),
+        (["train.num_workers=17"], ["train.num_workers = 17", "train.global_batch_size = 16"]),
         (["train.strategy=horovodd"], ["horovodd", "horovod"]),
     ],
 )

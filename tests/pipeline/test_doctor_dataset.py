@@ -93,13 +93,15 @@ def test_images_without_labels_are_refused(tmp_path: Path):
 
 
 def test_more_ranks_than_streams_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    uri = make_dataset(tmp_path, num_images=30)
-    [config] = [each for each in diagnose("", ("train.num_workers=9",), str(tmp_path)) if each.subject == "config"]
+    uri, eight = make_dataset(tmp_path, num_images=30), "train.num_streams=8"
+    [config] = [
+        each for each in diagnose("", ("train.num_workers=9", eight), str(tmp_path)) if each.subject == "config"
+    ]
     assert config.status == "fail" and "train.num_workers = 9 to be at most train.num_streams = 8" in config.found
     # The number that others have started is in no config.
     for name, value in (("RANK", 0), ("WORLD_SIZE", 9), ("LOCAL_WORLD_SIZE", 9), ("LOCAL_RANK", 0)):
         monkeypatch.setenv(name, str(value))
-    found = row_of(SPLIT, uri, tmp_path / "work", "train.launcher=attach", "train.strategy=horovod")
+    found = row_of(SPLIT, uri, tmp_path / "work", eight, "train.launcher=attach", "train.strategy=horovod")
     assert found.status == "fail" and "9 ranks for 8 streams; expected 1 to 8 ranks" in found.found
     assert "set train.num_streams to 9" in found.fix
 

@@ -91,6 +91,7 @@ def resolve(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None = N
     if not config.num_workers:
         num_workers, why_ranks = choose_ranks(config, _facts(config, spark, dataset))
         config = config.model_copy(update={"num_workers": num_workers})
+    config = config.model_copy(update={"num_streams": config.num_streams_at(config.num_workers)})
     facts = _facts(config, spark, dataset)
     strategy, why_strategy = config.strategy, "set by train.strategy"
     if strategy == AUTO:
@@ -112,10 +113,11 @@ def choose_ranks(config: TrainConfig, facts: Facts) -> tuple[int, str]:
     most, because = rule.num_ranks(facts) or 1, rule.because.format(**asdict(facts))
     if rule.choice in ("started", "named"):
         return most, because
-    most_with_rows = min(most, config.num_streams, most if facts.num_rows is None else facts.num_rows)
+    most_streams = config.num_streams_at(min(most, config.global_batch_size))
+    most_with_rows = min(most, most_streams, most if facts.num_rows is None else facts.num_rows)
     fitting = (each for each in range(most_with_rows, 1, -1) if _shares_equally(config, each))
     num_ranks = next(fitting, 1)
-    equal = f", of which {num_ranks} get equal parts of train.num_streams = {config.num_streams}"
+    equal = f", of which {num_ranks} get equal parts of train.num_streams = {config.num_streams_at(num_ranks)}"
     equal += f" and of {facts.num_rows} rows" if most_with_rows == facts.num_rows else ""
     return num_ranks, because + (equal if num_ranks < most else "")
 
@@ -134,6 +136,7 @@ def choose(rules: tuple[Rule, ...], facts: Facts, key: str) -> tuple[str, str]:
 
 def _shares_equally(config: TrainConfig, num_ranks: int) -> bool:
     """Whether so many own equally many streams, and each enough for its parts of a step."""
+    config = config.model_copy(update={"num_streams": config.num_streams_at(num_ranks)})
     is_enough = config.num_parts * config.options(LocalSgdOptions).local_steps <= config.smallest_share(num_ranks)
     return config.num_streams % num_ranks == 0 and is_enough
 
