@@ -105,7 +105,7 @@ FIT_CASES = [
         2,
         "set train.mixed_precision = 'auto' (bfloat16 then, which is another",
     ),
-    (replace(SHORT, max_parts=1), "too_large", 1, "need 68.0 GiB: a lower train.global_batch_size (another training)"),
+    (replace(SHORT, max_parts=1), "too_large", 1, "need 68.0 GiB: a lower train.global_batch_size (starts a new run)"),
     (replace(SHORT, image_bytes=40 * GIB, may_change_precision=True), "too_large", 64, "smaller images or a smaller"),
     (
         replace(SHORT, fixed_bytes=21 * GIB),
