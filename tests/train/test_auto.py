@@ -103,7 +103,7 @@ FIT_CASES = [
         replace(SHORT, max_parts=2),
         "too_large",
         2,
-        "set train.mixed_precision = 'auto' (bfloat16 then, which is another",
+        "set train.mixed_precision = 'auto' (bfloat16 then, which starts a new run",
     ),
     (replace(SHORT, max_parts=1), "too_large", 1, "need 68.0 GiB: a lower train.global_batch_size (starts a new run)"),
     (replace(SHORT, image_bytes=40 * GIB, may_change_precision=True), "too_large", 64, "smaller images or a smaller"),
