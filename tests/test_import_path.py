@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -168,6 +169,15 @@ def test_an_executor_unpickles_what_is_ours(path: str, installed: Path, tmp_path
     (tmp_path / "shipped").write_bytes(shipped.stdout)
     file = run(sys.executable, "-P", "-c", RECEIVE, tmp_path / "shipped", cwd=tmp_path, path=path)
     assert file.strip() == str(installed / "shardmill/_applications/etl/__init__.py")
+
+
+def test_all_that_is_shipped_to_executors_finds_our_applications_first():
+    """A function that Spark ships bare is imported on the executor by its module's name, which may be a user's file."""
+    shipping = re.compile(r"\.(?:mapPartitions(?:WithIndex)?|foreachPartition)\s*[(,]\s*(\w+)")
+    files = [file for folder in ("etl", "train", "shardmill") for file in sorted((ROOT / folder).rglob("*.py"))]
+    shipped = [(file.name, *found) for file in files if (found := shipping.findall(file.read_text(encoding="utf-8")))]
+    assert {name for name, *_ in shipped} >= {"spark.py", "spark_groups.py", "spark_barrier.py"}
+    assert [each for each in shipped if {*each[1:]} != {"OnExecutor"}] == []
 
 
 @pytest.mark.parametrize("stage", ["etl", "train"])

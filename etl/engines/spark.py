@@ -83,7 +83,7 @@ def _check_executors(context: SparkContext, task: UnitTask) -> None:
     # Spark offers all free slots at once, so that as many tasks as slots reach every executor.
     num_tasks = max(1, context.defaultParallelism)
     tasks = context.parallelize(range(num_tasks), num_tasks)
-    job = start_job(tasks.mapPartitions(partial(decoders_here, task.config)).collect)
+    job = start_job(tasks.mapPartitions(OnExecutor(partial(decoders_here, task.config))).collect)
     for _ in until_done(context, job):
         pass
     check_decoders(task.decoder_id, dict(job.result()))
