@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from etl.config import EtlTree
@@ -13,6 +12,7 @@ from etl.limits import Limit, broken_limit
 from etl.plan import plan_build
 from etl.version_warnings import lost_by_decoding
 from shardmill.dataset.rejection_log import RejectionLog
+from shardmill.dataset.unit_result import count_notes
 from shardmill.jobs.observer import Observer
 
 
@@ -39,10 +39,7 @@ class SourceCheck:
     @property
     def by_note(self) -> dict[str, int]:
         """How many accepted images have each note, by name."""
-        notes: Counter[str] = Counter()
-        for result in self.finished.results:
-            notes.update(dict(result.note_counts))
-        return dict(sorted(notes.items()))
+        return count_notes(self.finished.results)
 
     @property
     def warnings(self) -> tuple[str, ...]:

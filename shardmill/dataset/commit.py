@@ -7,7 +7,6 @@ rejected exactly once. What lost attempts left behind is named by no manifest an
 from __future__ import annotations
 
 import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -28,7 +27,7 @@ from shardmill.dataset.manifest import (
     parse_manifest,
 )
 from shardmill.dataset.statistics import ChannelSums, add_sizes
-from shardmill.dataset.unit_result import SplitSums, UnitResult
+from shardmill.dataset.unit_result import SplitSums, UnitResult, count_notes
 from shardmill.dataset.versions import read_manifest, read_manifest_bytes, record_commit, record_if_missing
 from shardmill.errors import CommitConflict, IntegrityError
 from shardmill.failpoints import failpoint
@@ -193,9 +192,6 @@ def _count(
     duplicates: DuplicateCounts,
 ) -> Counts:  # fmt: skip
     by_split = {name: total.num_rows for name, total in totals.items()}
-    by_note: Counter[str] = Counter()
-    for result in results:
-        by_note.update(dict(result.note_counts))
     return Counts(
         listed=build.num_listed,
         accepted=sum(by_split.values()),
@@ -205,5 +201,5 @@ def _count(
         duplicate_content=duplicates.duplicates,
         conflicting_label=duplicates.conflicting,
         leaked_content=duplicates.leaked,
-        by_note=dict(sorted(by_note.items())),
+        by_note=count_notes(results),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -69,6 +70,14 @@ class UnitResult:
     """Sample ids of inputs whose bytes are those of their rows in the latest version (see `encode_sample_ids`)."""
     retried_requests: int = 0
     """Requests to storage that its process sent again meanwhile."""
+
+
+def count_notes(results: Iterable[UnitResult]) -> dict[str, int]:
+    """How many accepted images of all units have each note, by name."""
+    notes: Counter[str] = Counter()
+    for result in results:
+        notes.update(dict(result.note_counts))
+    return dict(sorted(notes.items()))
 
 
 def encode_unit_result(result: UnitResult) -> bytes:
