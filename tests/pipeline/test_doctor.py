@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import subprocess
@@ -240,3 +241,22 @@ def test_doctor_ends_with_4_if_all_that_fails_is_transient(tmp_path: Path):
     set_up = ("--set", f"source.uri={tmp_path / 'images'}", "--set", "dataset.uri=/proc/d")
     assert shardmill("doctor", *set_up, cwd=tmp_path).returncode == 4
     assert shardmill("doctor", *set_up, "--set", "train.strategy=nosuch", cwd=tmp_path).returncode == 2
+
+
+def test_doctor_finds_what_would_fail(tmp_path: Path):
+    (tmp_path / "c.toml").write_text(f'[source]\nuri = "{tmp_path}/gone"\n[dataset]\nuri = "/proc/d"\n')
+    done = shardmill("doctor", "c.toml", "--json", cwd=tmp_path)
+    found = {each["subject"]: each for each in json.loads(done.stdout)}
+    assert done.returncode == 2
+    assert found["--workdir"]["status"] == "ok" and found["java"]["status"] == "ok"
+    assert found["source.uri"]["status"] == "fail" and found["source.uri"]["fix"]
+    assert found["dataset.uri"]["status"] == "fail"
+
+
+def test_doctor_shows_a_config_that_does_not_load_as_a_row(tmp_path: Path):
+    (tmp_path / "c.toml").write_text("[train]\nepoch = 3\n")
+    done = shardmill("doctor", "c.toml", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "")
+    rows = {row[1]: (row[0], *row[2:]) for row in (line.split("\t") for line in done.stdout.splitlines()[1:])}
+    assert rows["config"][:2] == ("fail", "c.toml: unknown config key train.epoch; did you mean train.epochs?")
+    assert rows["python"][0] == "ok"

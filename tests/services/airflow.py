@@ -137,7 +137,7 @@ def running_airflow(home: Path, dag_id: str, settings: Mapping[str, str]) -> Ite
         assert migration.wait(_START_SECONDS) == 0, (home / "migrate.log").read_text()[-3000:]
         # What `airflow standalone` starts, but for the triggerer: no task is deferred.
         for command in (["api-server"], ["scheduler", "--skip-serve-logs"], ["dag-processor"]):
-            kept = [sys.executable, "-m", "tests.services.keeper", BIN / "airflow", *command]
+            kept = [sys.executable, "-m", "tests.services.reaper", BIN / "airflow", *command]
             servers.append(start_server(kept, home / f"{command[0]}.log", environment))
         wait_until_up("Airflow", lambda: _knows(airflow, dag_id), servers, home, _START_SECONDS)
         yield airflow

@@ -1,4 +1,4 @@
-"""`python -m tests.services.keeper COMMAND...`: a server, ended with all that it has started.
+"""`python -m tests.services.reaper COMMAND...`: a server, ended with all that it has started.
 
 At SIGTERM, and if its parent dies. A mark in the environment would not find them all: Airflow's processes overwrite
 theirs with a title.
