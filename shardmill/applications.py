@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from shardmill.jobs.spark_python import keep_zip_directories
 from shardmill.user_module import applications_home
 
 
@@ -32,6 +33,7 @@ class OnExecutor:
         self._function = function
 
     def __call__(self, *arguments: Any) -> Any:
+        keep_zip_directories()
         return self._function(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
