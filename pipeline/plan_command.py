@@ -13,7 +13,6 @@ from pipeline.printing import print_result
 WorldSize = Annotated[
     int | None, typer.Option(metavar="N", help="Number of ranks, instead of train.num_workers.", min=1)
 ]
-Devices = Annotated[str, typer.Option(metavar="NxKIND", help="Such as 8xH200 in all, or 1xH200 for each rank.")]
 Bandwidth = Annotated[float, typer.Option(metavar="GBIT", help="Between two ranks, in Gbit/s.", min=0.001)]
 
 
@@ -22,7 +21,6 @@ def plan(
     context: typer.Context,
     dataset: DatasetArgument,
     world_size: WorldSize = None,
-    devices: Devices = "",
     bandwidth: Bandwidth = 10.0,
 ) -> None:
     from pipeline.config import after_etl, load_for_dataset
@@ -34,5 +32,5 @@ def plan(
     tree = load_for_dataset(dataset, (*common.overrides, *ranks), common.workdir)
     sys.stderr.write("plan: the model is built, which loads its framework, and some steps of it are measured\n")
     with after_etl(dataset):
-        planned = plan_training(tree.part(TrainTree), devices, bandwidth)
+        planned = plan_training(tree.part(TrainTree), bandwidth)
     print_result(common, planned.document(), planned.rows(), title="plan")

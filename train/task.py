@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from shardmill.values import DatasetPin, Nonce
 from train.config import TrainConfig
-from train.values import Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,5 @@ class WorkerTask:
     `--allow-change`); empty for none."""
     allowed: tuple[str, ...] = ()
     """Settings of `train.*` in which that one may differ."""
-    trial: Trial = "none"
-    """Of several ranks, before the first step (train/choosing/trial.py)."""
     reach: Nonce | None = None
     """What the driver wrote into `models_uri`, for every rank to read back before it works."""

@@ -26,7 +26,6 @@ from train.choosing.auto import Chosen, resolve
 from train.choosing.exchange import FirstSteps
 from train.choosing.kept_choice import as_begun, keep, read_choice
 from train.choosing.memory import Fitted, Memory, look_at_memory
-from train.choosing.trial import trial_of
 from train.config import TrainConfig
 from train.freezing import never_unfrozen
 from train.initialization.initial import pinned
@@ -43,7 +42,7 @@ from train.reporting.verdict import StepTimes, Verdict
 from train.task import WorkerTask
 from train.trainings import TrainingChoice, choose_training, read_result
 from train.tree import TrainTree
-from train.values import TrainResult, Trial
+from train.values import TrainResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +103,7 @@ def train_model(
     memory = look_at_memory(tree.train, dataset, choice, models, tree.spark, partial(_window_bytes, dataset))
     choice = going_on(models, choice, memory.fitted(tree.train).config, dataset, again)
     again.begin(models.uri, choice.training_dir)
-    trial = trial_of(asked, tree.train, memory, partial(check_ranks, dataset=dataset))
-    return _launched(_Settled(tree, models, dataset, choice, chosen, windows, memory, trial), observer)
+    return _launched(_Settled(tree, models, dataset, choice, chosen, windows, memory), observer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +117,10 @@ class _Settled:
     chosen: Chosen
     windows: WindowMemory
     memory: Memory
-    trial: Trial
 
     def task(self, config: TrainConfig, reach: Nonce) -> WorkerTask:
         """For the ranks of `config`."""
-        return self.choice.task(self.memory.fitted(config).config, reach, self.trial)
-
-    def keep(self, chosen: Chosen) -> None:
-        """For calls to come."""
-        keep(self.models, self.choice, chosen, self.tree.spark)
+        return self.choice.task(self.memory.fitted(config).config, reach)
 
 
 def _launched(settled: _Settled, observer: TrainObserver) -> TrainOutcome:
@@ -135,7 +128,7 @@ def _launched(settled: _Settled, observer: TrainObserver) -> TrainOutcome:
     models, dataset, chosen, choice = settled.models, settled.dataset, settled.chosen, settled.choice
     config, spark = settled.tree.train, settled.tree.spark
     launcher, fitted = LAUNCHERS[config.launcher], settled.memory.fitted(config)
-    settled.keep(chosen)
+    keep(models, choice, chosen, spark)
     # The version must not expire meanwhile; the ranks must see the same storage as this process.
     with reading(dataset.store, dataset.pin.version, f"train, in {models.uri},"), planted(models) as nonce:
         # Every shard is present; the ranks verify the bytes of each chunk when they first read it.
@@ -147,12 +140,8 @@ def _launched(settled: _Settled, observer: TrainObserver) -> TrainOutcome:
             config,
             observer,
             check=partial(check_ranks, dataset=dataset),
-            settle=lambda fewer: settled.keep(chosen.with_fewer(fewer)),
         )
     _check_published(models, choice)
-    if done.fewer:
-        chosen = chosen.with_fewer(done.fewer)
-        fitted = settled.memory.fitted(chosen.spread(config))
     return TrainOutcome(done.result, models.uri, chosen, skipped=False, restarts=done.restarts, fitted=fitted)
 
 

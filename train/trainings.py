@@ -29,7 +29,7 @@ from train.reporting.observer import TrainObserver
 from train.schedules import SCHEDULES
 from train.settings import settings_that_matter
 from train.task import WorkerTask
-from train.values import RESULT, TrainResult, Trial, from_json
+from train.values import RESULT, TrainResult, from_json
 
 TRAININGS = "trainings"
 FRESH = "fresh"
@@ -125,7 +125,7 @@ class TrainingChoice:
             sizes = {"world_size": self.result.world_size, "num_workers": config.num_workers}
             observer.event("other_world_size", {"rank": 0, **sizes})
 
-    def task(self, config: TrainConfig, reach: Nonce, trial: Trial) -> WorkerTask:
+    def task(self, config: TrainConfig, reach: Nonce) -> WorkerTask:
         """What the ranks have to do, once they have read back what the driver planted in the models' root."""
         return WorkerTask(
             config=config,
@@ -135,7 +135,6 @@ class TrainingChoice:
             model_source_sha256=self.model_source_sha256,
             continues=self.resumes or (self.continues.last_checkpoint if self.continues else ""),
             allowed=self.allowed,
-            trial=trial,
             reach=reach,
         )
 

@@ -211,20 +211,6 @@ class TrainResult:
     """Why the gate must not let this model pass by itself; most often empty."""
 
 
-Trial = Literal["none", "told", "decides"]
-"""Whether several ranks find out if one is faster; and if so, whether they tell it or leave."""
-
-
-class FewerRanks(Exception):
-    """All ranks have left before the first step: with so many the training is faster."""
-
-    def __init__(self, num_ranks: int, reason: str) -> None:
-        super().__init__(reason)
-        self.num_ranks = num_ranks
-        self.reason = reason
-        """With the numbers, for people."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What a rank reports after each step."""

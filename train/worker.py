@@ -21,7 +21,6 @@ from train.checkpoints.attempts import Attempt, claim_attempt
 from train.checkpoints.checkpoint import CheckpointFolder, FoundCheckpoint, TrainingIdentity
 from train.checkpoints.checkpoint_writer import CheckpointWriter
 from train.choose_backend import choose_backend
-from train.choosing.trial import try_ranks
 from train.evaluation.evaluate_split import evaluate_finally, evaluate_split
 from train.freezing import hold_still, step_activity
 from train.initialization.initialize import initialize
@@ -63,8 +62,7 @@ from train.world import World
 def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResult:
     """Train, or go on training, as one rank of `world`; every rank returns the same figures but for its own times.
 
-    Raises UsageError, IntegrityError, StorageError or TrainingError; nothing half-done is visible then. FewerRanks if
-    several were tried, and one is faster.
+    Raises UsageError, IntegrityError, StorageError or TrainingError; nothing half-done is visible then.
     """
     config, session = task.config, _join(task, world, reporter)
     member, attempt = session.member, session.checkpoints.attempt
@@ -72,8 +70,6 @@ def run_worker(task: WorkerTask, world: World, reporter: Reporter) -> TrainResul
     with session.writer, session.profiler:
         # Go on from the last complete checkpoint, if there is one; in any case all ranks start with the same variables.
         found = resume(session, begin=initialize)
-        if found is None:
-            try_ranks(session)
         progress = session.epochs.resumed(found.marker.progress) if found else Progress()
         last_checkpoint = found.path if found else ""
         session.stopwatch.lap()

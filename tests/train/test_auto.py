@@ -11,13 +11,11 @@ import pytest
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
-from tests.train.test_trial import TRIAL_CASES
 from tests.train.test_verdict import EXCHANGE_CASES
 from train.choosing.auto import choose, choose_ranks, resolve
 from train.choosing.auto_rules import FEW_STEPS, LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts
 from train.choosing.exchange import EXCHANGE_RULES
 from train.choosing.fit import FIT_RULES, MemoryFacts, fit
-from train.choosing.trial import TRIAL_RULES
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.spark_slots import why_no_places
@@ -246,14 +244,12 @@ def test_every_row_is_reached_by_a_case_and_stands_in_the_docs():
     rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     of_ranks = {rule.choice for rule in RANKS_RULES}
     assert rows == [
-        rule.choice
-        for rule in (*RANKS_RULES, *STRATEGY_RULES, *LAUNCHER_RULES, *FIT_RULES, *TRIAL_RULES, *EXCHANGE_RULES)
+        rule.choice for rule in (*RANKS_RULES, *STRATEGY_RULES, *LAUNCHER_RULES, *FIT_RULES, *EXCHANGE_RULES)
     ]
     reached = {case[1] for case in RANKS_CASES}
     assert reached == of_ranks
     reached |= {name for _, name in (*STRATEGY_CASES, *LAUNCHER_CASES)}
     reached |= {case[1] for case in FIT_CASES} | {case[2] for case in EXCHANGE_CASES}
-    reached |= {choice for _, choice, _ in TRIAL_CASES}
     assert reached == set(rows)
     never = re.search(r"(.*) are never chosen", table)
     assert never is not None and set(re.findall(r"`(\w+)`", never[1])) == ALL - reached

@@ -174,7 +174,6 @@ def test_a_server_that_is_lost_is_named_and_the_training_goes_on(tiny_uri, tmp_p
         config,
         watcher,
         lambda config: check_terms(config, SparkConfig()),
-        settle=lambda fewer: None,
     )
     assert re.match(r"rank 4 \(host .*was killed by SIGKILL after step \d of epoch 1", done.restarts[0].cause)
     assert done.result.world_size == 1 and watcher.sample_ids == planned(tiny_uri, config)

@@ -7,11 +7,10 @@ import json
 import pytest
 
 from shardmill.dataset.open import open_dataset
-from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from tests.pipeline.command import shardmill
 from train.checks.pace import Pace
-from train.checks.plan import exchange_time, parse_devices, plan_training
+from train.checks.plan import exchange_time, plan_training
 from train.tree import TrainTree
 
 
@@ -19,13 +18,6 @@ def test_a_ring_sends_almost_twice_the_data():
     assert exchange_time(10**9, 1, 8) == 0
     assert exchange_time(10**9, 2, 8) == pytest.approx(1.0)
     assert exchange_time(10**9, 100, 8) == pytest.approx(1.98)
-
-
-def test_devices_are_a_count_and_a_kind_that_is_known():
-    assert parse_devices("8xH200") == (8, "H200") and parse_devices("1xA100-80") == (1, "A100-80")
-    for wrong in ("H200", "0xH200", "8xH2000", "8 x H200", "x"):
-        with pytest.raises(UsageError, match="expected COUNTxKIND, with a kind of T4"):
-            parse_devices(wrong)
 
 
 def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
@@ -49,10 +41,8 @@ def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
     assert planned.cost.sent_bytes == planned.cost.weights_bytes and rows["step"].count("ms (of 9.0 KiB)") == 1
     assert planned.local_batch_size == 8, "of six streams with four images each, the largest rank has two"
     computing = planned.cost.step_seconds + planned.exchange_seconds
-    assert planned.speed is not None
     assert planned.speed.computed_images_per_second == pytest.approx(24 / computing)
     assert not (tmp_path / "models").exists()
-    assert planned.prediction is None, "of what is here the speed is measured"
 
 
 def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
@@ -60,7 +50,7 @@ def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     tree = {"models": {"uri": str(tmp_path)}, "dataset": DatasetConfig(uri=tiny_uri), "spark": SparkConfig()}
     planned = plan_training(TrainTree.model_validate({**tree, "train": train}))
     speed = planned.speed
-    assert speed is not None and speed.pace is not None and speed.training_seconds is not None
+    assert speed.pace is not None and speed.training_seconds is not None
     pace = speed.pace
     assert 0 < pace.input_wait_seconds < pace.step_seconds and pace.validation_seconds > 0
     epoch_seconds = planned.steps_per_epoch * pace.step_seconds + pace.validation_seconds
@@ -73,46 +63,23 @@ def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     assert Pace(5.0, 2.0, 0.0, 1.0, 10.0).training_seconds(3, 100 / 4, 0.5) == 5.0 + 3 * (25 * 2.5 + 10.0) + 1.0
 
 
-def test_for_devices_that_are_not_here_a_range_is_predicted(tiny_uri, tmp_path):
-    tree = TrainTree.model_validate(
-        {"models": {"uri": str(tmp_path)}, "dataset": DatasetConfig(uri=tiny_uri), "spark": SparkConfig(),
-         "train": {"global_batch_size": 24, "num_streams": 6, "num_workers": 2, "mixed_precision": "bfloat16",
-                   "model": "tests.train.torch_models:linear"}}
-    )  # fmt: skip
-    planned = plan_training(tree, "1xH200")
-    assert planned.prediction is not None and planned.speed is None
-    assert planned.prediction.image_flops == 2 * (2 * 16 * 16 * 3 * 3)
-    assert planned.prediction.least_step_seconds > planned.exchange_seconds > 0
-    assert dict(planned.rows())["speed"] == str(planned.prediction)
-    # Without a peak for the precision there is no figure.
-    no_figure = dict(plan_training(tree, "1xV100").rows())["speed"]
-    assert no_figure == "not known: no V100 is here, and its data sheet states no peak for this precision"
-
-
 def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_path):
     wrong = shardmill("plan", tiny_uri, "--set", "train.model=tests.train.torch_models:no_model", cwd=tmp_path)
     begun, error = wrong.stderr.splitlines()
     assert wrong.returncode == 2 and begun.startswith("plan: ") and "no_model" in error
     model = ("--set", "train.model=tests.train.torch_models:stateful")
-    many = shardmill("plan", tiny_uri, "--devices", "3xT4", "--world-size", "2", *model, cwd=tmp_path)
-    assert many.returncode == 2 and "give --world-size 3, or --devices 1xT4" in many.stderr
     config = tmp_path / "flowers.toml"
     config.write_text(
         f'[dataset]\nuri = "{tiny_uri}"\n[models]\nuri = "{tmp_path}/models"\n'
         '[train]\nmodel = "tests.train.torch_models:linear"\nnum_streams = 8\n'
     )
-    table = shardmill("plan", str(config), "--world-size", "8", "--devices", "1xH200", cwd=tmp_path)
+    table = shardmill("plan", str(config), "--world-size", "8", cwd=tmp_path)
     assert table.returncode == 0, table.stderr
-    assert all(each in table.stdout for each in ("torch_ddp", "8 worker(s)", "one H200", "2,307 weights")), table.stdout
-    done = shardmill("plan", tiny_uri, "--json", "--devices", "1xT4", "--world-size", "2", *model, cwd=tmp_path)
+    assert all(each in table.stdout for each in ("torch_ddp", "8 worker(s)", "2,307 weights")), table.stdout
+    done = shardmill("plan", tiny_uri, "--json", "--world-size", "2", *model, cwd=tmp_path)
     document = json.loads(done.stdout)
-    assert "local: in processes of one machine (planned for 1xT4; one host, as spark.master" in document["reason"]
-    assert " here" not in document["reason"]
+    assert "local: in processes of one machine (" in document["reason"] and "spark.master" in document["reason"]
     # A batch norm's moving statistics, of which no gradient exists.
     assert document["cost"]["model_bytes"] > document["cost"]["weights_bytes"] > 0
-    assert document["fit"]["choice"] == "at_once" and document["images_per_second"] is None
-    assert document["prediction"]["least_images_per_second"] < document["prediction"]["most_images_per_second"]
-    assert document["prediction"]["image_flops"] > 0
-    assert "the peak that the data sheet of T4 states (8.1 TFLOP/s in float32)" in document["prediction"]["assumption"]
-    assert document["exchange"] is None
-    assert "one T4 has 15.0 GiB: they fit" in document["fit"]["reason"]
+    assert document["fit"]["choice"] == "at_once" and document["images_per_second"] > 0
+    assert document["exchange"]["choice"] in ("exchange_small", "exchange_large")

@@ -20,7 +20,6 @@ from train.launching import LAUNCHERS
 from train.launching.faults import FaultKind, RankFault, RankLost, error_of_all, failure_of
 from train.launching.restarts import launch_until_done
 from train.strategies import STRATEGIES
-from train.values import FewerRanks
 
 GELU = "tests.train.torch_models:smooth"
 # More than 60 steps. Smoothed labels keep the loss from 0, where a relative bound means nothing.
@@ -41,7 +40,6 @@ def launch_on(uri, models, launcher, watcher, worker, **config):
         TrainConfig(**settings),
         watcher,
         check=lambda now: None,
-        settle=lambda fewer: None,
     )
     return done.result, done.restarts
 
@@ -91,7 +89,7 @@ def go_on_through(faults, check=lambda now: None, **config):
 
     settings = {"num_workers": 4, "strategy": "horovod", "launcher": "local", "max_restarts": 9, **config}
     try:
-        launch_until_done(launch, TrainConfig(**settings), StepWatcher(), check, lambda fewer: None)
+        launch_until_done(launch, TrainConfig(**settings), StepWatcher(), check)
     except (TrainingError, UsageError) as error:
         return sizes, error
     return sizes, None
@@ -106,24 +104,8 @@ def test_as_many_restarts_as_allowed_each_with_the_ranks_that_are_left():
     assert go_on_through(faults[:1], max_restarts=0) == ([4], faults[0])
 
 
-def test_ranks_that_find_fewer_faster_are_begun_anew_by_the_driver_and_then_may_be_lost_like_any():
-    sizes, settled, fewer = [], [], FewerRanks(1, "one is faster")
-    waiting: list[Exception] = [fewer, lost(3, {0})]
-
-    def launch(now) -> Any:
-        sizes.append(now.num_workers)
-        if waiting:
-            raise waiting.pop(0)
-
-    config = TrainConfig(num_workers=4, strategy="horovod", launcher="local", max_restarts=1)
-    done = launch_until_done(launch, config, StepWatcher(), lambda now: None, settled.append)
-    assert (sizes, settled, done.fewer) == ([4, 1, 1], [fewer], fewer)
-    assert [each.world_size for each in done.restarts] == [1]
-
-
-@pytest.mark.parametrize("how", ["fewer", "lost"])
-def test_a_signal_that_comes_while_the_ranks_leave_is_not_forgotten(how):
-    program = [sys.executable, "-m", "tests.programs.signalled_while_ranks_leave", how]
+def test_a_signal_that_comes_while_the_ranks_leave_is_not_forgotten():
+    program = [sys.executable, "-m", "tests.programs.signalled_while_ranks_leave"]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     assert done.stdout.split("\n") == ["launched", "terminated by SIGTERM; the ranks had ended already", ""]
 

@@ -153,10 +153,6 @@ class Learner(Protocol):
         """Whether `apply` would find their loss and the norm of their gradient finite."""
         ...
 
-    def num_flops(self, batch: Batch) -> int:
-        """Floating-point operations of `gradients`, by the framework's own counter: 0 if it knows none of them."""
-        ...
-
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
         """Update the weights by the summed addends, unless the loss or the gradient is not finite.
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import first_alike, open_dataset, open_pinned
-from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig, require_uri
 from train.backends.backend import model_spec
-from train.checks.data_sheets import DATA_SHEETS, Prediction, predicted
 from train.checks.pace import PaceTask, Speed, speed_of
 from train.checks.preflight import check_terms, check_trainable, window_memory
 from train.choosing.exchange import ExchangeFacts, Weighed, weigh
@@ -45,34 +42,24 @@ class TrainingPlan:
     exchange_seconds: float
     """One allreduce of all gradients, as they travel, at the given bandwidth, 0 for one worker; with servers, what one
     worker reads and sends."""
-    speed: Speed | None
-    """None for devices that are not here."""
-    prediction: Prediction | None
-    """For those; None if nothing can be said, and for what is here."""
+    speed: Speed
     host: str
-    device: str
-    device_bytes: int
     fit: Fit | None
-    """Into the memory of that device, or what a rank may use here; None if that is not known."""
+    """Into the memory that a rank may use here; None if that is not known."""
     exchange: Weighed | None
-    """What the exchange takes of a step; None for one worker, with servers, and for devices that are not here."""
+    """What the exchange takes of a step; None for one worker, and with servers."""
 
     @property
     def needed_bytes(self) -> int:
         """On the device of a rank."""
         return self.cost.state_bytes + self.cost.work_bytes
 
-    @property
-    def _no_figure(self) -> str:
-        counted = "its data sheet states no peak for this precision" if self.cost.image_flops else "nothing was counted"
-        return f"not known: no {self.device} is here, and {counted}"
-
     def document(self) -> dict[str, Any]:
         """What `--json` prints."""
         return {
             **asdict(self),
             "needed_bytes": self.needed_bytes,
-            "images_per_second": self.speed and self.speed.images_per_second,
+            "images_per_second": self.speed.images_per_second,
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -90,43 +77,33 @@ class TrainingPlan:
             ("memory", f"{size_of(cost.state_bytes)} of state and {size_of(cost.work_bytes)} for a step on a rank's "
              f"device; {size_of(self.window_bytes_per_rank)} of windows in its host's memory"),
             ("step", f"{1000 * cost.step_seconds:.1f} ms computation{exchange} (measured on {self.host})"),
-            ("speed", str(self.speed or self.prediction or self._no_figure)),
+            ("speed", str(self.speed)),
             *([("fit", self.fit.reason)] if self.fit else []),
             *([("exchange", self.exchange.reason)] if self.exchange else []),
         ]  # fmt: skip
 
 
-def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0) -> TrainingPlan:
-    """Choose, check and measure. `devices`: `8xH200` in all, or `1xH200` for each rank; empty for what is here.
-
-    Raises UsageError for what cannot run.
-    """
-    num_devices, kind = parse_devices(devices) if devices else (0, "")
+def plan_training(tree: TrainTree, network_gbit: float = 10.0) -> TrainingPlan:
+    """Choose, check and measure. Raises UsageError for what cannot run."""
     dataset = open_pinned(first_alike(open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin))
-    asked = tree.train
-    if num_devices > 1 and not asked.num_workers:
-        asked = asked.model_copy(update={"num_workers": num_devices})
-    chosen = check_terms(asked, tree.spark, dataset)
+    chosen = check_terms(tree.train, tree.spark, dataset)
     config = chosen.config
-    _check_count(devices, num_devices, kind, config.num_workers)
     check_trainable(config, dataset)
     # Before the step is measured: it refuses what cannot run.
     windows = window_memory(config, dataset)
     local_batch_size = windows.streams_per_rank * config.global_batch_size // config.num_streams
     paced = PaceTask(decided(config, 1, to_bfloat16=False), dataset.pin, max(1, ranks_here(config, tree.spark)))
-    cost = probe(_probe_task(paced, dataset, local_batch_size, counts_flops=bool(kind)))
-    limit = Limit(f"one {kind}", DATA_SHEETS[kind].memory_bytes, on_gpu=True) if kind else limit_of(config, tree.spark)
+    # The same rank with random images, whose bytes and seconds are counted.
+    spec = model_spec(dataset.manifest, paced.config)
+    cost = probe(ProbeTask(paced.config, spec, local_batch_size, paced.ranks_per_node))
     exchange_seconds = _exchange_seconds(config, cost.sent_bytes, network_gbit)
-    images_at_once = config.global_batch_size * (1 if shares_streams(config) else config.num_workers)
     epoch = dataset.plan_epoch(config.plan_spec(dataset), 0)
-    fit, work = _fit(limit, tree.spark, config, dataset, windows.bytes_per_rank), (local_batch_size, images_at_once)
-    precision = "bfloat16" if fit and fit.to_bfloat16 else paced.config.mixed_precision
     return TrainingPlan(
         dataset=f"{dataset.pin.uri}@{dataset.pin.version}",
         strategy=config.strategy,
         launcher=config.launcher,
         backend=config.backend,
-        reason=(chosen.planned_for(devices) if devices else chosen).reason,
+        reason=chosen.reason,
         num_workers=config.num_workers,
         steps_per_epoch=epoch.num_steps,
         global_batch_size=config.global_batch_size,
@@ -134,29 +111,11 @@ def plan_training(tree: TrainTree, devices: str = "", network_gbit: float = 10.0
         window_bytes_per_rank=windows.bytes_per_rank,
         cost=cost,
         exchange_seconds=exchange_seconds,
-        speed=None if kind else speed_of(paced, epoch, cost, exchange_seconds),
-        prediction=predicted(kind, precision, cost.image_flops, work, exchange_seconds) if kind else None,
+        speed=speed_of(paced, epoch, cost, exchange_seconds),
         host=socket.gethostname(),
-        device=kind,
-        device_bytes=DATA_SHEETS[kind].memory_bytes if kind else 0,
-        fit=fit,
-        exchange=None if kind else _weighed(config, cost, exchange_seconds, network_gbit),
+        fit=_fit(limit_of(config, tree.spark), tree.spark, config, dataset, windows.bytes_per_rank),
+        exchange=_weighed(config, cost, exchange_seconds, network_gbit),
     )
-
-
-def _probe_task(task: PaceTask, dataset: Dataset, local_batch_size: int, *, counts_flops: bool) -> ProbeTask:
-    """The same rank with random images, whose bytes and operations are counted."""
-    spec = model_spec(dataset.manifest, task.config)
-    return ProbeTask(task.config, spec, local_batch_size, task.ranks_per_node, counts_flops=counts_flops)
-
-
-def _check_count(devices: str, num_devices: int, kind: str, num_workers: int) -> None:
-    if num_devices not in (0, 1, num_workers):
-        raise UsageError(
-            f"--devices {devices} for train.num_workers = {num_workers}",
-            "expected a device for each rank",
-            f"give --world-size {num_devices}, or --devices 1x{kind}",
-        )
 
 
 def _fit(
@@ -183,14 +142,6 @@ def _weighed(config: TrainConfig, cost: StepCost, exchange_seconds: float, netwo
     sent = size_of(cost.sent_bytes)
     how = f"computed for {sent} at {network_gbit:g} Gbit/s, none of it hidden behind the computation"
     return weigh(ExchangeFacts(step_seconds, exchange_seconds, config.num_workers, how))
-
-
-def parse_devices(text: str) -> tuple[int, str]:
-    """`8xH200` -> (8, "H200"). Raises UsageError for a kind that is not known."""
-    match = re.fullmatch(r"([1-9]\d*)x([\w-]+)", text)
-    if not match or match[2] not in DATA_SHEETS:
-        raise UsageError(f"--devices {text}", "expected COUNTxKIND, with a kind of " + ", ".join(DATA_SHEETS))
-    return int(match[1]), match[2]
 
 
 def exchange_time(num_bytes: int, world_size: int, network_gbit: float) -> float:

@@ -21,7 +21,6 @@ from train.strategies.options import LocalSgdOptions, MirroredOptions, num_named
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.jobs.config import SparkConfig
-    from train.values import FewerRanks
 
 AUTO = "auto"
 
@@ -63,14 +62,6 @@ class Chosen:
     def with_ranks(self, num_workers: int, reason: str) -> Chosen:
         """Another number of them."""
         return replace(self, config=self.config.model_copy(update={"num_workers": num_workers}), ranks_reason=reason)
-
-    def planned_for(self, devices: str) -> Chosen:
-        """The same choice, of devices that are not here."""
-        return replace(self, numbers=(f"planned for {devices}", *self.numbers[1:])) if self.numbers else self
-
-    def with_fewer(self, found: FewerRanks) -> Chosen:
-        """As many as the ranks themselves have found best."""
-        return self.with_ranks(found.num_ranks, found.reason)
 
     def with_strategy(self, strategy: str, reason: str) -> Chosen:
         """Another strategy."""

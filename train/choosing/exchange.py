@@ -74,12 +74,8 @@ class FirstSteps(StepSums):
         self._emit = emit
         self._is_reported = False
         self._of_gradients = ""
-        self._reasons: dict[str, str] = {}
-
-    @property
-    def reason(self) -> str:
-        """What a trial before them said, and these; empty until then."""
-        return "; ".join(self._reasons.values())
+        self.reason = ""
+        """What was found; empty until then."""
 
     def step(self, step: GlobalStep) -> None:
         if self._is_reported:
@@ -92,9 +88,8 @@ class FirstSteps(StepSums):
         measured = f"measured in {num_steps} of its first steps{self._of_gradients}"
         facts = ExchangeFacts(seconds / num_steps, self._exchange_seconds / num_steps, len(self._ranks), measured)
         found = weigh(facts)
-        self._is_reported, reason = True, f"exchange: {found.reason}"
-        self._reasons["exchange"] = reason
-        self._emit("train.exchange", {"rank": 0, "choice": found.choice, "share": facts.share, "reason": reason})
+        self._is_reported, self.reason = True, f"exchange: {found.reason}"
+        self._emit("train.exchange", {"rank": 0, "choice": found.choice, "share": facts.share, "reason": self.reason})
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         super().event(name, fields)
@@ -102,8 +97,6 @@ class FirstSteps(StepSums):
             sent, whole = (fields[each] for each in ("sent_bytes", "gradient_bytes"))
             assert isinstance(sent, int) and isinstance(whole, int)
             self._of_gradients = f", with {size_of(sent)} for {size_of(whole)} of gradients ({fields['compression']})"
-        if name == "trial":
-            self._reasons["trial"] = str(fields["reason"])
         if name == "restarted":
             # With fewer ranks.
             self._is_reported = False

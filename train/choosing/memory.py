@@ -100,11 +100,6 @@ class Memory:
     ample: Callable[[TrainConfig], str] = _not_known
     """See `Fitted`."""
 
-    def fits(self, config: TrainConfig) -> bool:
-        """Whether so many ranks are known to have the memory for it."""
-        found = self.fitted(config)
-        return found.fit.choice != "too_large" if found.fit else found.ample != ""
-
     def fitted(self, config: TrainConfig) -> Fitted:
         """`config` with the parts that so many ranks need."""
         if self.record is None:

@@ -44,7 +44,6 @@ class ProbeTask:
     num_steps: int = NUM_STEPS
     for_memory: bool = False
     """Bytes are wanted, not seconds: on the CPU, whose memory is seen, also if there is a GPU."""
-    counts_flops: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,6 @@ class StepCost:
     """Of `work_bytes`, what each image takes that is computed at a time."""
     base_bytes: int
     """And the rest, which does not grow with the images."""
-    image_flops: int = 0
-    """Of the forward and the backward pass of an image; 0 if that was not counted, or not by any operation."""
 
 
 def probe(task: ProbeTask) -> StepCost:
@@ -118,7 +115,6 @@ def measure(task: ProbeTask) -> StepCost:
         process_bytes=before_bytes,
         image_bytes=image_bytes,
         base_bytes=max(0, work_bytes - image_bytes * num_images),
-        image_flops=learner.num_flops(few) // len(few.weights_N) if task.counts_flops else 0,
     )
 
 

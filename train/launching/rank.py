@@ -44,7 +44,7 @@ from train.launching.wire import (
 from train.strategies import STRATEGIES
 from train.strategies.nics import ipv4_of
 from train.task import WorkerTask
-from train.values import FewerRanks, Reporter, StepReport, TrainResult, from_json
+from train.values import Reporter, StepReport, TrainResult, from_json
 from train.world import World
 
 DEFAULT_WORKER = "train.worker:run_worker"
@@ -120,8 +120,6 @@ def _outcome(work: Callable[[], TrainResult], task: WorkerTask) -> Finished | St
         return Finished(work())
     except Terminated as stopped:
         return Stopped(str(stopped))
-    except FewerRanks as fewer:
-        return Stopped(fewer.reason, fewer.num_ranks)
     except BaseException as error:
         # Anything, also a SystemExit of a user's code: the driver must get it before this process ends.
         return failure_of(error, STRATEGIES[task.config.strategy].echo)

@@ -1,4 +1,4 @@
-"""Going on with fewer ranks: after the loss of some from the last complete checkpoint, or because fewer are faster.
+"""Resuming with fewer ranks from the last complete checkpoint, after some were lost.
 
 The epoch plan gives the same global batches at every world size, so the training stays the one that was begun.
 """
@@ -17,7 +17,7 @@ from train.config import TrainConfig
 from train.launching.faults import RankLost
 from train.reporting.observer import TrainObserver
 from train.strategies import STRATEGIES
-from train.values import FewerRanks, TrainResult
+from train.values import TrainResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,6 @@ class Launched:
 
     result: TrainResult
     restarts: tuple[Restart, ...]
-    fewer: FewerRanks | None
-    """Why it was begun once more with fewer ranks, if it was."""
 
 
 # Around all attempts, not each: where they have to share a Spark context, it must outlive the one that failed.
@@ -50,24 +48,17 @@ def launch_until_done(
     config: TrainConfig,
     observer: TrainObserver,
     check: Callable[[TrainConfig], object],
-    settle: Callable[[FewerRanks], None],
 ) -> Launched:
-    """`launch(config)`; with fewer ranks if they say so; and after a loss without those, `train.max_restarts` times.
+    """`launch(config)`; after a loss of ranks without those, up to `train.max_restarts` times.
 
-    `check` raises UsageError if a training cannot run with so few ranks; `settle` keeps a number for calls to come.
-    Raises what `launch` raises; of a fault that comes again at the same step, the first.
+    `check` raises UsageError if a training cannot run with so few ranks. Raises what `launch` raises; of a
+    fault that comes again at the same step, the first.
     """
     first_at: dict[Cursor | None, RankLost] = {}
     restarts: list[Restart] = []
-    fewer: FewerRanks | None = None
     while True:
         try:
-            return Launched(launch(config), tuple(restarts), fewer)
-        except FewerRanks as found:
-            assert found.num_ranks < config.num_workers
-            _stop_if_asked()
-            fewer, config = found, config.model_copy(update={"num_workers": found.num_ranks})
-            settle(found)
+            return Launched(launch(config), tuple(restarts))
         except RankLost as lost:
             first = first_at.setdefault(lost.last_step, lost)
             if first is not lost:

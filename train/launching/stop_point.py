@@ -12,9 +12,6 @@ import threading
 from dataclasses import dataclass
 from typing import Literal
 
-from shardmill.jobs.process import Terminated
-from train.values import FewerRanks
-
 
 @dataclass(frozen=True, slots=True)
 class Hold:
@@ -46,13 +43,7 @@ class Stopped:
 
     what: str
     """How far it came, for people."""
-    num_ranks: int = 0
-    """With which the training is to begin once more; 0: it has been asked to end."""
     kind: Literal["stopped"] = "stopped"
-
-    def as_raised(self) -> Terminated | FewerRanks:
-        """In the driver."""
-        return FewerRanks(self.num_ranks, self.what) if self.num_ranks else Terminated(self.what)
 
 
 class StopPoint:

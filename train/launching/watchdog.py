@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shardmill.errors import ShardmillError
 from shardmill.jobs.observer import WARNING
-from shardmill.jobs.process import stopping_in_order
+from shardmill.jobs.process import Terminated, stopping_in_order
 from shardmill.values import Cursor
 from train.launching.deadlines import Deadlines, RankState
 from train.launching.exchanges import Exchange, ExchangeAssembler
@@ -118,7 +118,7 @@ class Watchdog:
         """Serve the ranks until all have finished; rank 0's result.
 
         Raises the first failing rank's own error: its class if that is a ShardmillError, TrainingError otherwise;
-        Terminated, when SIGTERM has come and all ranks have stopped at the same step; and FewerRanks.
+        Terminated, when SIGTERM has come and all ranks have stopped at the same step.
         """
         with stopping_in_order(self._task.config.watch.stop_timeout_seconds) as request:
             ticked_seconds = time.monotonic()
@@ -146,7 +146,7 @@ class Watchdog:
                 self.abort()
             stopped = [rank.stopped for rank in self._ranks if rank.stopped is not None]
             if stopped:
-                raise stopped[0].as_raised()
+                raise Terminated(stopped[0].what)
         self._receive_last_output()
         result = self._ranks[0].result
         assert result is not None

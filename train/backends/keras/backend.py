@@ -71,9 +71,6 @@ class KerasLearner:
     def are_finite(self, addends: list[Any]) -> bool:
         return self.step.are_finite(addends)
 
-    def num_flops(self, batch: Batch) -> int:
-        return self.step.num_flops(batch)
-
     def apply(self, sums: list[Any], learning_rate: float | None) -> StepOutcome:
         return self._with_averages(self.step.apply(sums, learning_rate))
 

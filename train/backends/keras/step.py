@@ -134,20 +134,6 @@ class TrainStep:
         with self._changed_layers(), as_layers_raised_them():
             return _outcome(*self._compiled_whole(addends, *self._arguments(last, global_weight, share_of_each)))
 
-    def num_flops(self, batch: Batch) -> int:
-        """By TensorFlow's profiler, from the shapes in what is compiled."""
-        import tensorflow as tf
-
-        profiler: Any = tf.compat.v1.profiler
-        options = profiler.ProfileOptionBuilder(profiler.ProfileOptionBuilder.float_operation())
-        options = options.with_empty_output().build()
-        counted = 0
-        for part in parts_of(batch, self._accumulation_steps):
-            with self._changed_layers(), as_layers_raised_them():
-                traced = self._compiled_gradients.get_concrete_function(*self._arguments(part, 1, 1.0))
-            counted += profiler.profile(graph=traced.graph, options=options).total_float_ops
-        return counted
-
     def _arguments(self, part: Batch, global_weight: int, share_of_streams: float) -> tuple[Rows, Any, Any]:
         import tensorflow as tf
 

@@ -20,7 +20,7 @@ from train.backends.torch.model import BuiltModule, build_module
 from train.backends.torch.names import named_weights, read_weights
 from train.backends.torch.optimizers import clear_state, create_state, norm_of, parameter_groups, state_tensors
 from train.backends.torch.precision import Precision
-from train.backends.torch.profile import TorchRecording, flops_of
+from train.backends.torch.profile import TorchRecording
 from train.backends.torch.recompute import Recomputed
 from train.backends.torch.runtime import (
     decorrelate_generators,
@@ -77,9 +77,6 @@ class TorchLearner:
     def gradients(self, batch: Batch, global_weight: int, share_of_streams: float) -> list[Any]:
         zeros, figures = import_torch().zeros_like, self.differentiate(batch, global_weight, share_of_streams)
         return [*(zeros(each) if each.grad is None else each.grad.float() for each in self.weights), figures]
-
-    def num_flops(self, batch: Batch) -> int:
-        return flops_of(lambda: self.differentiate(batch, 1, 1.0))
 
     def differentiate(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -32,13 +31,3 @@ class TorchRecording:
     def stop(self) -> None:
         self._profile.stop()
         self._profile.export_chrome_trace(str(self._file))
-
-
-def flops_of(compute: Callable[[], object]) -> int:
-    """Floating-point operations of matrix products and convolutions in it, by PyTorch's own counter."""
-    import_torch()
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        compute()
-    return counter.get_total_flops()
