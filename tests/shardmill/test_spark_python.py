@@ -12,7 +12,10 @@ import pytest
 from shardmill.jobs.spark_python import keep_zip_directories
 
 
-@pytest.mark.parametrize(("name", "num_reads"), [("pyspark.zip", 0), ("py4j-0.10.9-src.zip", 0), ("mine.zip", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_reads"),
+    [("pyspark.zip", 0), ("py4j-0.10.9-src.zip", 0), ("spark-core_2.13-4.0.5.jar", 0), ("my-pyspark.zip", 2)],
+)
 def test_the_next_task_reads_the_directories_of_users_archives_alone(tmp_path, monkeypatch, name, num_reads):
     archive, package = tmp_path / name, f"zipped_{name.partition('.')[0].replace('-', '_')}"
     with zipfile.ZipFile(archive, "w") as file:
