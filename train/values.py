@@ -90,7 +90,8 @@ class ClassFigures:
 class Confusion:
     """How often each class was taken for which: the cells of the confusion matrix that are not 0, row by row.
 
-    Classes are numbers in the order of the dataset's class names.
+    Classes are numbers in the order of the dataset's class names; predicted may also be the number behind the last one,
+    which stands for all classes that the dataset does not have.
     """
 
     true: tuple[int, ...]

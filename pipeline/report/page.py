@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 MAX_CONFUSION_CLASSES = 50
 NUM_CONFUSED_PAIRS = 25
 NUM_WEAKEST_CLASSES = 12
+ANOTHER_CLASS = "a class that the dataset does not have"
 SHARE_NAMES = {
     "compute": "compute",
     "input_wait": "waiting for input",
@@ -117,7 +118,7 @@ def _charts(data: ReportData) -> dict[str, Markup]:
     }
     evaluation = data.evaluation
     if evaluation is not None and evaluation.confused and len(evaluation.per_class) <= MAX_CONFUSION_CLASSES:
-        names = [figures.name for figures in evaluation.per_class]
+        names = _answers(evaluation, evaluation.confused)
         charts["confusion"] = confusion_chart(names, _confusion_matrix(evaluation.confused, len(names)))
     return charts
 
@@ -205,6 +206,12 @@ def _weakest_classes(evaluation: Evaluation | None) -> list[Any]:
     return sorted(evaluation.per_class, key=weakness)[:NUM_WEAKEST_CLASSES]
 
 
+def _answers(evaluation: Evaluation, confused: Confusion) -> list[str]:
+    """The classes, and what a model may answer beside them."""
+    names = [figures.name for figures in evaluation.per_class]
+    return [*names, ANOTHER_CLASS] if len(names) in confused.predicted else names
+
+
 def _confusion_matrix(confused: Confusion, num_classes: int) -> list[list[int]]:
     matrix = [[0] * num_classes for _ in range(num_classes)]
     for true, predicted, count in zip(confused.true, confused.predicted, confused.num_samples, strict=True):
@@ -216,8 +223,8 @@ def _confused_pairs(evaluation: Evaluation | None) -> list[tuple[str, str, int]]
     """The most frequent mistakes as (true class, predicted class, samples)."""
     if evaluation is None or evaluation.confused is None:
         return []
-    names = [figures.name for figures in evaluation.per_class]
     cells = evaluation.confused
+    names = _answers(evaluation, cells)
     mistakes = [
         (names[true], names[predicted], count)
         for true, predicted, count in zip(cells.true, cells.predicted, cells.num_samples, strict=True)

@@ -7,6 +7,7 @@ import shutil
 import sys
 import tarfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -205,6 +206,14 @@ def test_a_name_that_is_not_utf8_is_shown_by_its_bytes():
     group = RejectedGroup("path_not_utf8", 1, ((Picture("", rejection.key), rejection),))
     page = render(ReportData("r", {"status": "ok"}, class_counts={"train": (1,)}, rejected=(group,), num_listed=2))
     assert r"cat/bad\xff.jpg" in page and "1 of 2 listed inputs" in page
+
+
+@pytest.mark.parametrize("num_classes", [2, 60])
+def test_answers_beside_the_datasets_classes_are_shown(num_classes: int):
+    evaluation = evaluation_of(tuple(f"c{number}" for number in range(num_classes)))
+    evaluation = replace(evaluation, confused=Confusion((0, 1), (0, num_classes), (3, 4)))
+    page = render(ReportData("r", {"status": "ok"}, evaluation=evaluation))
+    assert "a class that the dataset does not have" in page
 
 
 def test_charts_hold_their_numbers():

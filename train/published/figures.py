@@ -24,8 +24,9 @@ def evaluate_export(
 ) -> Evaluation:
     """Exact figures of an export on the batches of a dataset's split, whose images have its size.
 
-    A class of the dataset that the export does not know gets a probability near 0. `among` limits its answers to these
-    classes. Raises UsageError for labels of another kind, and images of another size.
+    It answers among all classes that it knows: one that the dataset does not have is a wrong answer. A class of the
+    dataset that the export does not know gets a probability near 0. `among` limits its answers to these classes. Raises
+    UsageError for labels of another kind, and images of another size.
     """
     record, manifest = model.export.record, dataset.manifest
     labels = LabelSpec.of(manifest)
@@ -41,18 +42,30 @@ def evaluate_export(
         )
     scores = scores_by(model.served.outputs, labels.kind, model.served.outputs_are_logits)
     if not labels.are_numbers:
-        scores = by_name(scores, record.class_names, labels.class_names, among)
+        # Of several classes an image, each is answered by itself.
+        keeps_others = labels.kind == "class"
+        scores = by_name(scores, record.class_names, labels.class_names, among, keeps_others=keeps_others)
     return evaluate_batches(scores, batches, split, labels, SingleCollective())
 
 
-def by_name(scores: Scores, names: Sequence[str], wanted_names: Sequence[str], among: Sequence[str] = ()) -> Scores:
+def by_name(
+    scores: Scores,
+    names: Sequence[str],
+    wanted_names: Sequence[str],
+    among: Sequence[str] = (),
+    *,
+    keeps_others: bool = False,
+) -> Scores:
     """`scores` with the columns of `wanted_names`; a class not in `names`, or not in `among`, comes behind all others.
 
-    Not normalized again: the loss of a sample is that of its class among all that the export knows.
+    `keeps_others`: behind these, the columns of the classes in `names` that are not wanted. Not normalized again: the
+    loss of a sample is that of its class among all that the export knows.
     """
     given = {name: column for column, name in enumerate(names) if not among or name in among}
     # A wanted class without a column takes the column that is appended behind the last one.
     columns_K = [given.get(name, len(names)) for name in wanted_names]
+    if keeps_others:
+        columns_K += [column for name, column in given.items() if name not in wanted_names]
     if columns_K == list(range(len(names))):
         return scores
 

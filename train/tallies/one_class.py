@@ -1,6 +1,7 @@
 """One class an image: accuracy, top five, and how often each class was taken for which, kept sparse.
 
-Shape legend: N batch, K classes, P pairs of a true and a predicted class that occur.
+A model may answer with a class that the dataset does not have: all such count as one more, behind the dataset's.
+Shape legend: N batch, K classes, C columns of the model's classes, P pairs of a true and a predicted class that occur.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ TOP = 5
 class ClassTally:
     """`train.tallies.Tally` for labels that are class numbers.
 
-    A pair of classes is one number, true * K + predicted: at 10,000 classes a matrix would take 800 MB on every rank.
+    A pair of classes is one number, true * (K + 1) + predicted: at 10,000 classes a matrix would take 800 MB on every
+    rank.
     """
 
     def __init__(self, labels: LabelSpec) -> None:
@@ -29,16 +31,18 @@ class ClassTally:
         self._num_top5 = 0
         self._pairs: list[np.ndarray] = []
 
-    def add(self, scores_NK: np.ndarray, batch: Batch) -> None:
-        is_real_N = batch.weights_N > 0
-        labels_N, scores_NK = batch.labels_N[is_real_N], scores_NK[is_real_N]
+    def add(self, scores_NC: np.ndarray, batch: Batch) -> None:
+        """The first K columns are the dataset's classes; those behind them are others that the model knows."""
+        is_real_N, num_classes = batch.weights_N > 0, len(self._names)
+        labels_N, scores_NC = batch.labels_N[is_real_N], scores_NC[is_real_N]
         rows_N = np.arange(len(labels_N))
-        self._loss_sum -= float(scores_NK[rows_N, labels_N].sum())
+        self._loss_sum -= float(scores_NC[rows_N, labels_N].sum())
         # The place of the true class among all; of equal ones the lower index comes first, as argmax has it.
-        of_true_N1 = scores_NK[rows_N, labels_N][:, None]
-        is_tied_before_NK = (scores_NK == of_true_N1) & (np.arange(scores_NK.shape[1]) < labels_N[:, None])
-        self._num_top5 += int((((scores_NK > of_true_N1) | is_tied_before_NK).sum(axis=1) < TOP).sum())
-        self._pairs.append(labels_N * len(self._names) + scores_NK.argmax(axis=1))
+        of_true_N1 = scores_NC[rows_N, labels_N][:, None]
+        is_tied_before_NC = (scores_NC == of_true_N1) & (np.arange(scores_NC.shape[1]) < labels_N[:, None])
+        self._num_top5 += int((((scores_NC > of_true_N1) | is_tied_before_NC).sum(axis=1) < TOP).sum())
+        predicted_N = np.minimum(scores_NC.argmax(axis=1), num_classes)
+        self._pairs.append(labels_N * (num_classes + 1) + predicted_N)
 
     def evaluation(self, split: str, exchange: Exchange) -> Evaluation:
         pairs_P, counts_P = np.unique(np.concatenate([*self._pairs, np.empty(0, np.int64)]), return_counts=True)
@@ -56,10 +60,10 @@ class ClassTally:
 
     def _figures(self, split: str, loss: float, num_top5: int, pairs_P: np.ndarray, counts_P: np.ndarray) -> Evaluation:
         num_classes, num_samples = len(self._names), int(counts_P.sum())
-        true_P, predicted_P = np.divmod(pairs_P, num_classes)
+        true_P, predicted_P = np.divmod(pairs_P, num_classes + 1)
         is_right_P = true_P == predicted_P
         num_true_K = np.bincount(true_P, counts_P, num_classes)
-        num_predicted_K = np.bincount(predicted_P, counts_P, num_classes)
+        num_predicted_K = np.bincount(predicted_P, counts_P, num_classes + 1)[:num_classes]
         num_right_K = np.bincount(true_P[is_right_P], counts_P[is_right_P], num_classes)
         per_class = tuple(
             ClassFigures(

@@ -26,7 +26,7 @@ class Exchange(Protocol):
 class Tally(Protocol):
     """The part of one rank."""
 
-    def add(self, scores_NK: np.ndarray, batch: Batch) -> None:
+    def add(self, scores_NK: np.ndarray, batch: Batch, /) -> None:
         """Count a batch, by the scores of `train.evaluation.evaluate`; rows of weight 0 are left out."""
         ...
 
