@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from shardmill.jobs.line_log import LineLog, Outage, Warn, read_lines, replace_lines, warn_on_stderr
@@ -106,8 +107,10 @@ class RunLog:
             self._observer.event(f"train.{name}", fields)
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        with ExitStack() as all_of_them:
+            # Whatever one of them raises: the others are closed, too.
+            for sink in reversed(self._sinks):
+                all_of_them.callback(sink.close)
 
 
 def _position(line: bytes) -> tuple[int, int]:

@@ -8,7 +8,8 @@ from shardmill.jobs.observer import WARNING, Observer
 from shardmill.jobs.run_record import RunRecord
 from train.config import TrainConfig
 from train.reporting.trackers import TRACKERS
-from train.reporting.trackers.tracker import TrackedRun, Tracker
+from train.reporting.trackers.guarded import GuardedTracker, check_tracker
+from train.reporting.trackers.tracker import TrackedRun
 from train.settings import values_of_settings
 
 
@@ -19,15 +20,17 @@ def tracker_names(config: TrainConfig) -> tuple[str, ...]:
 
 
 def check_trackers(config: TrainConfig) -> str:
-    """Load them all, and name them. Raises UsageError if a package is missing, or a user's own is not there."""
+    """Load them all, and name them. Raises UsageError if a package is missing, or a user's own is not there or lacks a
+    method."""
     names = tracker_names(config)
     for name in names:
-        TRACKERS[name]
+        check_tracker(name, TRACKERS[name])
     return ", ".join(names) or "none"
 
 
-def open_trackers(config: TrainConfig, run: RunRecord, observer: Observer) -> dict[str, Tracker]:
-    """By name."""
+def open_trackers(config: TrainConfig, run: RunRecord, observer: Observer) -> dict[str, GuardedTracker]:
+    """By name. Raises as `check_trackers`; what they do wrong from here on is a warning."""
+    check_trackers(config)
     settings = values_of_settings(config)
 
     def warn_of(name: str) -> Callable[[str], None]:
@@ -37,11 +40,11 @@ def open_trackers(config: TrainConfig, run: RunRecord, observer: Observer) -> di
         return warn
 
     return {
-        name: TRACKERS[name](TrackedRun(run.run_id, settings, run.store, run.folder, warn_of(name)))
+        name: GuardedTracker(TRACKERS[name], TrackedRun(run.run_id, settings, run.store, run.folder, warn_of(name)))
         for name in tracker_names(config)
     }
 
 
-def run_id_of(trackers: Mapping[str, Tracker], name: str) -> str:
+def run_id_of(trackers: Mapping[str, GuardedTracker], name: str) -> str:
     """What the tracker of that name calls the run; empty if it is not used, or has not answered."""
     return trackers[name].run_id if name in trackers else ""

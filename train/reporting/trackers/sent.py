@@ -7,6 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from shardmill.jobs.observer import FieldValue
 from train.reporting.observer import GlobalStep
@@ -20,6 +21,7 @@ MAX_SENT = 100
 """Steps and epochs of one call of `send`."""
 MAX_WAITING = 40_000
 """Steps and epochs that are kept for a server that is away: some 40 MB."""
+SLOW = "it is slow, or does not answer"
 
 
 class Refusal(Exception):
@@ -32,17 +34,26 @@ class SentTracker(ABC):
     They run in a thread of the driver and may raise anything: what failed is tried again.
     """
 
+    methods_to_define: ClassVar = {"begin": (), "send": ("scalars",), "end": ("is_finished=",)}
+    """With what each is called, as guarded.py has it."""
+
     def __init__(self, run: TrackedRun) -> None:
         self.run = run
         self.run_id = ""
         """At the server; `begin` sets it."""
         self._is_begun = False
         self._is_finished = False
+        self._is_warned = False
         self._lock = threading.Lock()
+        """Held by either thread for what follows."""
         self._waiting: list[Scalars] = []
         self._num_lost = 0
-        self._problem = ""
-        self._is_reported = False
+        self._why_lost = ""
+        self._failing = ""
+        """Why the last call failed; empty if it did not."""
+        self._to_warn = ""
+        """The first that went wrong."""
+        self._is_ended = False
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -77,23 +88,32 @@ class SentTracker(ABC):
         if self._thread is not None:
             # What was ended should end.
             self._thread.join(CLOSE_SECONDS if self._is_finished else CLOSE_SECONDS / 3)
-            self._report_problem()
-            if num_left := sum(len(each.values) for each in self._waiting) + self._num_lost:
-                self.run.warn(f"{num_left} values of metrics did not get there: {self._problem or 'it is slow'}")
+            if what_is_missing := self._what_is_missing():
+                self.run.warn(what_is_missing)
 
     def _put(self, scalars: Scalars) -> None:
         with self._lock:
             self._waiting.append(scalars)
             if (too_many := len(self._waiting) - MAX_WAITING) > 0:
-                self._num_lost += sum(len(each.values) for each in self._waiting[:too_many])
+                self._lose(self._waiting[:too_many], self._failing or SLOW)
                 del self._waiting[:too_many]
-        self._report_problem()
+            to_warn = self._to_warn
+        # Observers are called by the training's thread alone.
+        if to_warn and not self._is_warned:
+            self._is_warned = True
+            self.run.warn(to_warn)
 
-    def _report_problem(self) -> None:
-        """Observers are called by the training's thread alone."""
-        if self._problem and not self._is_reported:
-            self._is_reported = True
-            self.run.warn(f"{self._problem}; the training continues, and sending is tried again")
+    def _what_is_missing(self) -> str:
+        """At the end; empty if the server has been told all."""
+        with self._lock:
+            why = (self._failing or SLOW) if self._waiting or not self._num_lost else self._why_lost
+            if num_missing := sum(len(each.values) for each in self._waiting) + self._num_lost:
+                return f"{num_missing} values of metrics did not get there: {why}"
+            return "" if self._is_ended else f"all values got there, but not that the training has ended: {why}"
+
+    def _lose(self, scalars: Sequence[Scalars], why: str) -> None:
+        self._num_lost += sum(len(each.values) for each in scalars)
+        self._why_lost = why
 
     def _send_all(self) -> None:
         pause = FLUSH_SECONDS
@@ -103,14 +123,20 @@ class SentTracker(ABC):
                 if not self._is_begun:
                     self.begin()
                     self._is_begun = True
+                    with self._lock:
+                        self._failing = ""
                 while self._send_some():
                     pass
                 if is_closing:
                     self.end(is_finished=self._is_finished)
+                    with self._lock:
+                        self._is_ended = True
                     return
                 pause = FLUSH_SECONDS
-            except Exception as error:  # whatever it is: not the training's concern
-                self._problem = str(error)
+            except (Exception, SystemExit) as error:  # whatever it is: not the training's concern
+                with self._lock:
+                    self._failing = _words(error)
+                    self._to_warn = self._to_warn or f"{self._failing}; the training continues, and it is tried again"
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
                 if is_closing:
                     if not self._is_begun:
@@ -124,13 +150,21 @@ class SentTracker(ABC):
             some = self._waiting[:MAX_SENT]
         if not some:
             return False
+        refused = ""
         try:
             self.send(some)
         except Refusal as error:
-            self._num_lost += sum(len(each.values) for each in some)
-            self._problem = str(error)
+            refused = _words(error)
         sent = set(map(id, some))
         with self._lock:
+            self._failing = ""
+            if refused:
+                self._lose([each for each in self._waiting if id(each) in sent], refused)
+                self._to_warn = self._to_warn or f"{refused}; the training continues, and such numbers are left out"
             # Some may have been dropped meanwhile, because too many were waiting.
             self._waiting = [each for each in self._waiting if id(each) not in sent]
         return True
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,6 +1,8 @@
 """What a tracker is: a class that gets every step and event of a run in the driver, and may be a user's own.
 
-One that talks to a server derives from `SentTracker` (train/reporting/trackers/sent.py), which needs three methods.
+Its methods are called in the training's thread, which waits for them. One that raises is warned of once and called no
+more (train/reporting/trackers/guarded.py). One that talks to a server derives from `SentTracker`
+(train/reporting/trackers/sent.py), which needs three methods.
 """
 
 from __future__ import annotations
