@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from shardmill.errors import UsageError
-from shardmill.user_module import FoundModule, find_user_module, import_user_module, with_line_of_user
+from shardmill.user_module import (
+    FoundModule,
+    find_user_module,
+    hidden_by_another,
+    import_user_module,
+    with_line_of_user,
+)
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
@@ -166,7 +172,8 @@ class Registry(Mapping[str, Value], Generic[Value]):
             raise UsageError(
                 f"{self.key} = {name!r}: cannot import {module_name!r}: {with_line_of_user(error)}",
                 f"found it in {found.spec.origin}",
-                "`python -c 'import MODULE'` in that folder shows the whole error",
+                # Python alone imports what a name of ours hides.
+                "" if hidden_by_another(error) else "`python -c 'import MODULE'` in that folder shows the whole error",
             ) from error
         if not hasattr(module, object_name):
             raise UsageError(

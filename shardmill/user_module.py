@@ -18,8 +18,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-# A user's module that has the name of an installed one (a `train.py`, our package `train`) is imported below this.
+# A user's module that has the name of an installed one (a `train.py`, our package `train`) is imported below this, if
+# need be with a number behind it: each folder with such modules has a package of its own.
 USER_PACKAGE = "_shardmill_user"
+_USER_PACKAGE = re.compile(rf"\b{USER_PACKAGE}(_\d+)?\.")
 APPLICATIONS = "_applications"
 """The folder of this package that holds `etl`, `train` and `pipeline` in a wheel; pyproject.toml puts them there."""
 
@@ -99,14 +101,52 @@ def import_user_module(name: str, found: FoundModule) -> ModuleType:
         sys.path.append(found.home)
     if _is_same_file(_spec_of_import(name), found.spec.origin):
         return importlib.import_module(name)
-    package = sys.modules.get(USER_PACKAGE)
-    if package is None or list(package.__path__) != [found.home]:
-        for loaded in [each for each in sys.modules if each.partition(".")[0] == USER_PACKAGE]:
-            del sys.modules[loaded]
-        package = ModuleType(USER_PACKAGE)
-        package.__path__ = [found.home]
-        sys.modules[USER_PACKAGE] = package
-    return importlib.import_module(f"{USER_PACKAGE}.{name}")
+    return importlib.import_module(f"{_package_of(found.home)}.{name}")
+
+
+def without_user_package(text: str) -> str:
+    """Names of modules as their user writes them."""
+    return _USER_PACKAGE.sub("", text)
+
+
+def _package_of(home: str) -> str:
+    """The package that stands for a folder of modules. It stays: what a module imports later is looked up below it."""
+    known = _user_packages()
+    if home not in known:
+        package = ModuleType(USER_PACKAGE if not known else f"{USER_PACKAGE}_{len(known) + 1}")
+        package.__path__ = [home]
+        sys.modules[package.__name__] = package
+        known[home] = package.__name__
+    return known[home]
+
+
+def _user_packages() -> dict[str, str]:
+    """Folder -> the name of the package that stands for it, of those that there are."""
+    names = (each for each in list(sys.modules) if _USER_PACKAGE.fullmatch(f"{each}."))
+    return {sys.modules[name].__path__[0]: name for name in names}
+
+
+def hidden_by_another(error: BaseException) -> str:
+    """Why a user's import found another package than the one beside it, and what to do; empty for any other error.
+
+    `train/model.py` that says `from train.blocks import Block` gets ours: Python has one module of a name.
+    """
+    wanted = ""
+    if isinstance(error, ImportError):
+        wanted = error.name or ""
+    elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        wanted = error.obj.__name__
+    top = wanted.partition(".")[0]
+    taken = _spec_of_import(top) if top else None
+    for home in _user_packages() if taken else ():
+        own = find_below(home, top)
+        if own is None or _is_same_file(own.origin, taken):
+            continue
+        [*folders] = own.submodule_search_locations or ()
+        if folders:
+            return f"`{top}` is here {taken}, not {folders[0]}: rename that folder, or import relatively inside it"
+        return f"`{top}` is here {taken}, not {own.origin}: rename that file"
+    return ""
 
 
 def _spec_of_import(name: str) -> str | None:
@@ -136,9 +176,10 @@ def line_of_user(error: BaseException) -> str:
 
 
 def with_line_of_user(error: BaseException) -> str:
-    """What a user's code has raised, in words: `Type: message (file:line)`."""
-    line = line_of_user(error)
-    return f"{type(error).__name__}: {message_of(error)}" + (f" ({line})" if line else "")
+    """What a user's code has raised, in words: `Type: message (file:line)`, and of a name that is taken what to do."""
+    line, hidden = line_of_user(error), hidden_by_another(error)
+    words = f"{type(error).__name__}: {message_of(error)}" + (f" ({line})" if line else "")
+    return f"{words}; {hidden}" if hidden else words
 
 
 def message_of(error: BaseException) -> str:

@@ -105,6 +105,84 @@ def test_a_factory_is_found_in_the_working_directory_first(home: Path):
     assert Path(ours).parent.parent == Path(__file__).parents[1]
 
 
+PACKAGE = {
+    "__init__": "",
+    "blocks": "def width():\n    return 7\n",
+    "absolute": "from train.blocks import width\ndef f(image_shape, num_classes): ...\n",
+    "whole": "import train\ndef f(image_shape, num_classes):\n    return train.blocks.width()\n",
+    "late": "def f(image_shape, num_classes):\n    from train.blocks import width\n    return width()\n",
+    "relative": "from .blocks import width\ndef f(image_shape, num_classes):\n    return width()\n",
+    "late_relative": "def f(image_shape, num_classes):\n    from .blocks import width\n    return width()\n",
+}
+BUILD = """
+import sys
+from contextlib import suppress
+from shardmill.errors import UsageError
+from train.models import MODELS
+from train.models.user import call_factory
+for name in sys.argv[1:]:
+    with suppress(UsageError):
+        MODELS[name]
+for name in sys.argv[1:]:
+    try:
+        print(call_factory(name, (8, 8, 3), 2))
+    except UsageError as error:
+        print(error)
+"""
+
+
+def built(home: Path, *names: str, path: tuple[Path, ...] = ()) -> list[str]:
+    """What calling these factories gives, or the error, a line each."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", BUILD, *names], cwd=home, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path)))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def write_package(folder: Path, modules: dict[str, str]) -> Path:
+    folder.mkdir(parents=True)
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("is_regular", [True, False])
+def test_a_users_package_of_our_name_imports_itself_relatively_or_is_told_to(tmp_path: Path, is_regular: bool):
+    package = write_package(tmp_path / "train", PACKAGE)
+    if not is_regular:
+        (package / "__init__.py").unlink()
+    names = [f"train.{name}:f" for name in ("absolute", "whole", "late", "relative", "late_relative")]
+    *refused, relative, late_relative = built(tmp_path, *names)
+    assert (relative, late_relative) == ("7", "7")
+    for line, said in zip(refused, ["No module named 'train.blocks'", "has no attribute", "No module"], strict=True):
+        assert said in line and f"`train` is here {ROOT}/train/__init__.py, not {package}: rename that folder" in line
+        assert "python -c 'import MODULE'" not in line
+
+
+def test_a_users_file_of_our_name_that_another_one_imports_is_named(tmp_path: Path):
+    write_package(tmp_path / "home", {"train": "from etl import load\n", "etl": "def load(): ...\n"})
+    [line] = built(tmp_path / "home", "train:f")
+    assert "cannot import name 'load' from 'etl'" in line and f"not {tmp_path}/home/etl.py: rename that file" in line
+
+
+def test_modules_of_two_folders_with_names_of_ours_stay_importable(tmp_path: Path):
+    # Each imports more of its own folder when it is called; all have been loaded by then.
+    for top in ("train", "etl"):
+        late = PACKAGE["late_relative"].replace("return width()", f"return width(), '{top}', f.__module__")
+        write_package(tmp_path / top / top, {**PACKAGE, "late_relative": late})
+    found = built(
+        tmp_path, "train.relative:f", "etl.relative:f", "train.late_relative:f", "etl.late_relative:f",
+        path=(tmp_path / "train", tmp_path / "etl"),
+    )  # fmt: skip
+    assert found[:2] == ["7", "7"]
+    assert found[2:] == [
+        "(7, 'train', '_shardmill_user.train.late_relative')",
+        "(7, 'etl', '_shardmill_user_2.etl.late_relative')",
+    ]
+
+
 # The console script of an installed wheel.
 SHARDMILL = [sys.executable, "-P", "-c", "import sys; from shardmill.applications import main; main()"]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardmill.errors import UsageError
 from shardmill.registry import install_hint
-from shardmill.user_module import USER_PACKAGE
+from shardmill.user_module import without_user_package
 from train.backends.gpu_builds import check_seen
 from train.world import World
 
@@ -86,7 +86,7 @@ def config_sha256(model: Any) -> str:
         config = [type(layer).__name__ for layer in model.layers]
     variables = [[list(variable.shape), bool(variable.trainable)] for variable in model.variables]
     # Whether a user's module needed a name of its own depends on what else is installed.
-    text = json.dumps([_canonical(config), variables], sort_keys=True).replace(f"{USER_PACKAGE}.", "")
+    text = without_user_package(json.dumps([_canonical(config), variables], sort_keys=True))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from shardmill.user_module import without_user_package
 from train.backends.backend import ModelSpec, Predict, ServedModel
 from train.backends.keras.losses import answers_of
 from train.backends.keras.runtime import import_tensorflow
@@ -138,7 +139,8 @@ def write_keras_file(serving: ServingModel, file: Path, check: KerasCheck) -> st
             if not difference <= check.max_abs_diff:
                 reason = f"reloaded, it differs by {difference:g}"
                 continue
-            classes = ", ".join(sorted(f"{kind.__module__}.{kind.__name__}" for kind in _custom_classes(loaded)))
+            names = (f"{kind.__module__}.{kind.__name__}" for kind in _custom_classes(loaded))
+            classes = ", ".join(sorted(map(without_user_package, names)))
             return f"load it with custom_objects for {classes}" if classes else ""
     file.unlink(missing_ok=True)
     return f"no .keras file: {reason}; give the model class a get_config()"
