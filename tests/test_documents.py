@@ -99,6 +99,25 @@ def test_the_reference_has_every_config_key_and_command():
     assert all(f"    shardmill {name} " in listed for name in COMMANDS)
 
 
+def row_of(key: str) -> list[str]:
+    """The cells of a key in the reference."""
+    [row] = [line for line in PAGES["reference/config.md"]().splitlines() if f'<a id="{key}"></a>' in line]
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[2:-1]]
+
+
+def test_a_default_that_follows_from_other_keys_names_them():
+    default, _ = row_of("train.num_streams")
+    assert default == "follows from `global_batch_size`, `num_workers`, `rank_weights`; with their defaults `8`"
+
+
+@pytest.mark.parametrize("key", ["accumulation_steps", "num_workers", "local_sgd.silo_timeout_seconds"])
+def test_the_reference_does_not_say_that_a_setting_changes_nothing_that_does(key: str):
+    _, meaning = row_of(f"train.{key}")
+    assert meaning.endswith(
+        "*Execution setting: it may differ between two attempts at one training, and starts no new run.*"
+    )
+
+
 def test_the_columns_of_a_shard_are_listed():
     text = (ROOT / "docs" / "columns.md").read_text(encoding="utf-8").partition("\n## TFRecord")[0]
     listed = tuple(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))

@@ -5,10 +5,11 @@ A numbered record never changes; `put_if_absent` decides who writes it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -20,6 +21,8 @@ from train.values import from_json
 
 Record = TypeVar("Record", bound=BaseModel)
 Value = TypeVar("Value")
+# Of numbers that are there, in an error message.
+MAX_RANGES = 8
 
 
 def record_path(folder: str, number: int) -> str:
@@ -31,6 +34,15 @@ def record_numbers(store: Store, folder: str) -> list[int]:
     """The numbers that exist, ascending."""
     names = (re.fullmatch(rf"{folder}/(\d{{8}})\.json", file.path) for file in store.list(folder))
     return sorted(int(name[1]) for name in names if name)
+
+
+def numbers_in_words(numbers: Sequence[int]) -> str:
+    """Ascending numbers as ranges, `1 to 3, 5, 8`; of many ranges the last ones."""
+    # Of consecutive numbers, number minus position is constant.
+    runs = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ranges = [[number for _, number in run] for _, run in runs]
+    words = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in ranges]
+    return ", ".join([*["..."][: len(words) > MAX_RANGES], *words[-MAX_RANGES:]])
 
 
 def put_record(store: Store, folder: str, number: int, record: BaseModel) -> bool:

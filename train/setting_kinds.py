@@ -12,7 +12,7 @@ class SettingKind:
     meaning: str
 
 
-EXECUTION = SettingKind("execution setting: it does not change the result, and may differ between two attempts")
+EXECUTION = SettingKind("execution setting: it may differ between two attempts at one training, and starts no new run")
 DURATION = SettingKind("duration setting: a longer training continues a shorter one")
 DEFAULTED = SettingKind("changing it starts a new run; trainings that began before it existed have its default")
 RESUMABLE = SettingKind("resumable setting: no checkpoint depends on it, `--allow-change` may change it")

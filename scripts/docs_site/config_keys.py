@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import tomlkit
@@ -36,7 +38,7 @@ def _section(section: type[BaseModel], path: str) -> list[str]:
     sections = {name: section_of(field) for name, field in section.model_fields.items()}
     inner = {name: each for name, each in sections.items() if each is not None}
     rows = [
-        [f'<a id="{path}{name}"></a>`{name}`', _default(field), _meaning(docstrings.get(name, ""), field)]
+        [f'<a id="{path}{name}"></a>`{name}`', _default(section, name), _meaning(docstrings.get(name, ""), field)]
         for name, field in section.model_fields.items()
         if name not in inner
     ]
@@ -55,11 +57,31 @@ def _section(section: type[BaseModel], path: str) -> list[str]:
     return lines
 
 
-def _default(field: FieldInfo) -> str:
-    if field.default_factory_takes_validated_data:
-        # Its meaning says of which other keys.
-        return "follows"
-    value: Any = field.get_default(call_default_factory=True)
+class _Asked(dict[str, Any]):
+    """Values by key, which remembers the keys that it was asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.keys_asked: dict[str, None] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_asked[key] = None
+        return super().__getitem__(key)
+
+
+def _default(section: type[BaseModel], name: str) -> str:
+    field = section.model_fields[name]
+    if not field.default_factory_takes_validated_data:
+        return _shown(field.get_default(call_default_factory=True))
+    # Pydantic gives such a factory the keys in front of its own.
+    before = itertools.takewhile(lambda each: each[0] != name, section.model_fields.items())
+    given = _Asked({key: each.get_default(call_default_factory=True) for key, each in before})
+    value = field.get_default(call_default_factory=True, validated_data=given)
+    keys = ", ".join(f"`{key}`" for key in given.keys_asked)
+    return f"follows from {keys}; with their defaults {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
     if value is PydanticUndefined or value is None:
         return "none"
     return f"`{cell(tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string())}`"

@@ -213,7 +213,7 @@ def test_an_altered_record_is_named(models, tmp_path):
 
 
 def test_an_export_that_is_not_there_is_answered_with_those_that_are(models):
-    with pytest.raises(UsageError, match="has no export 7; it has 1 to 1"):
+    with pytest.raises(UsageError, match="has no export 7; it has 1; "):
         read_export(str(models), 7)
 
 

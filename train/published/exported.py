@@ -17,7 +17,7 @@ from shardmill.stores import open_store
 from shardmill.values import DatasetPin, LabelKind
 from train.backends.backend import Predict, ServedModel
 from train.labels import LabelSpec
-from train.records import read_record, record_numbers
+from train.records import numbers_in_words, read_record, record_numbers
 from train.values import Evaluation
 
 EXPORTS = "exports"
@@ -100,8 +100,11 @@ def read_export(models_uri: str, number: int) -> Export:
     store = open_store(models_uri)
     known = record_numbers(store, EXPORTS)
     if number not in known:
-        has = f"it has {known[0]} to {known[-1]}" if known else "it has none"
-        raise UsageError(f"{models_uri} has no export {number}", has, "`shardmill export` makes one")
+        raise UsageError(
+            f"{models_uri} has no export {number}",
+            f"it has {numbers_in_words(known) or 'none'}",
+            "`shardmill export` makes one",
+        )
     return Export(number, read_record(store, EXPORTS, number, ExportRecord))
 
 
