@@ -50,7 +50,12 @@ class Lease:
     """The version that a reader needs; None for the other kinds."""
     age_seconds: float
     """Since it was last renewed."""
-    is_live: bool
+    ttl_seconds: float
+    """Its holder's own: it lapses so long after its last renewal."""
+
+    @property
+    def is_live(self) -> bool:
+        return self.age_seconds <= self.ttl_seconds
 
 
 class HeldLease:
@@ -157,7 +162,7 @@ def list_leases(store: Store, now: float) -> list[Lease]:
         except (ValueError, KeyError, TypeError):
             kind, holder, version, ttl_seconds = LeaseKind.WRITER, "an unknown process", None, TTL_SECONDS
         age_seconds = now - file.mtime_ns / 1e9
-        found.append(Lease(file.path, kind, holder, version, age_seconds, age_seconds <= ttl_seconds))
+        found.append(Lease(file.path, kind, holder, version, age_seconds, ttl_seconds))
     return found
 
 
@@ -181,5 +186,5 @@ def _refuse_beside(store: Store, own: HeldLease, kinds: set[LeaseKind]) -> None:
                 f"{other.holder} is at work in {store.uri} ({other.kind})",
                 "expected none; nothing was changed",
                 f"run this again when it has ended; if it was killed, its lease {other.path} lapses "
-                f"{TTL_SECONDS / 60:.0f} minutes after its last renewal, {other.age_seconds:.0f} s ago",
+                f"{other.ttl_seconds:g} s after its last renewal, {other.age_seconds:.0f} s ago",
             )

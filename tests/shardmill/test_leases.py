@@ -89,3 +89,12 @@ def test_who_cannot_write_can_still_read(tmp_path: Path, faulty: dict):
     with pytest.raises(StorageError, match="lost"), reading(open_store(f"faulty://{tmp_path}"), 1, "train"):
         raise StorageError("lost")
     assert not live(tmp_path)
+
+
+def test_the_time_until_a_lease_lapses_is_its_own(tmp_path: Path):
+    store = open_store(tmp_path)
+    with writing(store, "etl", ttl_seconds=7200):
+        with pytest.raises(CommitConflict) as caught, collecting(store, "gc"):
+            raise AssertionError("gc began beside a writer")
+        assert "lapses 7200 s after its last renewal" in caught.value.fix
+        assert [lease.ttl_seconds for lease in live(tmp_path)] == [7200]
