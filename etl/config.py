@@ -156,7 +156,10 @@ class EtlConfig(DecodeLimits, NormalizeOptions):
     unknown_class: Literal["reject", "error"] = "reject"
     """An image of a class that `label_map` does not have: reject it, or end with exit 7."""
     max_reject_fraction: float = Field(default=0.05, ge=0, le=1)
-    """More rejected images than this share end the run with exit 7 before anything is published."""
+    """More rejected images than this share end the run with exit 7 before anything is published.
+
+    Files that are not named like images count neither as rejected nor as images (docs/rejects.md).
+    """
     max_unreadable_fraction: float = Field(default=0.0, ge=0, le=1)
     """More images than this share that access is denied to (`unreadable`) end the run with exit 4."""
     max_changed_fraction: float = Field(default=0.01, ge=0, le=1)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from etl.listed import ListingBatch, batches_of, listed_table
-from etl.sources.containers import Containers, gone, image_file, splits_of
+from etl.sources.containers import Containers, gone, image_file
 from etl.sources.extra import ExtraColumns
+from etl.sources.file_splits import FileSplits, splits_of, with_warnings
 from etl.sources.folder_labels import FolderRule, with_folder_labels
 from etl.sources.member_signs import MemberSigns, with_listed_signs
 from etl.sources.names import is_utf8
@@ -64,20 +65,21 @@ class Archives:
         # Labels that are no classes come as a column.
         takes_none = layout.label_field in ("", FOLDER_LABELS) and self._extra.target is None
         signs = MemberSigns() if folders.takes_labels and takes_none else None
-        batches = batches_of(self._entries(found.containers, layout, signs), lambda: self._extra.types)
+        splits = splits_of(archive.path for archive in found.containers)
+        batches = batches_of(self._entries(found.containers, layout, signs, splits), lambda: self._extra.types)
         if signs is not None:
             batches = with_listed_signs(batches)
-        yield from with_folder_labels(batches, replace(folders, takes_labels=takes_folders))
+        batches = with_folder_labels(batches, replace(folders, takes_labels=takes_folders))
+        yield from with_warnings(batches, splits.look_alikes)
         if signs is not None:
             yield ListingBatch(listed_table([]), label_signs=signs.found)
 
     def _entries(
-        self, archives: Sequence[StoredFile], layout: TarLayout, signs: MemberSigns | None
+        self, archives: Sequence[StoredFile], layout: TarLayout, signs: MemberSigns | None, splits: FileSplits
     ) -> Iterator[SourceImage | Rejection]:
-        splits = splits_of(archive.path for archive in archives)
         for archive in archives:
             try:
-                yield from self._list(archive, layout, splits[archive.path], signs)
+                yield from self._list(archive, layout, splits.of[archive.path], signs)
             except FileNotFoundError:
                 yield gone(archive)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from etl.sources.names import class_name_of
+from etl.sources.value_text import text_of_value
 
 _BYTE_ORDER_MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
@@ -39,11 +40,9 @@ def single_text(values: Sequence[Any], name: str) -> tuple[str | None, str]:
         value = text_of(bytes(value))
         if value is None:
             return None, f"{name} is not UTF-8"
-    if isinstance(value, float):
-        if not value.is_integer():
-            return None, f'{name} is {value}, which is no class; source.label_kind = "float" takes numbers'
-        value = int(value)
+    if isinstance(value, float) and not value.is_integer():
+        return None, f'{name} is {value}, which is no class; source.label_kind = "float" takes numbers'
     if isinstance(value, dict):
         return None, f"{name} is an object; source.label_field may name a field of it"
-    text = "" if value is None else str(value).strip()
+    text = "" if value is None else text_of_value(value).strip()
     return (text, "") if text else (None, f"no {name}")

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
-from etl.sources.labels import plain_texts
 from etl.sources.names import SPLIT_OF_NAME
+from etl.sources.value_text import are_inexact, plain_texts, value_texts, whole_texts
 from shardmill.errors import UsageError
 from shardmill.printable import printable
 from shardmill.values import UNKNOWN_SIZE, Rejection, RejectReason
@@ -91,14 +91,25 @@ def as_splits(texts: pa.Array) -> tuple[pa.Array, pa.Array]:
 
 def as_texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Strings; what is empty is null. Raises UsageError for columns that are not text."""
-    column = plain_texts(column)
-    if pa.types.is_binary(column.type) or pa.types.is_nested(column.type):
+    texts = value_texts(column)
+    if texts is None:
         raise UsageError(
-            f"a column of URIs, keys or groups is {column.type}",
+            f"a column of URIs, keys or groups is {plain_texts(column).type}",
             "expected one text in each row",
             "check source.uri_field, key_field and group_field; of a list of images, write a row for each",
         )
-    return nulls_for_empty(column.cast(pa.string()))
+    if pc.any(are_inexact(column), min_count=0).as_py():
+        raise UsageError(
+            f"a column of URIs, keys or groups is {column.type}, and a number in it has more digits than that keeps",
+            "expected whole numbers or texts: two of them may have become one",
+            "write the column as int64 or as text",
+        )
+    return nulls_for_empty(texts)
+
+
+def as_names(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Strings that name keys or groups: as `as_texts`, and `1` for `1.0` also where a file has only texts."""
+    return whole_texts(as_texts(column))
 
 
 def nulls_for_empty(column: pa.ChunkedArray) -> pa.ChunkedArray:

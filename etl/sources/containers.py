@@ -6,15 +6,12 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import BinaryIO, Generic, TypeVar
 
-from etl.sources.names import SPLIT_OF_NAME
 from etl.sources.packing import reading
 from etl.sources.patterns import expanded, is_pattern, matches, names_any
 from etl.stored_file import open_file
 from shardmill.errors import CannotList, IntegrityError, NoSuchRoot, UsageError
-from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
@@ -107,25 +104,6 @@ class Containers:
         return file.path == self._name or is_named(file.path, self._suffixes)
 
 
-def splits_of(paths: Iterable[str]) -> dict[str, str | None]:
-    """The split that a folder or a word of each path names (`set-train-00000.tar`); none if `train` is not among them.
-
-    Raises UsageError if some paths name a split and others do not: their images would be mixed by chance.
-    """
-    splits = {path: _split_of(path) for path in paths}
-    if "train" not in splits.values():
-        return dict.fromkeys(splits)
-    without = next((path for path, split in splits.items() if split is None), None)
-    if without is not None:
-        named = next(path for path, split in splits.items() if split is not None)
-        raise UsageError(
-            f"{printable(named)} names a split and {printable(without)} does not",
-            "expected a split in the name of each file or folder, or of none",
-            "choose the files with a pattern in source.uri, or rename them",
-        )
-    return splits
-
-
 class ContainerReader(Generic[Opened]):
     """Reads the images of containers by their places; the latest container stays open, as units come block by block."""
 
@@ -215,9 +193,3 @@ def is_named(path: str, suffixes: tuple[str, ...]) -> bool:
     """Whether a name ends in one of the suffixes, whatever its case."""
     # TFDS writes `mnist-train.tfrecord-00000-of-00001`.
     return re.sub(r"-\d+-of-\d+$", "", path.lower()).endswith(suffixes)
-
-
-def _split_of(path: str) -> str | None:
-    *folders, name = PurePosixPath(path.lower()).parts
-    words = (*folders, *re.split(r"[-_.]", name))
-    return next((SPLIT_OF_NAME[word] for word in words if word in SPLIT_OF_NAME), None)

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from etl.sources.target import Target, class_names_of
+from etl.sources.value_text import text_of_value, value_texts
 from shardmill.errors import UsageError
 from shardmill.printable import printable
 from shardmill.typed_columns import (
@@ -109,10 +111,12 @@ class ExtraColumns:
                 f'leave it out of source.extra_columns, or give its type: "{name}:string"',
             )
         wanted = self._type(name, kind or "", where)
+        is_list_alike = pa.types.is_list(column.type) == wanted.startswith("list<")
+        values = _texts_of(column) if scalar_of(wanted) == "string" and is_list_alike else None
         try:
             is_text_of_target = name == LABEL and self.target is not None and kind == "string"
             is_cast = wanted and not is_text_of_target
-            values = column.cast(ARROW_TYPES[wanted]).to_pylist() if is_cast else column.to_pylist()
+            values = values or (column.cast(ARROW_TYPES[wanted]) if is_cast else column).to_pylist()
         except pa.ArrowException:
             values = column.to_pylist()
         return self._values(name, values, wanted, problems)
@@ -203,9 +207,28 @@ def _name_of(kind: pa.DataType) -> str | None:
         return "float32"
     if pa.types.is_float64(kind):
         return "float64"
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    # A date of JSON or CSV is a text, too.
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_time(kind):
         return "string"
     return "bool" if pa.types.is_boolean(kind) else None
+
+
+def _is_time(kind: pa.DataType) -> bool:
+    return pa.types.is_date(kind) or pa.types.is_timestamp(kind) or pa.types.is_time(kind)
+
+
+def _texts_of(column: pa.Array) -> list[Any] | None:
+    """The values of a column as texts, or lists of them; None for types that have none, and for texts themselves."""
+    kind = column.type
+    if not pa.types.is_list(kind):
+        texts = None if pa.types.is_string(kind) else value_texts(pa.chunked_array([column]))
+        return None if texts is None else texts.to_pylist()
+    inner = _texts_of(pc.list_flatten(column))
+    if inner is None:
+        return None
+    flat = iter(inner)
+    lengths = pc.list_value_length(column).to_pylist()
+    return [None if length is None else [next(flat) for _ in range(length)] for length in lengths]
 
 
 def _type_of(value: Any) -> str:
@@ -243,7 +266,7 @@ def _scalar(value: Any, kind: str) -> int | float | str | bool:
     if kind == "string":
         if isinstance(value, list | dict | bytes):
             raise TypeError
-        return value if isinstance(value, str) else json.dumps(value) if isinstance(value, bool) else str(value)
+        return text_of_value(value)
     if kind == "bool" and value in (0, 1):
         return bool(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or kind == "bool":

@@ -10,6 +10,7 @@ from etl.sources.class_texts import joined
 from etl.sources.class_values import class_of, single_text, text_of
 from etl.sources.columns import choose_column
 from etl.sources.label_signs import named_signs
+from etl.sources.value_text import whole_text
 from shardmill.errors import UsageError
 from shardmill.formats.tf_example import BYTES_LIST, FeatureList
 from shardmill.printable import printable
@@ -70,7 +71,7 @@ class FeatureNames:
             key, problem = single_text(_values(features, self.key), f"feature {self.key}")
             if key is None:
                 return image.rejected(RejectReason.BAD_ROW, problem, "list")
-            image = replace(image, key=f"{image.container}\0{key}")
+            image = replace(image, key=f"{image.container}\0{whole_text(key)}")
         if self._expects_none:
             self._refuse_label(image, features)
         if self.label is None:

@@ -22,8 +22,8 @@ from etl.sources.containers import (
     FoundFiles,
     gone,
     image_file,
-    splits_of,
 )
+from etl.sources.file_splits import splits_of, with_warnings
 from etl.sources.idx_file import IdxFile, open_images, read_labels
 from etl.sources.names import IDX_SUFFIXES
 from etl.sources.plain_png import plain_png
@@ -75,8 +75,8 @@ class IdxSource:
             LISTED_SCHEMA.empty_table(), odd.rejections, label_signs=unused if self._takes_labels else ()
         )
         splits = splits_of(labels)
-        for file in images:
-            yield from _list_pair(self._files.store, file, labels[file.path], splits[file.path])
+        listed = (_list_pair(self._files.store, file, labels[file.path], splits.of[file.path]) for file in images)
+        yield from with_warnings(itertools.chain.from_iterable(listed), splits.look_alikes)
 
     def _labels_of(self, images: str, known: Mapping[str, StoredFile]) -> StoredFile | None:
         """The file of labels that belongs to a file of images, packed or not; a single file's lies beside it."""

@@ -27,6 +27,7 @@ _LABEL_WORDS = frozenset(
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _NUM_NAMED = 4
 _MIN_ROWS = 4
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 # A class's column: how a cell says whether the image has the class.
 _FLAGS = {"0": False, "1": True, "-1": False, "true": True, "false": False}
 
@@ -97,7 +98,8 @@ def _is_one_of(flags: pa.Table) -> bool:
 
 def _repeats(column: pa.ChunkedArray) -> bool:
     values = {value for value in pc.unique(_texts(column)).to_pylist() if value}
-    return 1 < len(values) <= len(column) // 2
+    # Days repeat, too.
+    return 1 < len(values) <= len(column) // 2 and not all(map(_DATE.match, values))
 
 
 def _texts(column: pa.ChunkedArray) -> pa.ChunkedArray:

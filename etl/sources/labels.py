@@ -8,7 +8,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.sources.names import NO_LABEL, WHOLE_NUMBER
+from etl.sources.names import NO_LABEL
+from etl.sources.value_text import plain_texts, value_texts, whole_texts
 from shardmill.errors import UsageError
 
 # Beyond it, a float64 no longer tells two whole numbers apart.
@@ -33,23 +34,16 @@ def as_labels(column: pa.ChunkedArray, class_names: tuple[str, ...], where: str)
             [pa.array(class_names, pa.string()).take(chunk) for chunk in pc.if_else(is_named, numbers, None).chunks],
             pa.string(),
         )
-    if not (pa.types.is_string(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind) or kind == pa.null()):
+    texts = value_texts(column)
+    if texts is None:
         raise _no_classes(kind, where)
-    return _class_names(column.cast(pa.string()))
-
-
-def plain_texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column without dictionaries, its texts as `string`."""
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    return column.cast(pa.string()) if pa.types.is_large_string(column.type) else column
+    return _class_names(texts)
 
 
 def _class_names(texts: pa.ChunkedArray) -> pa.ChunkedArray:
     """`class_name_of` of each text, null for an empty one; done once for each different text."""
     encoded = texts.combine_chunks().dictionary_encode()
-    names = pc.utf8_trim_whitespace(encoded.dictionary)
-    names = pc.replace_substring_regex(names, WHOLE_NUMBER, r"\1")
+    names = whole_texts(pc.utf8_trim_whitespace(encoded.dictionary))
     names = pc.if_else(pc.match_substring_regex(names, NO_LABEL), pa.scalar(None, pa.string()), names)
     return pa.chunked_array([names.take(encoded.indices)], pa.string())
 

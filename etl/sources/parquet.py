@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO
@@ -22,16 +22,17 @@ import pyarrow.parquet as pq
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import (
+    as_names,
     as_splits,
-    as_texts,
     choose_column,
     choose_label_column,
     listed_rows,
     misspelt,
     or_else,
 )
-from etl.sources.containers import ContainerReader, Containers, gone, image_file, splits_of
+from etl.sources.containers import ContainerReader, Containers, gone, image_file
 from etl.sources.extra import ExtraColumns
+from etl.sources.file_splits import FileSplits, splits_of, with_warnings
 from etl.sources.label_signs import column_signs
 from etl.sources.labels import as_labels
 from etl.sources.names import PARQUET_SUFFIXES
@@ -87,10 +88,13 @@ class ParquetSource:
         found = self._files.find()
         yield ListingBatch(LISTED_SCHEMA.empty_table(), found.rejections)
         splits = splits_of(file.path for file in found.containers)
-        for file in found.containers:
+        yield from with_warnings(self._rows(found.containers, splits), splits.look_alikes)
+
+    def _rows(self, files: Sequence[StoredFile], splits: FileSplits) -> Iterator[ListingBatch]:
+        for file in files:
             try:
                 with open_file(self._files.store, file) as stream, _parsing(file.path):
-                    yield from _list_file(stream, file, self._config, splits[file.path], self._extra)
+                    yield from _list_file(stream, file, self._config, splits.of[file.path], self._extra)
             except IntegrityError as error:
                 damaged = image_file(file).rejected(RejectReason.DAMAGED_CONTAINER, str(error), "list")
                 yield ListingBatch(LISTED_SCHEMA.empty_table(), (damaged,))
@@ -205,14 +209,14 @@ def _listed(rows: pa.Table, chosen: _Columns, file: StoredFile, place: _Place, e
     problems, splits = pa.nulls(num_rows, pa.string()), pa.repeat(pa.scalar(place.split, pa.string()), num_rows)
     columns: dict[str, pa.Array] = {}
     if chosen.key is not None:
-        names = as_texts(rows.column(chosen.key)).combine_chunks()
+        names = as_names(rows.column(chosen.key)).combine_chunks()
         problems = or_else(problems, names.is_null(), "no key")
     if chosen.split is not None:
         texts = as_labels(rows.column(chosen.split), class_names_of(rows.schema, chosen.split), file.path)
         splits, is_unknown = as_splits(texts.combine_chunks())
         problems = or_else(problems, is_unknown, "no split's name")
     if chosen.group is not None:
-        columns["group"] = as_texts(rows.column(chosen.group)).combine_chunks()
+        columns["group"] = as_names(rows.column(chosen.group)).combine_chunks()
     if chosen.label is not None and extra.target is None:
         labels = as_labels(rows.column(chosen.label), class_names_of(rows.schema, chosen.label), file.path)
         columns["label"] = labels.combine_chunks()

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,36 +15,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.listed import LISTED_SCHEMA, ListingBatch
-from etl.sources.columns import (
-    as_splits,
-    as_texts,
-    choose_column,
-    choose_label_column,
-    listed_rows,
-    misspelt,
-    or_else,
-)
-from etl.sources.containers import Containers, is_named
+from etl.sources.columns import as_names, as_splits, as_texts, listed_rows, misspelt, or_else
+from etl.sources.containers import Containers
 from etl.sources.extra import ExtraColumns
+from etl.sources.file_splits import look_alikes, with_warnings
 from etl.sources.label_signs import column_signs
 from etl.sources.labels import as_labels
 from etl.sources.names import SPLIT_OF_NAME, TABLE_SUFFIXES
-from etl.sources.path_style import PathStyle
+from etl.sources.path_style import PathStyle, beside, without_dots
+from etl.sources.table_columns import LABEL_COLUMNS, ColumnChoice, TableColumns
 from etl.sources.table_rows import read_rows
 from etl.sources.target import class_names_of
-from etl.sources.uris import UriReader, uri_problems, without_dots
-from shardmill.errors import UsageError
+from etl.sources.uris import UriReader, uri_problems
+from etl.sources.value_text import are_inexact, value_texts, whole_texts
 from shardmill.storage import Store, StoredFile
 from shardmill.typed_columns import LABEL
 from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
-
-_URI_COLUMNS = ("uri", "url", "path", "file_name", "filename")
-_LABEL_COLUMNS = ("label", "labels", "class")
-_ID_HINT = "; ids of images are no URIs: write paths with their suffixes, such as images/ID.jpg"
-_HEADER_HINT = "; without a line of names at its head, a CSV file needs one, such as uri,label"
 
 
 class TableSource:
@@ -67,82 +55,49 @@ class TableSource:
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no table or it has no column of URIs, IntegrityError if it does not parse."""
         # Other files of the folder are the images.
-        for file in self._tables.find().containers:
-            yield from self._list_table(file)
+        tables = self._tables.find().containers
+        # `train.csv` alone is no split beside another.
+        alike = look_alikes(file.path for file in tables) if len(tables) > 1 else ()
+        # Where tables of several folders lead from is one mistake, so one of them is looked at.
+        in_folder = next((file for file in tables if "/" in file.path), None)
+        batches = itertools.chain.from_iterable(self._list_table(file, file is in_folder) for file in tables)
+        yield from with_warnings(batches, alike if len(alike) > 1 else ())
 
     def _wanted(self) -> dict[str, str]:
         """Columns whose lists are read, with the types that are given."""
         if self._extra.target is None:
             # A list where a URI is expected is refused by name.
             return {self._config.uri_field: ""} | self._extra.given
-        labels = dict.fromkeys([self._config.label_field] if self._config.label_field else _LABEL_COLUMNS, "")
+        labels = dict.fromkeys([self._config.label_field] if self._config.label_field else LABEL_COLUMNS, "")
         return labels | {name: kind for name, kind in self._extra.given.items() if name != LABEL}
 
-    def _list_table(self, file: StoredFile) -> Iterator[ListingBatch]:
-        columns: _Columns | None = None
-        style = PathStyle(self._tables.store, file.path)
+    def _list_table(self, file: StoredFile, looks_beside: bool) -> Iterator[ListingBatch]:
+        choice = ColumnChoice(self._config, file.path)
+        style = PathStyle(self._tables.store, file.path, looks_beside=looks_beside)
         first_row = 1
         for rows in read_rows(self._tables.store, file, self._wanted()):
             if isinstance(rows, Rejection):
                 yield ListingBatch(LISTED_SCHEMA.empty_table(), (rows,))
                 first_row += 1
                 continue
-            if columns is None:
-                columns = _choose_columns(self._config, rows.column_names, file.path)
-                yield self._signs(rows, columns, file.path)
+            columns, new_names = choice.look(rows, first_row)
+            if new_names:
+                yield self._signs(rows, columns, new_names, file.path)
             batch = _listed(_Rows(rows, columns, file.path, first_row), style, self._tables.store, self._extra)
             yield replace(batch, extra_types=self._extra.types)
             first_row += rows.num_rows
+        choice.check_all_found()
 
-    def _signs(self, rows: pa.Table, columns: _Columns, table: str) -> ListingBatch:
-        """What the names and values of a table's first rows show of columns that are not used."""
+    def _signs(self, rows: pa.Table, columns: TableColumns, names: Sequence[str], table: str) -> ListingBatch:
+        """What columns that are not used show by their names, and by the values of a table's first rows."""
         used = {"split": columns.split, "group": columns.group}
-        warnings, signs = misspelt(rows.column_names, used, table), ()
+        warnings, signs = misspelt(names, used, table), ()
         if columns.label is None and self._config.label_kind == "class":
-            unused = set(rows.column_names) - {*columns.names, *self._extra.given}
-            signs = column_signs(rows.schema, unused, rows, table)
+            unused = set(names) - {*columns.names, *self._extra.given}
+            # Of a column that comes later, values beside those of earlier rows say nothing.
+            first_rows = rows if len(names) == rows.num_columns else rows.slice(0, 0)
+            signs = column_signs(rows.schema, unused, first_rows, table)
         return ListingBatch(LISTED_SCHEMA.empty_table(), warnings=warnings, label_signs=signs)
-
-
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """The table's own names of what we take from it; None for what it lacks."""
-
-    uri: str
-    label: str | None
-    split: str | None
-    key: str | None
-    group: str | None
-    size_bytes: str | None
-    mtime_ns: str | None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for name in dataclasses.astuple(self) if name is not None)
-
-
-def _choose_columns(config: SourceConfig, names: list[str], table: str) -> _Columns:
-    uri = choose_column(names, config.uri_field, _URI_COLUMNS, "uri_field")
-    is_text = is_named(table, (".csv", ".csv.gz", ".tsv", ".tsv.gz"))
-    if uri is None:
-        raise UsageError(
-            f"the table {table} has the columns {', '.join(names[:20])}",
-            f"expected one of URIs, called {' or '.join(_URI_COLUMNS)}",
-            f"name it with source.uri_field{_HEADER_HINT if is_text else ''}{_ID_HINT if _has_ids(names) else ''}",
-        )
-    return _Columns(
-        uri=uri,
-        label=choose_label_column(names, config, _LABEL_COLUMNS),
-        split=choose_column(names, config.split_field, ("split",), "split_field"),
-        key=choose_column(names, config.key_field, ("key",), "key_field"),
-        group=choose_column(names, config.group_field, ("group",), "group_field"),
-        size_bytes=choose_column(names, "", ("size_bytes",), ""),
-        mtime_ns=choose_column(names, "", ("mtime_ns",), ""),
-    )
-
-
-def _has_ids(names: list[str]) -> bool:
-    return any(re.fullmatch(r"id|.*([_ ]id|Id|ID)", name) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +105,7 @@ class _Rows:
     """One batch of a table."""
 
     rows: pa.Table
-    columns: _Columns
+    columns: TableColumns
     table: str
     first_row: int
 
@@ -162,13 +117,22 @@ class _Rows:
     def texts(self, name: str) -> pa.Array:
         return as_texts(self._column(name)).combine_chunks()
 
+    def names(self, name: str) -> pa.Array:
+        return as_names(self._column(name)).combine_chunks()
+
     def labels(self, name: str) -> pa.Array:
         return as_labels(self._column(name), class_names_of(self.rows.schema, name), self.table).combine_chunks()
 
     def numbers(self, name: str, default: int) -> tuple[pa.Array, pa.Array]:
         """Whole numbers from 0 on, `default` for none; and which cells hold anything else."""
-        texts = pc.fill_null(self._column(name).combine_chunks().cast(pa.string()), "")
-        is_number, is_empty = pc.match_substring_regex(texts, r"^\d{1,18}$"), pc.equal(texts, "")
+        column = self._column(name)
+        texts = value_texts(column)
+        if texts is None:
+            return pa.repeat(default, len(column)), column.is_valid().combine_chunks()
+        texts = pc.fill_null(whole_texts(texts).combine_chunks(), "")
+        is_exact = pc.invert(are_inexact(column)).combine_chunks()
+        is_number = pc.and_(pc.match_substring_regex(texts, r"^\d{1,18}$"), is_exact)
+        is_empty = pc.equal(texts, "")
         numbers = pc.if_else(is_number, texts, pa.scalar(None, pa.string())).cast(pa.int64())
         return pc.fill_null(numbers, default), pc.invert(pc.or_(is_number, is_empty))
 
@@ -178,10 +142,11 @@ def _listed(batch: _Rows, style: PathStyle, store: Store, extra: ExtraColumns) -
     chosen, num_rows = batch.columns, batch.rows.num_rows
     uris = without_dots(style.as_paths(batch.texts(chosen.uri)))
     problems = uri_problems(uris, store)
+    uris = beside(uris, batch.table)
     places = pa.array(np.arange(batch.first_row, batch.first_row + num_rows, dtype=np.int64))
     columns: dict[str, pa.Array] = {"key": uris, "place": places}
     if chosen.key is not None:
-        names = batch.texts(chosen.key)
+        names = batch.names(chosen.key)
         problems = or_else(problems, names.is_null(), "no key")
         # Rows with a key of their own may name one file, which each of them reads whole.
         blocks = pa.repeat(pa.scalar(NO_BLOCK, pa.int64()), num_rows)
@@ -190,7 +155,7 @@ def _listed(batch: _Rows, style: PathStyle, store: Store, extra: ExtraColumns) -
         columns["split"], is_unknown = as_splits(batch.labels(chosen.split))
         problems = or_else(problems, is_unknown, f"no split's name; expected one of {', '.join(SPLIT_OF_NAME)}")
     if chosen.group is not None:
-        columns["group"] = batch.texts(chosen.group)
+        columns["group"] = batch.names(chosen.group)
     if chosen.label is not None and extra.target is None:
         columns["label"] = batch.labels(chosen.label)
         problems = or_else(problems, columns["label"].is_null(), "no label")

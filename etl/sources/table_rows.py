@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 
@@ -19,6 +20,7 @@ from etl.sources.columns import bad_row
 from etl.sources.parquet_columns import column_batches, open_columns
 from etl.sources.text_form import text_form
 from etl.sources.text_stream import utf8_stream
+from etl.sources.value_text import are_inexact, text_of_value
 from etl.stored_file import open_file
 from shardmill.errors import IntegrityError
 from shardmill.printable import printable
@@ -116,17 +118,45 @@ def _copied(rows: pa.Table, start: int, num_rows: int) -> pa.Table:
 
 def _read_json_lines(stream: BinaryIO, table: str, wanted: Mapping[str, str]) -> Iterator[pa.Table | Rejection]:
     first_row = 1
-    options = pa_json.ParseOptions(
-        explicit_schema=pa.schema([(name, ARROW_TYPES[kind]) for name, kind in wanted.items() if kind])
-    )
+    types = {name: ARROW_TYPES[kind] for name, kind in wanted.items() if kind}
     for block in _blocks_of_lines(utf8_stream(stream, table), table):
         try:
-            rows, refused = pa_json.read_json(io.BytesIO(block), parse_options=options), {}
+            rows, refused = _parse_block(block, types), {}
         except pa.ArrowInvalid:
-            # One line that is none, or a column of several types: line by line.
+            # One line that is none, a column of several types, or numbers that lose digits: line by line.
             lines = [line for line in block.split(b"\n") if line.strip()]
             rows, refused = _parse_lines(lines, table, first_row)
         first_row = yield from _in_order(rows, refused, first_row)
+
+
+def _parse_block(block: bytes, types: Mapping[str, pa.DataType]) -> pa.Table:
+    """Raises ArrowInvalid if its values are not what the lines say."""
+
+    def parsed(types: Mapping[str, pa.DataType]) -> pa.Table:
+        options = pa_json.ParseOptions(explicit_schema=pa.schema(list(types.items())))
+        return pa_json.read_json(io.BytesIO(block), parse_options=options)
+
+    rows = parsed(types)
+    # JSON has no dates. Arrow makes some of texts, if all of a block look like them.
+    texts = {field.name: kind for field in rows.schema if (kind := _without_times(field.type)) != field.type}
+    if texts:
+        rows = parsed({**types, **texts})
+    for column in rows.columns:
+        numbers = pc.list_flatten(column) if pa.types.is_list(column.type) else column
+        if pc.any(are_inexact(numbers), min_count=0).as_py():
+            raise pa.ArrowInvalid("whole numbers that were rounded to floats")
+    return rows
+
+
+def _without_times(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_timestamp(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(_without_times(kind.value_type))
+    if pa.types.is_struct(kind):
+        fields = (kind.field(place) for place in range(kind.num_fields))
+        return pa.struct([pa.field(field.name, _without_times(field.type)) for field in fields])
+    return kind
 
 
 def _parse_lines(lines: list[bytes], table: str, first_row: int) -> tuple[pa.Table, dict[int, Rejection]]:
@@ -160,8 +190,7 @@ def _column(values: list[Any]) -> pa.Array:
     try:
         return pa.array(values)
     except (pa.ArrowException, OverflowError):
-        texts = (value if value is None or isinstance(value, str) else json.dumps(value) for value in values)
-        return pa.array(texts, pa.string())
+        return pa.array((None if value is None else text_of_value(value) for value in values), pa.string())
 
 
 def _blocks_of_lines(stream: BinaryIO, table: str) -> Iterator[bytes]:

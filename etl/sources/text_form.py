@@ -16,6 +16,7 @@ import pyarrow.csv as pa_csv
 _MAX_HEADER_BYTES = 1 << 20
 _DELIMITERS = (",", ";", "\t", "|")
 _NAMED_DELIMITER = re.compile(rb'"?sep=(.)"?\r?\n')
+_HEADER = re.compile(rb'(?:[^"\r\n]+|"[^"]*")*')
 _QUOTED = r'^"(.*)"$'
 
 
@@ -43,15 +44,23 @@ def text_form(stream: io.BufferedReader, usual_delimiter: str) -> TextForm:
     named = _NAMED_DELIMITER.match(stream.peek(_MAX_HEADER_BYTES))
     if named:
         stream.read(named.end())
-    header = re.split(rb"[\r\n]", stream.peek(_MAX_HEADER_BYTES).lstrip(b"\r\n"), maxsplit=1)[0]
+    header = _header(stream.peek(_MAX_HEADER_BYTES).lstrip(b"\r\n"))
     bare = re.sub(rb'"[^"]*"', b"", header)
     most_frequent = max((usual_delimiter, *_DELIMITERS), key=lambda each: bare.count(each.encode()))
     delimiter = named[1].decode() if named else most_frequent
     try:
-        first = pa_csv.read_csv(io.BytesIO(header + b"\n"), parse_options=pa_csv.ParseOptions(delimiter=delimiter))
+        options = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+        first = pa_csv.read_csv(io.BytesIO(header + b"\n"), parse_options=options)
     except pa.ArrowInvalid:
         return TextForm(delimiter, ())
     return TextForm(delimiter, tuple(first.column_names))
+
+
+def _header(head: bytes) -> bytes:
+    """The line of names; a name in quotes may have several lines."""
+    found = _HEADER.match(head)
+    is_whole = found is not None and not head.startswith(b'"', found.end())
+    return found[0] if found and is_whole else re.split(rb"[\r\n]", head, maxsplit=1)[0]
 
 
 def _stripped(texts: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -11,9 +11,10 @@ import pyarrow as pa
 
 from etl.listed import LISTED_SCHEMA, ListingBatch, batches_of
 from etl.sources.class_texts import ClassTexts
-from etl.sources.containers import ContainerReader, Containers, gone, image_file, splits_of
+from etl.sources.containers import ContainerReader, Containers, gone, image_file
 from etl.sources.extra import ExtraColumns
 from etl.sources.features import IMAGE_FEATURES, LABEL_FEATURES, FeatureNames, Features, choose_names, image_of
+from etl.sources.file_splits import splits_of, with_warnings
 from etl.sources.names import TFRECORD_SUFFIXES
 from etl.sources.packing import reading
 from etl.sources.records import Record, packing_of_records, read_record, read_records, unpacked_records
@@ -60,8 +61,8 @@ class TfrecordSource:
         yield ListingBatch(LISTED_SCHEMA.empty_table(), found.rejections)
         names = self._names_of_first(found.containers)
         splits = splits_of(file.path for file in found.containers)
-        entries = (entry for file in found.containers for entry in self._entries(file, names, splits[file.path]))
-        batches = batches_of(entries, lambda: self._extra.types)
+        entries = (entry for file in found.containers for entry in self._entries(file, names, splits.of[file.path]))
+        batches = with_warnings(batches_of(entries, lambda: self._extra.types), splits.look_alikes)
         if names is None or names.text is None or names.label is None:
             yield from batches
             signs = names.signs if names is not None else ()

@@ -28,7 +28,7 @@ _NOT_OF_ROWS = (*HTTP_SCHEMES, ANY_OTHER)
 
 
 class UriReader:
-    """Reads whole files, of which nothing is known before but their URI; relative ones lie beside the tables."""
+    """Reads whole files, of which nothing is known before but their URI; relative ones from the source's root."""
 
     def __init__(self, tables: Containers, max_source_bytes: int, download: DownloadConfig) -> None:
         self.num_parallel = download.num_parallel
@@ -114,13 +114,6 @@ def uri_problems(uris: pa.Array, store: Store) -> pa.Array:
         f"no storage for this kind of URI; expected one of {', '.join(named)}",
         f"a table in {store.uri} cannot name a local file",
     )
-
-
-def without_dots(uris: pa.Array) -> pa.Array:
-    """`a.jpg` for `./a.jpg`: one file has one key."""
-    if not pc.any(pc.starts_with(uris, "./")).as_py():
-        return uris
-    return pc.replace_substring_regex(uris, r"^(\./)+", "")
 
 
 def _may_be_named(scheme: str) -> bool:
