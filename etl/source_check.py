@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from etl.checks import inferred_facts, inferred_warnings, name_some
 from etl.config import EtlTree
 from etl.engines import EngineSettings
 from etl.engines.local import run_locally
 from etl.finished import Finished
 from etl.limits import Limit, broken_limit
+from etl.listed import SPLITS
 from etl.plan import plan_build
 from etl.version_warnings import lost_by_decoding
 from shardmill.dataset.rejection_log import RejectionLog
-from shardmill.dataset.unit_result import count_notes
-from shardmill.jobs.observer import Observer
+from shardmill.dataset.statistics import SizeCounts, add_sizes
+from shardmill.dataset.unit_result import SplitSums, count_notes
+from shardmill.jobs.observer import FieldValue, Observer
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +26,44 @@ class SourceCheck:
     """The outcome of every listed input, as a build would record it."""
 
     num_listed: int
-    num_accepted: int
+    class_names: tuple[str, ...]
+    inferred: Mapping[str, FieldValue]
+    """What a build says of its listing before any work: the event `etl.inferred`."""
+    inferred_warnings: tuple[str, ...]
+    """What it warns of then."""
+    accepted: tuple[SplitSums, ...]
+    """Of the accepted images of each split that has any."""
     finished: Finished
     limit: Limit | None
     """The limit of the config that would end the build."""
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(part.num_rows for part in self.accepted)
+
+    @property
+    def by_split(self) -> dict[str, int]:
+        """How many accepted images each split has."""
+        return {part.split: part.num_rows for part in self.accepted}
+
+    @property
+    def by_class(self) -> dict[str, int]:
+        """How many accepted images each class has; empty if labels are no classes."""
+        counts: Counter[str] = Counter()
+        for part in self.accepted:
+            counts.update(dict(zip(self.class_names, part.class_counts, strict=False)))
+        return dict(counts)
+
+    @property
+    def described_classes(self) -> str:
+        """The classes as a build names them, and how many images each has."""
+        names = tuple(f"{name} {times:,}" for name, times in self.by_class.items())
+        return f"{len(names):,}: {name_some(names)}" if names else str(self.inferred["classes"])
+
+    @property
+    def sizes(self) -> SizeCounts:
+        """The accepted images by the size of their source, upright."""
+        return add_sizes(part.sizes for part in self.accepted).source
 
     @property
     def rejections(self) -> RejectionLog:
@@ -43,8 +82,8 @@ class SourceCheck:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a build would say at its end of images that are worth less than they could be."""
-        return tuple(lost_by_decoding(self.by_note))
+        """What a build would warn of: its listing, and at its end images that are worth less than they could be."""
+        return (*self.inferred_warnings, *lost_by_decoding(self.by_note))
 
 
 def check_source_images(tree: EtlTree, *, run_id: str, observer: Observer) -> SourceCheck:
@@ -63,7 +102,17 @@ def check_source_images(tree: EtlTree, *, run_id: str, observer: Observer) -> So
         observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
     return SourceCheck(
         num_listed=plan.build.num_listed,
-        num_accepted=sum(part.num_rows for result in finished.results for part in result.splits),
+        class_names=plan.build.class_names,
+        inferred=inferred_facts(plan),
+        inferred_warnings=tuple(inferred_warnings(plan)),
+        accepted=_by_split(finished),
         finished=finished,
         limit=broken_limit(tree.etl, finished.rejections, plan.build.num_listed),
     )
+
+
+def _by_split(finished: Finished) -> tuple[SplitSums, ...]:
+    sums: dict[str, SplitSums] = {}
+    for part in (part for result in finished.results for part in result.splits):
+        sums[part.split] = sums[part.split].plus(part) if part.split in sums else part
+    return tuple(sums[split] for split in SPLITS if split in sums)

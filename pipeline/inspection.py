@@ -13,7 +13,7 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.diff import count_changes, diff_versions
 from shardmill.dataset.ledger import REJECTS, read_ledger, read_rejections
 from shardmill.dataset.open import open_dataset
-from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ImageSizes
+from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES, ImageSizes, SizeCounts
 from shardmill.dataset.versions import latest_version, read_manifest, split_version
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import SilentObserver
@@ -83,17 +83,17 @@ def _described_sizes(sizes: ImageSizes | None) -> dict[str, Any] | None:
     """Before and after: images in each bucket that has any, and bytes. None if no build has counted them."""
     if sizes is None:
         return None
+    return {when: size_document(counts) for when, counts in (("source", sizes.source), ("stored", sizes.stored))}
+
+
+def size_document(counts: SizeCounts) -> dict[str, Any]:
+    """Images in each bucket that has any, and bytes."""
+    sides = zip(SIDE_NAMES, counts.by_longer_side, strict=True)
+    aspects = zip(ASPECT_NAMES, counts.by_aspect_ratio, strict=True)
     return {
-        when: {
-            "longer_side": {
-                name: times for name, times in zip(SIDE_NAMES, counts.by_longer_side, strict=True) if times
-            },
-            "aspect_ratio": {
-                name: times for name, times in zip(ASPECT_NAMES, counts.by_aspect_ratio, strict=True) if times
-            },
-            "num_bytes": counts.num_bytes,
-        }
-        for when, counts in (("source", sizes.source), ("stored", sizes.stored))
+        "longer_side": {name: times for name, times in sides if times},
+        "aspect_ratio": {name: times for name, times in aspects if times},
+        "num_bytes": counts.num_bytes,
     }
 
 

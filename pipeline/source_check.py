@@ -8,7 +8,7 @@ import typer
 
 from pipeline.cli_options import Common, SourceArgument, command
 from pipeline.config import load_pipeline, require
-from pipeline.inspection import rejection_document, rejection_rows
+from pipeline.inspection import rejection_document, rejection_rows, size_document
 from pipeline.printing import print_result
 from pipeline.progress import RunProgress
 from shardmill.errors import ShardmillError
@@ -56,6 +56,9 @@ def check_document(found: SourceCheck) -> dict[str, Any]:
         "num_listed": found.num_listed,
         "num_accepted": found.num_accepted,
         "num_rejected": len(found.rejections),
+        "by_class": found.by_class,
+        "by_split": found.by_split,
+        "source_sizes": size_document(found.sizes),
         "by_reason": found.by_reason,
         "by_note": found.by_note,
         "warnings": list(found.warnings),
@@ -65,11 +68,17 @@ def check_document(found: SourceCheck) -> dict[str, Any]:
 
 
 def check_rows(found: SourceCheck) -> Rows:
-    """The counts, the notes of accepted images and what they mean, then every rejected input with its reason."""
+    """The counts, what accepted images are, their notes and warnings, then every rejected input with its reason."""
     counts = f"{found.num_listed:,} listed, {found.num_accepted:,} accepted, {len(found.rejections):,} rejected"
     notes = ", ".join(f"{note} {times:,}" for note, times in found.by_note.items())
+    splits = ", ".join(f"{split} {times:,}" for split, times in found.by_split.items())
+    sides = (f"{side}: {times:,}" for side, times in size_document(found.sizes)["longer_side"].items())
     return [
         ("inputs", counts, ""),
+        ("classes", found.described_classes, ""),
+        ("splits", splits or "none", ""),
+        ("longer side in pixels", ", ".join(sides) or "none", ""),
+        ("stored as", str(found.inferred["image"]), ""),
         ("notes", notes or "none", ""),
         *(("warning", warning, "") for warning in found.warnings),
         *rejection_rows([rejection_document(each) for each in found.rejections]),

@@ -32,6 +32,8 @@ def test_it_finds_what_the_build_rejects_and_writes_nothing(photos: Path, tmp_pa
     assert sorted(tmp_path.rglob("*")) == before
     assert (found["num_listed"], found["num_accepted"], found["num_rejected"]) == (63, 60, 3)
     assert found["broken_limit"] is None
+    assert found["by_class"] == {"class_0": 20, "class_1": 20, "class_2": 20}
+    assert sum(found["by_split"].values()) == sum(found["source_sizes"]["longer_side"].values()) == 60
 
     built = shardmill("etl", photos, "--set", "etl.image_size=16", "--set", "etl.engine=local", cwd=tmp_path)
     assert built.returncode == 0, built.stderr
@@ -46,12 +48,13 @@ def test_it_counts_the_notes_of_images_and_warns_as_the_build_does(photos: Path,
     checked = shardmill("check-source", photos, "--json", "--set", "etl.image_size=16", cwd=tmp_path)
     found = json.loads(checked.stdout)
     assert found["by_note"]["low_range_16_bit"] == 3
-    [warning] = found["warnings"]
+    [*of_listing, warning] = found["warnings"]
     assert "3 of 3 accepted 16-bit images use at most 14 of their bits" in warning
     built = shardmill("etl", photos, "--set", "etl.image_size=16", "--set", "etl.engine=local", cwd=tmp_path)
-    assert warning in built.stderr
+    assert of_listing and all(each in built.stderr for each in found["warnings"])
     people = shardmill("check-source", photos, "--set", "etl.image_size=16", cwd=tmp_path)
     assert "low_range_16_bit 3" in people.stdout and warning in people.stdout
+    assert "3: class_0 23, class_1 20, class_2 20" in people.stdout and "longer side in pixels" in people.stdout
 
 
 def test_it_ends_like_the_build_if_too_much_is_rejected(photos: Path, tmp_path: Path):
