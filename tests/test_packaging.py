@@ -102,6 +102,28 @@ def test_the_base_wheel_alone_reads_a_dataset(python: str, wheel: Path, dataset:
     assert int(numpy_version.split(".")[0]) >= 2 and int(pyarrow_version.split(".")[0]) > 14
 
 
+def test_the_base_wheel_works_with_the_lowest_versions_that_it_allows(wheel: Path, tmp_path: Path):
+    run(find_uv(), "venv", "--no-python-downloads", "--python", sys.executable, tmp_path / "venv", cwd=tmp_path)
+    into = ("--python", tmp_path / "venv/bin/python")
+    # What a wheel depends on counts as indirect.
+    run(
+        find_uv(), "pip", "install", *into, "--resolution", "lowest-direct", "-r", ROOT / "pyproject.toml", cwd=tmp_path
+    )
+    run(find_uv(), "pip", "install", *into, "--no-deps", wheel, cwd=tmp_path)
+    shardmill = tmp_path / "venv/bin/shardmill"
+    assert "SOURCE_OR_CONFIG" in run(shardmill, "run", "--help", cwd=tmp_path)
+    write_images(tmp_path / "images", num_images=30)
+    run(shardmill, "etl", "images", "--set", "etl.image_size=16", cwd=tmp_path)
+    run(shardmill, "verify", "shardmill-work/dataset", "--deep", cwd=tmp_path)
+    # One line each: of a word that is missing, and of a key from which the default of another one follows.
+    for arguments, said in (
+        (["run"], "Missing argument"),
+        (["run", "images", "--set", "train.global_batch_size=no"], "train.global_batch_size"),
+    ):
+        done = subprocess.run([shardmill, *arguments], cwd=tmp_path, env=CLEAN, capture_output=True, text=True)
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
 def test_a_wheel_without_extras_names_what_is_missing(wheel: Path, tmp_path: Path):
     run(find_uv(), "venv", "--no-python-downloads", "--python", sys.executable, tmp_path / "venv", cwd=tmp_path)
     run(find_uv(), "pip", "install", "--python", tmp_path / "venv/bin/python", wheel, cwd=tmp_path)
