@@ -40,7 +40,9 @@ def pages() -> list[Path]:
     # Its tags of Python are about extensions; of the rest nothing has a tag.
     text = re.sub(r"!!python/\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     nav = {title: section for entry in yaml.safe_load(text)["nav"] for title, section in entry.items()}
-    return [README, *(ROOT / "docs" / page for page in below([nav["Get started"], nav["Guides"]]))]
+    listed = below([nav["Get started"], nav["Guides"]])
+    # Notebooks are run by tests/test_notebooks.py.
+    return [README, *(ROOT / "docs" / page for page in listed if not page.startswith("notebooks/"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from scripts.docs_site.code_map import ROOT
+from scripts.docs_site.notebooks import page_of
 from scripts.docs_site.pages import PAGES
 
 _LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
@@ -23,10 +24,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """A link to code leads to the repository if mkdocs.yml has `repo_url`, and is plain text otherwise."""
+    """A link to code leads to the repository if mkdocs.yml has `repo_url`, and is plain text otherwise.
+
+    A link to a notebook leads to its page.
+    """
 
     def link(found: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), found[2]))
+        if target.endswith(".ipynb"):
+            return f"[{found[1]}]({page_of(found[2])}{found[3] or ''})"
         if not target.startswith("../") and not target.endswith(".json"):
             return found[0]
         path = target.removeprefix("../") if target.startswith("../") else f"docs/{target}"

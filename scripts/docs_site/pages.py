@@ -9,6 +9,7 @@ from scripts.docs_site.code_map import ROOT, code_map
 from scripts.docs_site.commands import commands
 from scripts.docs_site.config_keys import config_keys
 from scripts.docs_site.entries import entries
+from scripts.docs_site.notebooks import notebook_pages
 from scripts.docs_site.python_api import python_api
 from scripts.docs_site.schema import summary
 
@@ -37,4 +38,5 @@ PAGES: dict[str, Callable[[], str]] = {
     "contributing.md": _of_repository("CONTRIBUTING.md", "contributing.md"),
     "changelog.md": _of_repository("CHANGELOG.md", "changelog.md"),
     "benchmarks/index.md": _of_repository("benchmarks/README.md", "benchmarks/index.md"),
+    **notebook_pages(),
 }
