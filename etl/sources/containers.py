@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import BinaryIO, Generic, TypeVar
 
+from etl.sources.names import is_utf8
 from etl.sources.packing import reading
 from etl.sources.patterns import expanded, is_pattern, matches, names_any
 from etl.stored_file import open_file
 from shardmill.errors import CannotList, IntegrityError, NoSuchRoot, UsageError
+from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile
 from shardmill.stores import open_store
 from shardmill.values import Rejection, RejectReason, SourceImage
@@ -64,6 +66,7 @@ class Containers:
                 "check source.uri and source.kind",
             )
         self._check_all_named({file.path for file in containers})
+        self._check_are_texts(file.path for file in containers)
         return FoundFiles(containers, tuple(file for file in found if not self._is_container(file)))
 
     def are_there(self) -> bool:
@@ -86,6 +89,16 @@ class Containers:
                 f"source {self.uri}: {len(missing)} of the files that it names are not there, such as {missing[0]}",
                 "expected all of them",
                 "restore them, or name those that there are; `*` takes what it finds",
+            )
+
+    def _check_are_texts(self, paths: Iterable[str]) -> None:
+        """Keys begin with them, or with their folders, and a key is a text."""
+        odd = next((path for path in paths if not is_utf8(path)), None)
+        if odd is not None:
+            raise UsageError(
+                f"source {self.uri} holds {printable(odd)}, whose path is not UTF-8",
+                "expected names that are text",
+                "rename it, or choose the other files with a pattern in source.uri",
             )
 
     def _candidates(self) -> Iterable[StoredFile]:

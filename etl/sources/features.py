@@ -10,7 +10,7 @@ from etl.sources.class_texts import joined
 from etl.sources.class_values import class_of, single_text, text_of
 from etl.sources.columns import choose_column
 from etl.sources.label_signs import named_signs
-from etl.sources.value_text import whole_text
+from etl.sources.value_text import EXACT_FLOATS, whole_text
 from shardmill.errors import UsageError
 from shardmill.formats.tf_example import BYTES_LIST, FeatureList
 from shardmill.printable import printable
@@ -68,7 +68,7 @@ class FeatureNames:
             return image.rejected(RejectReason.BAD_ROW, problem, "list")
         image = replace(image, size_bytes=len(data), split=split)
         if self.key is not None:
-            key, problem = single_text(_values(features, self.key), f"feature {self.key}")
+            key, problem = _key_of(features, self.key)
             if key is None:
                 return image.rejected(RejectReason.BAD_ROW, problem, "list")
             image = replace(image, key=f"{image.container}\0{whole_text(key)}")
@@ -110,6 +110,16 @@ def choose_names(config: SourceConfig, features: Features, file: str) -> Feature
     key = choose_column(names, config.key_field, (), "key_field")
     signs = tuple(named_signs(names, file)) if has_classes and label is None else ()
     return FeatureNames(image, number if text else label, text, key, has_classes, signs)
+
+
+def _key_of(features: Features, name: str) -> tuple[str | None, str]:
+    values = _values(features, name)
+    if any(isinstance(value, float) and abs(value) >= EXACT_FLOATS[32] for value in values):
+        return (
+            None,
+            f"feature {name} is a float of 32 bits with more digits than that keeps; expected an integer or text",
+        )
+    return single_text(values, f"feature {name}")
 
 
 def _values(features: Features, name: str) -> list:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.sources.names import NO_LABEL
-from etl.sources.value_text import plain_texts, value_texts, whole_texts
+from etl.sources.value_text import are_inexact, plain_texts, value_texts, whole_texts
 from shardmill.errors import UsageError
 
 # Beyond it, a float64 no longer tells two whole numbers apart.
@@ -54,6 +54,7 @@ def _whole_numbers(column: pa.ChunkedArray, where: str) -> pa.ChunkedArray:
     numbers = column.cast(pa.float64())
     numbers = pc.if_else(pc.is_finite(numbers), numbers, pa.scalar(None, pa.float64()))
     is_whole = pc.and_(pc.equal(pc.floor(numbers), numbers), pc.less_equal(pc.abs(numbers), _MAX_EXACT))
+    is_whole = pc.and_(is_whole, pc.invert(are_inexact(column)))
     if not pc.all(is_whole, min_count=0).as_py():
         raise _no_classes(kind, where)
     return numbers.cast(pa.int64())

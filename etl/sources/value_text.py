@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 from etl.sources.names import WHOLE_NUMBER
 
 _INT64_END = 2.0**63
-# From it on, a float of so many bits no longer tells two whole numbers apart.
-_EXACT = {32: 2.0**24, 64: 2.0**53}
+EXACT_FLOATS = {32: 2.0**24, 64: 2.0**53}
+"""From there on, a float of so many bits no longer tells two whole numbers apart."""
 _MIDNIGHT = r" 00:00:00$"
 _WHOLE = re.compile(WHOLE_NUMBER)
 
@@ -74,7 +74,7 @@ def are_inexact(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """A mask of floats so large that they may be the rounded ones of other whole numbers."""
     if not pa.types.is_floating(column.type) or pa.types.is_float16(column.type):
         return pa.chunked_array([pa.repeat(False, len(column))])
-    return pc.fill_null(pc.greater_equal(pc.abs(_finite(column)), _EXACT[column.type.bit_width]), False)
+    return pc.fill_null(pc.greater_equal(pc.abs(_finite(column)), EXACT_FLOATS[column.type.bit_width]), False)
 
 
 def plain_texts(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,3 +77,12 @@ def test_a_file_that_was_seen_is_asked_for_again_and_not_searched_for(tmp_path: 
         assert tables.are_there()
         (tmp_path / name).unlink()
     assert not tables.are_there()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tfrecord", "webdataset", "table", "zip"])
+def test_a_container_whose_name_is_no_text_is_named(kind: str, tmp_path: Path):
+    suffix = {"webdataset": "tar", "table": "csv"}.get(kind, kind)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / os.fsdecode(b"\xff." + suffix.encode())).write_bytes(b"uri\n1.jpg\n")
+    with pytest.raises(UsageError, match=r"holds folder/\\xff\..*, whose path is not UTF-8"):
+        list_images(SourceConfig(uri=str(tmp_path), kind=kind))

@@ -172,3 +172,13 @@ def test_a_key_of_a_record_is_called_as_in_a_table(tmp_path: Path):
         (tmp_path / f"{name}.tfrecord").write_bytes(frame(encode_example(features)))
     images = images_of(list_images(SourceConfig(uri=str(tmp_path), kind="tfrecord", key_field="id"), 10_000))
     assert [image.key for image in images] == ["a.tfrecord\x007", "b.tfrecord\x007"]
+
+
+def test_a_rounded_number_is_no_key_of_a_record_and_no_class(tmp_path: Path):
+    features = {"image": picture(1), "id": FeatureList(FLOAT_LIST, (2.0**24,))}
+    (tmp_path / "a.tfrecord").write_bytes(frame(encode_example(features)))
+    with pytest.raises(UsageError, match="more digits than that keeps"):
+        list_images(SourceConfig(uri=str(tmp_path), kind="tfrecord", key_field="id"), 10_000)
+    pq.write_table(pa.table({"uri": ["a.jpg"], "label": pa.array([2.0**24], pa.float32())}), tmp_path / "t.parquet")
+    with pytest.raises(UsageError, match="the labels of t.parquet are float"):
+        list_images(SourceConfig(uri=str(tmp_path / "t.parquet"), kind="table"))
