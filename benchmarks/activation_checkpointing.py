@@ -16,10 +16,10 @@ import sys
 from dataclasses import replace
 
 from train.backends.backend import InputScale, ModelSpec
-from train.choosing.fit import size_of
-from train.choosing.probe import ProbeTask, StepCost, probe
 from train.config import TrainConfig
 from train.labels import LabelSpec
+from train.planning.fit import size_of
+from train.planning.probe import ProbeTask, StepCost, probe
 
 NUM_CLASSES = 10
 

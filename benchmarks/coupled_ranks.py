@@ -36,9 +36,9 @@ from shardmill.values import Batch, DatasetPin
 from train.activities import Activity
 from train.backends import BACKENDS
 from train.backends.backend import Learner
-from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
+from train.planning.make import plan_training
 from train.reporting.observer import GlobalStep
 from train.strategies import STRATEGIES
 from train.strategies.member import DataIndex, Member
@@ -249,7 +249,7 @@ def _config(settings: Mapping[str, object], num_parts: int) -> TrainConfig:
             "global_batch_size": 2 * LOCAL_BATCH_SIZE * num_parts, "accumulation_steps": num_parts,
         }
     )  # fmt: skip
-    check_terms(config, SparkConfig())
+    plan_training(config, SparkConfig())
     return config
 
 

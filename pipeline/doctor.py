@@ -34,6 +34,7 @@ from train.tree import TrainTree
 if TYPE_CHECKING:
     from etl.config import EtlConfig
     from etl.listing import Listing
+    from train.config import TrainConfig
 
 JAVA_VERSIONS = (17, 21)
 CLOCK_TOLERANCE_SECONDS = 30
@@ -72,7 +73,7 @@ def examine(tree: PipelineTree, workdir: str, *, has_config: bool = True) -> lis
 
     `has_config`: whether keys that only a config file sets are missed.
     """
-    chosen = list(chosen_entries(tree))
+    chosen, train = list(chosen_entries(tree)), _planned(tree)
     return [
         _python(),
         *map(_entry, chosen),
@@ -80,11 +81,22 @@ def examine(tree: PipelineTree, workdir: str, *, has_config: bool = True) -> lis
         _java(is_needed=bool(applications_on_spark(tree))),
         _compiler(),
         _kernel(tree),
-        *_preflight(tree, workdir, has_config=has_config),
-        *rank_findings(tree),
+        *_preflight(tree, train, workdir, has_config=has_config),
+        *(rank_findings(train, tree.spark) if train else ()),
         *dataset_findings(tree),
-        *network_findings(tree),
+        *(network_findings(tree, train) if train else ()),
     ]
+
+
+def _planned(tree: PipelineTree) -> TrainConfig | None:
+    """The training as it would be planned, also where a check refuses it; None if nothing can be chosen."""
+    from train.planning.auto import resolve
+
+    try:
+        return resolve(tree.train, tree.spark).config
+    except ShardmillError:
+        # The row of `train.num_workers` says why.
+        return None
 
 
 def _entry(chosen: Chosen) -> Finding:
@@ -155,7 +167,7 @@ def _kernel(tree: PipelineTree) -> Finding:
     return Finding("warn", subject, "wheels; the faster native kernel is not installed", HOW_TO_INSTALL)
 
 
-def _preflight(tree: PipelineTree, workdir: str, *, has_config: bool) -> Iterator[Finding]:
+def _preflight(tree: PipelineTree, train: TrainConfig | None, workdir: str, *, has_config: bool) -> Iterator[Finding]:
     """What a run, or a training alone, would be refused for; then, if nothing is, what the listing of the source says,
     and whether the model builds."""
     uris = {**tree.source.uris(), "dataset.uri": tree.dataset.uri, "models.uri": tree.models.uri}
@@ -167,12 +179,12 @@ def _preflight(tree: PipelineTree, workdir: str, *, has_config: bool) -> Iterato
     if any(each.status == "fail" for each in found):
         return
     if unset:
-        yield from model_findings(tree)
+        yield from model_findings(tree, train)
     else:
         for subject in ("dataset.uri", "models.uri"):
             yield _clock(f"clock of {subject}", uris[subject])
         try:
-            yield from _listing_findings(tree)
+            yield from _listing_findings(tree, train)
         except ShardmillError as error:
             yield failed("source", error)
 
@@ -203,7 +215,7 @@ def _unset(subject: str, tree: PipelineTree) -> Finding:
     return Finding("fail", subject, "not set", fix)
 
 
-def _listing_findings(tree: PipelineTree) -> Iterator[Finding]:
+def _listing_findings(tree: PipelineTree, train: TrainConfig | None) -> Iterator[Finding]:
     """What the ETL would infer from the listing, whether the model builds for it, and the room that a build would take;
     reads names and sizes, and no image but a few that decide the size of stored ones.
 
@@ -213,7 +225,7 @@ def _listing_findings(tree: PipelineTree) -> Iterator[Finding]:
     from etl.config import EtlTree
     from etl.limits import check_limits
     from etl.plan import plan_build
-    from train.checks.preflight import check_schema
+    from train.planning.preflight import check_schema
 
     plan = plan_build(tree.part(EtlTree), run_id="preflight")
     check_limits(plan, plan.build.list_rejections)
@@ -224,8 +236,8 @@ def _listing_findings(tree: PipelineTree) -> Iterator[Finding]:
         yield Finding("ok", f"source: {name}", str(facts[name]))
     for message in inferred_warnings(plan):
         yield Finding("warn", "source: warning", message)
-    yield from listing_findings(tree, plan)
-    yield from model_findings(tree, plan.row_schema)
+    yield from listing_findings(tree, train, plan)
+    yield from model_findings(tree, train, plan.row_schema)
     if plan.store.local_root is not None:
         yield _room(plan.store.local_root, plan.listing, plan.task.config)
 
@@ -258,7 +270,7 @@ def rehearsed(findings: Sequence[Finding], config: str, overrides: tuple[str, ..
     if failing := [each.subject for each in findings if each.status == "fail"]:
         return Finding("warn", REHEARSAL, f"not tried: {', '.join(failing)} would stop it", "fix that first")
     from shardmill.dataset.open import has_version
-    from train.checks.rehearsal import rehearse
+    from train.planning.rehearsal import rehearse
 
     try:
         tree = load_pipeline(config or None, overrides, workdir)

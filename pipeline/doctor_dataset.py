@@ -23,7 +23,8 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
     In a config with a source it is no more than a warning: a run builds another version first.
     """
     from shardmill.dataset.open import has_version, open_dataset
-    from train.checks.preflight import check_spread, check_trainable, window_memory
+    from train.planning.make import plan_training
+    from train.planning.preflight import check_trainable, window_memory
 
     status: Status = "warn" if any(tree.source.uris().values()) else "fail"
     subject = SPLIT
@@ -31,7 +32,7 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
         if not has_version(tree.dataset.uri):
             return
         dataset = open_dataset(tree.dataset.uri)
-        train = check_spread(tree.train, tree.spark, dataset).config
+        train = plan_training(tree.train, tree.spark, dataset).config
         check_trainable(train, dataset, tree.gate)
         of_version = f"{dataset.pin.uri}@{dataset.pin.version}"
         yield Finding("ok", subject, f"{of_version}: {_shares(train, dataset)}")
@@ -45,17 +46,15 @@ def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
     yield Finding("ok", subject, found)
 
 
-def listing_findings(tree: PipelineTree, plan: BuildPlan) -> Iterator[Finding]:
+def listing_findings(tree: PipelineTree, train: TrainConfig | None, plan: BuildPlan) -> Iterator[Finding]:
     """Of the version that a build of this listing would make: shares of a split by content hash are estimates.
 
-    None of an append, whose version has older rows, too.
+    None of an append, whose version has older rows, too, and of a training that cannot run (`train` is None).
     """
     from etl.checks import images_by_split
-    from train.choosing.auto import resolve
-    from train.row_shares import follows_plan, row_shares
+    from train.planning.row_shares import follows_plan, row_shares
 
-    train = resolve(tree.train, tree.spark).config
-    if plan.is_append or not follows_plan(train):
+    if train is None or plan.is_append or not follows_plan(train):
         return
     subject, num_rows = f"source: {SPLIT}", images_by_split(plan)["train"]
     is_named = plan.listing.has_splits and not plan.listing.has_unnamed_splits
@@ -72,8 +71,8 @@ def listing_findings(tree: PipelineTree, plan: BuildPlan) -> Iterator[Finding]:
 
 
 def _shares(train: TrainConfig, dataset: Dataset) -> str:
+    from train.planning.row_shares import follows_plan, row_shares
     from train.readers import reader_of
-    from train.row_shares import follows_plan, row_shares
 
     num_rows = dataset.manifest.splits["train"].num_rows
     if follows_plan(train):

@@ -28,14 +28,12 @@ DRIVER_PORTS = ("spark.driver.port", "spark.driver.blockManager.port", "spark.bl
 SPARKS_PORT_RETRIES = 16
 
 
-def network_findings(tree: PipelineTree) -> Iterator[Finding]:
-    """Nothing of a config that cannot run, which other rows tell. Listens for an instant, and calls itself."""
-    from train.choosing.auto import resolve
+def network_findings(tree: PipelineTree, train: TrainConfig) -> Iterator[Finding]:
+    """`train`: as planned. Listens for an instant, and calls itself."""
     from train.launching import LAUNCHERS
     from train.strategies import roles_of
 
     try:
-        train = resolve(tree.train, tree.spark).config
         num_ranks = len(roles_of(train))
         needs_nics = bool(LAUNCHERS[train.launcher].ranks_here(num_ranks, tree.spark))
     except ShardmillError:

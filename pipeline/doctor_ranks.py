@@ -15,39 +15,39 @@ from train.config import TrainConfig
 
 if TYPE_CHECKING:
     from shardmill.formats.rows import RowSchema
+    from shardmill.jobs.config import SparkConfig
 
 
-def rank_findings(tree: PipelineTree) -> Iterator[Finding]:
-    """Nothing of a launcher that cannot be loaded, or a config that cannot run, which other rows tell."""
-    from train.choosing.auto import resolve
+def rank_findings(train: TrainConfig, spark: SparkConfig) -> Iterator[Finding]:
+    """Of a planned training; nothing of a launcher that cannot be loaded, which another row tells."""
     from train.launching import LAUNCHERS
     from train.strategies import roles_of
 
     try:
-        train = resolve(tree.train, tree.spark).config
         num_ranks = len(roles_of(train))
-        num_ranks_here = LAUNCHERS[train.launcher].ranks_here(num_ranks, tree.spark)
+        num_ranks_here = LAUNCHERS[train.launcher].ranks_here(num_ranks, spark)
     except ShardmillError:
         return
     yield _slots(train, num_ranks, num_ranks_here)
     yield from _devices(train, num_ranks_here)
 
 
-def model_findings(tree: PipelineTree, schema: RowSchema | None = None) -> Iterator[Finding]:
+def model_findings(tree: PipelineTree, train: TrainConfig | None, schema: RowSchema | None = None) -> Iterator[Finding]:
     """Whether it builds for a dataset with this schema, by default the committed one; takes seconds.
 
-    None if it could not fail to, or there is no dataset.
+    `train`: as planned; None if it cannot run, which another row tells. None if it could not fail to, or there is no
+    dataset.
     """
     from shardmill.dataset.open import has_version, open_dataset
-    from train.checks.trial_build import try_build
     from train.labels import LabelSpec
+    from train.planning.trial_build import try_build
     from train.reporting.run_log import RunLog
 
     subject = "train.model: built"
     try:
         if schema is None and has_version(tree.dataset.uri):
             schema = open_dataset(tree.dataset.uri).manifest.row_schema
-        built = try_build(tree.train, tree.spark, schema, RunLog(SilentObserver())) if schema is not None else None
+        built = try_build(train, schema, RunLog(SilentObserver())) if train and schema is not None else None
     except ShardmillError as error:
         yield failed(subject, error)
         return

@@ -24,7 +24,7 @@ def plan(
     bandwidth: Bandwidth = 10.0,
 ) -> None:
     from pipeline.config import after_etl, load_for_dataset
-    from train.checks.plan import plan_training
+    from train.planning.estimate import estimate_training
     from train.tree import TrainTree
 
     common: Common = context.obj
@@ -32,5 +32,5 @@ def plan(
     tree = load_for_dataset(dataset, (*common.overrides, *ranks), common.workdir)
     sys.stderr.write("plan: the model is built, which loads its framework, and some steps of it are measured\n")
     with after_etl(dataset):
-        planned = plan_training(tree.part(TrainTree), bandwidth)
-    print_result(common, planned.document(), planned.rows(), title="plan")
+        estimate = estimate_training(tree.part(TrainTree), bandwidth)
+    print_result(common, estimate.document(), estimate.rows(), title="plan")

@@ -23,6 +23,8 @@ from shardmill.stores import open_store
 
 if TYPE_CHECKING:
     from pipeline.tree import PipelineTree
+    from shardmill.jobs.config import SparkConfig
+    from train.config import TrainConfig
 
 APPLICATIONS = ("etl", "train")
 
@@ -175,19 +177,44 @@ def _look_at_master(tree: PipelineTree) -> str:
 
 
 def _look_at_launch(tree: PipelineTree) -> str:
-    from train.checks.preflight import check_spread
+    from train.planning.make import plan_training
 
-    train = check_spread(tree.train, tree.spark).config
+    train = plan_training(tree.train, tree.spark).config
     return f"{train.num_workers} rank(s) by {train.launcher}, strategy {train.strategy}, backend {train.backend}"
 
 
 def _look_at_initial(tree: PipelineTree) -> str:
-    from train.choosing.auto import resolve
     from train.freezing import never_unfrozen
     from train.initialization.initial import check_initial
+    from train.planning.auto import resolve
 
     config = resolve(tree.train, tree.spark).config
     check_initial(config)
     return (
         never_unfrozen(config) or f"{config.init_from or 'fresh weights'}, frozen: {', '.join(config.freeze) or 'none'}"
     )
+
+
+def setting(tree: PipelineTree, workdir: str) -> str:
+    """What was inferred before anything is listed: sizes, model, ranks, device, and where results go."""
+    from train.planning.make import plan_training
+
+    train = plan_training(tree.train, tree.spark).config
+    ranks = f"{train.num_workers} rank{'s' * (train.num_workers > 1)} by {train.launcher}"
+    return (
+        f"run: images at {tree.etl.described_size}; {train.model}, {train.epochs} epochs on {ranks}, "
+        f"{_devices(train, tree.spark)}; dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
+    )
+
+
+def _devices(train: TrainConfig, spark: SparkConfig) -> str:
+    """CPU or GPU, as far as this machine knows; no framework is imported."""
+    from train.launching import LAUNCHERS
+    from train.launching.devices import check_devices_here
+    from train.strategies import roles_of
+
+    launcher = LAUNCHERS[train.launcher]
+    num_ranks_here = launcher.ranks_here(len(roles_of(train)), spark)
+    if launcher.assigns_devices(spark) or not num_ranks_here:
+        return "devices of the executors"
+    return check_devices_here(train, num_ranks_here)

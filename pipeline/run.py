@@ -17,18 +17,19 @@ from etl.config import EtlTree
 from etl.job import build_dataset, stage_record
 from pipeline.cli_options import AllowChange, Common, Fresh, ReplaceSource, SourceArgument, command
 from pipeline.config import require
-from pipeline.preflight import check_one_process, refuse_what_cannot_work
+from pipeline.preflight import check_one_process, refuse_what_cannot_work, setting
 from pipeline.printing import print_result, summary_rows
 from pipeline.report.write import report_record, write_report
-from pipeline.running import Run, open_run, setting, verify_record
+from pipeline.running import Run, open_run, verify_record
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.observer import WARNING
 from shardmill.jobs.run_files import RunState, failed_stage, write_stage_record
-from train.checks.changes import AS_USUAL, Again
-from train.checks.preflight import check_schema
-from train.checks.trial_build import try_build
+from train.planning.changes import AS_USUAL, Again
+from train.planning.make import plan_training
+from train.planning.preflight import check_schema
+from train.planning.trial_build import try_build
 from train.published.candidate import promote_export, promotion_record
 from train.published.evaluation import evaluate_on, evaluation_record
 from train.published.export import export_record, export_training
@@ -104,7 +105,8 @@ def run_pipeline(
 def _try_build(run: Run, schema: RowSchema) -> None:
     """Whether the training's model builds for these images; the ETL calls it, and takes no longer for it."""
     with run.record.aside():
-        try_build(run.tree.train, run.tree.spark, schema, RunLog(run.progress))
+        plan = plan_training(run.tree.train, run.tree.spark)
+        try_build(plan.config, schema, RunLog(run.progress))
 
 
 @contextmanager

@@ -18,8 +18,6 @@ from shardmill.jobs.run_record import RunRecord, recording
 if TYPE_CHECKING:
     from pipeline.cli_options import Common
     from shardmill.dataset.verify import VerifyReport
-    from shardmill.jobs.config import SparkConfig
-    from train.config import TrainConfig
 
 SUMMARY_SECTIONS = ("dataset", "etl", "train", "evaluation", "export", "promotion")
 """Sections that the summary of a run always has, null if no stage has decided them."""
@@ -85,28 +83,3 @@ def verify_record(report: VerifyReport) -> StageRecord:
     except ShardmillError as error:
         return failed_stage("verify", error)
     return StageRecord(stage="verify", sections={"dataset": dataset_section(report.pin, report.manifest)})
-
-
-def setting(tree: PipelineTree, workdir: str) -> str:
-    """What was inferred before anything is listed: sizes, model, ranks, device, and where results go."""
-    from train.choosing.auto import resolve
-
-    train = resolve(tree.train, tree.spark).config
-    ranks = f"{train.num_workers} rank{'s' * (train.num_workers > 1)} by {train.launcher}"
-    return (
-        f"run: images at {tree.etl.described_size}; {train.model}, {train.epochs} epochs on {ranks}, "
-        f"{_devices(train, tree.spark)}; dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
-    )
-
-
-def _devices(train: TrainConfig, spark: SparkConfig) -> str:
-    """CPU or GPU, as far as this machine knows; no framework is imported."""
-    from train.launching import LAUNCHERS
-    from train.launching.devices import check_devices_here
-    from train.strategies import roles_of
-
-    launcher = LAUNCHERS[train.launcher]
-    num_ranks_here = launcher.ranks_here(len(roles_of(train)), spark)
-    if launcher.assigns_devices(spark) or not num_ranks_here:
-        return "devices of the executors"
-    return check_devices_here(train, num_ranks_here)

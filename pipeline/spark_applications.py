@@ -12,8 +12,8 @@ def applications_on_spark(tree: PipelineTree) -> dict[str, dict[str, str]]:
     """The settings of each application that would be one of Spark, by name, as far as the config alone tells."""
     from etl.engines import ENGINES, EngineSettings
     from etl.engines.auto import choose_engine
-    from train.choosing.auto import resolve
     from train.launching import LAUNCHERS
+    from train.planning.auto import resolve
 
     found: dict[str, dict[str, str]] = {}
     engine = tree.etl.engine if tree.etl.engine != "auto" else choose_engine(0, EngineSettings(tree.spark, 0))

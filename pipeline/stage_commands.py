@@ -95,8 +95,8 @@ def train(
     allow_change: AllowChange = [],  # noqa: B006  typer copies it
 ) -> None:  # fmt: skip
     from shardmill.dataset.open import open_dataset
-    from train.checks.changes import Again
     from train.launching.attach import EndedWithJob, attached
+    from train.planning.changes import Again
     from train.stage_record import train_record
     from train.training import train_in_run
     from train.tree import TrainTree

@@ -37,10 +37,6 @@ _ENTRIES_WITH_OPTIONS = {
 """Registries whose entries may have settings of their own, and what the names of those sections begin with."""
 
 
-def _num_streams(given: dict[str, Any]) -> int:
-    return num_streams_for(given["global_batch_size"], given["num_workers"] or len(given["rank_weights"]))
-
-
 class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     """How a model is trained. The important keys come first; what belongs to one entry is in a section of its own."""
 
@@ -90,9 +86,9 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
     """What reads the train split; evaluation always reads every sample once."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Decides initial weights, order and augmentation."""
-    num_streams: int = Field(default_factory=_num_streams, ge=1)
-    """Logical streams of the epoch plan: the largest world size, and a divisor of the global batch. Unless it is set,
-    the smallest divisor that is at least 8 and at least the number of ranks; a resumed training keeps its number."""
+    num_streams: int = Field(default=0, ge=0)
+    """Logical streams of the epoch plan: the largest world size, and a divisor of the global batch. 0: the smallest
+    divisor that is at least 8 and at least the number of ranks; a resumed training keeps its number."""
     standardize: bool = True
     """The model gets `(x - mean) / std`, per channel of the train split, as float32; false: pixels from 0 to 255."""
     augment: Annotated[AugmentOptions, RESUMABLE] = AugmentOptions()
@@ -185,29 +181,25 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
             "train",
             seed=self.seed,
             global_batch_size=self.global_batch_size,
-            num_streams=self.num_streams,
+            num_streams=self.num_streams_at(self.num_workers),
             window_budget_bytes=self.window_budget_bytes,
         )
 
     def streams_of(self, rank: int, world_size: int) -> range:
         """The logical streams that a rank reads."""
-        if len(self.rank_weights) == world_size:
-            return streams_by_weight(self.rank_weights, self.num_streams)[rank]
-        return streams_of_rank(rank, world_size, self.num_streams)
+        num_streams = self.num_streams_at(world_size)
+        if len(self.rank_weights) == world_size <= num_streams:
+            return streams_by_weight(self.rank_weights, num_streams)[rank]
+        return streams_of_rank(rank, world_size, num_streams)
 
     def num_streams_at(self, world_size: int) -> int:
-        """As it is set, else as it would be for so many ranks."""
-        return self.num_streams if self.sets_streams else num_streams_for(self.global_batch_size, world_size)
-
-    @property
-    def sets_streams(self) -> bool:
-        """Whether `num_streams` was given, or chosen for good."""
-        return "num_streams" in self.model_fields_set
+        """As it is set, else as it is for so many ranks (0: for one)."""
+        return self.num_streams or num_streams_for(self.global_batch_size, max(1, world_size))
 
     def smallest_share(self, world_size: int) -> int:
         """Samples of a step that the rank with the fewest streams has."""
         fewest_streams = min(len(self.streams_of(rank, world_size)) for rank in range(world_size))
-        return fewest_streams * (self.global_batch_size // self.num_streams)
+        return fewest_streams * (self.global_batch_size // self.num_streams_at(world_size))
 
     @property
     def is_first_recipe(self) -> bool:
@@ -239,16 +231,16 @@ class TrainConfig(with_options_of(_ENTRIES_WITH_OPTIONS)):
 
     @model_validator(mode="after")
     def _batch_fits_streams(self) -> Self:
-        if self.global_batch_size % self.num_streams:
+        world_size = self.num_workers or len(self.rank_weights) or 1
+        if self.num_streams and self.global_batch_size % self.num_streams:
             raise ValueError(
                 f"train.global_batch_size = {self.global_batch_size} to be a multiple of "
                 f"train.num_streams = {self.num_streams}; nearest: "
                 f"{max(1, round(self.global_batch_size / self.num_streams)) * self.num_streams}"
             )
-        world_size = self.num_workers or len(self.rank_weights) or 1
-        if world_size > self.num_streams:
+        if world_size > self.num_streams_at(world_size):
             most, raised = f"train.num_streams = {self.num_streams}", "train.num_streams, which starts a new run"
-            if not self.sets_streams:
+            if not self.num_streams:
                 most, raised = f"train.global_batch_size = {self.global_batch_size}", "train.global_batch_size"
             raise ValueError(
                 f"train.num_workers = {world_size} to be at most {most}; "

@@ -25,8 +25,8 @@ from shardmill.jobs.run_job import job_parser, run_job
 from shardmill.jobs.run_record import RunRecord
 from shardmill.jobs.spark import as_submitted
 from shardmill.values import DatasetPin
-from train.checks.changes import Again
 from train.launching.spark_slots import SLOT_SETTINGS
+from train.planning.changes import Again
 from train.published.candidate import promote_export, promotion_record
 from train.published.export import export_record, export_training
 from train.stage_record import train_record

@@ -10,11 +10,11 @@ from pydantic import TypeAdapter
 from shardmill.dataset.open import open_pinned
 from shardmill.jobs.run_files import StageRecord, dataset_section
 from shardmill.stores import open_store
-from train.choosing.memory import model_size
 from train.evaluation.evaluate import evaluation_section
 from train.initialization.initialize import read_initialized
 from train.initialization.match_weights import Initialized
 from train.launching.restarts import Restart
+from train.planning.memory import model_size
 from train.values import TrainResult
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
             "train": {
                 "strategy": result.strategy,
                 "strategy_reason": _reason(outcome),
-                "memory": outcome.fitted.reason if outcome.fitted else "",
+                "memory": outcome.plan.fitted.reason if outcome.plan.fitted else "",
                 "exchange": outcome.exchange,
-                "launcher": outcome.chosen.config.launcher,
+                "launcher": outcome.plan.config.launcher,
                 "world_size": result.world_size,
                 "devices": [str(each) for each in result.placement],
                 "epochs": result.num_epochs,
@@ -70,6 +70,6 @@ def train_record(outcome: TrainOutcome) -> StageRecord:
 def _reason(outcome: TrainOutcome) -> str:
     """Of what was chosen, with the size of the model, which is known now."""
     size = model_size(open_store(outcome.models_uri), outcome.result.checkpoint)
-    available = outcome.fitted.available if outcome.fitted else ""
+    available = outcome.plan.fitted.available if outcome.plan.fitted else ""
     within = f"; a rank may use {available}" if available else ""
-    return f"{outcome.chosen.reason}; {size}{within}" if size else outcome.chosen.reason
+    return f"{outcome.plan.reason}; {size}{within}" if size else outcome.plan.reason

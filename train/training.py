@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,37 +11,38 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.leases import reading
 from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.dataset.rules import verify_present
-from shardmill.epoch_plan import num_streams_choices
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.jobs.config import require_uri
+from shardmill.jobs.config import SparkConfig, require_uri
 from shardmill.jobs.observer import WARNING, Observer
 from shardmill.jobs.reach import planted
 from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
-from shardmill.values import DatasetPin, Nonce
-from train.checks.changes import AS_USUAL, Again, BegunTraining, going_on
-from train.checks.preflight import WindowMemory, check_ranks, check_spread, check_terms, check_trainable, window_memory
-from train.checks.trial_build import try_build
-from train.choosing.auto import Chosen, resolve
-from train.choosing.exchange import FirstSteps
-from train.choosing.kept_choice import as_begun, keep, read_choice
-from train.choosing.memory import Fitted, Memory, look_at_memory
+from shardmill.values import DatasetPin
 from train.config import TrainConfig
 from train.freezing import never_unfrozen
-from train.initialization.initial import pinned
+from train.initialization.initial import check_initial, pinned
 from train.labels import LabelSpec
 from train.launching import LAUNCHERS
 from train.launching.restarts import Restart, launch_until_done
+from train.planning.changes import AS_USUAL, Again, BegunTraining, going_on
+from train.planning.exchange import FirstSteps
+from train.planning.make import plan_training
+from train.planning.memory import Memory, look_at_memory
+from train.planning.plan import TrainingPlan
+from train.planning.preflight import WindowMemory, check_ranks, check_trainable, window_memory
+from train.planning.record import PlanRecord, keep_plan, read_plan
+from train.planning.trainings import TrainingChoice, choose_training
+from train.planning.trial_build import try_build
 from train.readers import reader_of
 from train.reporting.observer import TrainObserver
 from train.reporting.rank_output import RanksLog
 from train.reporting.rank_times import RankRow, StragglerWatch
 from train.reporting.run_log import RunLog, Sink, StepsLog
+from train.reporting.trackers.guarded import GuardedTracker
 from train.reporting.tracking import open_trackers, run_id_of
 from train.reporting.verdict import StepTimes, Verdict
-from train.task import WorkerTask
-from train.trainings import TrainingChoice, choose_training, read_result
+from train.results import read_result
 from train.tree import TrainTree
 from train.values import TrainResult
 
@@ -51,7 +53,7 @@ class TrainOutcome:
 
     result: TrainResult
     models_uri: str
-    chosen: Chosen
+    plan: TrainingPlan
     """How this call trained, or would have."""
     skipped: bool
     """True if it had finished before, on the same dataset version with the same settings."""
@@ -63,97 +65,115 @@ class TrainOutcome:
     """Of this call."""
     mlflow_run_id: str = ""
     """Of the run at the MLflow server; empty if there is none."""
-    fitted: Fitted | None = None
-    """How a step fits into memory; None if nothing was trained."""
     exchange: str = ""
     """What the exchange between ranks takes of a step, and whether several ranks pay; empty if there was only one."""
 
 
 def train_model(
     tree: TrainTree, observer: TrainObserver, version: DatasetPin | None = None, *, fresh_for: str = "",
-    again: Again = AS_USUAL,
+    again: Again = AS_USUAL, planned: Callable[[TrainingPlan], object] = lambda plan: None,
 ) -> TrainOutcome:  # fmt: skip
     """Resolve the dataset version once, and train on it; or go on with, or skip, what is there already.
 
     `version`: what the caller has resolved for the whole run. `fresh_for`: the id of a run that wants a training from
     step 0 whatever there is; asked again, it goes on with that. `again`: what becomes of an unfinished one with other
-    settings. Raises UsageError (2), IntegrityError (3), StorageError (4), or TrainingError (5) of a failed rank.
+    settings. `planned` gets the plan of a training that begins or is resumed, before its ranks start. Raises
+    UsageError (2), IntegrityError (3), StorageError (4), or TrainingError (5) of a failed rank.
     """
     # What can be said before anything starts: names, numbers, places.
-    asked, chosen = tree.train, check_terms(tree.train, tree.spark)
-    tree = tree.model_copy(update={"train": pinned(chosen.config)})
+    first = plan_training(tree.train, tree.spark)
+    check_initial(first.config)
+    init_from = pinned(first.config).init_from
     models = open_store(require_uri("models.uri", tree.models.uri))
 
     # The version: the latest, or the one that `dataset.uri` names. What is unfinished on another one stays as it is.
-    choice = _choose(tree, asked, version, fresh_for)
-    choice.report(asked, observer)
-    asked, tree = choice.by_its_rules(asked), tree.model_copy(update={"train": choice.by_its_rules(tree.train)})
+    choice = _choose(tree, first.with_first_weights(init_from), version, fresh_for)
+    choice.report(tree.train, observer)
     dataset = open_pinned(choice.dataset)
-    chosen = check_spread(asked, tree.spark, dataset)
     if choice.result is not None:
-        return TrainOutcome(choice.result, models.uri, chosen, skipped=True)
-    choice.check_world_size(chosen.config.num_workers)
+        plan = plan_training(choice.by_its_rules(tree.train), tree.spark, dataset)
+        return TrainOutcome(choice.result, models.uri, plan, skipped=True)
 
-    # It goes on as it was begun, and must be trainable in the memory that there is.
-    chosen = as_begun(read_choice(models, choice), asked, chosen, tree.spark, observer, check_spread)
-    tree = tree.model_copy(update={"train": chosen.spread(tree.train)})
-    check_trainable(tree.train, dataset, tree.gate)
-    windows = window_memory(tree.train, dataset)
-    _try_build(tree, choice, models, dataset, observer)
-    memory = look_at_memory(tree.train, dataset, choice, models, tree.spark, partial(_window_bytes, dataset))
-    choice = going_on(models, choice, memory.fitted(tree.train).config, dataset, again)
+    # It resumes as it was begun, and must be trainable in the memory that there is.
+    begun = read_plan(models, choice.folders)
+    asked = choice.by_its_rules(tree.train, begun.num_streams if begun else 0)
+    plan = plan_training(asked, tree.spark, dataset, begun)
+    plan = plan.with_first_weights(init_from)
+    check_trainable(plan.config, dataset, tree.gate)
+    windows = window_memory(plan.config, dataset)
+    _try_build(plan, tree.spark, choice, models, dataset, observer)
+    plan = plan.with_memory(_look_at_memory(plan.config, dataset, tree.spark, begun, choice, models))
+    choice, plan = going_on(models, choice, plan, dataset, again)
     again.begin(models.uri, choice.training_dir)
-    return _launched(_Settled(tree, models, dataset, choice, chosen, windows, memory), observer)
+    planned(plan)
+    return _launched(_Settled(plan, tree.spark, models, dataset, choice, windows), observer)
 
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
     """What the ranks are launched with."""
 
-    tree: TrainTree
+    plan: TrainingPlan
+    spark: SparkConfig
     models: Store
     dataset: Dataset
     choice: TrainingChoice
-    chosen: Chosen
     windows: WindowMemory
-    memory: Memory
-
-    def task(self, config: TrainConfig, reach: Nonce) -> WorkerTask:
-        """For the ranks of `config`."""
-        return self.choice.task(self.memory.fitted(config).config, reach)
 
 
 def _launched(settled: _Settled, observer: TrainObserver) -> TrainOutcome:
     """The ranks train, however often they have to be launched. Raises as `train_model` does."""
-    models, dataset, chosen, choice = settled.models, settled.dataset, settled.chosen, settled.choice
-    config, spark = settled.tree.train, settled.tree.spark
-    launcher, fitted = LAUNCHERS[config.launcher], settled.memory.fitted(config)
-    keep(models, choice, chosen, spark)
+    plan, models, dataset, choice = settled.plan, settled.models, settled.dataset, settled.choice
+    launcher = LAUNCHERS[plan.config.launcher]
+    keep_plan(models, choice.training_dir, plan, settled.spark)
     # The version must not expire meanwhile; the ranks must see the same storage as this process.
     with reading(dataset.store, dataset.pin.version, f"train, in {models.uri},"), planted(models) as nonce:
         # Every shard is present; the ranks verify the bytes of each chunk when they first read it.
         verify_present(dataset)
-        _report_plan(choice, chosen, dataset, settled.windows, observer)
-        _report_memory(fitted, observer)
+        _report_plan(choice, plan, dataset, settled.windows, observer)
+        _report_memory(plan, observer)
         done = launch_until_done(
-            lambda config: launcher.launch(settled.task(config, nonce), spark, observer),
-            config,
+            lambda plan: launcher.launch(choice.task(plan.config, nonce), settled.spark, observer),
+            plan,
             observer,
             check=partial(check_ranks, dataset=dataset),
         )
     _check_published(models, choice)
-    return TrainOutcome(done.result, models.uri, chosen, skipped=False, restarts=done.restarts, fitted=fitted)
+    return TrainOutcome(done.result, models.uri, plan, skipped=False, restarts=done.restarts)
+
+
+def _look_at_memory(
+    config: TrainConfig,
+    dataset: Dataset,
+    spark: SparkConfig,
+    begun: PlanRecord | None,
+    choice: TrainingChoice,
+    models: Store,
+) -> Memory:
+    return look_at_memory(
+        config,
+        dataset,
+        spark,
+        lambda config: window_memory(config, dataset).bytes_per_rank,
+        begun=begun.memory if begun else None,
+        has_begun=choice.has_steps(models),
+    )
 
 
 def _try_build(
-    tree: TrainTree, choice: TrainingChoice, models: Store, dataset: Dataset, observer: TrainObserver
+    plan: TrainingPlan,
+    spark: SparkConfig,
+    choice: TrainingChoice,
+    models: Store,
+    dataset: Dataset,
+    observer: TrainObserver,
 ) -> None:
     """Before a cluster is asked for ranks; ranks of other launchers build it as soon as a trial would.
 
     What has steps already was built by whoever made them. Raises as `try_build` does.
     """
-    if "pyspark" in LAUNCHERS.entry(tree.train.launcher).packages and not choice.has_begun(models):
-        try_build(tree.train, tree.spark, dataset.manifest.row_schema, observer)
+    if "pyspark" in LAUNCHERS.entry(plan.config.launcher).packages and not choice.has_begun(models):
+        try_build(plan.config, dataset.manifest.row_schema, observer)
 
 
 def _check_published(models: Store, choice: TrainingChoice) -> None:
@@ -168,13 +188,16 @@ def _check_published(models: Store, choice: TrainingChoice) -> None:
 
 
 def _report_plan(
-    choice: TrainingChoice, chosen: Chosen, dataset: Dataset, memory: WindowMemory, observer: TrainObserver
+    choice: TrainingChoice, plan: TrainingPlan, dataset: Dataset, memory: WindowMemory, observer: TrainObserver
 ) -> None:
-    """What a person should know of a training that now begins, or goes on."""
-    observer.event("plan", {"rank": 0, "chosen": chosen.reason, "short": chosen.in_short, **memory.as_fields()})
-    if never := never_unfrozen(chosen.config):
+    """What a person should know of a training that now begins, or is resumed."""
+    config = plan.config
+    if plan.chosen_anew:
+        observer.event("chosen_anew", {"rank": 0, WARNING: plan.chosen_anew})
+    observer.event("plan", {"rank": 0, "chosen": plan.reason, "short": plan.in_short, **memory.as_fields()})
+    if never := never_unfrozen(config):
         observer.event("freeze", {"rank": 0, WARNING: never})
-    if chosen.config.augmentation.random_flip and LabelSpec.of(dataset.manifest).are_numbers:
+    if config.augmentation.random_flip and LabelSpec.of(dataset.manifest).are_numbers:
         mirrored = (
             "train.augment mirrors half of the images left to right, and labels that are numbers stay as they are: "
             "wrong for positions, angles and directions; train.augment.random_flip = false switches it off"
@@ -182,20 +205,17 @@ def _report_plan(
         observer.event("augment", {"rank": 0, WARNING: mirrored})
     if choice.resumes:
         observer.event("changed", {"rank": 0, "path": choice.resumes, "changes": "; ".join(choice.changes)})
-    if limits := reader_of(chosen.config).limits(chosen.config, dataset):
-        observer.event("reader", {"rank": 0, "reader": chosen.config.reader, WARNING: limits})
+    if limits := reader_of(config).limits(config, dataset):
+        observer.event("reader", {"rank": 0, "reader": config.reader, WARNING: limits})
 
 
-def _window_bytes(dataset: Dataset, config: TrainConfig) -> int:
-    return window_memory(config, dataset).bytes_per_rank
-
-
-def _report_memory(fitted: Fitted, observer: TrainObserver) -> None:
+def _report_memory(plan: TrainingPlan, observer: TrainObserver) -> None:
     """How a step fits into a rank's memory, if that was looked at."""
-    if fitted.fit is None:
+    fitted = plan.fitted
+    if fitted is None or fitted.fit is None:
         return
     chosen = ("accumulation_steps", "mixed_precision", "activation_checkpointing")
-    fields = {"rank": 0, "choice": fitted.fit.choice, **{name: getattr(fitted.config, name) for name in chosen}}
+    fields = {"rank": 0, "choice": fitted.fit.choice, **{name: getattr(plan.config, name) for name in chosen}}
     observer.event("memory", {**fields, WARNING if fitted.fit.choice == "too_large" else "reason": fitted.reason})
 
 
@@ -215,10 +235,16 @@ def train_in_run(
     sinks.append(RanksLog(run.store, f"{run.folder}/ranks.log", warn))
     if tree.train.record_samples:
         sinks.append(StepsLog(run.store, f"{run.folder}/steps.jsonl", warn))
-    trackers = open_trackers(tree.train, run, observer)
-    with closing(RunLog(observer, [*sinks, *trackers.values()])) as log:
+    trackers: dict[str, GuardedTracker] = {}
+    with closing(RunLog(observer, sinks)) as log:
+
+        def track(plan: TrainingPlan) -> None:
+            trackers.update(open_trackers(plan.config, run, observer))
+            log.add(*trackers.values())
+
         again = replace(again, begun=BegunTraining(run.store, f"{run.folder}/training.begun"))
-        outcome = train_model(tree, log, version, fresh_for=run.run_id if again.fresh else "", again=again)
+        fresh_for = run.run_id if again.fresh else ""
+        outcome = train_model(tree, log, version, fresh_for=fresh_for, again=again, planned=track)
         placement = outcome.result.placement
         verdict = times.verdict(tree.train, placement)
         if verdict is not None:
@@ -231,25 +257,21 @@ def train_in_run(
 
 def finished_training(tree: TrainTree, version: DatasetPin | None = None) -> TrainOutcome:
     """The training that `train_model` would skip. Raises UsageError if it has not finished yet."""
-    chosen = resolve(tree.train, tree.spark)
-    choice = _choose(tree.model_copy(update={"train": chosen.config}), tree.train, version)
+    plan = plan_training(tree.train, tree.spark)
+    choice = _choose(tree, plan.with_first_weights(pinned(plan.config).init_from), version)
     if choice.result is None:
         raise UsageError(
             f"no finished training of this config on {choice.dataset.uri}@{choice.dataset.version}",
             "expected one to export",
             "repeat the --set options of the run, or give its runs/ID/config.toml; or run `shardmill train` first",
         )
-    return TrainOutcome(choice.result, open_store(tree.models.uri).uri, chosen, skipped=True)
+    return TrainOutcome(choice.result, open_store(tree.models.uri).uri, plan, skipped=True)
 
 
-def _choose(
-    tree: TrainTree, asked: TrainConfig, version: DatasetPin | None = None, fresh_for: str = ""
-) -> TrainingChoice:
-    """`asked`: `tree.train` as it was before anything was chosen."""
+def _choose(tree: TrainTree, plan: TrainingPlan, version: DatasetPin | None, fresh_for: str = "") -> TrainingChoice:
     # A run passes the version that it has resolved: one committed meanwhile must not split it between two datasets.
     version = version or open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin
     # An expiry or a rollback makes a version and changes no row: what was trained on those rows is not trained again.
     same_rows = first_alike(version)
     models = open_store(require_uri("models.uri", tree.models.uri))
-    streams = () if asked.sets_streams else tuple(num_streams_choices(asked.global_batch_size))
-    return choose_training(models, pinned(tree.train), same_rows, fresh_for, streams)
+    return choose_training(models, plan.named_by, same_rows, fresh_for)

@@ -20,7 +20,6 @@ from train.backends.backend import Backend, Learner, model_spec
 from train.checkpoints.attempts import Attempt, claim_attempt
 from train.checkpoints.checkpoint import CheckpointFolder, FoundCheckpoint, TrainingIdentity
 from train.checkpoints.checkpoint_writer import CheckpointWriter
-from train.choose_backend import choose_backend
 from train.evaluation.evaluate_split import evaluate_finally, evaluate_split
 from train.freezing import hold_still, step_activity
 from train.initialization.initialize import initialize
@@ -99,7 +98,7 @@ def _join(task: WorkerTask, world: World, reporter: Reporter) -> Session:
     config = task.config
 
     # The owners: one of all framework code, one of how ranks share the work.
-    backend = BACKENDS[choose_backend(config)]
+    backend = BACKENDS[config.backend]
     strategy = find_strategy(config.strategy, world.world_size)
     backend.start(world, config.seed)
 

@@ -12,10 +12,12 @@ from pipeline.doctor import diagnose, examine
 from pipeline.finding import Finding
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
+from shardmill.jobs.config import SparkConfig
 from tests.support import build_here, make_dataset, write_images
-from train.checks.preflight import check_trainable
 from train.config import TrainConfig
-from train.row_shares import row_shares
+from train.planning.auto import resolve
+from train.planning.preflight import check_trainable
+from train.planning.row_shares import row_shares
 
 SPLIT = "train split"
 
@@ -115,7 +117,7 @@ def test_fewer_rows_than_ranks_are_refused(tmp_path: Path):
     # So is the training.
     dataset = open_dataset(uri)
     with pytest.raises(UsageError, match=r"6 row\(s\) for 8 rank\(s\)"):
-        check_trainable(TrainConfig(num_workers=8), dataset)
+        check_trainable(resolve(TrainConfig(num_workers=8), SparkConfig()).config, dataset)
     rows = {each.subject: each for each in examine(load_pipeline(str(tmp_path / "images"), how, "work"), str(tmp_path))}
     listed = rows[f"source: {SPLIT}"]
     assert listed.status == "fail" and said in listed.found, "all six images are too few, whatever the splits get"

@@ -24,6 +24,7 @@ from tests.support import make_dataset, write_images
 from train.backends.gpu_builds import why_no_gpu
 from train.launching.devices import CUDA_VARIABLE
 from train.optimizers import OPTIMIZERS
+from train.planning.auto import resolve
 
 NOT_OURS = "198.51.100.7"
 """An address of nobody's (RFC 5737)."""
@@ -38,7 +39,8 @@ def rows(*overrides: str) -> dict[str, Finding]:
 
 
 def network_rows(*overrides: str) -> dict[str, Finding]:
-    return {each.subject: each for each in network_findings(load_tree(PipelineTree, None, overrides))}
+    tree = load_tree(PipelineTree, None, overrides)
+    return {each.subject: each for each in network_findings(tree, resolve(tree.train, tree.spark).config)}
 
 
 def rows_of_images(folder: Path, *overrides: str) -> dict[str, Finding]:

@@ -18,8 +18,8 @@ from pipeline.preflight import check_place, refuse_what_cannot_work
 from shardmill.errors import StorageError, UsageError
 from tests.pipeline.command import last_line, shardmill
 from tests.support import write_images
-from train.checks.preflight import check_schema
 from train.models.find import find_model
+from train.planning.preflight import check_schema
 
 
 def refused(folder: Path, *overrides: str) -> str:

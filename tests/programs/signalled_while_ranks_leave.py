@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 
+from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.process import Terminated, raise_on_signals, stopping_in_order
 from tests.train.training import StepWatcher
 from train.config import TrainConfig
 from train.launching.faults import RankLost
 from train.launching.restarts import launch_until_done
+from train.planning.auto import resolve
+from train.planning.plan import TrainingPlan
 from train.values import TrainResult
 
 
@@ -18,15 +21,16 @@ def main() -> None:
     lost = RankLost("rank 1 was killed")
     lost.ranks = frozenset({1})
 
-    def launch(config: TrainConfig) -> TrainResult:
+    def launch(plan: TrainingPlan) -> TrainResult:
         print("launched")
         with stopping_in_order(60):
             os.kill(os.getpid(), signal.SIGTERM)
             raise lost
 
     config = TrainConfig(num_workers=2, strategy="horovod", launcher="local", max_restarts=1)
+    plan = resolve(config, SparkConfig())
     try:
-        launch_until_done(launch, config, StepWatcher(), check=lambda config: None)
+        launch_until_done(launch, plan, StepWatcher(), check=lambda config: None)
     except Terminated as error:
         print(error)
 

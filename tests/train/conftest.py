@@ -13,8 +13,8 @@ from shardmill.stores import open_store
 from tests.support import make_dataset
 from tests.train.checkpoints import CONFIG, KILLED_AT
 from tests.train.training import Killed, Recorder, train_here
-from train.choosing.auto import resolve
-from train.trainings import choose_training
+from train.planning.auto import resolve
+from train.planning.trainings import choose_training
 
 
 @pytest.fixture(scope="session")
@@ -48,12 +48,8 @@ def choice_of(tiny_uri):
     """choice_of(models, tree) -> config without `auto`, dataset, what the driver chooses to do, the models' store."""
 
     def choose(models, tree):
-        config, dataset, store = (
-            resolve(tree.train, SparkConfig()).config,
-            open_dataset(tiny_uri),
-            open_store(str(models)),
-        )
-        return config, dataset, choose_training(store, config, dataset.pin), store
+        plan, dataset, store = resolve(tree.train, SparkConfig()), open_dataset(tiny_uri), open_store(str(models))
+        return plan.config, dataset, choose_training(store, plan.named_by, dataset.pin), store
 
     return choose
 

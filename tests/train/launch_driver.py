@@ -18,6 +18,7 @@ from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.attach import attached
 from train.models.user import source_sha256
+from train.planning.auto import resolve
 from train.task import WorkerTask
 from train.values import OUTPUT
 
@@ -47,7 +48,7 @@ class Teller:
 def main() -> None:
     raise_on_signals()
     given = json.loads(sys.argv[1])
-    config = TrainConfig(**given["train"])
+    config = resolve(TrainConfig(**given["train"]), SparkConfig(master=given["master"])).config
     task = WorkerTask(
         config, DatasetPin(**given["dataset"]), given["models_uri"], "trainings/test", source_sha256(config.model)
     )

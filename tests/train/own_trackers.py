@@ -27,6 +27,15 @@ class Recording:
         self.told.append("close")
 
 
+class Remembering(Recording):
+    """`settings` has those of all its objects."""
+
+    settings: list[dict] = []  # noqa: RUF012  a test clears it
+
+    def __init__(self, run):
+        self.settings.append(run.settings)
+
+
 class Failing(Recording):
     """Raises in the method that `at` names."""
 

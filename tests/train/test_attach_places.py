@@ -10,12 +10,12 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.spark import loopback_warning as spark_loopback_warning
 from tests.services.marked import free_ports
-from train.choosing.auto import resolve
 from train.config import TrainConfig
 from train.launching.attach import JOB_TOKEN_VARIABLE, attached, check_world_size
 from train.launching.attach_options import AttachOptions
 from train.launching.attach_place import STARTERS, loopback_warning
 from train.launching.place import Place
+from train.planning.auto import resolve
 
 TOKEN = "secret of this job" * 2
 

@@ -14,7 +14,7 @@ from tests.train.driver_process import start_driver
 from tests.train.training import MODELS
 from train.checkpoints.attempts import claim_attempt
 from train.checkpoints.checkpoint import MARKER, complete_checkpoints
-from train.trainings import read_result
+from train.results import read_result
 
 
 def test_attempts_that_begin_at_once_get_different_numbers_without_gaps(tmp_path):

@@ -12,13 +12,13 @@ from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
 from tests.train.test_verdict import EXCHANGE_CASES
-from train.choosing.auto import choose, choose_ranks, resolve
-from train.choosing.auto_rules import FEW_STEPS, LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts
-from train.choosing.exchange import EXCHANGE_RULES
-from train.choosing.fit import FIT_RULES, MemoryFacts, fit
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.spark_slots import why_no_places
+from train.planning.auto import choose, choose_ranks, resolve
+from train.planning.auto_rules import FEW_STEPS, LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts
+from train.planning.exchange import EXCHANGE_RULES
+from train.planning.fit import FIT_RULES, MemoryFacts, fit
 from train.strategies import STRATEGIES
 
 ALL = frozenset({*STRATEGIES.entries, *LAUNCHERS.entries})

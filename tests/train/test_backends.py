@@ -20,17 +20,16 @@ from shardmill.jobs.observer import SilentObserver
 from shardmill.reader import read_samples
 from tests.train import torch_non_finite_models
 from tests.train.test_models import THREE, batch_of
-from tests.train.training import MODELS, Recorder, task_of, train_here
+from tests.train.training import MODELS, Recorder, check_terms, task_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
-from train.checks.preflight import check_terms
-from train.choosing.auto import resolve
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
+from train.planning.auto import resolve
+from train.planning.trainings import training_dir
 from train.published.export import export_training
 from train.published.load import load_exported
 from train.reporting.run_log import RunLog
-from train.trainings import training_dir
 from train.world import World
 
 TORCH_MODELS = "tests.train.torch_models"

@@ -22,7 +22,7 @@ from train.labels import LabelSpec
 from train.progress import EarlyStop, Progress
 from train.published.candidate import promote_export
 from train.published.export import export_training
-from train.trainings import read_result
+from train.results import read_result
 from train.values import EpochRecord, Evaluation
 from train.world import World
 

@@ -17,8 +17,8 @@ from shardmill.stores import open_store
 from shardmill.values import Cursor
 from tests.support import build_here, make_dataset, write_images
 from tests.train.test_job import ETL, Recorder, tree_of
-from train.checks.changes import Again, BegunTraining, check_allowed
 from train.config import TrainConfig
+from train.planning.changes import Again, BegunTraining, check_allowed
 from train.setting_kinds import DURATION, EXECUTION, RESUMABLE
 from train.settings import settings_of
 from train.training import train_model

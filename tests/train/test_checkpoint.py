@@ -27,7 +27,7 @@ from train.checkpoints.checkpoint import (
 )
 from train.checkpoints.state import OPTIMIZER, WEIGHTS
 from train.progress import BestEpoch, Progress
-from train.trainings import read_result
+from train.results import read_result
 
 
 def checkpoints(models: Path) -> list[str]:

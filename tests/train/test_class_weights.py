@@ -14,9 +14,9 @@ from tests.train.test_models import SHAPE, batch_of
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.class_weights import class_weights
-from train.checks.preflight import check_trainable
 from train.config import TrainConfig
 from train.labels import LabelSpec
+from train.planning.preflight import check_trainable
 from train.tree import TrainTree
 from train.world import World
 

@@ -7,8 +7,7 @@ import pytest
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.train.test_multi_rank import SMOOTH_MODEL, train_on_ranks
-from tests.train.training import Recorder, train_here
-from train.checks.preflight import check_terms
+from tests.train.training import Recorder, check_terms, train_here
 from train.config import TrainConfig
 from train.strategies import STRATEGIES
 

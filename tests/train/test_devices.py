@@ -20,14 +20,15 @@ from shardmill.jobs.observer import FieldValue
 from tests.processes import in_own_process
 from tests.support import make_dataset
 from tests.train.driver_process import PIN, WORKERS
+from tests.train.training import check_terms
 from train.backends import BACKENDS
 from train.backends.gpu_builds import why_no_gpu
-from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.devices import CUDA_VARIABLE, check_devices, share_of_rank, visible_gpus
 from train.launching.place import Place
 from train.launching.spark_slots import num_slots_of
+from train.planning.auto import resolve
 from train.task import WorkerTask
 from train.values import TrainResult
 from train.world import RankDevices, World
@@ -153,7 +154,8 @@ def test_a_framework_that_does_not_see_its_device_does_not_fall_back_to_the_cpu(
     monkeypatch.setenv(CUDA_VARIABLE, "7")
     pin = open_dataset(make_dataset(tmp_path)).pin
     model = {"model": "tests.train.torch_models:smooth", "strategy": "torch_ddp", "epochs": 1}
-    config = TrainConfig(num_workers=1, launcher="local", **model)
+    config = resolve(TrainConfig(num_workers=1, launcher="local", devices="cpu", **model), SparkConfig()).config
+    config = config.model_copy(update={"devices": "auto"})
     task = WorkerTask(config, pin, str(tmp_path / "models"), "trainings/test", "")
     with pytest.raises(UsageError, match=rf"rank 0: {HERE} gpu 7: PyTorch sees 0 GPU.*expected 1.*nvidia-smi"):
         LAUNCHERS["local"].launch(task, SparkConfig(), Watcher())

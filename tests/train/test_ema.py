@@ -12,11 +12,10 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.train.test_backends import SHAPE, STATEFUL, learner
 from tests.train.test_models import batch_of
-from tests.train.training import Killed, Recorder, task_of, train_here
+from tests.train.training import Killed, Recorder, check_terms, task_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import Learner, StatePart
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
-from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.published.export import export_training
 from train.settings import settings_that_matter

@@ -25,17 +25,18 @@ from tests.services.faulty_store import FaultyStore, send_twice
 from tests.support import make_dataset
 from tests.train.test_multi_rank import SMOOTH_MODEL
 from train.backends.keras.backend import KERAS_FILE
-from train.choosing.auto import resolve
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
+from train.planning.auto import resolve
+from train.planning.trainings import training_dir
 from train.published.export import export_training
 from train.published.exported import EXPORTS, number_of_artifact, read_export, verify_export
 from train.published.load import load_exported
 from train.records import put_record, read_record, record_numbers
 from train.reporting.run_log import RunLog
+from train.results import read_result
 from train.task import WorkerTask
-from train.trainings import read_result, training_dir
 from train.values import TrainResult
 
 MODELS = "tests.train.launch_models"

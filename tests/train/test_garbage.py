@@ -23,16 +23,15 @@ from tests.train.checkpoints import write_checkpoint
 from tests.train.test_job import tree_of
 from train.checkpoints.attempts import claim_attempt
 from train.checkpoints.checkpoint import CheckpointFolder, TrainingIdentity
-from train.choosing.auto import resolve
-from train.choosing.kept_choice import CHOSEN, keep, read_choice
-from train.choosing.memory import MEMORY
 from train.garbage import ModelsReport, collect_models, plan_models
 from train.initialization.initialize import INITIALIZED
+from train.planning.auto import resolve
+from train.planning.record import FORMER_CHOICE, FORMER_MEMORY, PLAN, keep_plan, read_plan
+from train.planning.trainings import FRESH, TRAININGS, FreshTraining
 from train.progress import BestEpoch, Progress
 from train.published.current import CURRENT, Pointer
 from train.published.exported import EXPORTS, ExportRecord
 from train.records import put_record, record_numbers
-from train.trainings import FRESH, TRAININGS, FreshTraining
 from train.values import CONFUSION, EXCHANGED_FILES, PROFILES, RESULT, ModelIdentity, TimeShares, TrainResult, to_json
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +148,7 @@ def leave_everything(models: Path, number: int, *, fresh: int = 0) -> str:
         assert put_record(store, f"{first}/{FRESH}", fresh, FreshTraining(run_id=f"run-{fresh}"))
         keeps = CheckpointFolder(claim_attempt(store, folder, 1), 1)
         write_checkpoint(keeps, 7, TrainingIdentity(_PIN, "plan", _MODEL, {}), Progress())
-    for name in (CHOSEN, MEMORY, INITIALIZED, "later.json", "later/1/x"):
+    for name in (PLAN, FORMER_CHOICE, FORMER_MEMORY, INITIALIZED, "later.json", "later/1/x"):
         store.put(f"{folder}/{name}", b"")
     age(models / first, (100 - number) * _HOUR)
     return folder
@@ -185,12 +184,12 @@ def test_a_training_that_was_asked_for_goes_with_its_record_and_numbers_go_on(tm
     # Another one of the same settings is young: it stays, and so does the record that leads to it.
     store = open_store(tmp_path)
     assert put_record(store, f"{first}/{FRESH}", 2, FreshTraining(run_id="run-2"))
-    store.put(f"{first}/{FRESH}-00000002/{CHOSEN}", b"")
+    store.put(f"{first}/{FRESH}-00000002/{PLAN}", b"")
     report = collect(tmp_path, 0)
     assert report.expired_trainings == (first, gone)
     assert report.retained_trainings == (f"{first}/{FRESH}-00000002",)
     left = {path for path in files(tmp_path) if path.startswith(TRAININGS)}
-    assert left == {f"{first}/{FRESH}/00000002.json", f"{first}/{FRESH}-00000002/{CHOSEN}"}
+    assert left == {f"{first}/{FRESH}/00000002.json", f"{first}/{FRESH}-00000002/{PLAN}"}
     # Of the last one nothing is left either: an equal training is the first one again.
     age(tmp_path / first, 3 * _HOUR)
     collect(tmp_path, 0)
@@ -201,14 +200,14 @@ def test_an_equal_training_after_gc_chooses_anew(tiny_uri: str, tmp_path: Path, 
     tree = tree_of(tiny_uri, tmp_path, num_workers=2)
     _, _, choice, store = choice_of(tmp_path, tree)
     chosen = resolve(tree.train, SparkConfig()).with_strategy("multi_worker_mirrored", "as it was then")
-    keep(store, choice, chosen, SparkConfig())
+    keep_plan(store, choice.training_dir, chosen, SparkConfig())
     _, _, asked, _ = choice_of(tmp_path, tree)
-    assert read_choice(store, asked) is not None
+    assert read_plan(store, asked.folders) is not None
     newer = training(tmp_path, 99)
     age(tmp_path / choice.training_dir, 50 * _HOUR)
     assert collect(tmp_path, 1).retained_trainings == (newer,)
     _, _, again, _ = choice_of(tmp_path, tree)
-    assert again.training_dir == choice.training_dir and read_choice(store, again) is None
+    assert again.training_dir == choice.training_dir and read_plan(store, again.folders) is None
     # Nor is a training that somebody asked for the one that an equal training goes on with.
     assert put_record(store, f"{choice.training_dir}/{FRESH}", 1, FreshTraining(run_id="r"))
     assert choice_of(tmp_path, tree)[2].training_dir == f"{choice.training_dir}/{FRESH}-00000001"

@@ -21,20 +21,19 @@ from shardmill.stores import open_store
 from tests.support import make_dataset
 from tests.train.test_backends import SHAPE, TORCH_MODELS
 from tests.train.test_models import THREE, batch_of
-from tests.train.training import MODELS, Recorder, keras_model_of, train_here
+from tests.train.training import MODELS, Recorder, check_terms, keras_model_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
 from train.backends.weight_files import read_arrays
 from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
-from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.initialization.initial import pinned, read_pinned
 from train.initialization.initialize import read_initialized
 from train.initialization.match_weights import match_weights
+from train.planning.trainings import training_dir
 from train.published.export import export_training
 from train.published.exported import read_export
 from train.settings import settings_that_matter
-from train.trainings import training_dir
 from train.world import World
 
 NORMED = {"keras": f"{MODELS}:stateful", "torch": f"{TORCH_MODELS}:stateful"}

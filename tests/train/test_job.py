@@ -21,12 +21,12 @@ from shardmill.jobs.observer import SilentObserver
 from shardmill.stores import open_store
 from tests.support import build_here, make_dataset, write_images
 from train.config import TrainConfig
+from train.planning.trainings import choose_training, training_id
 from train.published.candidate import promote_export
 from train.published.export import export_training
 from train.published.predict import predict_images
 from train.reporting.run_log import RunLog
 from train.training import finished_training, train_model
-from train.trainings import choose_training, training_id
 from train.tree import TrainTree
 
 ROOT = Path(__file__).parents[2]

@@ -10,12 +10,12 @@ import pytest
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import IntegrityError, TrainingError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
-from shardmill.jobs.observer import WARNING
 from tests.train.test_job import Recorder, tree_of
-from train.checks.preflight import check_spread
-from train.choosing.auto import Chosen, resolve
-from train.choosing.kept_choice import CHOSEN, as_begun, keep, read_choice
 from train.config import TrainConfig
+from train.planning.auto import resolve
+from train.planning.make import plan_training
+from train.planning.plan import TrainingPlan
+from train.planning.record import PLAN, keep_plan, read_plan
 from train.stage_record import train_record
 from train.strategies.options import MirroredOptions
 from train.training import train_model
@@ -27,19 +27,17 @@ ANY = TrainConfig()
 
 @pytest.fixture
 def begun(tiny_uri, tmp_path, choice_of):
-    """begun(chosen) -> the store and the choice of a training that was begun so; and what resolves it again."""
+    """begun(plan, asked, spark) -> the plan of a resume that asks so, after a training was begun by `plan`."""
     _, _, choice, store = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, num_workers=2))
 
-    def again(chosen: Chosen, asked: TrainConfig = TWO, spark: SparkConfig = HERE) -> tuple[Chosen, Recorder]:
-        keep(store, choice, chosen, HERE)
-        recorder = Recorder()
-        kept = read_choice(store, choice)
-        return as_begun(kept, asked, resolve(asked, spark), spark, recorder, check_spread), recorder
+    def again(plan: TrainingPlan, asked: TrainConfig = TWO, spark: SparkConfig = HERE) -> TrainingPlan:
+        keep_plan(store, choice.training_dir, plan, HERE)
+        return plan_training(asked, spark, None, read_plan(store, choice.folders))
 
     return again
 
 
-def chosen_elsewhere() -> Chosen:
+def chosen_elsewhere() -> TrainingPlan:
     """On a machine without Horovod, which is here."""
     now = resolve(TWO, HERE)
     assert now.config.strategy == "horovod"
@@ -47,23 +45,23 @@ def chosen_elsewhere() -> Chosen:
 
 
 def test_a_resume_goes_on_with_what_was_chosen(begun):
-    found, _ = begun(chosen_elsewhere())
+    found = begun(chosen_elsewhere())
     assert found.config.strategy == "multi_worker_mirrored"
     assert "as this training was begun (2 workers of TensorFlow, and Horovod is not here)" in found.reason
     # Its reason does not grow from resume to resume.
-    assert begun(found)[0] == found
+    assert begun(found) == found
 
 
 def test_a_longer_training_goes_on_with_the_choice_of_the_shorter_one(tiny_uri, tmp_path, choice_of, whole):
     _, _, shorter, store = choice_of(tmp_path, tree_of(tiny_uri, tmp_path))
-    keep(store, shorter, chosen_elsewhere(), HERE)
+    keep_plan(store, shorter.training_dir, chosen_elsewhere(), HERE)
     longer = replace(shorter, training_dir="longer", continues=replace(whole, training_dir=shorter.training_dir))
-    kept = read_choice(store, longer)
+    kept = read_plan(store, longer.folders)
     assert kept is not None and kept.strategy == "multi_worker_mirrored"
     # With a record of its own: the shorter one may be collected.
-    keep(store, longer, chosen_elsewhere(), HERE)
-    assert read_choice(store, replace(longer, continues=None)) == kept
-    assert read_choice(store, replace(longer, training_dir="other", continues=None)) is None
+    keep_plan(store, longer.training_dir, chosen_elsewhere(), HERE)
+    assert read_plan(store, [longer.training_dir]) == kept
+    assert read_plan(store, ["other"]) is None
 
 
 @pytest.mark.parametrize(
@@ -76,7 +74,7 @@ def test_a_longer_training_goes_on_with_the_choice_of_the_shorter_one(tiny_uri, 
     ids=["set by hand", "other workers", "another place"],
 )
 def test_another_question_gets_another_answer(begun, asked, spark, strategy, launcher):
-    found, _ = begun(chosen_elsewhere(), asked, spark)
+    found = begun(chosen_elsewhere(), asked, spark)
     assert (found.config.strategy, found.config.launcher) == (strategy, launcher)
 
 
@@ -84,20 +82,20 @@ def test_ranks_that_were_chosen_stay_until_they_are_set_or_run_elsewhere(begun):
     kept = replace(chosen_elsewhere(), ranks_reason="2 GPUs of this machine")
     alone = resolve(ANY, HERE).config
     assert (alone.num_workers, alone.strategy, alone.launcher) == (1, "single", "inline")
-    found, _ = begun(kept, ANY)
+    found = begun(kept, ANY)
     assert (found.config.num_workers, found.config.strategy) == (2, "multi_worker_mirrored")
     assert found.reason.startswith("2 rank(s): as this training was begun (2 GPUs of this machine); multi_worker_mirr")
-    assert begun(kept, ANY.model_copy(update={"num_workers": 1}))[0].config.strategy == "single"
-    assert begun(kept, ANY, SparkConfig(master="local[3]"))[0].config == alone
+    assert begun(kept, ANY.model_copy(update={"num_workers": 1})).config.strategy == "single"
+    assert begun(kept, ANY, SparkConfig(master="local[3]")).config == alone
     # The one process of `inline` is set, so that two ranks cannot go on.
-    found, recorder = begun(kept, ANY.model_copy(update={"launcher": "inline"}))
-    assert found.config.num_workers == 1 and "begun with 2 rank(s)" in recorder.fields["chosen_anew"][WARNING]
+    found = begun(kept, ANY.model_copy(update={"launcher": "inline"}))
+    assert found.config.num_workers == 1 and "begun with 2 rank(s)" in found.chosen_anew
 
 
 def test_what_no_longer_runs_is_chosen_anew_and_said(begun):
-    found, recorder = begun(chosen_elsewhere(), TWO.model_copy(update={"compression": "fp16"}))
+    found = begun(chosen_elsewhere(), TWO.model_copy(update={"compression": "fp16"}))
     assert found.config.strategy == "horovod"
-    said = recorder.fields["chosen_anew"][WARNING]
+    said = found.chosen_anew
     assert "begun with 2 rank(s), multi_worker_mirrored (local), which does not run now: train.compression" in said
 
 
@@ -105,11 +103,11 @@ def test_a_training_keeps_its_choice_and_an_altered_one_is_refused(tiny_uri, tmp
     tree = tree_of(tiny_uri, tmp_path / "models", epochs=1)
     with pytest.raises(TrainingError, match="stopped here"):
         train_model(tree, Recorder(fail_after_steps=1))
-    [path] = (tmp_path / "models").rglob(CHOSEN)
+    [path] = (tmp_path / "models").rglob(PLAN)
     kept = path.read_bytes()
     assert b'"strategy":"single"' in kept and b'"strategy_reason":"one worker"' in kept
     path.write_bytes(kept.replace(b"single", b"double"))
-    with pytest.raises(IntegrityError, match=rf"{CHOSEN} was altered; .*; delete it: what `auto` stands for"):
+    with pytest.raises(IntegrityError, match=rf"{PLAN} was altered; .*; delete it: what `auto` stands for"):
         train_model(tree, Recorder())
     path.write_bytes(kept)
     outcome = train_model(tree, Recorder())

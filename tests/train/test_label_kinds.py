@@ -28,11 +28,11 @@ from tests.train.test_trainings import Observer, tree_of
 from tests.train.training import MODELS, task_of, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
-from train.checks.preflight import check_trainable
 from train.config import TrainConfig
 from train.gate_config import GateConfig
 from train.labels import LabelSpec, check_gate, check_labels
 from train.launching import LAUNCHERS
+from train.planning.preflight import check_trainable
 from train.published.candidate import judge_export, promote_export
 from train.published.export import export_training
 from train.published.predict import open_model, predict_files

@@ -19,7 +19,7 @@ from shardmill.stores import open_store
 from shardmill.values import DatasetPin
 from tests.support import make_dataset
 from tests.train.driver_process import PIN, WORKERS, Driver, start_driver
-from train.checks.preflight import check_terms
+from tests.train.training import check_terms
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.rank import EXIT_ABORTED

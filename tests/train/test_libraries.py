@@ -15,9 +15,9 @@ from tests.train.test_models import THREE, batch_of, step_of
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec
 from train.backends.keras.build import build_model
-from train.choosing.auto import resolve
 from train.config import TrainConfig
 from train.models import MODELS
+from train.planning.auto import resolve
 from train.tree import TrainTree
 from train.world import World
 

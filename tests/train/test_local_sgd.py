@@ -12,10 +12,9 @@ from shardmill.jobs.config import SparkConfig
 from tests.train.test_backends import LINEAR, SHAPE, learner, state
 from tests.train.test_models import batch_of
 from tests.train.test_multi_rank import SMOOTH_MODEL, train_on_ranks
-from tests.train.training import Recorder, train_here
+from tests.train.training import Recorder, check_terms, train_here
 from train.backends import BACKENDS
 from train.checkpoints.state import OPTIMIZER, WEIGHTS, load_arrays
-from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.strategies.local_sgd import local_round
 from train.strategies.options import LocalSgdOptions

@@ -9,19 +9,24 @@ from pathlib import Path
 
 import pytest
 
+from shardmill.dataset.dataset import Dataset
 from shardmill.errors import TrainingError
 from shardmill.jobs.config import SparkConfig
 from shardmill.jobs.observer import WARNING
-from shardmill.sealed import seal
+from shardmill.stores import open_store
 from tests.train import torch_models
 from tests.train.test_job import Recorder, tree_of
-from train.choosing.host_memory import free_bytes
-from train.choosing.memory import MEMORY, MemoryRecord, images_at_once, look_at_memory, most_parts
 from train.config import TrainConfig
+from train.planning.auto import resolve
+from train.planning.host_memory import free_bytes
+from train.planning.memory import Memory, images_at_once, look_at_memory, most_parts
+from train.planning.memory_record import MemoryRecord
+from train.planning.record import keep_plan
+from train.planning.trainings import TrainingChoice
 from train.stage_record import train_record
 from train.strategies.options import LocalSgdOptions, MirroredOptions
 from train.training import train_model
-from train.trainings import TrainingChoice
+from train.tree import TrainTree
 
 ROOMY = {"model": "tests.train.torch_models:roomy", "global_batch_size": 96, "num_streams": 8, "epochs": 1}
 LINEAR = "tests.train.torch_models:linear"
@@ -32,9 +37,13 @@ def no_windows(config: TrainConfig) -> int:
     return 0
 
 
-def keep(choice: TrainingChoice, models: Path, record: MemoryRecord) -> None:
-    (models / choice.training_dir).mkdir(parents=True)
-    (models / choice.training_dir / MEMORY).write_bytes(seal(record.model_dump_json().encode()))
+def keep(choice: TrainingChoice, models: Path, tree: TrainTree, record: MemoryRecord) -> None:
+    plan = resolve(tree.train, tree.spark).with_memory(Memory(record, tree.spark, no_windows))
+    keep_plan(open_store(str(models)), choice.training_dir, plan, tree.spark)
+
+
+def look_at(config: TrainConfig, dataset: Dataset, begun: MemoryRecord | None = None) -> Memory:
+    return look_at_memory(config, dataset, SparkConfig(), no_windows, begun=begun, has_begun=False)
 
 
 def test_a_training_short_of_memory_takes_parts_and_goes_on_with_them(tiny_uri, tmp_path, monkeypatch):
@@ -58,14 +67,14 @@ def test_a_training_short_of_memory_takes_parts_and_goes_on_with_them(tiny_uri, 
 def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_path, choice_of):
     # All that is left to choose is the precision: 96 images at once, or in half of the memory.
     short = {**ROOMY, "memory_budget_bytes": 9 * GIB // 2, "accumulation_steps": 1, "mixed_precision": "auto"}
-    config, dataset, choice, store = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, **short))
-    memory = look_at_memory(config, dataset, choice, store, SparkConfig(), no_windows)
+    config, dataset, _, _ = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, **short))
+    memory = look_at(config, dataset)
     fitted = memory.fitted(config)
     assert (fitted.config.mixed_precision, fitted.config.accumulation_steps) == ("bfloat16", 1), fitted.reason
     assert memory.record is not None and "'bfloat16', as decided before the first step, need" in fitted.reason
     assert fitted.fit is not None and fitted.fit.choice == "bfloat16"
     ample = config.model_copy(update={"memory_budget_bytes": 900 * GIB})
-    assert look_at_memory(ample, dataset, choice, store, SparkConfig(), no_windows) == memory
+    assert look_at(ample, dataset, memory.record) == memory
 
     # With other parts left to choose, and another number of ranks, from the same measurement.
     free = config.model_copy(update={"accumulation_steps": 0, "num_workers": 2, "strategy": "torch_ddp"})
@@ -90,7 +99,7 @@ def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_pa
 
     # As any training goes on with what lies in its folder; of a smaller model, which is quick.
     tree = tree_of(tiny_uri, tmp_path, model=LINEAR, mixed_precision="auto")
-    keep(choice_of(tmp_path, tree)[2], tmp_path, record)
+    keep(choice_of(tmp_path, tree)[2], tmp_path, tree, record)
     recorder = Recorder()
     outcome = train_model(tree, recorder)
     assert [recorder.fields["memory"][name] for name in ("choice", "mixed_precision")] == ["bfloat16"] * 2
@@ -100,7 +109,7 @@ def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_pa
 
     # What fits nowhere is tried all the same.
     tree = tree_of(tiny_uri, tmp_path, model=LINEAR, epochs=1)
-    keep(choice_of(tmp_path, tree)[2], tmp_path, record.model_copy(update={"rank_bytes": 1}))
+    keep(choice_of(tmp_path, tree)[2], tmp_path, tree, record.model_copy(update={"rank_bytes": 1}))
     recorder = Recorder()
     train_model(tree, recorder)
     assert recorder.fields["memory"]["accumulation_steps"] == 1
@@ -108,8 +117,8 @@ def test_a_precision_is_chosen_once_and_only_if_that_is_allowed(tiny_uri, tmp_pa
 
 
 def test_what_is_ample_is_not_measured(tiny_uri, tmp_path, choice_of):
-    config, dataset, choice, store = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, model=LINEAR))
-    memory = look_at_memory(config, dataset, choice, store, SparkConfig(), no_windows)
+    config, dataset, _, _ = choice_of(tmp_path, tree_of(tiny_uri, tmp_path, model=LINEAR))
+    memory = look_at(config, dataset)
     fitted = memory.fitted(config)
     assert (memory.record, fitted.fit, fitted.config.accumulation_steps) == (None, None, 1)
     assert "images of a step are" in fitted.reason and fitted.reason.endswith(f"fits into {fitted.available}")
@@ -121,12 +130,12 @@ def test_images_and_parts_follow_from_the_config():
     assert (images_at_once(three), most_parts(three)) == (24, 16)
     local = three.model_copy(update={"strategy": "local_sgd"}).with_options(LocalSgdOptions(local_steps=4))
     assert (images_at_once(local), most_parts(local)) == (6, 4)
-    mirrored = TrainConfig(num_workers=1, global_batch_size=64, strategy="mirrored")
+    mirrored = TrainConfig(num_workers=1, num_streams=8, global_batch_size=64, strategy="mirrored")
     mirrored = mirrored.with_options(MirroredOptions(num_devices=4))
     assert (images_at_once(mirrored), most_parts(mirrored)) == (64, 16)
     assert (images_at_once(mirrored, 4), most_parts(mirrored, 4)) == (16, 16)
     assert most_parts(three.model_copy(update={"sync_batch_norm": True})) == 1
-    served = TrainConfig(global_batch_size=64, strategy="parameter_server", num_workers=2)
+    served = TrainConfig(global_batch_size=64, num_streams=8, strategy="parameter_server", num_workers=2)
     assert (images_at_once(served), most_parts(served)) == (64, 1)
 
 

@@ -20,8 +20,7 @@ from tests.train.test_multi_rank import (
     last_weights,
     train_on_ranks,
 )
-from tests.train.training import Recorder, train_here
-from train.checks.preflight import check_terms
+from tests.train.training import Recorder, check_terms, train_here
 from train.config import TrainConfig
 from train.strategies.mirrored import check_rows
 from train.strategies.options import MirroredOptions

@@ -17,11 +17,11 @@ from pipeline.config_file import to_toml
 from shardmill.errors import UsageError
 from shardmill.jobs.config import load_tree
 from train.checkpoints.checkpoint import TrainingIdentity
-from train.checks.changes import check_allowed
 from train.config import TrainConfig
 from train.moved_settings import MOVED
+from train.planning.changes import check_allowed
+from train.planning.trainings import training_id
 from train.settings import fields_of_settings, settings_that_matter
-from train.trainings import training_id
 from train.tree import TrainTree
 from train.values import DatasetPin, ModelIdentity
 
@@ -30,7 +30,8 @@ ALL = pytest.mark.parametrize("former", FORMER, ids=lambda former: ",".join(form
 
 
 def with_todays_names(given: dict[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+    # All of them had the usual number, whether it was given or not.
+    values: dict[str, Any] = {"num_streams": 8}
     for former, value in given.items():
         section, dot, name = MOVED.get(former, former).rpartition(".")
         (values.setdefault(section, {}) if dot else values)[name] = value

@@ -15,10 +15,9 @@ from shardmill.reader import read_samples
 from shardmill.stores import open_store
 from tests.train.test_multi_rank import WORKERS, Watcher
 from tests.train.test_parameter_server import planned
-from tests.train.training import Recorder, task_of, train_here
+from tests.train.training import Recorder, check_terms, task_of, train_here
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
-from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.rank import DEFAULT_WORKER

@@ -12,14 +12,13 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.train.test_backends import LINEAR, learner
 from tests.train.test_models import SHAPE, THREE, batch_of, step_of
-from tests.train.training import MODELS, Killed, Recorder, train_here
+from tests.train.training import MODELS, Killed, Recorder, check_terms, train_here
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, StatePart
 from train.backends.keras.build import DTYPE_POLICIES, build_model
 from train.backends.keras.optimizers import build_optimizer
 from train.backends.keras.step import TrainStep
 from train.backends.weight_decay import is_decayed
-from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.optimizers import OPTIMIZERS
 from train.schedules import SCHEDULES, StepOptions, learning_rate_at

@@ -13,17 +13,21 @@ from typer.testing import CliRunner
 from pipeline.cli import app
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import WARNING
+from shardmill.jobs.run_record import RunRecord
 from shardmill.stores import open_store
 from tests.train import own_trackers
-from tests.train.own_trackers import Failing, Recording
+from tests.train.own_trackers import Failing, Recording, Remembering
 from tests.train.test_mlflow import step
+from tests.train.test_trainings import tree_of
 from tests.train.training import Recorder
 from train.config import TrainConfig
+from train.planning.changes import AS_USUAL
 from train.reporting.observer import GlobalStep
 from train.reporting.run_log import RunLog
 from train.reporting.trackers import sent
 from train.reporting.trackers.tracker import TrackedRun
 from train.reporting.tracking import check_trackers, open_trackers
+from train.training import train_in_run
 
 HERE = own_trackers.__name__
 
@@ -196,3 +200,15 @@ def test_what_is_told_at_the_end_is_why_values_are_missing():
     slow.step(step(1))
     assert slow.closed() == ["5 values of metrics did not get there: it is slow, or does not answer"]
     assert len(slow.warned) == 2 and "away; the training continues, and it is tried again" in slow.warned[0]
+
+
+def test_a_tracker_gets_the_settings_that_were_chosen_and_none_of_a_finished_training(tiny_uri, tmp_path: Path):
+    Remembering.settings.clear()
+    trackers = (f"{HERE}:Remembering",)
+    tree = tree_of(tiny_uri, tmp_path / "models", epochs=1, num_streams=0, trackers=trackers)
+    for run_id in ("first", "again"):
+        record = RunRecord(str(tmp_path), run_id, sections=())
+        train_in_run(tree, record, Steps(), None, AS_USUAL)
+    [settings] = Remembering.settings
+    chosen = {"num_workers": 1, "num_streams": 8, "strategy": "single", "launcher": "inline", "backend": "keras"}
+    assert {name: settings[name] for name in chosen} == chosen

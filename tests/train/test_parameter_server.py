@@ -19,14 +19,14 @@ from shardmill.reader import read_batches
 from shardmill.stores import open_store
 from tests.train.driver_process import start_driver
 from tests.train.test_multi_rank import MODELS, WORKERS, Watcher
-from tests.train.training import task_of
+from tests.train.training import check_terms, task_of
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.checkpoints.state import load_arrays, rank_file
-from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.rank import DEFAULT_WORKER
 from train.launching.restarts import launch_until_done
+from train.planning.auto import resolve
 from train.strategies import roles_of
 from train.strategies.options import ParameterServerOptions
 from train.strategies.parameter_server import STEPS_AHEAD
@@ -170,8 +170,8 @@ def test_a_server_that_is_lost_is_named_and_the_training_goes_on(tiny_uri, tmp_p
     watcher = Killer(rank=4, at=(1, 2))
     config = TrainConfig(**{**SERVED, "max_restarts": 1, "augment": {"random_crop_padding": 1}})
     done = launch_until_done(
-        lambda config: launch(tiny_uri, tmp_path, watcher, num_workers=config.num_workers),
-        config,
+        lambda plan: launch(tiny_uri, tmp_path, watcher, num_workers=plan.config.num_workers),
+        resolve(config, SparkConfig()),
         watcher,
         lambda config: check_terms(config, SparkConfig()),
     )

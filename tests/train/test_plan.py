@@ -9,8 +9,8 @@ import pytest
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig, SparkConfig
 from tests.pipeline.command import shardmill
-from train.checks.pace import Pace
-from train.checks.plan import exchange_time, plan_training
+from train.planning.estimate import estimate_training, exchange_time
+from train.planning.pace import Pace
 from train.tree import TrainTree
 
 
@@ -26,7 +26,7 @@ def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
         {**models, "dataset": DatasetConfig(uri=tiny_uri), "spark": SparkConfig(), "train": {"global_batch_size": 24,
          "num_streams": 6, "num_workers": 4, "model": "tests.train.torch_models:linear"}}
     )  # fmt: skip
-    planned = plan_training(tree)
+    planned = estimate_training(tree)
     assert (planned.strategy, planned.launcher, planned.backend) == ("torch_ddp", "local", "torch")
     assert (
         planned.cost.num_weights == (16 * 16 * 3 + 1) * 3 and planned.cost.weights_bytes == 4 * planned.cost.num_weights
@@ -48,7 +48,7 @@ def test_a_model_is_measured_and_nothing_is_trained(tiny_uri, tmp_path):
 def test_the_predicted_speed_counts_input_and_validation(tiny_uri, tmp_path):
     train = {"global_batch_size": 24, "num_streams": 6, "epochs": 3, "model": "tests.train.torch_models:linear"}
     tree = {"models": {"uri": str(tmp_path)}, "dataset": DatasetConfig(uri=tiny_uri), "spark": SparkConfig()}
-    planned = plan_training(TrainTree.model_validate({**tree, "train": train}))
+    planned = estimate_training(TrainTree.model_validate({**tree, "train": train}))
     speed = planned.speed
     assert speed.pace is not None and speed.training_seconds is not None
     pace = speed.pace

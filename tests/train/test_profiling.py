@@ -12,9 +12,8 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig, load_tree
-from tests.train.training import MODELS, Killed, Recorder, train_here
+from tests.train.training import MODELS, Killed, Recorder, check_terms, train_here
 from train.backends import BACKENDS
-from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.tree import TrainTree
 

@@ -10,8 +10,7 @@ from pydantic import ValidationError
 from shardmill.epoch_plan import streams_by_weight
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
-from tests.train.training import Recorder, StepWatcher, task_of, train_here
-from train.checks.preflight import check_terms
+from tests.train.training import Recorder, StepWatcher, check_terms, task_of, train_here
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 

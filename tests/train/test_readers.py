@@ -16,8 +16,8 @@ from shardmill.reader import read_samples
 from tests.support import make_dataset
 from tests.train.test_multi_rank import train_on_ranks
 from tests.train.training import Killed, Recorder, train_here
-from train.checks.preflight import check_ranks, check_trainable
 from train.config import TrainConfig
+from train.planning.preflight import check_ranks, check_trainable
 from train.readers import READERS
 from train.readers.petastorm import shares_of_ranks
 from train.readers.reader import Epochs

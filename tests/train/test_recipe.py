@@ -10,8 +10,7 @@ import pytest
 
 from shardmill.jobs.config import SparkConfig
 from tests.train.test_trainings import Observer, tree_of
-from tests.train.training import Killed
-from train.checks.preflight import check_terms
+from tests.train.training import Killed, check_terms
 from train.config import TrainConfig
 from train.training import finished_training, train_model
 

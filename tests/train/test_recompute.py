@@ -13,15 +13,14 @@ from tests.train.test_backends import LINEAR, SHAPE, SPEC, learner
 from tests.train.test_job import Recorder, tree_of
 from tests.train.test_memory import keep
 from tests.train.test_models import batch_of
-from tests.train.training import MODELS
+from tests.train.training import MODELS, check_terms
 from train.backends import BACKENDS
 from train.backends.backend import StatePart
-from train.checks.preflight import check_terms
-from train.choosing.fit import decided, fit
-from train.choosing.host_memory import Limit
-from train.choosing.memory import considered, facts_of, record_of
-from train.choosing.probe import ProbeTask, StepCost, probe
 from train.config import TrainConfig
+from train.planning.fit import decided, fit
+from train.planning.host_memory import Limit
+from train.planning.memory import considered, facts_of, record_of
+from train.planning.probe import ProbeTask, StepCost, probe
 from train.settings import settings_that_matter
 from train.training import train_model
 
@@ -114,7 +113,7 @@ def test_it_is_taken_where_nothing_else_fits(tiny_uri, tmp_path, choice_of):
 
     # As any training goes on with what lies in its folder; of a smaller model, which is quick.
     tree = tree_of(tiny_uri, tmp_path, **sizes, model=DEEP["torch"])
-    keep(choice_of(tmp_path, tree)[2], tmp_path, record)
+    keep(choice_of(tmp_path, tree)[2], tmp_path, tree, record)
     before, recorder = times_computed("torch"), Recorder()
     train_model(tree, recorder)
     assert recorder.fields["memory"]["activation_checkpointing"] == "on"

@@ -20,7 +20,7 @@ from shardmill.jobs.config import SparkConfig
 from tests.processes import LOCAL, has_loaded, listeners
 from tests.services.marked import marked
 from tests.train.test_launchers import dataset, start
-from train.checks.preflight import check_terms
+from tests.train.training import check_terms
 from train.config import TrainConfig
 from train.strategies.horovod_rendezvous import GLOO_ADDRESS, GuardedRendezvous, address_variables, listening_on, places
 

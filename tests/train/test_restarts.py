@@ -13,12 +13,12 @@ from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.values import Cursor
 from tests.train.multi_rank_workers import KILL_AT
-from tests.train.training import Recorder, StepWatcher, task_of, train_here
-from train.checks.preflight import check_terms
+from tests.train.training import Recorder, StepWatcher, check_terms, task_of, train_here
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.faults import FaultKind, RankFault, RankLost, error_of_all, failure_of
 from train.launching.restarts import launch_until_done
+from train.planning.auto import resolve
 from train.strategies import STRATEGIES
 
 GELU = "tests.train.torch_models:smooth"
@@ -32,12 +32,12 @@ def launch_on(uri, models, launcher, watcher, worker, **config):
     settings = {**CONFIG, "launcher": launcher, **config}
     done = launch_until_done(
         lambda now: LAUNCHERS[launcher].launch(
-            task_of(uri, models, **{**settings, "num_workers": now.num_workers}),
+            task_of(uri, models, **{**settings, "num_workers": now.config.num_workers}),
             SparkConfig(master="local[3]"),
             watcher,
             worker=f"tests.train.multi_rank_workers:{worker}",
         ),
-        TrainConfig(**settings),
+        resolve(TrainConfig(**settings), SparkConfig()),
         watcher,
         check=lambda now: None,
     )
@@ -83,13 +83,13 @@ def go_on_through(faults, check=lambda now: None, **config):
     sizes, waiting = [], list(faults)
 
     def launch(now) -> Any:
-        sizes.append(now.num_workers)
+        sizes.append(now.config.num_workers)
         if waiting:
             raise waiting.pop(0)
 
     settings = {"num_workers": 4, "strategy": "horovod", "launcher": "local", "max_restarts": 9, **config}
     try:
-        launch_until_done(launch, TrainConfig(**settings), StepWatcher(), check)
+        launch_until_done(launch, resolve(TrainConfig(**settings), SparkConfig()), StepWatcher(), check)
     except (TrainingError, UsageError) as error:
         return sizes, error
     return sizes, None

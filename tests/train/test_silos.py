@@ -16,8 +16,7 @@ from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.support import build_here, write_images
 from tests.train.test_multi_rank import WORKERS
-from tests.train.training import StepWatcher, task_of
-from train.checks.preflight import check_terms
+from tests.train.training import StepWatcher, check_terms, task_of
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.readers.silos import SiloSteps

@@ -8,7 +8,7 @@ import pytest
 
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkApplicationConfig, SparkConfig
-from train.checks.preflight import check_terms
+from tests.train.training import check_terms
 from train.config import TrainConfig
 from train.launching.spark_slots import num_places_of, num_slots_of
 

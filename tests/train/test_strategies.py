@@ -12,7 +12,7 @@ from shardmill.errors import TrainingError, UsageError
 from shardmill.jobs.config import SparkConfig
 from shardmill.registry import Entry
 from tests.processes import in_own_process
-from train.checks.preflight import check_terms
+from tests.train.training import check_terms
 from train.config import TrainConfig
 from train.strategies import STRATEGIES, find_strategy
 from train.strategies.collective import Collective

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import tomllib
 
 import pytest
 
+from pipeline.config_file import to_toml
 from shardmill.epoch_plan import num_streams_for, streams_of_rank
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig
 from tests.train.test_recipe import Dying
 from tests.train.test_trainings import Observer, tree_of
 from tests.train.training import Killed
-from train.choosing.auto import choose_ranks, resolve
-from train.choosing.auto_rules import Facts
 from train.config import TrainConfig
+from train.planning.auto import choose_ranks, resolve
+from train.planning.auto_rules import Facts
+from train.planning.changes import Again
 from train.training import finished_training, train_model
 from train.tree import TrainTree
 
@@ -35,7 +37,8 @@ def test_every_rank_has_a_stream_and_every_stream_equally_many_rows_of_a_batch(g
     ("num_workers", "num_streams"), [(1, 8), (3, 8), (8, 8), (9, 16), (16, 16), (20, 32), (64, 64)]
 )
 def test_any_number_of_ranks_up_to_the_batch_is_accepted_by_default(num_workers: int, num_streams: int):
-    assert TrainConfig(num_workers=num_workers).num_streams == num_streams
+    config = TrainConfig(num_workers=num_workers)
+    assert config.num_streams == 0 and resolve(config, SparkConfig()).config.num_streams == num_streams
     with pytest.raises(ValueError, match="train.num_workers = 65 to be at most train.global_batch_size = 64"):
         TrainConfig(num_workers=65)
     with pytest.raises(ValueError, match="train.num_workers = 9 to be at most train.num_streams = 8"):
@@ -54,28 +57,68 @@ def test_auto_uses_all_devices_that_get_equal_shares(num_gpus: int, expected: in
     assert choose_ranks(TrainConfig(num_streams=8), facts)[0] == min(8, expected)
 
 
-def unset(tree: TrainTree, **changes: object) -> TrainTree:
-    """Without a number of streams."""
-    given = tree.train.model_dump(exclude={"num_streams"}, exclude_unset=True) | changes
-    return tree.model_copy(update={"train": TrainConfig(**given)})
+def rejoined(tree: TrainTree) -> TrainTree:
+    """As `runs/ID/config.toml` of a run gives it again."""
+    return TrainTree.model_validate(tomllib.loads(to_toml(tree)))
 
 
-def test_a_resume_keeps_the_streams_with_which_the_training_began(tiny_uri, tmp_path):
-    set_to_12 = tree_of(tiny_uri, tmp_path / "models", num_streams=12, checkpoint_every_steps=3)
+def test_a_resume_keeps_the_streams_with_which_the_training_began(tiny_uri, tmp_path, monkeypatch):
     expected = train_model(tree_of(tiny_uri, tmp_path / "whole", num_streams=12), Observer()).result
+    tree = tree_of(tiny_uri, tmp_path / "models", num_streams=0, checkpoint_every_steps=3)
+    # As on a machine that has 9 GPUs: a batch of 24 then has 12 streams.
+    monkeypatch.setattr("train.config.num_streams_for", lambda batch, ranks: num_streams_for(batch, max(9, ranks)))
     with pytest.raises(Killed):
-        train_model(set_to_12, Dying())
+        train_model(tree, Dying())
+    monkeypatch.undo()
 
-    # A batch of 24 has 8 streams for one rank; the checkpoint is of 12, as 9 ranks would have begun.
-    tree = unset(set_to_12)
     assert resolve(tree.train, SparkConfig()).config.num_streams == 8
-    too_many = unset(set_to_12, num_workers=13, launcher="local", strategy="horovod")
+    ranks = {"num_workers": 13, "launcher": "local", "strategy": "horovod"}
+    too_many = tree.model_copy(update={"train": tree.train.model_copy(update=ranks)})
     with pytest.raises(UsageError, match="13 ranks for a training that was begun with train.num_streams = 12"):
         train_model(too_many, Observer())
-    resumed = train_model(tree, Observer()).result
+    weights = tree.train.model_copy(update={"rank_weights": (1.0,) * 13, "num_workers": 0})
+    with pytest.raises(UsageError, match=r"13 ranks .* or with train.num_streams = 24"):
+        train_model(tree.model_copy(update={"train": weights}), Observer())
+    resumed = train_model(rejoined(tree), Observer()).result
     assert resumed.weights_sha256 == expected.weights_sha256 and resumed.resumed_from is not None
-    assert finished_training(tree).result == resumed
-    # From the beginning, there are as many as for this number of ranks, and they are found from then on.
+    # However many ranks there are where it is exported from.
+    monkeypatch.setattr("train.config.num_streams_for", lambda batch, ranks: num_streams_for(batch, max(9, ranks)))
+    assert finished_training(tree).result == resumed == finished_training(rejoined(tree)).result
+    monkeypatch.undo()
+
+    # From the beginning there are as many as for this number of ranks, and that training counts from then on.
     anew = train_model(tree, Observer(), fresh_for="run-1").result
-    assert anew.training_dir.split("/")[1] != resumed.training_dir.split("/")[1]
-    assert train_model(tree, Observer()).result == replace(anew)
+    assert anew.weights_sha256 != resumed.weights_sha256 and finished_training(tree).result == anew
+    # What is set by hand is another training, and is not taken for this one.
+    by_hand = tree.model_copy(update={"train": tree.train.model_copy(update={"num_streams": 12})})
+    assert train_model(by_hand, Observer()).skipped is False
+    assert train_model(tree, Observer()).result == anew
+
+
+@pytest.mark.parametrize("recipe_version", [1, 2])
+def test_a_training_that_was_named_by_its_usual_streams_is_resumed(tiny_uri, tmp_path, recipe_version):
+    """Before their number could be left open, it was in the name of each training; and in that of the first recipe."""
+    former = tree_of(
+        tiny_uri, tmp_path / "models", num_streams=8, recipe_version=recipe_version, checkpoint_every_steps=3
+    )
+    with pytest.raises(Killed):
+        train_model(former, Dying())
+    tree = tree_of(tiny_uri, tmp_path / "models", num_streams=0, checkpoint_every_steps=3)
+    resumed = train_model(tree, Observer()).result
+    assert resumed.resumed_from is not None and finished_training(tree).result == resumed
+    assert train_model(tree, Observer(), fresh_for="run-1").result.resumed_from is None
+    assert finished_training(tree).result != resumed
+
+
+def test_changed_settings_resume_with_the_streams_that_the_training_had(tiny_uri, tmp_path, monkeypatch):
+    tree = tree_of(tiny_uri, tmp_path / "models", num_streams=0, checkpoint_every_steps=3)
+    monkeypatch.setattr("train.config.num_streams_for", lambda batch, ranks: num_streams_for(batch, max(9, ranks)))
+    with pytest.raises(Killed):
+        train_model(tree, Dying())
+    monkeypatch.undo()
+    changed = tree.model_copy(update={"train": tree.train.model_copy(update={"learning_rate": 0.01})})
+    observer = Observer()
+    resumed = train_model(changed, observer, again=Again(allow_change=("learning_rate",))).result
+    assert resumed.resumed_from is not None
+    [told] = observer.named("changed")
+    assert "num_streams" not in told["changes"]

@@ -16,11 +16,10 @@ from shardmill.values import Batch
 from tests.train.test_backends import LINEAR, SHAPE, TORCH_MODELS, learner
 from tests.train.test_models import batch_of
 from tests.train.test_multi_rank import Watcher, train_on_ranks
-from tests.train.training import MODELS, Recorder, train_here
+from tests.train.training import MODELS, Recorder, check_terms, train_here
 from train.backends import BACKENDS
 from train.backends.backend import Learner, StatePart
 from train.checkpoints.state import WEIGHTS, load_arrays, rank_file
-from train.checks.preflight import check_terms
 from train.config import TrainConfig
 from train.published.export import export_training
 from train.settings import settings_that_matter

@@ -21,12 +21,13 @@ from shardmill.stores import open_store
 from tests.train.training import Recorder as Reporter
 from train.backends.backend import InputScale, model_spec
 from train.backends.keras.standardize import standardize
-from train.checks.preflight import window_memory
 from train.config import TrainConfig
 from train.models.user import source_sha256
+from train.planning.preflight import window_memory
+from train.planning.trainings import RESULT, choose_training
 from train.published.export import export_training
+from train.results import read_result
 from train.training import train_model
-from train.trainings import RESULT, choose_training, read_result
 from train.tree import TrainTree
 
 FACTORY = """

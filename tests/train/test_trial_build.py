@@ -11,9 +11,10 @@ from shardmill.errors import UsageError
 from shardmill.formats.rows import RowSchema
 from shardmill.jobs.config import SparkConfig
 from tests.train.test_job import Recorder, tree_of
-from train.checks.trial_build import may_not_build, try_build
 from train.config import TrainConfig
 from train.models import MODELS
+from train.planning.auto import resolve
+from train.planning.trial_build import may_not_build, try_build
 from train.training import train_model
 
 
@@ -23,7 +24,7 @@ def test_ours_are_tried_where_they_may_not_fit():
     for asked in ({"freeze": ("conv*",)}, {"activation_checkpointing": "on"}, {"sync_batch_norm": True}):
         assert may_not_build(TrainConfig.model_validate(asked))
     recorder, schema = Recorder(), RowSchema("png", (16, 16, 3), ("cat", "dog"))
-    assert try_build(TrainConfig(), SparkConfig(), schema, recorder) is None and not recorder.events
+    assert try_build(resolve(TrainConfig(), SparkConfig()).config, schema, recorder) is None and not recorder.events
 
 
 @pytest.mark.drill

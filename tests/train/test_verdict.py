@@ -16,9 +16,9 @@ from shardmill.registry import Entry
 from shardmill.stores import STORES
 from shardmill.stores.local import LocalStore
 from tests.train.training import task_of
-from train.choosing.exchange import ExchangeFacts, FirstSteps, weigh
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
+from train.planning.exchange import ExchangeFacts, FirstSteps, weigh
 from train.reporting.observer import GlobalStep
 from train.reporting.rank_times import MIN_STEPS, RankRow, StragglerWatch
 from train.reporting.run_log import RunLog

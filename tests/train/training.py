@@ -13,10 +13,13 @@ from shardmill.jobs.observer import FieldValue
 from train.activities import Activity
 from train.backends import BACKENDS
 from train.backends.backend import StatePart
-from train.choosing.auto import resolve
 from train.config import TrainConfig
+from train.initialization.initial import check_initial
 from train.labels import LabelSpec
 from train.models.user import source_sha256
+from train.planning.auto import resolve
+from train.planning.make import plan_training
+from train.planning.plan import TrainingPlan
 from train.reporting.observer import GlobalStep
 from train.task import WorkerTask
 from train.values import StepReport, TrainResult
@@ -75,6 +78,13 @@ class StepWatcher:
 
     def event(self, name: str, fields: Mapping[str, FieldValue]) -> None:
         self.events.append((name, dict(fields)))
+
+
+def check_terms(config: TrainConfig, spark: SparkConfig) -> TrainingPlan:
+    """All that a training refuses before it looks at the dataset."""
+    plan = plan_training(config, spark)
+    check_initial(plan.config)
+    return plan
 
 
 def task_of(uri: str, models: Path | str, training_dir: str = "t", **config: object) -> WorkerTask:

@@ -13,10 +13,9 @@ from shardmill.errors import IntegrityError, UsageError
 from shardmill.sealed import seal_file
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
-from train.choose_backend import framework_of
 from train.config import SHA256_OF_FILE, TrainConfig
 from train.models import MODELS
-from train.models.user import imported_packages
+from train.models.user import framework_of, imported_packages
 from train.published.exported import EXPORTS, read_export
 from train.records import record_numbers
 

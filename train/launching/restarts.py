@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import WARNING
@@ -18,6 +19,9 @@ from train.launching.faults import RankLost
 from train.reporting.observer import TrainObserver
 from train.strategies import STRATEGIES
 from train.values import TrainResult
+
+if TYPE_CHECKING:
+    from train.planning.plan import TrainingPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,12 @@ class Launched:
 # Around all attempts, not each: where they have to share a Spark context, it must outlive the one that failed.
 @spark_for_retries()
 def launch_until_done(
-    launch: Callable[[TrainConfig], TrainResult],
-    config: TrainConfig,
+    launch: Callable[[TrainingPlan], TrainResult],
+    plan: TrainingPlan,
     observer: TrainObserver,
     check: Callable[[TrainConfig], object],
 ) -> Launched:
-    """`launch(config)`; after a loss of ranks without those, up to `train.max_restarts` times.
+    """`launch(plan)`; after a loss of ranks without those, up to `train.max_restarts` times.
 
     `check` raises UsageError if a training cannot run with so few ranks. Raises what `launch` raises; of a
     fault that comes again at the same step, the first.
@@ -58,7 +62,7 @@ def launch_until_done(
     restarts: list[Restart] = []
     while True:
         try:
-            return Launched(launch(config), tuple(restarts))
+            return Launched(launch(plan), tuple(restarts))
         except RankLost as lost:
             first = first_at.setdefault(lost.last_step, lost)
             if first is not lost:
@@ -68,17 +72,18 @@ def launch_until_done(
                     repeated.add_note(note)
                 raise repeated from lost
             _stop_if_asked()
-            smaller = _without(config, lost.ranks)
-            if smaller is None or len(restarts) == config.max_restarts:
+            smaller = _without(plan, lost.ranks)
+            if smaller is None or len(restarts) == plan.config.max_restarts:
                 raise
+            num_ranks = smaller.config.num_workers
             try:
-                check(smaller)
+                check(smaller.config)
             except UsageError as refusal:
-                lost.add_note(f"it did not continue with {smaller.num_workers} rank(s): {refusal}")
+                lost.add_note(f"it did not continue with {num_ranks} rank(s): {refusal}")
                 raise lost from refusal
-            restarts.append(Restart(lost.what, lost.last_step, tuple(sorted(lost.ranks)), smaller.num_workers))
-            _report(restarts, config, smaller, observer)
-            config = smaller
+            restarts.append(Restart(lost.what, lost.last_step, tuple(sorted(lost.ranks)), num_ranks))
+            _report(restarts, plan.config, smaller.config, observer)
+            plan = smaller
 
 
 def _stop_if_asked() -> None:
@@ -87,15 +92,14 @@ def _stop_if_asked() -> None:
         raise Terminated("terminated by SIGTERM; the ranks had ended already")
 
 
-def _without(config: TrainConfig, lost_ranks: frozenset[int]) -> TrainConfig | None:
-    """The config for the ranks that are left; at least one, because the driver's own host is there. None if there is no
+def _without(plan: TrainingPlan, lost_ranks: frozenset[int]) -> TrainingPlan | None:
+    """The plan for the ranks that are left; at least one, because the driver's own host is there. None if there is no
     world so small."""
-    strategy = STRATEGIES[config.strategy]
-    world_size = max(1, config.num_workers - len(lost_ranks))
+    strategy = STRATEGIES[plan.config.strategy]
+    world_size = max(1, plan.config.num_workers - len(lost_ranks))
     while world_size and not strategy.allows_world_size(world_size):
         world_size -= 1
-    # Who gets which number now is the launcher's choice, so weights would meet other machines.
-    return config.model_copy(update={"num_workers": world_size, "rank_weights": ()}) if world_size else None
+    return plan.after_loss(world_size) if world_size else None
 
 
 def _report(restarts: list[Restart], before: TrainConfig, after: TrainConfig, observer: TrainObserver) -> None:

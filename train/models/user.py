@@ -10,11 +10,14 @@ import ast
 import hashlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardmill.errors import UsageError
 from shardmill.user_module import find_below, with_line_of_user
 from train.models import MODELS
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
 
 # What a model imports of ours (`train.layers`) is no more the user's than an installed library is, also where it lies
 # beside the user's module: in a checkout.
@@ -105,3 +108,14 @@ def _imports(source: bytes, module: str, *, is_package: bool) -> Iterator[str]:
             start = ".".join(part for part in ((base if node.level else ""), node.module or "") if part)
             yield start
             yield from (f"{start}.{alias.name}" for alias in node.names)
+
+
+def framework_of(config: TrainConfig) -> str:
+    """The backend that config and model leave no choice about; empty if any would do. Imports no framework.
+
+    A factory that imports PyTorch and not Keras needs `torch`.
+    """
+    if config.backend != "auto":
+        return config.backend
+    packages = imported_packages(config.model)
+    return "torch" if "torch" in packages and not packages & {"keras", "tensorflow"} else ""

@@ -24,7 +24,7 @@ from train.evaluation.evaluate import evaluation_section, read_confusion
 from train.published.exported import Export
 from train.published.figures import evaluate_export
 from train.published.load import load_exported
-from train.trainings import read_result
+from train.results import read_result
 from train.values import Evaluation
 
 # Of the confusion matrix in a run's record: all of 50 classes, or the fullest of more.

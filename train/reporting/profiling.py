@@ -17,7 +17,6 @@ from shardmill.stores import open_store
 from train.activities import Activity, during
 from train.backends import BACKENDS
 from train.backends.backend import Recording
-from train.choose_backend import choose_backend
 from train.strategies import STRATEGIES
 from train.task import WorkerTask
 from train.values import PROFILES, Reporter
@@ -48,7 +47,7 @@ class StepProfiler:
         with during(self._reporter, Activity("starting a profile")), self._reported(), ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardmill-profile-")))
             stack.callback(self._upload, folder)
-            recording = BACKENDS[choose_backend(self._config)].record(folder)
+            recording = BACKENDS[self._config.backend].record(folder)
             stack.callback(recording.stop)
             self._exchange.enter_context(STRATEGIES[self._config.strategy].timeline(folder))
             self._recording, self._here = recording, stack.pop_all()

@@ -90,6 +90,10 @@ class RunLog:
         self._sinks = tuple(sinks)
         self._next_progress = 0.0
 
+    def add(self, *sinks: Sink) -> None:
+        """They get what comes from here on."""
+        self._sinks += sinks
+
     def step(self, step: GlobalStep) -> None:
         for sink in self._sinks:
             sink.step(step)

@@ -19,7 +19,6 @@ from shardmill.errors import TrainingError, UsageError
 from shardmill.values import Batch
 from train.backends.backend import Learner, StatePart, StepOutcome
 from train.backends.parts import parts_of
-from train.choose_backend import choose_backend
 from train.config import TrainConfig
 from train.stopwatch import Stopwatch
 from train.strategies.collective import AnnouncedCollective, Collective
@@ -203,7 +202,7 @@ def join_local_sgd(world: World, config: TrainConfig, build: Callable[[], Learne
         return join_silos(world, config, build, reporter)
     data = DataIndex(world.rank, world.world_size)
     learner = build()
-    collective = AnnouncedCollective(COLLECTIVE_OF_BACKEND[choose_backend(config)], world, reporter)
+    collective = AnnouncedCollective(COLLECTIVE_OF_BACKEND[config.backend], world, reporter)
     streams = StreamShare.of(data, config)
     return LocalSgdMember(
         learner, collective, data, streams, world.exchange_aside, config.options(LocalSgdOptions).local_steps

@@ -5,7 +5,6 @@ from __future__ import annotations
 from shardmill.dataset.versions import split_version
 from shardmill.errors import UsageError
 from shardmill.registry import install_hint
-from train.choose_backend import choose_backend
 from train.config import TrainConfig
 from train.strategies import STRATEGIES
 from train.strategies.options import LocalSgdOptions, silos_of
@@ -17,7 +16,7 @@ def check_local_sgd(config: TrainConfig) -> None:
         _check_silos(config)
     _check_updates(config)
     entry = STRATEGIES.entries["horovod"]
-    if not silos_of(config) and choose_backend(config) == "keras" and (missing := entry.missing_packages()):
+    if not silos_of(config) and config.backend == "keras" and (missing := entry.missing_packages()):
         raise UsageError(
             f"train.strategy = 'local_sgd' with the backend 'keras' needs {', '.join(missing)}",
             "whose collectives average the weights",

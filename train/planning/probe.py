@@ -74,7 +74,7 @@ class StepCost:
 def probe(task: ProbeTask) -> StepCost:
     """Measure it. Raises the error that building the model raises (UsageError), else TrainingError."""
     environment = {CUDA_VARIABLE: "-1", **EXACT_PEAK} if task.for_memory else {}
-    question = Question("train.choosing.probe", to_json(task), environment, timeout_seconds=None)
+    question = Question("train.planning.probe", to_json(task), environment, timeout_seconds=None)
     return ask(question, StepCost, _not_measured)
 
 

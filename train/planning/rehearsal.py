@@ -20,11 +20,12 @@ from shardmill.jobs.reach import REACH, planted
 from shardmill.storage import Store
 from shardmill.stores import open_store
 from train.checkpoints.checkpoint import complete_checkpoints
-from train.checks.preflight import check_terms, check_trainable
-from train.choosing.fit import decided
-from train.initialization.initial import pinned
+from train.initialization.initial import check_initial, pinned
 from train.launching import LAUNCHERS
 from train.models.user import source_sha256
+from train.planning.fit import decided
+from train.planning.make import plan_training
+from train.planning.preflight import check_trainable
 from train.reporting.observer import GlobalStep
 from train.strategies.options import silos_of
 from train.task import WorkerTask
@@ -38,8 +39,9 @@ def rehearse(tree: TrainTree) -> str:
     Raises what the training would raise, and UsageError for ranks that this process cannot start.
     """
     dataset = open_dataset(require_uri("dataset.uri", tree.dataset.uri))
-    chosen = check_terms(tree.train, tree.spark, dataset)
-    config = decided(pinned(chosen.config), 1, to_bfloat16=False)
+    plan = plan_training(tree.train, tree.spark, dataset)
+    check_initial(plan.config)
+    config = decided(pinned(plan.config), 1, to_bfloat16=False)
     if config.launcher == "attach" or silos_of(config):
         other = "train.local_sgd.silos" if silos_of(config) else f"train.launcher = {config.launcher!r}"
         raise UsageError(

@@ -14,20 +14,18 @@ from typing import TYPE_CHECKING
 from shardmill.errors import UsageError
 from train.backends import BACKENDS
 from train.backends.backend import InputScale, ModelSpec, StatePart
-from train.choosing.auto import resolve
-from train.choosing.fit import decided
 from train.config import TrainConfig
 from train.labels import LabelSpec
 from train.launching.devices import CUDA_VARIABLE
 from train.launching.side_process import Question, answer, ask
 from train.models import BUILD_FOR_ANY_IMAGE
 from train.models.user import source_sha256
+from train.planning.fit import decided
 from train.values import to_json
 from train.world import World
 
 if TYPE_CHECKING:
     from shardmill.formats.rows import RowSchema
-    from shardmill.jobs.config import SparkConfig
     from train.reporting.observer import TrainObserver
 
 _built: dict[bytes, Built] = {}
@@ -61,15 +59,16 @@ def may_not_build(config: TrainConfig) -> bool:
     return config.model not in BUILD_FOR_ANY_IMAGE or bool(is_asked)
 
 
-def try_build(config: TrainConfig, spark: SparkConfig, schema: RowSchema, observer: TrainObserver) -> Built | None:
-    """Build it as a rank would, on the CPU, for images and labels of a dataset with this schema. None: nothing to try.
+def try_build(config: TrainConfig, schema: RowSchema, observer: TrainObserver) -> Built | None:
+    """Build the model of a planned training as a rank would, on the CPU, for images and labels of a dataset with this
+    schema. None: nothing to try.
 
     Raises UsageError for a module that does not import, a factory that fails, and a model that does not fit; and for a
     process that crashes, or does not end within `train.watch.start_timeout_seconds`.
     """
     if not may_not_build(config) or schema.one_shape_HWC is None:
         return None
-    config = decided(resolve(config, spark).config, 1, to_bfloat16=False)
+    config = decided(config, 1, to_bfloat16=False)
     task = to_json(BuildTask(config, _spec(schema), source_sha256(config.model)))
     if task not in _built:
         height, width, channels = schema.one_shape_HWC
@@ -77,7 +76,7 @@ def try_build(config: TrainConfig, spark: SparkConfig, schema: RowSchema, observ
         observer.event("building", {"rank": 0, **fields, "labels": str(LabelSpec.of_schema(schema))})
         started = time.monotonic()
         timeout = {"timeout_seconds": config.watch.start_timeout_seconds, "key": "train.watch.start_timeout_seconds"}
-        question = Question("train.checks.trial_build", task, {CUDA_VARIABLE: "-1"}, **timeout)
+        question = Question("train.planning.trial_build", task, {CUDA_VARIABLE: "-1"}, **timeout)
         num_trained = ask(question, int, partial(_does_not_build, config.model))
         _built[task] = Built(num_trained, time.monotonic() - started)
         observer.event("built", {"rank": 0, "weights": num_trained, "seconds": _built[task].seconds})

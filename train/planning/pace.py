@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.epoch_plan import EpochPlan
     from train.backends.backend import Learner
-    from train.choosing.probe import StepCost
+    from train.planning.probe import StepCost
 
 MEASURED_SECONDS = 6.0
 """Of steps, over as many epochs as they take; likewise, at most, of validation."""
@@ -126,7 +126,7 @@ def pace_of(task: PaceTask) -> Pace:
 
     Raises what building the model and reading raise (UsageError, IntegrityError, StorageError), else TrainingError.
     """
-    return ask(Question("train.checks.pace", to_json(task), {}, timeout_seconds=None), Pace, _not_measured)
+    return ask(Question("train.planning.pace", to_json(task), {}, timeout_seconds=None), Pace, _not_measured)
 
 
 def _not_measured(how: str) -> TrainingError:

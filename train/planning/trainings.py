@@ -11,25 +11,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
+from shardmill.epoch_plan import num_streams_for
 from shardmill.errors import IntegrityError, UsageError
-from shardmill.sealed import check_relative_path, unseal
 from shardmill.section import Section
-from shardmill.storage import Store, join_uri
+from shardmill.storage import Store
 from shardmill.values import DatasetPin, Nonce
 from train.checkpoints.checkpoint import MARKER, complete_checkpoints
 from train.config import TrainConfig
 from train.models.user import source_sha256
 from train.records import put_record, read_record, record_numbers
 from train.reporting.observer import TrainObserver
+from train.results import read_result
 from train.schedules import SCHEDULES
 from train.settings import settings_that_matter
 from train.task import WorkerTask
-from train.values import RESULT, TrainResult, from_json
+from train.values import RESULT, TrainResult
 
 TRAININGS = "trainings"
 FRESH = "fresh"
@@ -68,7 +66,7 @@ class TrainingChoice:
     recipe_version: int
     """Of the rules by which it is trained: those of the config, or the first ones if it was begun by them."""
     num_streams: int
-    """Of its epoch plan: those of the config or, if that does not set them, those with which it was begun."""
+    """Of its epoch plan, if the training is named by them; 0 if its plan has them."""
 
     resumes: str = ""
     """The checkpoint of an unfinished training with other settings, from which this one goes on."""
@@ -87,18 +85,26 @@ class TrainingChoice:
         is_known = self.result is not None or self.continues is not None or f"/{FRESH}-" in self.training_dir
         return is_known or next(complete_checkpoints(store, self.training_dir), None) is not None
 
-    def by_its_rules(self, config: TrainConfig) -> TrainConfig:
-        """`config`, with the recipe and the streams of this training."""
-        return config.model_copy(update={"recipe_version": self.recipe_version, "num_streams": self.num_streams})
+    def by_its_rules(self, config: TrainConfig, streams_begun_with: int = 0) -> TrainConfig:
+        """`config`, with the recipe and the streams of this training; 0: none was planned yet.
 
-    def check_world_size(self, world_size: int) -> None:
-        """Raises UsageError for more ranks than streams."""
-        if world_size > self.num_streams:
+        Raises UsageError for more ranks than streams.
+        """
+        num_streams = self.num_streams or streams_begun_with
+        num_ranks = config.num_workers or len(config.rank_weights)
+        if num_streams and num_ranks > num_streams:
+            other = num_streams_for(config.global_batch_size, num_ranks)
             raise UsageError(
-                f"{world_size} ranks for a training that was begun with train.num_streams = {self.num_streams}",
+                f"{num_ranks} ranks for a training that was begun with train.num_streams = {num_streams}",
                 "each rank owns at least one stream, and a resumed training keeps its streams",
-                f"set train.num_workers = {self.num_streams} or less, or train from the beginning with --fresh",
+                f"set train.num_workers = {num_streams} or less; or train from the beginning, with --fresh or with "
+                f"train.num_streams = {other}",
             )
+        return config.model_copy(update={"recipe_version": self.recipe_version, "num_streams": num_streams})
+
+    def has_steps(self, store: Store) -> bool:
+        """Whether there is a checkpoint to resume from: its own, or that of a shorter training."""
+        return self.continues is not None or next(complete_checkpoints(store, self.training_dir), None) is not None
 
     def report(self, config: TrainConfig, observer: TrainObserver) -> None:
         """Report what a person should know of other trainings before this one starts or is skipped."""
@@ -152,24 +158,31 @@ def training_dir(config: TrainConfig, dataset: DatasetPin, model_source_sha256: 
     return f"{TRAININGS}/{training_id(config, dataset.uri, model_source_sha256)}/{version}/{length}"
 
 
-def choose_training(
-    store: Store, config: TrainConfig, dataset: DatasetPin, fresh_for: str = "", begun_with_streams: Sequence[int] = ()
-) -> TrainingChoice:
+def choose_training(store: Store, config: TrainConfig, dataset: DatasetPin, fresh_for: str = "") -> TrainingChoice:
     """What to do on exactly this version: nothing, resume, or start. `fresh_for`: a run that wants a new training.
 
     The newest of several trainings that were asked for counts. If there is none by the rules of `config`, one resumes
-    that was begun with another number of streams out of `begun_with_streams`, or with the first recipe.
+    that was begun by former rules.
     """
     choice = _choose_by_rules(store, config, dataset, fresh_for)
     if fresh_for or choice.has_begun(store):
         return choice
-    others = [{"num_streams": number} for number in begun_with_streams if number != config.num_streams]
-    others += [] if config.is_first_recipe else [{"recipe_version": 1}]
-    for rules in others:
-        begun = _choose_by_rules(store, config.model_copy(update=rules), dataset, "")
+    for former in _former_rules(config):
+        begun = _choose_by_rules(store, config.model_copy(update=former), dataset, "")
         if begun.has_begun(store):
             return begun
     return choice
+
+
+def _former_rules(config: TrainConfig) -> list[dict[str, int]]:
+    """By which the same settings named another training.
+
+    Before the number of streams could be left open, a training was named by it: the usual one. Before there were
+    recipes, it was trained by the first one.
+    """
+    streams = {"num_streams": config.num_streams or num_streams_for(config.global_batch_size)}
+    found = [] if config.num_streams else [streams]
+    return found if config.is_first_recipe else [*found, {**streams, "recipe_version": 1}]
 
 
 def _choose_by_rules(store: Store, config: TrainConfig, dataset: DatasetPin, fresh_for: str) -> TrainingChoice:
@@ -191,28 +204,6 @@ def _choose_by_rules(store: Store, config: TrainConfig, dataset: DatasetPin, fre
         recipe_version=config.recipe_version,
         num_streams=config.num_streams,
     )
-
-
-def read_result(store: Store, folder: str) -> TrainResult | None:
-    """What a finished training left, or None. Raises IntegrityError if a byte of it was altered."""
-    path = f"{folder}/{RESULT}"
-    where = join_uri(store.uri, path)
-    fix = "restore it from a backup, or delete it: the training then resumes from its last checkpoint"
-    try:
-        result = from_json(TrainResult, unseal(store.read(path), where, fix=fix))
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        raise IntegrityError(
-            f"{where} is not a training's result: {error.errors()[0]['msg']}",
-            "another version of this program wrote it",
-            "use that version, or delete the file: the training resumes from its last checkpoint",
-        ) from None
-    for each in (result.checkpoint, result.last_checkpoint):
-        check_relative_path(each)
-    if result.training_dir != folder:
-        raise IntegrityError(f"{where} is the result of {result.training_dir}", f"expected that of {folder}", fix)
-    return result
 
 
 def _newest_attempt(store: Store, first: str, fresh_for: str) -> str:

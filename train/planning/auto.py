@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
-from train.choose_backend import choose_backend, framework_of
-from train.choosing.auto_rules import LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts, Rule
 from train.config import TrainConfig
 from train.launching import LAUNCHERS
 from train.launching.attach_place import find_place
 from train.launching.devices import gpus_here
 from train.launching.spark_slots import num_places_of, why_no_places
-from train.models.user import imported_packages
+from train.models.user import framework_of, imported_packages
+from train.planning.auto_rules import LAUNCHER_RULES, RANKS_RULES, STRATEGY_RULES, Facts, Rule
+from train.planning.choose_backend import choose_backend
+from train.planning.plan import TrainingPlan
 from train.strategies import STRATEGIES, roles_of
 from train.strategies.options import LocalSgdOptions, MirroredOptions, num_named_ranks
 
@@ -25,64 +26,21 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A config in which nothing is `auto` of what decides how ranks work together."""
-
-    config: TrainConfig
-    strategy_reason: str
-    launcher_reason: str
-    ranks_reason: str = ""
-    """Empty if `train.num_workers` is set."""
-    numbers: tuple[str, ...] = ()
-    """What there is: devices, places, data; empty if nothing was left to choose."""
-
-    @property
-    def reason(self) -> str:
-        """Why so many ranks, this strategy and this launcher, and the numbers that were looked at, for people."""
-        of_ranks = f"{self.config.num_workers} rank(s): {self.ranks_reason}; " if self.ranks_reason else ""
-        of_strategy = f"{self.config.strategy}: {self.strategy_reason}"
-        looked_at = f" ({'; '.join(self.numbers)})" if self.numbers else ""
-        return f"{of_ranks}{of_strategy}; {self.config.launcher}: {self.launcher_reason}{looked_at}"
-
-    @property
-    def in_short(self) -> str:
-        """What was chosen, with the one reason that decided most, for a person who watches."""
-        num_ranks = self.config.num_workers
-        ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
-        return (
-            f"{self.config.strategy} on {ranks} by {self.config.launcher} ({self.ranks_reason or self.strategy_reason})"
-        )
-
-    def spread(self, config: TrainConfig) -> TrainConfig:
-        """The same training as in `config`, spread so."""
-        names = ("num_workers", "strategy", "launcher")
-        return config.model_copy(update={name: getattr(self.config, name) for name in names})
-
-    def with_ranks(self, num_workers: int, reason: str) -> Chosen:
-        """Another number of them."""
-        return replace(self, config=self.config.model_copy(update={"num_workers": num_workers}), ranks_reason=reason)
-
-    def with_strategy(self, strategy: str, reason: str) -> Chosen:
-        """Another strategy."""
-        return replace(self, config=self.config.model_copy(update={"strategy": strategy}), strategy_reason=reason)
-
-    def with_launcher(self, launcher: str, reason: str) -> Chosen:
-        """Another launcher."""
-        return replace(self, config=self.config.model_copy(update={"launcher": launcher}), launcher_reason=reason)
-
-
-def resolve(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None = None) -> Chosen:
-    """Replace `auto` for ranks, strategy, launcher and backend. Resolving what is resolved changes nothing.
+def resolve(asked: TrainConfig, spark: SparkConfig, dataset: Dataset | None = None) -> TrainingPlan:
+    """Choose ranks, streams, strategy, backend and launcher where `asked` leaves them open. What is resolved stays.
 
     Before there is a `dataset`, nothing follows from its size. Raises UsageError if a choice, or what was set, cannot
     run; nothing is imported that trains.
     """
-    why_ranks, is_left = "", not config.num_workers or AUTO in (config.strategy, config.launcher)
+    config, why_ranks, why_streams = asked, "", ""
+    is_left = not config.num_workers or AUTO in (config.strategy, config.launcher)
     if not config.num_workers:
         num_workers, why_ranks = choose_ranks(config, _facts(config, spark, dataset))
         config = config.model_copy(update={"num_workers": num_workers})
-    config = config.model_copy(update={"num_streams": config.num_streams_at(config.num_workers)})
+    if not config.num_streams:
+        num_streams = config.num_streams_at(config.num_workers)
+        why_streams = f"divides train.global_batch_size = {config.global_batch_size}, and is at least 8 and the ranks"
+        config = config.model_copy(update={"num_streams": num_streams})
     facts = _facts(config, spark, dataset)
     strategy, why_strategy = config.strategy, "set by train.strategy"
     if strategy == AUTO:
@@ -95,7 +53,7 @@ def resolve(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None = N
         launcher, why_launcher = choose(LAUNCHER_RULES, facts, "train.launcher")
     config = config.model_copy(update={"launcher": launcher})
     numbers = _numbers(config, facts, dataset) if is_left else ()
-    return Chosen(config, why_strategy, why_launcher, why_ranks, numbers)
+    return TrainingPlan(asked, config, why_strategy, why_launcher, why_ranks, why_streams, numbers)
 
 
 def choose_ranks(config: TrainConfig, facts: Facts) -> tuple[int, str]:

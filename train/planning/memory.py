@@ -8,29 +8,24 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardmill.errors import ShardmillError
-from shardmill.sealed import seal
-from shardmill.section import Section
 from shardmill.storage import Store
 from train.backends.backend import model_spec
 from train.backends.recompute import why_not_recompute
-from train.checkpoints.checkpoint import complete_checkpoints, open_checkpoint
+from train.checkpoints.checkpoint import open_checkpoint
 from train.checkpoints.state import WEIGHTS
-from train.choosing.fit import Fit, MemoryFacts, decided, fit, size_of
-from train.choosing.host_memory import Limit, limit_of, ranks_here
-from train.choosing.probe import ProbeTask, StepCost, probe
 from train.config import TrainConfig
 from train.launching.devices import gpus_here
-from train.records import read_kept
+from train.planning.fit import Fit, MemoryFacts, decided, fit, size_of
+from train.planning.host_memory import Limit, limit_of, ranks_here
+from train.planning.memory_record import MemoryRecord
+from train.planning.probe import ProbeTask, StepCost, probe
 from train.strategies import STRATEGIES, shares_streams, streams_per_rank
 from train.strategies.options import LocalSgdOptions, MirroredOptions, silos_of
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
     from shardmill.jobs.config import SparkConfig
-    from train.trainings import TrainingChoice
 
-MEMORY = "memory.json"
-"""The `MemoryRecord` of a training, in its folder; one that was not measured has none."""
 AMPLE = 1000
 """Times the pixels of a step, as float32. ResNets, DenseNets and small convolutions take 20 to 600 times as much."""
 # Of the measurement: what more images need follows from what one and these need.
@@ -42,27 +37,6 @@ GPU_FRAMEWORK_BYTES = 2**30
 
 WindowBytes = Callable[[TrainConfig], int]
 """What the shuffle windows of one rank hold at most."""
-
-
-class MemoryRecord(Section):
-    """What was found before a training's first step. A resume decides by these numbers, not by those of its own day."""
-
-    device: str
-    rank_bytes: int
-    host_bytes: int
-    """As in `Limit`."""
-    on_gpu: bool
-    fixed_bytes: int
-    """What a rank needs whatever the batch, without its windows."""
-    image_bytes: int
-    """Per image that is computed at a time, in the precision that the config asked for."""
-    to_bfloat16: bool
-    """`train.mixed_precision` was `auto`, and became bfloat16."""
-    recomputed_fixed_bytes: int = 0
-    recomputed_image_bytes: int = 0
-    """Both with `train.activation_checkpointing`; 0 if that was not measured."""
-    why_not_recomputed: str = ""
-    """Why the model, or what it is trained with, does not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,34 +90,26 @@ class Memory:
 def look_at_memory(
     config: TrainConfig,
     dataset: Dataset,
-    choice: TrainingChoice,
-    store: Store,
     spark: SparkConfig,
     window_bytes: WindowBytes,
+    *,
+    begun: MemoryRecord | None,
+    has_begun: bool,
 ) -> Memory:
-    """What an earlier attempt has found, else what a rank of this training needs and has, measured in seconds.
+    """What an earlier attempt has found (`begun`), else what a rank of this training needs and has, in seconds.
 
-    Nothing is measured if nothing is left to choose, memory is ample or not known, or the training has steps already.
+    Nothing is measured if nothing is left to choose, memory is ample or not known, or the training has steps already
+    (`has_begun`): what was begun without looking continues so, because in microbatches numbers differ by rounding.
     Raises what building the model raises.
     """
-    record = _read(store, choice)
-    limit = limit_of(config, spark) if record is None and not silos_of(config) else None
+    limit = limit_of(config, spark) if begun is None and not silos_of(config) else None
     if limit is None:
-        return Memory(record, spark, window_bytes)
+        return Memory(begun, spark, window_bytes)
     ample = partial(_ample, limit, dataset, spark)
-    if not ample(config) and _is_to_measure(config, choice, store):
-        record = measured(limit, config, dataset, spark, window_bytes(config))
-        if not store.put_if_absent(f"{choice.training_dir}/{MEMORY}", seal(record.model_dump_json().encode())):
-            record = _read(store, choice)
-        return Memory(record, spark, window_bytes)
-    return Memory(None, spark, window_bytes, limit, ample)
-
-
-def _is_to_measure(config: TrainConfig, choice: TrainingChoice, store: Store) -> bool:
     is_asked = config.accumulation_steps == 0 or "auto" in (config.mixed_precision, config.activation_checkpointing)
-    # What was begun without looking goes on so: in parts the numbers would differ by rounding.
-    has_begun = choice.continues or next(complete_checkpoints(store, choice.training_dir), None) is not None
-    return is_asked and not has_begun
+    if is_asked and not has_begun and not ample(config):
+        return Memory(measured(limit, config, dataset, spark, window_bytes(config)), spark, window_bytes)
+    return Memory(None, spark, window_bytes, limit, ample)
 
 
 def model_size(store: Store, checkpoint: str) -> str:
@@ -285,9 +251,3 @@ def _available(limit: Limit | MemoryRecord, config: TrainConfig, spark: SparkCon
 
 def _bytes_of_a_rank(limit: Limit | MemoryRecord, config: TrainConfig, spark: SparkConfig) -> int:
     return limit.rank_bytes or limit.host_bytes // max(1, ranks_here(config, spark))
-
-
-def _read(store: Store, choice: TrainingChoice) -> MemoryRecord | None:
-    """Of this training, or of the one that it goes on with."""
-    fix = "delete it: memory is then measured again, and the numbers may differ by rounding"
-    return read_kept(store, choice.folders, MEMORY, MemoryRecord, fix)

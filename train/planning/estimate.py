@@ -10,22 +10,24 @@ from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.jobs.config import SparkConfig, require_uri
 from train.backends.backend import model_spec
-from train.checks.pace import PaceTask, Speed, speed_of
-from train.checks.preflight import check_terms, check_trainable, window_memory
-from train.choosing.exchange import ExchangeFacts, Weighed, weigh
-from train.choosing.fit import Fit, decided, size_of
-from train.choosing.host_memory import Limit, limit_of, ranks_here
-from train.choosing.memory import Memory, measured
-from train.choosing.probe import ProbeTask, StepCost, probe
 from train.config import TrainConfig
+from train.initialization.initial import check_initial
+from train.planning.exchange import ExchangeFacts, Weighed, weigh
+from train.planning.fit import Fit, decided, size_of
+from train.planning.host_memory import Limit, limit_of, ranks_here
+from train.planning.make import plan_training
+from train.planning.memory import Memory, measured
+from train.planning.pace import PaceTask, Speed, speed_of
+from train.planning.preflight import check_trainable, window_memory
+from train.planning.probe import ProbeTask, StepCost, probe
 from train.strategies import shares_streams
 from train.strategies.options import silos_of
 from train.tree import TrainTree
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingPlan:
-    """What was chosen and what it costs. Seconds and work are measured here, the rest is arithmetic."""
+class Estimate:
+    """What was planned and what it costs. Seconds and work are measured here, the rest is arithmetic."""
 
     dataset: str
     strategy: str
@@ -83,11 +85,12 @@ class TrainingPlan:
         ]  # fmt: skip
 
 
-def plan_training(tree: TrainTree, network_gbit: float = 10.0) -> TrainingPlan:
-    """Choose, check and measure. Raises UsageError for what cannot run."""
+def estimate_training(tree: TrainTree, network_gbit: float = 10.0) -> Estimate:
+    """Plan, check and measure. Raises UsageError for what cannot run."""
     dataset = open_pinned(first_alike(open_dataset(require_uri("dataset.uri", tree.dataset.uri)).pin))
-    chosen = check_terms(tree.train, tree.spark, dataset)
-    config = chosen.config
+    plan = plan_training(tree.train, tree.spark, dataset)
+    config = plan.config
+    check_initial(config)
     check_trainable(config, dataset)
     # Before the step is measured: it refuses what cannot run.
     windows = window_memory(config, dataset)
@@ -98,12 +101,12 @@ def plan_training(tree: TrainTree, network_gbit: float = 10.0) -> TrainingPlan:
     cost = probe(ProbeTask(paced.config, spec, local_batch_size, paced.ranks_per_node))
     exchange_seconds = _exchange_seconds(config, cost.sent_bytes, network_gbit)
     epoch = dataset.plan_epoch(config.plan_spec(dataset), 0)
-    return TrainingPlan(
+    return Estimate(
         dataset=f"{dataset.pin.uri}@{dataset.pin.version}",
         strategy=config.strategy,
         launcher=config.launcher,
         backend=config.backend,
-        reason=chosen.reason,
+        reason=plan.reason,
         num_workers=config.num_workers,
         steps_per_epoch=epoch.num_steps,
         global_batch_size=config.global_batch_size,

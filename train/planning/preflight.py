@@ -9,19 +9,16 @@ from shardmill.errors import UsageError
 from train.backends import BACKENDS
 from train.backends.class_weights import check_class_weights
 from train.backends.recompute import check_recompute
-from train.checks.unused_settings import check_unused
-from train.choose_backend import framework_of
-from train.choosing.auto import Chosen, resolve
 from train.config import TrainConfig
 from train.gate_config import GateConfig
-from train.initialization.initial import check_initial
 from train.labels import LabelSpec, check_gate, check_labels
 from train.launching import LAUNCHERS
 from train.launching.devices import check_devices_here
-from train.models.user import imported_packages
+from train.models.user import framework_of, imported_packages
 from train.optimizers import check_optimizer
+from train.planning.row_shares import follows_plan, row_shares
+from train.planning.unused_settings import check_unused
 from train.readers import reader_of
-from train.row_shares import follows_plan, row_shares
 from train.strategies import STRATEGIES, find_strategy, roles_of, shares_streams, streams_per_rank
 from train.strategies.nics import ipv4_of
 from train.strategies.options import silos_of
@@ -54,23 +51,14 @@ class WindowMemory:
         return {**asdict(self), "bytes_per_rank": self.bytes_per_rank}
 
 
-def check_terms(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None = None) -> Chosen:
-    """What needs no dataset; its size counts if it is there. -> what `auto` stands for.
+def check_spread(config: TrainConfig, spark: SparkConfig) -> None:
+    """Strategy, launcher, backend, optimizer and their numbers fit each other, in a config that leaves none open.
 
     Raises UsageError for what cannot work. Nothing is imported that trains.
     """
-    chosen = check_spread(config, spark, dataset)
-    check_initial(chosen.config)
-    check_optimizer(chosen.config)
-    return chosen
-
-
-def check_spread(config: TrainConfig, spark: SparkConfig, dataset: Dataset | None = None) -> Chosen:
-    """Strategy, launcher, backend and their numbers fit each other; raises and returns as `check_terms` does."""
-    chosen = resolve(config, spark, dataset)
-    config = chosen.config
     find_strategy(config.strategy, config.num_workers, framework_of(config)).check(config)
     check_unused(config)
+    check_optimizer(config)
     _check_compression(config)
     _check_batch_norm(config)
     check_recompute(config)
@@ -105,7 +93,6 @@ def check_spread(config: TrainConfig, spark: SparkConfig, dataset: Dataset | Non
         for nic in config.nics:
             ipv4_of(nic)
     _check_torch(config)
-    return chosen
 
 
 def _check_torch(config: TrainConfig) -> None:

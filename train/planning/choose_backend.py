@@ -1,23 +1,12 @@
-"""Which backend trains: what the config names, else what strategy and model say; known before anything is imported."""
+"""Which backend trains: what config or model name, else the first that the strategy has."""
 
 from __future__ import annotations
 
 from shardmill.errors import UsageError
 from train.backends import BACKENDS
 from train.config import TrainConfig
-from train.models.user import imported_packages
+from train.models.user import framework_of
 from train.strategies import STRATEGIES, fitting_strategies
-
-
-def framework_of(config: TrainConfig) -> str:
-    """The backend that config and model leave no choice about; empty if any would do: pure, and imports no framework.
-
-    A factory that imports PyTorch and not Keras needs `torch`.
-    """
-    if config.backend != "auto":
-        return config.backend
-    packages = imported_packages(config.model)
-    return "torch" if "torch" in packages and not packages & {"keras", "tensorflow"} else ""
 
 
 def choose_backend(config: TrainConfig) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shardmill.jobs.observer import FieldValue
-from train.choosing.fit import size_of
+from train.planning.fit import size_of
 from train.reporting.observer import GlobalStep
 from train.reporting.rank_times import MIN_STEPS, NOTABLE_SHARE, StepSums
 

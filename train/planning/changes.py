@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from shardmill.dataset.dataset import Dataset
 from shardmill.errors import UsageError
@@ -17,12 +18,15 @@ from shardmill.storage import Store
 from train.checkpoints.checkpoint import FoundCheckpoint, TrainingIdentity, complete_checkpoints
 from train.config import TrainConfig
 from train.moved_settings import MOVED
+from train.planning.trainings import TRAININGS, TrainingChoice
 from train.setting_kinds import DURATION, RESUMABLE
 from train.settings import fields_of_settings, settings_of, settings_that_matter
-from train.trainings import TRAININGS, TrainingChoice
 from train.values import RESULT, ModelIdentity
 
-# Of a folder's name; see train/trainings.py.
+if TYPE_CHECKING:
+    from train.planning.plan import TrainingPlan
+
+# Of a folder's name; see train/planning/trainings.py.
 _LENGTH = re.compile(r"/epochs-(\d+)-(\w+)(?:/fresh-\d+)?$")
 
 
@@ -92,18 +96,19 @@ def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def going_on(
-    store: Store, choice: TrainingChoice, config: TrainConfig, dataset: Dataset, again: Again
-) -> TrainingChoice:
-    """`choice`, to go on from another unfinished training if that is asked for and safe.
+    store: Store, choice: TrainingChoice, plan: TrainingPlan, dataset: Dataset, again: Again
+) -> tuple[TrainingChoice, TrainingPlan]:
+    """`choice`, to go on from another unfinished training if that is asked for and safe; and the plan for it, which
+    keeps the streams of that one.
 
     Raises UsageError that lists each difference.
     """
     allowed = check_allowed(again.allow_change)
     if again.fresh or next(complete_checkpoints(store, choice.training_dir), None) is not None:
-        return choice
+        return choice, plan
 
     def compared(folder: str) -> Changed | None:
-        return _compared(store, folder, choice, config, dataset, allowed)
+        return _compared(store, folder, choice, plan, dataset, allowed)
 
     begun = again.begun.read(store.uri) if again.begun else ""
     if begun and begun != choice.training_dir and (mine := compared(begun)) is not None:
@@ -113,9 +118,9 @@ def going_on(
                 "expected equal data, seed, batch, model and optimizer",
                 f"restore these settings; {_way_to_allow(mine)}train in another run (--run-id), or again (--fresh)",
             )
-        return _continued(choice, mine, allowed)
+        return _continued(choice, plan, mine, allowed)
     if not allowed:
-        return choice
+        return choice, plan
     others = [each for folder in _unfinished(store) if (each := compared(folder)) is not None]
     fitting = [each for each in others if not each.refused]
     if not fitting:
@@ -126,11 +131,11 @@ def going_on(
             "expected equal data, seed, batch, model and optimizer",
             (_way_to_allow(nearest) if nearest else "") + "restore these settings, or leave --allow-change out",
         )
-    return _continued(choice, max(fitting, key=lambda each: each.found.marker.global_step), allowed)
+    return _continued(choice, plan, max(fitting, key=lambda each: each.found.marker.global_step), allowed)
 
 
 def _compared(
-    store: Store, folder: str, choice: TrainingChoice, config: TrainConfig, dataset: Dataset, allowed: tuple[str, ...]
+    store: Store, folder: str, choice: TrainingChoice, plan: TrainingPlan, dataset: Dataset, allowed: tuple[str, ...]
 ) -> Changed | None:
     """The newest checkpoint of an unfinished training on this dataset's root, compared; None if there is none."""
     found = None if store.stat(f"{folder}/{RESULT}") else next(complete_checkpoints(store, folder), None)
@@ -139,6 +144,7 @@ def _compared(
     then = found.marker.identity
     # What is built from the source is compared by the ranks, which build it.
     model = ModelIdentity(choice.model_source_sha256, then.model.config_sha256)
+    config = _with_its_streams(plan, then).config
     fingerprint = config.plan_spec(dataset).fingerprint
     now = TrainingIdentity(choice.dataset, fingerprint, model, settings_that_matter(config))
     lengths = _length_differences(folder, config)
@@ -161,8 +167,19 @@ def _length_differences(folder: str, config: TrainConfig) -> dict[str, str]:
     }
 
 
-def _continued(choice: TrainingChoice, changed: Changed, allowed: tuple[str, ...]) -> TrainingChoice:
-    return replace(choice, resumes=changed.found.path, changes=changed.differences, allowed=allowed)
+def _with_its_streams(plan: TrainingPlan, then: TrainingIdentity) -> TrainingPlan:
+    """If their number was left open, it is what the training had, provided that each rank gets one."""
+    num_streams = int(then.settings["num_streams"])
+    if plan.asked.num_streams or num_streams in (0, plan.config.num_streams) or num_streams < plan.config.num_workers:
+        return plan
+    return plan.with_streams(num_streams, f"as the training had that is resumed ({num_streams})")
+
+
+def _continued(
+    choice: TrainingChoice, plan: TrainingPlan, changed: Changed, allowed: tuple[str, ...]
+) -> tuple[TrainingChoice, TrainingPlan]:
+    resumed = replace(choice, resumes=changed.found.path, changes=changed.differences, allowed=allowed)
+    return resumed, _with_its_streams(plan, changed.found.marker.identity)
 
 
 def _way_to_allow(changed: Changed) -> str:

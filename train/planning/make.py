@@ -1,0 +1,64 @@
+"""The one function that plans a training: what `auto` stands for, as it was begun if it was, and checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardmill.errors import UsageError
+from train.planning.auto import AUTO, resolve
+from train.planning.plan import TrainingPlan
+from train.planning.preflight import check_spread
+from train.planning.record import PlanRecord, record_of
+
+if TYPE_CHECKING:
+    from shardmill.dataset.dataset import Dataset
+    from shardmill.jobs.config import SparkConfig
+    from train.config import TrainConfig
+
+_ASKED = ("local_devices", "devices")
+_AS_BEGUN = "as this training was begun ({})"
+
+
+def plan_training(
+    asked: TrainConfig, spark: SparkConfig, dataset: Dataset | None = None, begun: PlanRecord | None = None
+) -> TrainingPlan:
+    """Decide what `asked` leaves open, and check that it can run.
+
+    Before there is a `dataset`, nothing follows from its size. `begun`: how an earlier attempt was planned. Raises
+    UsageError for what cannot work; nothing is imported that trains.
+    """
+    if begun and begun.num_streams and not asked.num_streams:
+        plan = resolve(asked.model_copy(update={"num_streams": begun.num_streams}), spark, dataset)
+        plan = replace(plan, asked=asked, streams_reason=_AS_BEGUN.format(begun.num_streams))
+    else:
+        plan = resolve(asked, spark, dataset)
+    check_spread(plan.config, spark)
+    return plan if begun is None else _as_begun(begun, plan, spark)
+
+
+def _as_begun(begun: PlanRecord, plan: TrainingPlan, spark: SparkConfig) -> TrainingPlan:
+    """`plan`, but what `asked` leaves open is as an earlier attempt had it, if that can run now.
+
+    Other workers or devices that are set, or another Spark master, are a new question, and get a new answer.
+    """
+    asked, now, then = plan.asked, record_of(plan, spark), plan
+    is_same_master = begun.spark_master == now.spark_master
+    may_be_other = is_same_master and not asked.num_workers
+    same_ranks = may_be_other or begun.num_workers == now.num_workers
+    same_spread = same_ranks and all(getattr(begun, name) == getattr(now, name) for name in _ASKED)
+    if same_spread and begun.num_workers != now.num_workers:
+        then = then.with_ranks(begun.num_workers, _AS_BEGUN.format(begun.ranks_reason or "as set"))
+    if same_spread and asked.strategy == AUTO and begun.strategy != now.strategy:
+        then = then.with_strategy(begun.strategy, _AS_BEGUN.format(begun.strategy_reason))
+    same_place = same_spread and is_same_master
+    if same_place and asked.launcher == AUTO and begun.launcher != now.launcher:
+        then = then.with_launcher(begun.launcher, _AS_BEGUN.format(begun.launcher_reason))
+    try:
+        # Resolved once more: another strategy may need another backend.
+        check_spread(resolve(then.spread, spark).config, spark)
+    except UsageError as error:
+        how = f"{begun.num_workers} rank(s), {begun.strategy} ({begun.launcher})"
+        was = f"this training was begun with {how}, which does not run now: {error}"
+        return replace(plan, chosen_anew=was)
+    return then

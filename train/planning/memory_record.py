@@ -1,0 +1,26 @@
+"""What was measured of a training's memory before its first step."""
+
+from __future__ import annotations
+
+from shardmill.section import Section
+
+
+class MemoryRecord(Section):
+    """What was found before a training's first step. A resume decides by these numbers, not by those of its own day."""
+
+    device: str
+    rank_bytes: int
+    host_bytes: int
+    """As in `train.planning.host_memory.Limit`."""
+    on_gpu: bool
+    fixed_bytes: int
+    """What a rank needs whatever the batch, without its windows."""
+    image_bytes: int
+    """Per image that is computed at a time, in the precision that the config asked for."""
+    to_bfloat16: bool
+    """`train.mixed_precision` was `auto`, and became bfloat16."""
+    recomputed_fixed_bytes: int = 0
+    recomputed_image_bytes: int = 0
+    """Both with `train.activation_checkpointing`; 0 if that was not measured."""
+    why_not_recomputed: str = ""
+    """Why the model, or what it is trained with, does not have it."""

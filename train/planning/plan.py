@@ -1,0 +1,125 @@
+"""How a training is carried out: the settings as they were asked for, and what was decided where they are open.
+
+A plan is made once, in the driver, by `train.planning.make.plan_training`; everything after it reads the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from train.planning.memory import Fitted, Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One thing that the config leaves open, or that follows from it."""
+
+    name: str
+    """The setting, or what it decides."""
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """Ranks, strategy, launcher, backend, streams, and, once the memory was looked at, microbatches and precision."""
+
+    asked: TrainConfig
+    """As the user's config has it."""
+    spread: TrainConfig
+    """With everything decided that does not depend on memory."""
+    strategy_reason: str
+    launcher_reason: str
+    ranks_reason: str = ""
+    """Empty if `train.num_workers` is set."""
+    streams_reason: str = ""
+    """Likewise of `train.num_streams`."""
+    numbers: tuple[str, ...] = ()
+    """What there is: devices, places, data; empty if nothing was left to choose."""
+    memory: Memory | None = None
+    """What is known of the memory of this training, for any number of ranks; None if nobody has looked yet."""
+    fitted: Fitted | None = None
+    """What follows from it for these ranks."""
+    chosen_anew: str = ""
+    """Why the training does not resume as it was begun; most often empty."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """What ranks receive: `asked` with every decision filled in."""
+        return self.fitted.config if self.fitted else self.spread
+
+    @property
+    def named_by(self) -> TrainConfig:
+        """The settings that name the training: a number of streams that was left open names none, however it is chosen
+        for however many ranks."""
+        return self.spread.model_copy(update={"num_streams": self.asked.num_streams})
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Each with its reason."""
+        config, set_by_user = self.config, "set"
+        of_memory = self.fitted.reason if self.fitted and self.fitted.reason else "as configured"
+        backend = "set" if self.asked.backend != "auto" else "the strategy and the model's source"
+        return (
+            Decision("train.num_workers", str(config.num_workers), self.ranks_reason or set_by_user),
+            Decision("train.num_streams", str(config.num_streams), self.streams_reason or set_by_user),
+            Decision("train.strategy", config.strategy, self.strategy_reason),
+            Decision("train.launcher", config.launcher, self.launcher_reason),
+            Decision("train.backend", config.backend, backend),
+            Decision("train.accumulation_steps", str(config.accumulation_steps), of_memory),
+            Decision("train.mixed_precision", config.mixed_precision, of_memory),
+            Decision("train.activation_checkpointing", config.activation_checkpointing, of_memory),
+            Decision("train.init_from", config.init_from or "fresh weights", "named by the hash of its file"),
+        )
+
+    @property
+    def reason(self) -> str:
+        """Why so many ranks, this strategy and this launcher, and the numbers that were looked at, for people."""
+        of_ranks = f"{self.spread.num_workers} rank(s): {self.ranks_reason}; " if self.ranks_reason else ""
+        of_strategy = f"{self.spread.strategy}: {self.strategy_reason}"
+        looked_at = f" ({'; '.join(self.numbers)})" if self.numbers else ""
+        return f"{of_ranks}{of_strategy}; {self.spread.launcher}: {self.launcher_reason}{looked_at}"
+
+    @property
+    def in_short(self) -> str:
+        """What was chosen, with the one reason that decided most, for a person who watches."""
+        num_ranks = self.spread.num_workers
+        ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+        why = self.ranks_reason or self.strategy_reason
+        return f"{self.spread.strategy} on {ranks} by {self.spread.launcher} ({why})"
+
+    def with_ranks(self, num_workers: int, reason: str) -> TrainingPlan:
+        """Another number of them."""
+        return replace(self, spread=self.spread.model_copy(update={"num_workers": num_workers}), ranks_reason=reason)
+
+    def with_streams(self, num_streams: int, reason: str) -> TrainingPlan:
+        """Another number of streams."""
+        spread = self.spread.model_copy(update={"num_streams": num_streams})
+        fitted = self.memory.fitted(spread) if self.memory else None
+        return replace(self, spread=spread, fitted=fitted, streams_reason=reason)
+
+    def with_strategy(self, strategy: str, reason: str) -> TrainingPlan:
+        """Another strategy."""
+        return replace(self, spread=self.spread.model_copy(update={"strategy": strategy}), strategy_reason=reason)
+
+    def with_launcher(self, launcher: str, reason: str) -> TrainingPlan:
+        """Another launcher."""
+        return replace(self, spread=self.spread.model_copy(update={"launcher": launcher}), launcher_reason=reason)
+
+    def with_first_weights(self, init_from: str) -> TrainingPlan:
+        """`train.init_from` with the hash of its file, which names the training."""
+        return replace(self, spread=self.spread.model_copy(update={"init_from": init_from}))
+
+    def with_memory(self, memory: Memory) -> TrainingPlan:
+        """With the microbatches, the precision and the recomputation that follow from it."""
+        return replace(self, memory=memory, fitted=memory.fitted(self.spread))
+
+    def after_loss(self, num_workers: int) -> TrainingPlan:
+        """The same training by fewer ranks, after some were lost. Which machine has which rank now is the launcher's
+        choice, so `train.rank_weights` would meet other machines."""
+        spread = self.spread.model_copy(update={"num_workers": num_workers, "rank_weights": ()})
+        return replace(self, spread=spread, fitted=self.memory.fitted(spread) if self.memory else None)

@@ -1,0 +1,95 @@
+"""What was decided when a training was begun: one record in its folder, `plan.json`, which every resume reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardmill.sealed import seal
+from shardmill.section import Section
+from shardmill.storage import Store
+from train.planning.memory_record import MemoryRecord
+from train.planning.plan import TrainingPlan
+from train.records import read_kept
+from train.strategies.options import MirroredOptions
+
+if TYPE_CHECKING:
+    from shardmill.jobs.config import SparkConfig
+
+PLAN = "plan.json"
+"""The `PlanRecord` of a training, in its folder."""
+FORMER_CHOICE, FORMER_MEMORY = "chosen.json", "memory.json"
+"""In which the two halves of a record lie that was written before there was one."""
+_ADVICE = "delete it: what `auto` stands for is then chosen again, and numbers may differ by rounding"
+
+
+class DecisionRecord(Section):
+    """`train.planning.plan.Decision`."""
+
+    name: str
+    value: str
+    reason: str
+
+
+class PlanRecord(Section):
+    """How the newest attempt at a training was planned, and the settings that it was asked with."""
+
+    ranks_reason: str = ""
+    """Empty if it was told how many."""
+    strategy: str
+    strategy_reason: str
+    launcher: str
+    launcher_reason: str
+    num_workers: int
+    num_streams: int = 0
+    """0 in a record of before it was kept: the number is then among the settings of the training."""
+    local_devices: int
+    devices: str
+    spark_master: str
+    memory: MemoryRecord | None = None
+    """None if it was not measured."""
+    decisions: tuple[DecisionRecord, ...] = ()
+    """All of them, for people."""
+
+
+def record_of(plan: TrainingPlan, spark: SparkConfig) -> PlanRecord:
+    config = plan.spread
+    return PlanRecord(
+        ranks_reason=plan.ranks_reason,
+        strategy=config.strategy,
+        strategy_reason=plan.strategy_reason,
+        launcher=config.launcher,
+        launcher_reason=plan.launcher_reason,
+        num_workers=config.num_workers,
+        num_streams=config.num_streams,
+        local_devices=config.options(MirroredOptions).num_devices,
+        devices=config.devices,
+        spark_master=spark.master,
+        memory=plan.memory.record if plan.memory else None,
+        decisions=tuple(
+            DecisionRecord(name=each.name, value=each.value, reason=each.reason) for each in plan.decisions
+        ),
+    )
+
+
+def read_plan(store: Store, folders: Sequence[str]) -> PlanRecord | None:
+    """The record in the first of these folders that has one; None if none has: the training begins now.
+
+    Raises IntegrityError for a record that was altered.
+    """
+    for folder in folders:
+        if (found := read_kept(store, [folder], PLAN, PlanRecord, _ADVICE)) is not None:
+            return found
+        if (former := read_kept(store, [folder], FORMER_CHOICE, PlanRecord, _ADVICE)) is not None:
+            memory = read_kept(store, [folder], FORMER_MEMORY, MemoryRecord, _ADVICE)
+            return former.model_copy(update={"memory": memory})
+    return None
+
+
+def keep_plan(store: Store, training_dir: str, plan: TrainingPlan, spark: SparkConfig) -> None:
+    """Write how this attempt is planned, for those that resume it."""
+    now, before = record_of(plan, spark), read_plan(store, [training_dir])
+    # The reasons of the first attempt hold as long as its decisions do.
+    told = {name: getattr(now, name) for name in ("ranks_reason", "strategy_reason", "launcher_reason", "decisions")}
+    if before is None or before.model_copy(update=told) != now:
+        store.put(f"{training_dir}/{PLAN}", seal(now.model_dump_json().encode()))

@@ -1,0 +1,32 @@
+"""The result that a finished training leaves in its folder, read and checked."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from shardmill.errors import IntegrityError
+from shardmill.sealed import check_relative_path, unseal
+from shardmill.storage import Store, join_uri
+from train.values import RESULT, TrainResult, from_json
+
+
+def read_result(store: Store, folder: str) -> TrainResult | None:
+    """What a finished training left, or None. Raises IntegrityError if a byte of it was altered."""
+    path = f"{folder}/{RESULT}"
+    where = join_uri(store.uri, path)
+    fix = "restore it from a backup, or delete it: the training then resumes from its last checkpoint"
+    try:
+        result = from_json(TrainResult, unseal(store.read(path), where, fix=fix))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise IntegrityError(
+            f"{where} is not a training's result: {error.errors()[0]['msg']}",
+            "another version of this program wrote it",
+            "use that version, or delete the file: the training resumes from its last checkpoint",
+        ) from None
+    for each in (result.checkpoint, result.last_checkpoint):
+        check_relative_path(each)
+    if result.training_dir != folder:
+        raise IntegrityError(f"{where} is the result of {result.training_dir}", f"expected that of {folder}", fix)
+    return result
