@@ -47,7 +47,8 @@ def row_shares(config: TrainConfig, num_rows: int) -> RowShares:
     world_size = max(1, config.num_workers) if shares_streams(config) else 1
     owned = [config.streams_of(rank, world_size) for rank in range(world_size)]
     # Where chunks end decides which rows a stream has, not how many.
-    spec = PlanSpec("", "train", config.seed, config.global_batch_size, config.num_streams, 1, shuffle=False)
+    num_streams = config.num_streams_at(world_size)
+    spec = PlanSpec("", "train", config.seed, config.global_batch_size, num_streams, 1, shuffle=False)
     plan = plan_epoch(spec, np.array([num_rows]), 0)
     rows_of_ranks = tuple(plan.stream_start(each.stop) - plan.stream_start(each.start) for each in owned)
     if min(rows_of_ranks) == 0:
@@ -58,4 +59,4 @@ def row_shares(config: TrainConfig, num_rows: int) -> RowShares:
             "expected at least one row on each rank",
             f"add images, raise etl.split_fractions.train{fewer}",
         )
-    return RowShares(num_rows, plan.num_steps, config.global_batch_size, config.num_streams, rows_of_ranks)
+    return RowShares(num_rows, plan.num_steps, config.global_batch_size, num_streams, rows_of_ranks)
