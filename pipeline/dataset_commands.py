@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from pipeline.cli_options import Common, DatasetArgument, command
-from pipeline.printing import counted, flat_rows, print_result
+from pipeline.printing import flat_rows, print_result
 from shardmill.errors import UsageError
+from shardmill.words import counted
 
 WholeDataset = Annotated[str, typer.Argument(metavar="DATASET", help="Dataset folder or URI, or a TOML file.")]
 

@@ -11,6 +11,7 @@ from pipeline.finding import Finding, failed
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
 from shardmill.jobs.observer import SilentObserver
+from shardmill.words import counted
 from train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _slots(train: TrainConfig, num_ranks: int, num_ranks_here: int) -> Finding:
         )
         return Finding("warn", "slots", found, "fewer workers, or a cluster")
     where = f", {cores} cores here" if num_ranks_here else ""
-    return Finding("ok", "slots", f"{num_ranks} rank(s) by launcher {train.launcher}{where}")
+    return Finding("ok", "slots", f"{counted(num_ranks, 'rank')} by launcher {train.launcher}{where}")
 
 
 def _devices(train: TrainConfig, num_ranks_here: int) -> Iterator[Finding]:

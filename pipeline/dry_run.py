@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import load_pipeline, require
-from pipeline.printing import counted
 from pipeline.progress import RunProgress
 from shardmill.jobs.observer import SilentObserver
+from shardmill.words import counted
 
 if TYPE_CHECKING:
     from etl.changes import Changes

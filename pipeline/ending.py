@@ -134,10 +134,19 @@ def _end(error: BaseException) -> int:
     if not message:
         # `shardmill` alone: typer has printed the help.
         return 0
-    line = f"{message}; {_hint_at_config_key(error) or 'see `shardmill --help`'}"
+    line = f"{message}; {_hint_at_config_key(error) or f'see `{_command_of(error)} --help`'}"
     if is_json:
         print_failure(2, line, None)
     return print_error(2, line)
+
+
+def _command_of(error: BaseException) -> str:
+    """That whose words the argument parser refuses, as people call it."""
+    names, context = [], getattr(error, "ctx", None)
+    while context is not None and context.parent is not None:
+        names.append(context.info_name)
+        context = context.parent
+    return " ".join(["shardmill", *reversed(names)])
 
 
 def _hint_at_config_key(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from pipeline.printing import counted
+from shardmill.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

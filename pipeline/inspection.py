@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from etl.listed import SPLITS
-from pipeline.printing import Rows, counted, plain
+from pipeline.printing import Rows, plain
 from pipeline.progress import RunProgress
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.diff import count_changes, diff_versions
@@ -21,6 +21,7 @@ from shardmill.near_duplicates import find_near_duplicates
 from shardmill.storage import join_uri
 from shardmill.stores import open_store
 from shardmill.values import Rejection
+from shardmill.words import counted
 
 _NUM_ROWS_SHOWN = 20
 _NUM_CLASSES_SHOWN = 10

@@ -20,6 +20,7 @@ from shardmill.jobs.reach import REACH, clear_stale
 from shardmill.jobs.spark_settings import check_master
 from shardmill.storage import Store
 from shardmill.stores import open_store
+from shardmill.words import counted
 
 if TYPE_CHECKING:
     from pipeline.tree import PipelineTree
@@ -180,7 +181,9 @@ def _look_at_launch(tree: PipelineTree) -> str:
     from train.planning.make import plan_training
 
     train = plan_training(tree.train, tree.spark).config
-    return f"{train.num_workers} rank(s) by {train.launcher}, strategy {train.strategy}, backend {train.backend}"
+    return (
+        f"{counted(train.num_workers, 'rank')} by {train.launcher}, strategy {train.strategy}, backend {train.backend}"
+    )
 
 
 def _look_at_initial(tree: PipelineTree) -> str:

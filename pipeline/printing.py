@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from shardmill.printable import printable
+from shardmill.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -69,11 +70,6 @@ def verify_document(report: VerifyReport) -> dict[str, Any]:
             for each in report.checks
         ],
     }
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _dataset_rows(sections: Mapping[str, Any]) -> Rows:

@@ -32,11 +32,11 @@ SENTENCES = {
     "train.continues": "train: continues from {epochs_done} finished epochs to {epochs}: {note}",
     "train.first_recipe": "train: resumes {training_dir}, begun by the rules of train.recipe_version = 1; "
     "--fresh trains by today's",
-    "train.other_world_size": "train: it was done with {world_size} rank(s), and the result holds for {num_workers} as "
-    "well; --fresh does it again",
+    "train.other_world_size": "train: it was done on another number of ranks, {world_size}, and the result holds for "
+    "{num_workers} as well; --fresh does it again",
     "train.building": "train: tries whether {model} builds for images of {images} and {labels}",
     "train.plan": "train: {short}",
-    "train.profile": "train: what {steps} steps computed is recorded in {path}",
+    "train.profile": "train: what was computed is recorded in {path}; steps: {steps}",
     "train.early_stop": "train: stops early after epoch {epoch}",
 }
 

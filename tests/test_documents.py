@@ -99,6 +99,18 @@ def test_the_reference_has_every_config_key_and_command():
     assert all(f"    shardmill {name} " in listed for name in COMMANDS)
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_page_that_leads_to_a_generated_one_says_where_that_is(document: Path):
+    """In a clone and on GitHub there is none."""
+    text = document.read_text(encoding="utf-8")
+    leads = [
+        target
+        for target in re.findall(r"\]\((?!http)([^)#]+)", text)
+        if os.path.relpath(document.parent / target, ROOT / "docs") in PAGES
+    ]
+    assert not leads or "`make docs`" in text, leads
+
+
 def row_of(key: str) -> list[str]:
     """The cells of a key in the reference."""
     [row] = [line for line in PAGES["reference/config.md"]().splitlines() if f'<a id="{key}"></a>' in line]

@@ -8,7 +8,6 @@ import math
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pipeline.printing import counted
 from pipeline.report.charts import (
     Bar,
     Line,
@@ -21,6 +20,7 @@ from pipeline.report.charts import (
 )
 from shardmill.dataset.statistics import ASPECT_NAMES, SIDE_NAMES
 from shardmill.printable import without_surrogates
+from shardmill.words import counted
 from train.values import METRICS
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ ANOTHER_CLASS = "a class that the dataset does not have"
 SHARE_NAMES = {
     "compute": "compute",
     "input_wait": "waiting for input",
-    "allreduce": "allreduce",
+    "allreduce": "exchange, with waiting",
     "checkpoint": "checkpoint",
     "other": "other",
 }

@@ -46,9 +46,9 @@ def config(tmp_path: Path, dataset: str) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["run"], "Missing argument"),
-        (["run", ".", "--nope"], "No such option: --nope"),
-        (["rum"], "No such command 'rum'"),
+        (["run"], "Missing argument 'SOURCE_OR_CONFIG'; see `shardmill run --help`"),
+        (["run", ".", "--nope"], "No such option: --nope; see `shardmill run --help`"),
+        (["rum"], "see `shardmill --help`"),
         (
             ["run", "nowhere"],
             "nowhere does not exist; expected a folder of images, an archive, a table or a .toml file; check",

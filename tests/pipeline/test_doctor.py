@@ -189,7 +189,7 @@ def test_a_rehearsal_takes_one_step_and_leaves_nothing(tmp_path: Path, monkeypat
 
     one = ("train.num_workers=1", "train.global_batch_size=12", "train.num_streams=12")
     done = row(*one)
-    assert done.status == "ok" and re.search(r"1 rank\(s\) by inline, .*: the first step \d+\.\d s after", done.found)
+    assert done.status == "ok" and re.search(r"1 rank by inline, .*: the first step \d+\.\d s after", done.found)
     # It builds: what is broken shows in a step.
     rows = [rows_of(load_pipeline("c.toml", ("train.model=broken:build",), "work"), tmp_path) for _ in range(2)]
     built, again = (each["train.model: built"] for each in rows)
@@ -233,7 +233,7 @@ def test_a_rehearsal_starts_as_many_ranks_as_the_training(tmp_path: Path, monkey
     Path("c.toml").write_text('[models]\nuri = "models"\n')
     assert rehearsed([], "c.toml", (), "work").found == "not tried: dataset.uri, which is not set, has no version"
     found = rehearsed([], "c.toml", (*how, f"dataset.uri={uri}"), "work")
-    assert found.status == "ok" and found.found.startswith("2 rank(s) by local, strategy horovod: ")
+    assert found.status == "ok" and found.found.startswith("2 ranks by local, strategy horovod: ")
 
 
 def test_doctor_ends_with_4_if_all_that_fails_is_transient(tmp_path: Path):

@@ -45,11 +45,11 @@ def test_rows_and_steps_of_each_rank_are_told_of_the_dataset_and_of_the_listing(
     uri = make_dataset(tmp_path, num_images=60, num_classes=3, split_fractions={"train": 1, "validation": 0, "test": 0})
     # 8 streams of 7 or 8 rows, of which each step takes 2: of 3 ranks, one owns two streams and two own three.
     sizes = ("train.global_batch_size=16", "train.num_streams=8", "train.num_workers=3", "train.launcher=local")
-    shares = "60 rows, 4 step(s) an epoch of train.global_batch_size = 16; 15 to 23 rows on each of 3 rank(s)"
+    shares = "60 rows, 4 steps an epoch of train.global_batch_size = 16; 15 to 23 rows on each of 3 ranks"
     found = row_of(SPLIT, uri, tmp_path / "work", *sizes)
     assert found.status == "ok" and found.found.startswith(f"{uri}@1: {shares}, which own train.num_streams = 8")
     images = str(tmp_path / "images")
-    for fraction, about in ("1", shares), ("0.8", "about 48 rows, 3 step(s)"):
+    for fraction, about in ("1", shares), ("0.8", "about 48 rows, 3 steps"):
         splits = f"etl.split_fractions={{train={fraction}, validation={1 - float(fraction):.1f}, test=0.0}}"
         rows = {each.subject: each for each in examine(load_pipeline(images, (*sizes, splits), "work"), str(tmp_path))}
         listed = rows[f"source: {SPLIT}"]
@@ -68,7 +68,7 @@ def test_a_dataset_without_a_train_split_is_refused(tmp_path: Path):
     rows = {each.subject: each for each in examine(load_pipeline(str(tmp_path / "images"), again, "work"), "work")}
     assert rows[SPLIT].status == "warn" and "has no train split" in rows[SPLIT].found
     listed = rows[f"source: {SPLIT}"]
-    assert listed.status == "fail" and "0 row(s)" in listed.found and "raise etl.split_fractions.train" in listed.fix
+    assert listed.status == "fail" and "0 rows" in listed.found and "raise etl.split_fractions.train" in listed.fix
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ def test_fewer_rows_than_ranks_are_refused(tmp_path: Path):
     uri = make_dataset(tmp_path, num_images=6, split_fractions={"train": 1, "validation": 0, "test": 0})
     how = ("train.num_workers=8", "train.launcher=local")
     found = row_of(SPLIT, uri, tmp_path / "work", *how)
-    said = "a train split of 6 row(s) for 8 rank(s): rank 0 gets none"
+    said = "a train split of 6 rows for 8 ranks: rank 0 gets none"
     assert found.status == "fail" and said in found.found and "set train.num_workers to 6 or less" in found.fix
     # So is the training.
     dataset = open_dataset(uri)
-    with pytest.raises(UsageError, match=r"6 row\(s\) for 8 rank\(s\)"):
+    with pytest.raises(UsageError, match=r"6 rows for 8 ranks"):
         check_trainable(resolve(TrainConfig(num_workers=8), SparkConfig()).config, dataset)
     rows = {each.subject: each for each in examine(load_pipeline(str(tmp_path / "images"), how, "work"), str(tmp_path))}
     listed = rows[f"source: {SPLIT}"]
@@ -130,7 +130,7 @@ def test_an_estimate_that_is_too_small_is_a_warning(tmp_path: Path):
     tree = load_pipeline(str(tmp_path / "images"), (*how, splits), str(tmp_path / "work"))
     rows = {each.subject: each for each in examine(tree, str(tmp_path / "work"))}
     listed = rows[f"source: {SPLIT}"]
-    assert listed.status == "warn" and listed.found.startswith("about a train split of 5 row(s) for 6 rank(s)")
+    assert listed.status == "warn" and listed.found.startswith("about a train split of 5 rows for 6 ranks")
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_local_paths_that_executors_on_other_hosts_would_need_are_told(tmp_path:
 
 def test_the_cores_of_this_machine_are_told_only_of_ranks_that_run_on_it():
     on_cluster = rows("spark.master=spark://a:7077", "train.num_workers=2", "train.launcher=spark_barrier")["slots"]
-    assert (on_cluster.status, on_cluster.found) == ("ok", "2 rank(s) by launcher spark_barrier")
+    assert (on_cluster.status, on_cluster.found) == ("ok", "2 ranks by launcher spark_barrier")
     assert "cores here" in rows()["slots"].found
 
 
@@ -277,5 +277,5 @@ def test_ranks_meet_on_spark_for_one_step(launcher: str, tmp_path: Path, monkeyp
     sizes = ("train.global_batch_size=12", "train.num_streams=12")
     where = (f"dataset.uri={make_dataset(tmp_path, num_images=60, num_classes=3)}", "models.uri=models")
     found = rehearsed([], "", (*how, *sizes, *where), "work")
-    assert found.status == "ok" and found.found.startswith(f"2 rank(s) by {launcher}, strategy horovod: "), found
+    assert found.status == "ok" and found.found.startswith(f"2 ranks by {launcher}, strategy horovod: "), found
     assert not [path for path in Path("models").rglob("*") if path.is_file()]

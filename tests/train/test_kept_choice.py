@@ -84,19 +84,19 @@ def test_ranks_that_were_chosen_stay_until_they_are_set_or_run_elsewhere(begun):
     assert (alone.num_workers, alone.strategy, alone.launcher) == (1, "single", "inline")
     found = begun(kept, ANY)
     assert (found.config.num_workers, found.config.strategy) == (2, "multi_worker_mirrored")
-    assert found.reason.startswith("2 rank(s): as this training was begun (2 GPUs of this machine); multi_worker_mirr")
+    assert found.reason.startswith("2 ranks: as this training was begun (2 GPUs of this machine); multi_worker_mirr")
     assert begun(kept, ANY.model_copy(update={"num_workers": 1})).config.strategy == "single"
     assert begun(kept, ANY, SparkConfig(master="local[3]")).config == alone
     # The one process of `inline` is set, so that two ranks cannot go on.
     found = begun(kept, ANY.model_copy(update={"launcher": "inline"}))
-    assert found.config.num_workers == 1 and "begun with 2 rank(s)" in found.chosen_anew
+    assert found.config.num_workers == 1 and "begun with 2 ranks" in found.chosen_anew
 
 
 def test_what_no_longer_runs_is_chosen_anew_and_said(begun):
     found = begun(chosen_elsewhere(), TWO.model_copy(update={"compression": "fp16"}))
     assert found.config.strategy == "horovod"
     said = found.chosen_anew
-    assert "begun with 2 rank(s), multi_worker_mirrored (local), which does not run now: train.compression" in said
+    assert "begun with 2 ranks, multi_worker_mirrored (local), which does not run now: train.compression" in said
 
 
 def test_a_training_keeps_its_choice_and_an_altered_one_is_refused(tiny_uri, tmp_path):

@@ -17,6 +17,7 @@ from shardmill.ids import format_sample_id
 from shardmill.jobs.config import SparkConfig
 from shardmill.reader import read_batches
 from shardmill.stores import open_store
+from shardmill.words import counted
 from tests.train.driver_process import start_driver
 from tests.train.test_multi_rank import MODELS, WORKERS, Watcher
 from tests.train.training import check_terms, task_of
@@ -135,7 +136,9 @@ def test_a_step_that_is_lost_with_its_worker_is_given_to_another_and_reported(ti
         if "redispatched" in watcher.fields:
             break
     told = watcher.fields["redispatched"]
-    assert told["num_steps"] >= 1 and told["warning"].startswith(f"{told['num_steps']} step(s) were given to another")
+    assert told["num_steps"] >= 1 and told["warning"].startswith(
+        f"{counted(told['num_steps'], 'step')} given to another"
+    )
 
 
 @pytest.mark.drill
@@ -217,7 +220,7 @@ def test_roles_follow_from_the_numbers():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"launcher": "inline"}, r"it needs 3 processes: a chief, 1 worker\(s\) and 1 server\(s\); set .* 'local'"),
+        ({"launcher": "inline"}, r"it needs 3 processes: a chief, 1 worker and 1 server; set .* 'local'"),
         ({"launcher": "local", "accumulation_steps": 2}, r"accumulation_steps = 2 .*; lower train.global_batch_size"),
         ({"launcher": "local", "mixed_precision": "float16"}, r"set train.mixed_precision = 'bfloat16'"),
         ({"launcher": "local", "on_non_finite": "skip"}, r"expected a strategy that can leave a batch out"),

@@ -75,7 +75,7 @@ def test_the_command_prints_json_and_one_line_for_what_cannot_run(tiny_uri, tmp_
     )
     table = shardmill("plan", str(config), "--world-size", "8", cwd=tmp_path)
     assert table.returncode == 0, table.stderr
-    assert all(each in table.stdout for each in ("torch_ddp", "8 worker(s)", "2,307 weights")), table.stdout
+    assert all(each in table.stdout for each in ("torch_ddp", "8 workers", "2,307 weights")), table.stdout
     done = shardmill("plan", tiny_uri, "--json", "--world-size", "2", *model, cwd=tmp_path)
     document = json.loads(done.stdout)
     assert "local: in processes of one machine (" in document["reason"] and "spark.master" in document["reason"]

@@ -138,7 +138,7 @@ def test_what_a_restart_cannot_cure_is_raised_at_once():
 
     sizes, told = go_on_through([lost(1, {3})], refuse)
     assert sizes == [4] and isinstance(told, RankLost)
-    assert "it did not continue with 3 rank(s): windows need more memory on 3 ranks" in told.__notes__[0]
+    assert "it did not continue with 3 ranks: windows need more memory on 3 ranks" in told.__notes__[0]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated, was_signalled
 from shardmill.jobs.spark import spark_for_retries
 from shardmill.values import Cursor
+from shardmill.words import counted
 from train.config import TrainConfig
 from train.launching.faults import RankLost
 from train.reporting.observer import TrainObserver
@@ -79,7 +80,7 @@ def launch_until_done(
             try:
                 check(smaller.config)
             except UsageError as refusal:
-                lost.add_note(f"it did not continue with {num_ranks} rank(s): {refusal}")
+                lost.add_note(f"it did not continue with {counted(num_ranks, 'rank')}: {refusal}")
                 raise lost from refusal
             restarts.append(Restart(lost.what, lost.last_step, tuple(sorted(lost.ranks)), num_ranks))
             _report(restarts, plan.config, smaller.config, observer)

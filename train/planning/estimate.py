@@ -9,6 +9,7 @@ from typing import Any
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.open import first_alike, open_dataset, open_pinned
 from shardmill.jobs.config import SparkConfig, require_uri
+from shardmill.words import counted
 from train.backends.backend import model_spec
 from train.config import TrainConfig
 from train.initialization.initial import check_initial
@@ -71,7 +72,7 @@ class Estimate:
         exchange = exchange if self.exchange_seconds else ""
         return [
             ("dataset", self.dataset),
-            ("choice", f"{self.num_workers} worker(s), backend {self.backend}; {self.reason}"),
+            ("choice", f"{counted(self.num_workers, 'worker')}, backend {self.backend}; {self.reason}"),
             ("batch", f"{self.global_batch_size} images a step, at most {self.local_batch_size} on a rank; "
              f"{self.steps_per_epoch:,} steps an epoch"),
             ("model", f"{cost.num_weights:,} weights, {size_of(cost.model_bytes)}; those that are trained "

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardmill.errors import UsageError
+from shardmill.words import counted
 from train.planning.auto import AUTO, resolve
 from train.planning.plan import TrainingPlan
 from train.planning.preflight import check_spread
@@ -58,7 +59,7 @@ def _as_begun(begun: PlanRecord, plan: TrainingPlan, spark: SparkConfig) -> Trai
         # Resolved once more: another strategy may need another backend.
         check_spread(resolve(then.spread, spark).config, spark)
     except UsageError as error:
-        how = f"{begun.num_workers} rank(s), {begun.strategy} ({begun.launcher})"
+        how = f"{counted(begun.num_workers, 'rank')}, {begun.strategy} ({begun.launcher})"
         was = f"this training was begun with {how}, which does not run now: {error}"
         return replace(plan, chosen_anew=was)
     return then

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardmill.words import counted
 from train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class TrainingPlan:
     @property
     def reason(self) -> str:
         """Why so many ranks, this strategy and this launcher, and the numbers that were looked at, for people."""
-        of_ranks = f"{self.spread.num_workers} rank(s): {self.ranks_reason}; " if self.ranks_reason else ""
+        of_ranks = f"{counted(self.spread.num_workers, 'rank')}: {self.ranks_reason}; " if self.ranks_reason else ""
         of_strategy = f"{self.spread.strategy}: {self.strategy_reason}"
         looked_at = f" ({'; '.join(self.numbers)})" if self.numbers else ""
         return f"{of_ranks}{of_strategy}; {self.spread.launcher}: {self.launcher_reason}{looked_at}"

@@ -19,6 +19,7 @@ from shardmill.jobs.process import Terminated, stop_in_order, was_signalled
 from shardmill.jobs.reach import REACH, planted
 from shardmill.storage import Store
 from shardmill.stores import open_store
+from shardmill.words import counted
 from train.checkpoints.checkpoint import complete_checkpoints
 from train.initialization.initial import check_initial, pinned
 from train.launching import LAUNCHERS
@@ -64,7 +65,7 @@ def rehearse(tree: TrainTree) -> str:
             raise TrainingError(
                 "the ranks left no checkpoint", how_it_ended, "see whether models.uri can be written to"
             )
-    ranks = f"{config.num_workers} rank(s) by {config.launcher}, strategy {config.strategy}"
+    ranks = f"{counted(config.num_workers, 'rank')} by {config.launcher}, strategy {config.strategy}"
     return f"{ranks}: the first step {watch.seconds:.1f} s after the start, and a checkpoint of it"
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from shardmill.epoch_plan import PlanSpec, plan_epoch
 from shardmill.errors import UsageError
+from shardmill.words import counted
 from train.strategies import shares_streams
 from train.strategies.options import silos_of
 
@@ -31,8 +32,8 @@ class RowShares:
         fewest, most = min(self.rows_of_ranks), max(self.rows_of_ranks)
         each = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
         return (
-            f"{self.num_rows:,} rows, {self.num_steps:,} step(s) an epoch of train.global_batch_size = "
-            f"{self.global_batch_size}; {each} rows on each of {len(self.rows_of_ranks)} rank(s), which own "
+            f"{counted(self.num_rows, 'row')}, {counted(self.num_steps, 'step')} an epoch of train.global_batch_size = "
+            f"{self.global_batch_size}; {each} rows on each of {counted(len(self.rows_of_ranks), 'rank')}, which own "
             f"train.num_streams = {self.num_streams}"
         )
 
@@ -55,7 +56,8 @@ def row_shares(config: TrainConfig, num_rows: int) -> RowShares:
         fewer = f", or set train.num_workers to {num_rows} or less" if 0 < num_rows < world_size else ""
         fewer = ", or give that rank more streams (train.rank_weights)" if num_rows >= world_size else fewer
         raise UsageError(
-            f"a train split of {num_rows} row(s) for {world_size} rank(s): rank {rows_of_ranks.index(0)} gets none",
+            f"a train split of {counted(num_rows, 'row')} for {counted(world_size, 'rank')}: "
+            f"rank {rows_of_ranks.index(0)} gets none",
             "expected at least one row on each rank",
             f"add images, raise etl.split_fractions.train{fewer}",
         )

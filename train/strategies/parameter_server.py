@@ -18,6 +18,7 @@ from shardmill.jobs.observer import WARNING
 from shardmill.jobs.process import Terminated
 from shardmill.reader import ReaderSeconds
 from shardmill.values import Batch, Cursor
+from shardmill.words import counted
 from train.activities import Activity, during, waiting
 from train.backends.backend import Learner, StepOutcome
 from train.config import TrainConfig
@@ -110,7 +111,7 @@ class ChiefMember(ReplicatedMember):
         """Say what lost workers have had repeated in this epoch."""
         begun, applied = self._work.take_repeats()
         if begun:
-            warning = f"{begun} step(s) were given to another worker; {applied} of them had been applied already"
+            warning = f"{counted(begun, 'step')} given to another worker; {applied} of them had been applied already"
             self._reporter.event(
                 "redispatched", {"epoch": epoch, "num_steps": begun, "num_applied_twice": applied, WARNING: warning}
             )
@@ -174,8 +175,8 @@ def check(config: TrainConfig) -> None:
     if config.launcher in ("inline", "attach", "horovod_spark"):
         raise UsageError(
             f"train.strategy = 'parameter_server' with train.launcher = {config.launcher!r}",
-            f"it needs {len(roles(config))} processes: a chief, {config.num_workers} worker(s) and "
-            f"{config.options(ParameterServerOptions).num_servers} server(s)",
+            f"it needs {len(roles(config))} processes: a chief, {counted(config.num_workers, 'worker')} and "
+            f"{counted(config.options(ParameterServerOptions).num_servers, 'server')}",
             "set train.launcher to 'local' or 'spark_barrier'",
         )
     if config.reader != "shardmill":
