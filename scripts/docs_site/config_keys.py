@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import tomlkit
@@ -38,7 +36,11 @@ def _section(section: type[BaseModel], path: str) -> list[str]:
     sections = {name: section_of(field) for name, field in section.model_fields.items()}
     inner = {name: each for name, each in sections.items() if each is not None}
     rows = [
-        [f'<a id="{path}{name}"></a>`{name}`', _default(section, name), _meaning(docstrings.get(name, ""), field)]
+        [
+            f'<a id="{path}{name}"></a>`{name}`',
+            _shown(field.get_default(call_default_factory=True)),
+            _meaning(docstrings.get(name, ""), field),
+        ]
         for name, field in section.model_fields.items()
         if name not in inner
     ]
@@ -55,30 +57,6 @@ def _section(section: type[BaseModel], path: str) -> list[str]:
     for name, each in inner.items():
         lines += _section(each, f"{path}{name}.")
     return lines
-
-
-class _Asked(dict[str, Any]):
-    """Values by key, which remembers the keys that it was asked for."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.keys_asked: dict[str, None] = {}
-
-    def __getitem__(self, key: str) -> Any:
-        self.keys_asked[key] = None
-        return super().__getitem__(key)
-
-
-def _default(section: type[BaseModel], name: str) -> str:
-    field = section.model_fields[name]
-    if not field.default_factory_takes_validated_data:
-        return _shown(field.get_default(call_default_factory=True))
-    # Pydantic gives such a factory the keys in front of its own.
-    before = itertools.takewhile(lambda each: each[0] != name, section.model_fields.items())
-    given = _Asked({key: each.get_default(call_default_factory=True) for key, each in before})
-    value = field.get_default(call_default_factory=True, validated_data=given)
-    keys = ", ".join(f"`{key}`" for key in given.keys_asked)
-    return f"follows from {keys}; with their defaults {_shown(value)}"
 
 
 def _shown(value: Any) -> str:
