@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from etl.checks.duplicates import count_copies, find_copies
 from etl.config import EtlConfig
-from etl.duplicates import count_copies, find_copies
 from etl.engines import ENGINES, EngineSettings
-from etl.finished import Finished
-from etl.listing import NUM_BUCKETS, Listing
+from etl.listing.listing import NUM_BUCKETS, Listing
+from etl.units.finished import Finished
 from shardmill.dataset.index import INDEX_SCHEMA, shards_of_table, write_index
 from shardmill.dataset.layout import Layout
 from shardmill.dataset.ledger import write_ledger

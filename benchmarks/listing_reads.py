@@ -19,9 +19,9 @@ import pyarrow.compute as pc
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from etl.config import EtlConfig
-from etl.list_source import list_source
-from etl.listed import LISTED_SCHEMA, ListingBatch
-from etl.units import ListingPlace, plan_units, read_unit
+from etl.listing.list_source import list_source
+from etl.sources.listed import LISTED_SCHEMA, ListingBatch
+from etl.units.units import ListingPlace, plan_units, read_unit
 from shardmill.jobs.observer import SilentObserver
 from shardmill.registry import Entry
 from shardmill.stores import STORES

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
-from etl.finished import Finished
 from etl.plan import plan_build
-from etl.write_unit import write_unit
+from etl.units.finished import Finished
+from etl.units.write_unit import write_unit
 from shardmill.dataset.chunks import ChunkFetcher
 from shardmill.dataset.open import open_dataset
 from shardmill.formats.encodings import decode_stored

@@ -26,7 +26,7 @@ from workloads import find_photos
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.engines.unit_json import decode_task, decode_unit, encode_task, encode_unit
 from etl.plan import plan_build
-from etl.write_unit import write_unit
+from etl.units.write_unit import write_unit
 from shardmill.images.own_process import OwnProcessDecoder
 from shardmill.jobs.config import DatasetConfig
 

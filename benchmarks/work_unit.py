@@ -14,8 +14,8 @@ import simplejpeg
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.plan import plan_build
-from etl.units import read_unit
-from etl.write_unit import write_unit
+from etl.units.units import read_unit
+from etl.units.write_unit import write_unit
 from shardmill.jobs.config import DatasetConfig
 
 

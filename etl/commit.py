@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from etl.append import append
-from etl.carry import Copy, carry, changes_nothing
-from etl.duplicates import resolve_duplicates
-from etl.grouping import Group, group_here
-from etl.limits import check_limits
-from etl.pending import clear_pending, kept_results
-from etl.same_content import with_same_content
-from etl.shard_rows import RowCopier
+from etl.checks.duplicates import resolve_duplicates
+from etl.checks.limits import check_limits
+from etl.later_runs.append import append
+from etl.later_runs.carry import Copy, carry, changes_nothing
+from etl.later_runs.same_content import with_same_content
+from etl.listing.grouping import Group, group_here
+from etl.units.pending import clear_pending, kept_results
+from etl.units.shard_rows import RowCopier
 from shardmill.dataset.commit import commit_version
 from shardmill.dataset.index import has_all_files
 
 if TYPE_CHECKING:
-    from etl.changes import Changes
-    from etl.finished import Finished
+    from etl.later_runs.changes import Changes
     from etl.plan import BuildPlan
-    from etl.units import CopyUnit, UnitTask
+    from etl.units.finished import Finished
+    from etl.units.units import CopyUnit, UnitTask
     from shardmill.dataset.build import Build
     from shardmill.dataset.manifest import Manifest
     from shardmill.dataset.unit_result import UnitResult

@@ -19,25 +19,25 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from etl.carry import Copy
-from etl.checks import (
+from etl.checks.facts import (
     check_classes,
     check_same_source,
     inferred_facts,
     inferred_warnings,
     is_up_to_date,
 )
+from etl.checks.limits import check_limits
+from etl.checks.vanished import check_vanished
+from etl.checks.version_warnings import version_warnings
 from etl.commit import commit_results
 from etl.config import EtlTree
 from etl.engines import ENGINES, EngineSettings
-from etl.finished import Finished
-from etl.grouping import Group
-from etl.limits import check_limits
-from etl.pending import clear_pending, kept_results
+from etl.later_runs.carry import Copy
+from etl.listing.grouping import Group
 from etl.plan import BuildPlan, plan_again, plan_build, plan_changes
-from etl.units import ListingPlace
-from etl.vanished import check_vanished
-from etl.version_warnings import version_warnings
+from etl.units.finished import Finished
+from etl.units.pending import clear_pending, kept_results
+from etl.units.units import ListingPlace
 from shardmill.dataset.leases import writing
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.manifest import Manifest

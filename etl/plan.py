@@ -9,20 +9,20 @@ from functools import partial
 
 import pyarrow as pa
 
-from etl.appendable import check_appendable
-from etl.changes import Changes, Compared
 from etl.config import EtlTree, SourceConfig
-from etl.grouping import Group, GroupBy, group_here
-from etl.image_size import ImageSize, choose_image_size
-from etl.label_map import WithKnownClasses, grown_label_map, read_label_map
-from etl.list_source import list_source
-from etl.listing import Listing
-from etl.older_rows import OlderRows
+from etl.later_runs.appendable import check_appendable
+from etl.later_runs.changes import Changes, Compared
+from etl.later_runs.older_rows import OlderRows
+from etl.listing.grouping import Group, GroupBy, group_here
+from etl.listing.label_map import WithKnownClasses, grown_label_map, read_label_map
+from etl.listing.list_source import list_source
+from etl.listing.listing import Listing
+from etl.listing.splits import WithGroupSplits
+from etl.listing.stratify import KnownSplits, WithStratifiedSplits
 from etl.sources import SOURCES, HasParts, Source
 from etl.sources.extra import extra_columns, label_type_of
-from etl.splits import WithGroupSplits
-from etl.stratify import KnownSplits, WithStratifiedSplits
-from etl.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units
+from etl.units.image_size import ImageSize, choose_image_size
+from etl.units.units import ListingPlace, UnitTask, WorkUnit, fingerprint_config, plan_units
 from shardmill.dataset.build import Build
 from shardmill.dataset.index import check_files, in_all_formats, read_shards, shard_file, stored_sizes
 from shardmill.dataset.ledger import read_rejections

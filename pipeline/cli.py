@@ -1,4 +1,4 @@
-"""The command line `shardmill`: its commands by name. Each lies beside its work, and is loaded when it is called."""
+"""The command line `shardmill`: its commands by name. Each is a file, and is loaded when it is called."""
 
 from __future__ import annotations
 
@@ -8,70 +8,72 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pipeline.ending import run_app
+from pipeline.output.ending import run_app
 from shardmill.registry import Entry, Registry
 
 COMMANDS: Registry[TyperCommand | TyperGroup] = Registry(
     "shardmill",
     {
         "run": Entry("pipeline.run:run", "The whole pipeline: etl, verify, train, export, evaluate, promote, report."),
-        "etl": Entry("pipeline.stage_commands:etl", "Images to a committed dataset version."),
+        "etl": Entry("pipeline.commands.etl:etl", "Images to a committed dataset version."),
         "check-source": Entry(
-            "pipeline.source_check:check_source",
+            "pipeline.commands.check_source:check_source",
             "What `etl` would reject, and why: read and decode every image on this machine, write nothing.",
         ),
-        "verify": Entry("pipeline.stage_commands:verify", "Check every rule of a dataset version, and print a table."),
+        "verify": Entry("pipeline.commands.verify:verify", "Check every rule of a dataset version, and print a table."),
         "train": Entry(
-            "pipeline.stage_commands:train",
+            "pipeline.commands.train:train",
             "Train on the dataset's latest version, or continue an interrupted training.",
         ),
         "export": Entry(
-            "pipeline.stage_commands:export",
+            "pipeline.commands.export:export",
             "The trained model as a SavedModel and a .keras file, compared with the training model.",
         ),
-        "evaluate": Entry("pipeline.stage_commands:evaluate", "Exact figures of the trained model on the test split."),
+        "evaluate": Entry(
+            "pipeline.commands.evaluate:evaluate", "Exact figures of the trained model on the test split."
+        ),
         "gate": Entry(
-            "pipeline.stage_commands:gate",
+            "pipeline.commands.gate:gate",
             "What `promote` would decide; promotes nothing (and exports first, if that was not done yet).",
         ),
         "promote": Entry(
-            "pipeline.stage_commands:promote",
+            "pipeline.commands.promote:promote",
             "Make the newest export the current model if it passes the gate; or export N, without the gate.",
         ),
         "report": Entry(
-            "pipeline.stage_commands:report",
+            "pipeline.commands.report:report",
             "Write report.html again: of the run that --run-id names, or of the latest.",
         ),
         "predict": Entry(
-            "pipeline.predictions:predict",
+            "pipeline.commands.predict:predict",
             "Label and probability of image files, through the ETL's own decoding. Exit 2 if every file is rejected.",
         ),
         "doctor": Entry(
-            "pipeline.doctor:doctor",
+            "pipeline.doctor.doctor:doctor",
             "Check this machine: versions, Java, compiler, config, storage, clocks, room, slots, devices, addresses, "
             "ports.",
         ),
-        "init": Entry("pipeline.config_commands:init", "Write a commented config file to start from."),
-        "config": Entry("pipeline.config_commands:config", "Show the config."),
+        "init": Entry("pipeline.commands.init:init", "Write a commented config file to start from."),
+        "config": Entry("pipeline.commands.config:config", "Show the config."),
         "inspect": Entry(
-            "pipeline.dataset_commands:inspect",
+            "pipeline.commands.inspect:inspect",
             "What a dataset version holds, or (with --rejects and its path) the ledger of a build that failed.",
         ),
         "compact": Entry(
-            "pipeline.dataset_commands:compact",
+            "pipeline.commands.compact:compact",
             "Merge small shards into full ones, as a new version with equal content.",
         ),
         "rollback": Entry(
-            "pipeline.dataset_commands:rollback",
+            "pipeline.commands.rollback:rollback",
             "Make version N the latest again, as a new version that names its files.",
         ),
         "gc": Entry(
-            "pipeline.dataset_commands:gc",
+            "pipeline.commands.gc:gc",
             "Expire old versions, or trainings and exports, and delete files that nothing names, as killed runs leave "
             "them.",
         ),
         "plan": Entry(
-            "pipeline.plan_command:plan",
+            "pipeline.commands.plan:plan",
             "What `train` would do: the choice of `auto`, its memory, its speed as measured here; trains nothing.",
         ),
     },

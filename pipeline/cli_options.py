@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 from typer.core import TyperArgument, TyperCommand
 
-from pipeline.ending import end_with_failure
+from pipeline.output.ending import end_with_failure
 from shardmill.errors import ShardmillError
 
 DEFAULT_WORKDIR = "./shardmill-work"

@@ -203,9 +203,9 @@ def setting(tree: PipelineTree, workdir: str) -> str:
     from train.planning.make import plan_training
 
     train = plan_training(tree.train, tree.spark).config
-    ranks = f"{train.num_workers} rank{'s' * (train.num_workers > 1)} by {train.launcher}"
+    ranks = f"{counted(train.num_workers, 'rank')} by {train.launcher}"
     return (
-        f"run: images at {tree.etl.described_size}; {train.model}, {train.epochs} epochs on {ranks}, "
+        f"run: images at {tree.etl.described_size}; {train.model}, {counted(train.epochs, 'epoch')} on {ranks}, "
         f"{_devices(train, tree.spark)}; dataset {tree.dataset.uri}, models {tree.models.uri}, records {workdir}"
     )
 

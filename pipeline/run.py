@@ -17,8 +17,8 @@ from etl.config import EtlTree
 from etl.job import build_dataset, stage_record
 from pipeline.cli_options import AllowChange, Common, Fresh, ReplaceSource, SourceArgument, command
 from pipeline.config import require
+from pipeline.output.printing import print_result, summary_rows
 from pipeline.preflight import check_one_process, refuse_what_cannot_work, setting
-from pipeline.printing import print_result, summary_rows
 from pipeline.report.write import report_record, write_report
 from pipeline.running import Run, open_run, verify_record
 from shardmill.dataset.open import open_dataset

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.config import load_pipeline, without_secrets
 from pipeline.config_file import to_toml
-from pipeline.progress import RunProgress
+from pipeline.output.progress import RunProgress
 from pipeline.tree import PipelineTree
 from shardmill.errors import ShardmillError
 from shardmill.jobs.run_files import RUNNING, StageRecord, dataset_section, failed_stage

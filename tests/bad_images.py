@@ -13,7 +13,7 @@ import numpy as np
 import simplejpeg
 from PIL import ImageCms
 
-from pipeline.demo_data import damage_scan
+from pipeline.demo.data import damage_scan
 from shardmill.values import RejectReason
 from tests.bad_input import BadInput
 from tests.shardmill.images import make

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from etl.copy_unit import copy_rows
 from etl.engines import Engine, EngineSettings
-from etl.grouping import group_here
+from etl.listing.grouping import group_here
 from etl.sources.folders import FolderSource
-from etl.units import CopyUnit, WorkUnit
-from etl.write_unit import UnitTask, write_unit
+from etl.units.copy_unit import copy_rows
+from etl.units.units import CopyUnit, WorkUnit
+from etl.units.write_unit import UnitTask, write_unit
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.errors import UsageError
 from shardmill.formats.encodings import PNG

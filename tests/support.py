@@ -11,9 +11,9 @@ import numpy as np
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.finished import Finished
 from etl.plan import plan_build
-from etl.write_unit import write_unit
+from etl.units.finished import Finished
+from etl.units.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
 from shardmill.formats import SHARD_FORMATS
 from shardmill.jobs.config import DatasetConfig

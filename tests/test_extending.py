@@ -17,7 +17,7 @@ import pytest
 from pipeline.choices import registries, registry_keys
 from pipeline.config import load_pipeline
 from pipeline.config_file import commented_toml, to_toml
-from pipeline.doctor import examine
+from pipeline.doctor.doctor import examine
 from pipeline.tree import PipelineTree
 from scripts.docs_site.entries import entries, of_registry
 from shardmill.errors import UsageError

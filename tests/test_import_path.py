@@ -230,7 +230,7 @@ SHIP = """
 import sys
 from shardmill.applications import OnExecutor, put_applications_first
 put_applications_first()
-from etl.segments import read_cells
+from etl.listing.segments import read_cells
 from pyspark import cloudpickle
 sys.stdout.buffer.write(cloudpickle.dumps(OnExecutor(read_cells)))
 """

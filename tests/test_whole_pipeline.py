@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.demo_data import odd_files
+from pipeline.demo.data import odd_files
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset

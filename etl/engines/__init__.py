@@ -12,8 +12,8 @@ from shardmill.registry import Entry, Registry
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from etl.grouping import GroupBy
-    from etl.units import CopyUnit, UnitTask, WorkUnit
+    from etl.listing.grouping import GroupBy
+    from etl.units.units import CopyUnit, UnitTask, WorkUnit
     from shardmill.dataset.unit_result import UnitResult
     from shardmill.jobs.config import SparkConfig
 
@@ -36,9 +36,9 @@ class Engine:
     run_units: Callable[[Sequence[WorkUnit], UnitTask, EngineSettings], Iterator[UnitResult]]
     """Each unit's result once, as the units finish, in any order."""
     group_rows: Callable[[GroupBy, EngineSettings], Iterator[pa.Table]]
-    """The answer of each part of a group-by, in the order of the parts; `etl.grouping.group_here` will do."""
+    """The answer of each part of a group-by, in the order of the parts; `etl.listing.grouping.group_here` will do."""
     copy_rows: Callable[[Sequence[CopyUnit], UnitTask, EngineSettings], Iterator[UnitResult]] | None = None
-    """As `run_units`, with `etl.copy_unit.copy_rows` for each unit; None: as the engine `local` does it."""
+    """As `run_units`, with `etl.units.copy_unit.copy_rows` for each unit; None: as the engine `local` does it."""
     opened: Callable[[EngineSettings], AbstractContextManager[None]] = lambda settings: nullcontext()
     """Entered before a build lists its source: what the parts of its work can share stays open inside."""
 

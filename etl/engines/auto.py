@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 import pyarrow as pa
 
 from etl.engines import ENGINES, Engine, EngineSettings
-from etl.grouping import GroupBy, group_here
-from etl.units import CopyUnit, UnitTask, WorkUnit
+from etl.listing.grouping import GroupBy, group_here
+from etl.units.units import CopyUnit, UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit
 

@@ -12,8 +12,8 @@ from etl.engines import Engine, EngineSettings
 from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import UnitRunner
 from etl.engines.worker_process import ForkServer
-from etl.grouping import group_here
-from etl.units import CopyUnit, UnitTask, WorkUnit
+from etl.listing.grouping import group_here
+from etl.units.units import CopyUnit, UnitTask, WorkUnit
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result
 
 # Processes for each worker: while one of them stores a unit, another decodes the next one.

@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etl.decoders import check_decoders, decoders_here
 from etl.engines import Engine, EngineSettings
 from etl.engines.spark_groups import LISTINGS, group_on_spark
 from etl.engines.spark_jobs import num_failed_tasks, start_job, until_done
 from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import run_in_warm_process
-from etl.pending import finished_units
-from etl.units import CopyUnit, ListingPlace, UnitTask, WorkUnit
+from etl.units.decoders import check_decoders, decoders_here
+from etl.units.pending import finished_units
+from etl.units.units import CopyUnit, ListingPlace, UnitTask, WorkUnit
 from shardmill import errors
 from shardmill.applications import OnExecutor
 from shardmill.dataset.unit_result import PENDING, UnitResult

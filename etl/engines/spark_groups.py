@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from etl.engines import EngineSettings
 from etl.engines.spark_jobs import start_job, until_done
-from etl.grouping import GroupBy, group_here
-from etl.spill import ROWS_PER_PART, split_rows
+from etl.listing.grouping import GroupBy, group_here
+from etl.listing.spill import ROWS_PER_PART, split_rows
 from shardmill.applications import OnExecutor
 from shardmill.dataset.segment import read_segment, table_bytes
 from shardmill.errors import ShardmillError

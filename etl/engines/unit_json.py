@@ -6,7 +6,7 @@ from functools import cache
 
 from pydantic import TypeAdapter
 
-from etl.units import CopyUnit, UnitTask, WorkUnit
+from etl.units.units import CopyUnit, UnitTask, WorkUnit
 
 
 def encode_task(task: UnitTask) -> bytes:

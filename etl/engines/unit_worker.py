@@ -15,12 +15,12 @@ from typing import IO, Any
 import pyarrow as pa
 
 from etl.config import EtlConfig, SourceConfig
-from etl.copy_unit import copy_rows
 from etl.engines.unit_json import decode_task, decode_unit
 from etl.engines.worker_process import END
 from etl.sources import SOURCES
-from etl.units import CopyUnit
-from etl.write_unit import Decoder, sandbox_of_process, write_unit
+from etl.units.copy_unit import copy_rows
+from etl.units.units import CopyUnit
+from etl.units.write_unit import Decoder, sandbox_of_process, write_unit
 from shardmill.dataset.unit_result import encode_unit_result
 from shardmill.errors import ShardmillError
 from shardmill.formats import SHARD_FORMATS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from etl.listed import ListingBatch
+from etl.sources.listed import ListingBatch
 from shardmill.registry import Entry, Registry
 from shardmill.values import Rejection, SourceImage
 

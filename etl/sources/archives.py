@@ -8,17 +8,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from etl.listed import ListingBatch, batches_of, listed_table
 from etl.sources.containers import Containers, gone, image_file
 from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import FileSplits, splits_of, with_warnings
 from etl.sources.folder_labels import FolderRule, with_folder_labels
+from etl.sources.listed import ListingBatch, batches_of, listed_table
 from etl.sources.member_signs import MemberSigns, with_listed_signs
 from etl.sources.names import is_utf8
 from etl.sources.packing import reading
+from etl.sources.stored_file import open_file
 from etl.sources.tar import ArchiveMember
 from etl.sources.tar_samples import FOLDER_LABELS, TarImage, TarLayout, TarReject, read_samples
-from etl.stored_file import open_file
 from shardmill.errors import IntegrityError
 from shardmill.storage import StoredFile
 from shardmill.values import Rejection, RejectReason, SourceImage

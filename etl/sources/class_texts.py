@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.listed import LISTED_SCHEMA, ListingBatch
+from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from shardmill.printable import printable
 
 # More of one number say no more than two do.

@@ -11,7 +11,7 @@ from typing import BinaryIO, Generic, TypeVar
 from etl.sources.names import is_utf8
 from etl.sources.packing import reading
 from etl.sources.patterns import expanded, is_pattern, matches, names_any
-from etl.stored_file import open_file
+from etl.sources.stored_file import open_file
 from shardmill.errors import CannotList, IntegrityError, NoSuchRoot, UsageError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile

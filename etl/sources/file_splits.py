@@ -13,7 +13,7 @@ from functools import reduce
 from operator import and_
 from pathlib import PurePosixPath
 
-from etl.listed import LISTED_SCHEMA, ListingBatch
+from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import SPLIT_OF_NAME
 from etl.sources.split_words import alike_splits
 from shardmill.errors import UsageError

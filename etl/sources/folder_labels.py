@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.listed import LISTED_SCHEMA, ListingBatch, listed_table
+from etl.sources.listed import LISTED_SCHEMA, ListingBatch, listed_table
 from etl.sources.names import SPLIT_OF_NAME
 from etl.sources.split_words import alike_splits, is_split, names_splits
 from etl.sources.spool import in_two_passes

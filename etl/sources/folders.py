@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etl.listed import ListingBatch, batches_of
 from etl.sources.files import FileReader
 from etl.sources.folder_labels import FolderRule, with_folder_labels
+from etl.sources.listed import ListingBatch, batches_of
 from etl.sources.member_signs import with_listed_signs
 from etl.sources.names import hidden_folder_of, is_image_name, is_utf8, unread_archive
 from shardmill.errors import NoSuchRoot, StorageError, UsageError

@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import listed_rows
 from etl.sources.containers import (
     ContainerReader,
@@ -25,9 +24,10 @@ from etl.sources.containers import (
 )
 from etl.sources.file_splits import splits_of, with_warnings
 from etl.sources.idx_file import IdxFile, open_images, read_labels
+from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import IDX_SUFFIXES
 from etl.sources.plain_png import plain_png
-from etl.stored_file import open_file
+from etl.sources.stored_file import open_file
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 
 from etl.sources.packing import packing_of, reading, unpacked
-from etl.stored_file import open_file
+from etl.sources.stored_file import open_file
 from shardmill.errors import IntegrityError
 from shardmill.storage import Store, StoredFile
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import BinaryIO
 
-from etl.listed import ListingBatch
 from etl.sources.label_signs import named_signs, names_labels
+from etl.sources.listed import ListingBatch
 from etl.sources.names import TABLE_SUFFIXES
 from etl.sources.tar import ArchiveMember
 from etl.sources.tar_samples import last_suffix

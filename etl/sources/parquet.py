@@ -20,7 +20,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import (
     as_names,
     as_splits,
@@ -35,10 +34,11 @@ from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import FileSplits, splits_of, with_warnings
 from etl.sources.label_signs import column_signs
 from etl.sources.labels import as_labels
+from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import PARQUET_SUFFIXES
 from etl.sources.parquet_columns import bytes_leaf, column_batches, holds_lists_of_bytes, open_columns, read_footer
+from etl.sources.stored_file import open_file
 from etl.sources.target import class_names_of
-from etl.stored_file import open_file
 from shardmill.errors import IntegrityError, UsageError
 from shardmill.printable import printable
 from shardmill.storage import StoredFile

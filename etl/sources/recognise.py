@@ -19,7 +19,7 @@ from etl.sources.names import (
 )
 from etl.sources.parquet_columns import bytes_leaf, holds_lists_of_bytes, read_footer
 from etl.sources.patterns import is_pattern
-from etl.stored_file import open_file
+from etl.sources.stored_file import open_file
 from shardmill.errors import ShardmillError
 from shardmill.stores import open_store
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.listed import ListingBatch
 from etl.sources import SOURCES, Source, SourceReader
+from etl.sources.listed import ListingBatch
 from shardmill.errors import UsageError
 from shardmill.values import Rejection, SourceImage
 

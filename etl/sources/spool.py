@@ -9,7 +9,7 @@ from types import TracebackType
 
 import pyarrow as pa
 
-from etl.listed import LISTED_SCHEMA, ListingBatch
+from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 
 
 class Spool:

@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.columns import as_names, as_splits, as_texts, listed_rows, misspelt, or_else
 from etl.sources.containers import Containers
 from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import look_alikes, with_warnings
 from etl.sources.label_signs import column_signs
 from etl.sources.labels import as_labels
+from etl.sources.listed import LISTED_SCHEMA, ListingBatch
 from etl.sources.names import SPLIT_OF_NAME, TABLE_SUFFIXES
 from etl.sources.path_style import PathStyle, beside, without_dots
 from etl.sources.table_columns import LABEL_COLUMNS, ColumnChoice, TableColumns

@@ -18,10 +18,10 @@ import pyarrow.json as pa_json
 
 from etl.sources.columns import bad_row
 from etl.sources.parquet_columns import column_batches, open_columns
+from etl.sources.stored_file import open_file
 from etl.sources.text_form import text_form
 from etl.sources.text_stream import utf8_stream
 from etl.sources.value_text import are_inexact, text_of_value
-from etl.stored_file import open_file
 from shardmill.errors import IntegrityError
 from shardmill.printable import printable
 from shardmill.storage import Store, StoredFile

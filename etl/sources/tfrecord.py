@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pyarrow as pa
 
-from etl.listed import LISTED_SCHEMA, ListingBatch, batches_of
 from etl.sources.class_texts import ClassTexts
 from etl.sources.containers import ContainerReader, Containers, gone, image_file
 from etl.sources.extra import ExtraColumns
 from etl.sources.features import IMAGE_FEATURES, LABEL_FEATURES, FeatureNames, Features, choose_names, image_of
 from etl.sources.file_splits import splits_of, with_warnings
+from etl.sources.listed import LISTED_SCHEMA, ListingBatch, batches_of
 from etl.sources.names import TFRECORD_SUFFIXES
 from etl.sources.packing import reading
 from etl.sources.records import Record, packing_of_records, read_record, read_records, unpacked_records
 from etl.sources.spool import in_two_passes
-from etl.stored_file import open_file
+from etl.sources.stored_file import open_file
 from shardmill.errors import IntegrityError
 from shardmill.formats.tf_example import BYTES_LIST, FLOAT_LIST, INT64_LIST, FeatureList, decode_lists
 from shardmill.storage import Store, StoredFile

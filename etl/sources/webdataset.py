@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-from etl.listed import ListingBatch
 from etl.sources.archives import ArchiveFormat, Archives
 from etl.sources.containers import ContainerReader, Containers
 from etl.sources.extra import ExtraColumns
 from etl.sources.folder_labels import FolderRule
+from etl.sources.listed import ListingBatch
 from etl.sources.names import TAR_SUFFIXES
 from etl.sources.packing import unpacked
 from etl.sources.tar import ArchiveMember, tar_members

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-from etl.listed import ListingBatch
 from etl.sources.archives import ArchiveFormat, Archives
 from etl.sources.containers import ContainerReader, Containers
 from etl.sources.extra import ExtraColumns
 from etl.sources.folder_labels import FolderRule
+from etl.sources.listed import ListingBatch
 from etl.sources.names import ZIP_SUFFIXES
 from etl.sources.tar_samples import FOLDER_LABELS, TarLayout
 from etl.sources.zip_data import read_zip_member

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.finished import Finished
 from etl.job import BuildOutcome
-from etl.list_source import list_source
-from etl.listing import Listing
+from etl.listing.list_source import list_source
+from etl.listing.listing import Listing
+from etl.listing.segments import read_cells
 from etl.plan import plan_build
-from etl.segments import read_cells
 from etl.sources import SOURCES
-from etl.units import images_of_table
-from etl.write_unit import write_unit
+from etl.units.finished import Finished
+from etl.units.units import images_of_table
+from etl.units.write_unit import write_unit
 from shardmill.dataset.manifest import Manifest
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.verify import verify_dataset

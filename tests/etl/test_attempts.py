@@ -14,10 +14,10 @@ import pytest
 
 from etl.commit import commit_results
 from etl.config import EtlConfig
-from etl.finished import Finished
 from etl.plan import BuildPlan, plan_build
-from etl.units import WorkUnit
-from etl.write_unit import sandbox_of_process, write_unit
+from etl.units.finished import Finished
+from etl.units.units import WorkUnit
+from etl.units.write_unit import sandbox_of_process, write_unit
 from shardmill.dataset.maintenance.gc import collect_garbage
 from shardmill.dataset.maintenance.retention import Retention
 from shardmill.dataset.open import open_dataset

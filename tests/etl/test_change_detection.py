@@ -33,7 +33,8 @@ def test_touched_files_are_read_once_and_never_decoded(tmp_path: Path, monkeypat
     first = build(tmp_path)
     _touch(tmp_path, 5)
     # With an image to decode its child would be started, and end.
-    monkeypatch.setattr("etl.write_unit.sandbox_of_process", lambda config: DecodeSandbox(entry="nothing.there:at_all"))
+    no_child = DecodeSandbox(entry="nothing.there:at_all")
+    monkeypatch.setattr("etl.units.write_unit.sandbox_of_process", lambda config: no_child)
     touched = build(tmp_path, detect_changes="content")
     assert (touched.manifest.version, touched.num_images_read) == (1, 5)
     again = build(tmp_path, detect_changes="content")

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from etl.config import EtlConfig
-from etl.decoders import check_decoders, decoders_here
+from etl.units.decoders import check_decoders, decoders_here
 from shardmill.errors import UsageError
 from shardmill.images.decoder_id import DECODER_ID, decoder_id
 

@@ -21,12 +21,12 @@ from etl.engines.local import run_locally
 from etl.engines.unit_json import encode_task, encode_unit
 from etl.engines.unit_runner import UnitRunner, end_warm_process, run_in_warm_process
 from etl.engines.worker_process import ForkServer
-from etl.finished import Finished
 from etl.job import build_dataset
-from etl.pending import finished_units
 from etl.plan import plan_build
-from etl.shard_rows import RowCopier
-from etl.units import WorkUnit
+from etl.units.finished import Finished
+from etl.units.pending import finished_units
+from etl.units.shard_rows import RowCopier
+from etl.units.units import WorkUnit
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.unit_result import UnitResult, decode_unit_result

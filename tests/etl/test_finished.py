@@ -6,7 +6,7 @@ import tracemalloc
 from pathlib import Path
 
 from benchmarks.driver_memory import unit_result
-from etl.finished import Finished
+from etl.units.finished import Finished
 from tests.etl.test_listing import images, listed
 
 _NUM_UNITS = 100

@@ -8,9 +8,9 @@ from typing import Literal
 
 import pytest
 
-from etl.checks import inferred_warnings
+from etl.checks.facts import inferred_warnings
 from etl.config import EtlTree, SourceConfig
-from etl.listing import Listing
+from etl.listing.listing import Listing
 from etl.plan import plan_build
 from shardmill.errors import UsageError
 from shardmill.jobs.config import DatasetConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from etl.config import SourceConfig
-from etl.list_source import list_source
-from etl.listing import Listing
+from etl.listing.list_source import list_source
+from etl.listing.listing import Listing
 from etl.sources.folders import FolderSource
 from shardmill.errors import UsageError
 from shardmill.jobs.observer import FieldValue, SilentObserver
@@ -230,7 +230,7 @@ def test_a_long_walk_is_counted_as_it_goes(tmp_path: Path, monkeypatch: pytest.M
             if name == "list.progress":
                 self.found.append(int(fields["num_listed"]))
 
-    monkeypatch.setattr("etl.listed.BATCH_ROWS", 50)
+    monkeypatch.setattr("etl.sources.listed.BATCH_ROWS", 50)
     make_tree(tmp_path, *(f"c{n % 7}/{n}.{'jpg' if n % 5 else 'txt'}" for n in range(150)))
     source, counts = FolderSource(SourceConfig.model_validate({"uri": str(tmp_path)})), Counts()
     listing = list_source(source, seed=0, max_source_bytes=MAX_BYTES, observer=counts)

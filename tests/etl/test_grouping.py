@@ -15,13 +15,13 @@ import pyarrow as pa
 import pytest
 from pyspark import SparkContext
 
-from etl import list_source
+from etl.checks.duplicates import count_copies, find_copies
 from etl.config import EtlConfig
-from etl.duplicates import count_copies, find_copies
 from etl.engines import EngineSettings, auto, spark_groups
 from etl.engines.spark_groups import group_on_spark
-from etl.grouping import Group, GroupBy, group_here
-from etl.spill import SpilledRows
+from etl.listing import list_source
+from etl.listing.grouping import Group, GroupBy, group_here
+from etl.listing.spill import SpilledRows
 from shardmill.dataset.duplicates import DuplicateCounts
 from shardmill.dataset.shard import publish_shard
 from shardmill.errors import StorageError
@@ -145,7 +145,7 @@ def test_spark_gives_what_one_machine_gives_and_leaves_no_file(
 
 
 def test_a_part_is_read_in_the_order_in_which_its_rows_were_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("etl.spill.ROWS_PER_PART", 10)
+    monkeypatch.setattr("etl.listing.spill.ROWS_PER_PART", 10)
     spilled = SpilledRows(tmp_path, pa.schema([("number", pa.int64())]))
     numbers = pa.array(range(95))
     spilled.add(pa.table([numbers[:0]], names=["number"]), np.empty(0, np.int64))

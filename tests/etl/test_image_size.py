@@ -10,13 +10,13 @@ import cv2
 import numpy as np
 import pytest
 
-from etl.checks import inferred_facts
+from etl.checks.facts import inferred_facts
+from etl.checks.source_check import check_source_images
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
 from etl.plan import BuildPlan, plan_build
-from etl.source_check import check_source_images
 from pipeline.cli_options import Common
-from pipeline.dry_run import dry_run
+from pipeline.commands.dry_run import dry_run
 from shardmill.dataset.manifest import Manifest
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import WARNING, FieldValue, SilentObserver

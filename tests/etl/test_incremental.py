@@ -14,15 +14,15 @@ import cv2
 import numpy as np
 import pytest
 
-from etl.carry import carry
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.copy_unit import copy_rows
-from etl.finished import Finished
 from etl.job import BuildOutcome, build_dataset
+from etl.later_runs.carry import carry
 from etl.plan import plan_build, plan_changes
-from etl.shard_rows import RowCopier
-from etl.units import CopyUnit, UnitTask
+from etl.units.copy_unit import copy_rows
+from etl.units.finished import Finished
+from etl.units.shard_rows import RowCopier
+from etl.units.units import CopyUnit, UnitTask
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.index import read_shards
 from shardmill.dataset.open import open_dataset

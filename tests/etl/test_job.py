@@ -11,7 +11,7 @@ import pytest
 from etl.config import EtlTree, SourceConfig
 from etl.job import build_dataset
 from etl.plan import plan_build
-from etl.write_unit import write_unit
+from etl.units.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.unit_result import PENDING
 from shardmill.dataset.verify import verify_dataset

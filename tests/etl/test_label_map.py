@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from etl.checks import inferred_warnings
+from etl.checks.facts import inferred_warnings
 from etl.config import SourceConfig
-from etl.label_map import read_label_map
+from etl.listing.label_map import read_label_map
 from etl.plan import plan_build
-from pipeline.inspection import describe
+from pipeline.output.inspection import describe
 from shardmill.dataset.verify import verify_dataset
 from shardmill.errors import RejectLimitExceeded, UsageError
 from tests.etl.test_incremental import build, opened, tree_for

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from etl.checks.limits import LIMITS
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.finished import Finished
 from etl.job import build_dataset
-from etl.limits import LIMITS
 from etl.plan import plan_build
-from etl.write_unit import write_unit
-from pipeline.inspection import list_rejections
+from etl.units.finished import Finished
+from etl.units.write_unit import write_unit
+from pipeline.output.inspection import list_rejections
 from shardmill.dataset.ledger import read_ledger
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import AccessDenied, IntegrityError, RejectLimitExceeded, ShardmillError, StorageError, UsageError

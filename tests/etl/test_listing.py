@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl import cell_order
-from etl import list_source as listing_module
 from etl.config import EtlConfig
-from etl.grouping import Group, GroupBy, group_here
-from etl.list_source import list_source
-from etl.listed import ListingBatch, listed_table
-from etl.listing import Listing
-from etl.units import ListingPlace, plan_units, read_unit
+from etl.listing import cell_order
+from etl.listing import list_source as listing_module
+from etl.listing.grouping import Group, GroupBy, group_here
+from etl.listing.list_source import list_source
+from etl.listing.listing import Listing
+from etl.sources.listed import ListingBatch, listed_table
+from etl.units.units import ListingPlace, plan_units, read_unit
 from shardmill import ids
 from shardmill.ids import add_digests, format_digest, key_hash
 from shardmill.jobs.observer import SilentObserver

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 
 from etl.config import SourceConfig
-from etl.listing import Listing
+from etl.listing.listing import Listing
 from etl.sources import SOURCES
 from etl.sources.recognise import recognise
 from etl.sources.zip_data import read_zip_member

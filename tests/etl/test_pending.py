@@ -16,12 +16,12 @@ import pytest
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.finished import Finished
 from etl.job import build_dataset
-from etl.pending import clear_pending, finished_units, keep_result, kept_results, pending_path
 from etl.plan import BuildPlan, plan_build
-from etl.units import WorkUnit
-from etl.write_unit import write_unit
+from etl.units.finished import Finished
+from etl.units.pending import clear_pending, finished_units, keep_result, kept_results, pending_path
+from etl.units.units import WorkUnit
+from etl.units.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.unit_result import PENDING
 from shardmill.dataset.verify import verify_dataset

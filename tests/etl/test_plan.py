@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from etl.checks import inferred_facts, inferred_warnings
+from etl.checks.facts import inferred_facts, inferred_warnings
+from etl.checks.version_warnings import version_warnings
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import build_dataset
 from etl.plan import BuildPlan, plan_build
-from etl.version_warnings import version_warnings
-from etl.write_unit import write_unit
+from etl.units.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.versions import latest_version
 from shardmill.errors import UsageError

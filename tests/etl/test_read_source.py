@@ -15,10 +15,10 @@ import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.plan import BuildPlan, plan_build
-from etl.read_source import read_source
 from etl.sources import SOURCES
-from etl.units import read_unit
-from etl.write_unit import write_unit
+from etl.units.read_source import read_source
+from etl.units.units import read_unit
+from etl.units.write_unit import write_unit
 from shardmill.errors import StorageError, UsageError
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.reach import planted

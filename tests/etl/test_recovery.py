@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from etl.commit import commit_results
-from etl.finished import Finished
 from etl.job import build_dataset
-from etl.pending import kept_result
 from etl.plan import plan_build
-from etl.write_unit import write_unit
+from etl.units.finished import Finished
+from etl.units.pending import kept_result
+from etl.units.write_unit import write_unit
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.unit_result import PENDING
 from shardmill.dataset.verify import verify_dataset

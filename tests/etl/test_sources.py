@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.config import SourceConfig
-from etl.read_source import check_source, in_reading_order
 from etl.sources import SOURCES
 from etl.sources.recognise import recognise
+from etl.units.read_source import check_source, in_reading_order
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import StorageError
 from shardmill.formats.tf_example import encode_example

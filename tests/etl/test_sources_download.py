@@ -16,8 +16,8 @@ import pytest
 from pydantic import ValidationError
 
 from etl.config import DownloadConfig
-from etl.read_ahead import read_ahead
 from etl.sources.download import Downloader, NotDownloaded, opt_out_of
+from etl.units.read_ahead import read_ahead
 from shardmill.values import RejectReason, SourceImage
 from tests.etl.building import build_source
 from tests.etl.test_sources_table import write_table

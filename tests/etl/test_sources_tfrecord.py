@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from etl.config import SourceConfig
-from etl.listing import Listing
+from etl.listing.listing import Listing
 from etl.sources import SOURCES
 from etl.sources.recognise import recognise
 from shardmill.errors import UsageError

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from etl.config import SourceConfig
-from etl.listing import Listing
+from etl.listing.listing import Listing
 from etl.sources import SOURCES
 from etl.sources.tar import tar_members
 from shardmill.errors import IntegrityError, UsageError

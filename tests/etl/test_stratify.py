@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
 from etl.job import build_dataset
-from etl.stratify import share_out, whole_quotas
+from etl.listing.stratify import share_out, whole_quotas
 from shardmill.dataset.open import open_dataset
 from shardmill.jobs.config import DatasetConfig
 from tests.support import write_images

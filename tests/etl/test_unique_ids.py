@@ -10,12 +10,12 @@ import cv2
 import numpy as np
 import pytest
 
-from etl import list_source as listing_module
-from etl import segments
 from etl.config import EtlConfig
-from etl.grouping import Group, group_here
-from etl.listing import Listing
-from etl.units import ListingPlace, plan_units, read_unit
+from etl.listing import list_source as listing_module
+from etl.listing import segments
+from etl.listing.grouping import Group, group_here
+from etl.listing.listing import Listing
+from etl.units.units import ListingPlace, plan_units, read_unit
 from shardmill import ids
 from shardmill.dataset.open import open_dataset
 from shardmill.dataset.row_segments import read_rows

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.list_source import list_source
-from etl.listed import ListingBatch, listed_table
+from etl.listing.list_source import list_source
 from etl.plan import BuildPlan, plan_build
-from etl.units import plan_units
-from etl.write_unit import write_unit
+from etl.sources.listed import ListingBatch, listed_table
+from etl.units.units import plan_units
+from etl.units.write_unit import write_unit
 from shardmill.dataset.unit_result import UnitResult
 from shardmill.errors import StorageError
 from shardmill.jobs.config import DatasetConfig

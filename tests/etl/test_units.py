@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl.config import EtlConfig, EtlTree, SourceConfig, SplitFractions
-from etl.list_source import list_source
-from etl.listed import ListingBatch, batches_of
-from etl.listing import Listing
+from etl.listing.list_source import list_source
+from etl.listing.listing import Listing
+from etl.listing.splits import split_of
 from etl.plan import plan_build
-from etl.splits import split_of
-from etl.units import ListingPlace, WorkUnit, fingerprint_config, plan_units, read_unit
+from etl.sources.listed import ListingBatch, batches_of
+from etl.units.units import ListingPlace, WorkUnit, fingerprint_config, plan_units, read_unit
 from shardmill.formats.rows import RowSchema
 from shardmill.ids import sample_id_of
 from shardmill.jobs.config import DatasetConfig

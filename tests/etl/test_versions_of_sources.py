@@ -12,7 +12,7 @@ import pytest
 from etl.config import EtlConfig, EtlTree, SourceConfig
 from etl.job import BuildOutcome, build_dataset
 from etl.plan import plan_build
-from etl.write_unit import write_unit
+from etl.units.write_unit import write_unit
 from shardmill.dataset.ledger import read_rejections
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import RejectLimitExceeded, UsageError

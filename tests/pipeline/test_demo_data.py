@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from etl.config import SourceConfig
-from pipeline.demo_data import DemoImages, OddFile, digit_key, encode_digit, load_digits, odd_files, write_demo_images
+from pipeline.demo.data import DemoImages, OddFile, digit_key, encode_digit, load_digits, odd_files, write_demo_images
 from shardmill.formats.encodings import decode_stored
 from shardmill.images.process import process_image
 from shardmill.options import NormalizeOptions

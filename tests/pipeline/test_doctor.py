@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.config import load_pipeline
-from pipeline.doctor import diagnose, examine, rehearsed
-from pipeline.finding import Finding
-from pipeline.printing import stage_rows, stage_title
+from pipeline.doctor.doctor import diagnose, examine, rehearsed
+from pipeline.doctor.finding import Finding
+from pipeline.output.printing import stage_rows, stage_title
 from pipeline.tree import PipelineTree
 from shardmill.errors import StorageError
 from shardmill.jobs.config import load_tree
@@ -43,11 +43,11 @@ def test_the_kernel_has_a_row_with_its_fix(tmp_path: Path, monkeypatch: pytest.M
         [found] = [each for each in examine(tree, str(tmp_path / "work")) if each.subject == "etl.kernel"]
         return found
 
-    for name in ("shardmill.images.kernel.NATIVE_ID", "pipeline.doctor.NATIVE_ID"):
+    for name in ("shardmill.images.kernel.NATIVE_ID", "pipeline.doctor.doctor.NATIVE_ID"):
         monkeypatch.setattr(name, "native-7")
     assert (row("auto").status, row("wheels").status) == ("ok", "ok")
     assert row("auto").found == "native; native-7 is installed" and row("wheels").found.startswith("wheels; ")
-    for name in ("shardmill.images.kernel.NATIVE_ID", "pipeline.doctor.NATIVE_ID"):
+    for name in ("shardmill.images.kernel.NATIVE_ID", "pipeline.doctor.doctor.NATIVE_ID"):
         monkeypatch.setattr(name, "")
     assert [row(kernel).status for kernel in ("auto", "wheels", "native")] == ["warn", "warn", "fail"]
     assert "pip install ./native" in row("auto").fix and "etl.kernel = wheels" in row("native").fix
@@ -138,7 +138,7 @@ def test_room_is_told_beside_what_a_build_takes(tmp_path: Path, monkeypatch: pyt
     how = ("etl.encoding=raw", "etl.image_size=1000", 'etl.formats=["parquet", "tfrecord"]')
     for free, status in ((130_000_000, "ok"), (110_000_000, "warn")):
         usage = SimpleNamespace(free=free)
-        monkeypatch.setattr("pipeline.doctor.shutil.disk_usage", lambda folder, usage=usage: usage)
+        monkeypatch.setattr("pipeline.doctor.doctor.shutil.disk_usage", lambda folder, usage=usage: usage)
         found = rows_of(load_tree(PipelineTree, None, (*uris, *how)), tmp_path / "work")["room for dataset.uri"]
         assert (found.status, "0.1 GB free; a build of all 20 images takes about 0.1" in found.found) == (status, True)
 

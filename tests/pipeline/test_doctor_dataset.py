@@ -8,8 +8,8 @@ import pytest
 
 from etl.config import EtlConfig
 from pipeline.config import load_for_dataset, load_pipeline
-from pipeline.doctor import diagnose, examine
-from pipeline.finding import Finding
+from pipeline.doctor.doctor import diagnose, examine
+from pipeline.doctor.finding import Finding
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError
 from shardmill.jobs.config import SparkConfig

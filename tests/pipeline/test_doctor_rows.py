@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load_pipeline
-from pipeline.doctor import diagnose, examine, rehearsed
-from pipeline.doctor_network import network_findings
-from pipeline.finding import Finding
+from pipeline.doctor.doctor import diagnose, examine, rehearsed
+from pipeline.doctor.finding import Finding
+from pipeline.doctor.network import network_findings
 from pipeline.tree import PipelineTree
 from shardmill.errors import StorageError
 from shardmill.jobs.config import load_tree

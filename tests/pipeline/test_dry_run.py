@@ -12,10 +12,10 @@ import pytest
 
 from etl.config import EtlTree
 from etl.job import build_dataset
-from pipeline import progress
 from pipeline.cli_options import Common
+from pipeline.commands.dry_run import DryRun, dry_run
 from pipeline.config import load_pipeline
-from pipeline.dry_run import DryRun, dry_run
+from pipeline.output import progress
 from shardmill.errors import StorageError
 from tests.etl.test_incremental import paint
 from tests.services.faulty_store import FaultyStore

@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from pipeline.predictions import check_any_predicted, prediction_csv, prediction_rows
+from pipeline.commands.predict import check_any_predicted, prediction_csv, prediction_rows
 from shardmill.errors import UsageError
 from train.published.predict import Guess, Prediction
 

@@ -13,7 +13,7 @@ import pytest
 from etl.config import EtlTree
 from etl.job import build_dataset
 from pipeline.config import load_pipeline
-from pipeline.doctor import Finding, examine
+from pipeline.doctor.doctor import Finding, examine
 from pipeline.preflight import check_place, refuse_what_cannot_work
 from shardmill.errors import StorageError, UsageError
 from tests.pipeline.command import last_line, shardmill

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from etl.plan import plan_build
-from etl.write_unit import write_unit
+from etl.units.write_unit import write_unit
 from shardmill.errors import StorageError
 from tests.etl.building import tree_for
 

@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from pipeline.ending import run_app
+from pipeline.output.ending import run_app
 
 app = typer.Typer()
 

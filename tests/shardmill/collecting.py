@@ -6,7 +6,7 @@ from pathlib import Path
 
 from etl.config import EtlConfig
 from etl.plan import plan_build
-from etl.write_unit import write_unit
+from etl.units.write_unit import write_unit
 from shardmill.dataset.copy_rows import read_stored_rows
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.maintenance.gc import GcReport, collect_garbage

@@ -14,9 +14,9 @@ import pytest
 
 from etl.commit import commit_results
 from etl.config import EtlConfig, EtlTree, SourceConfig
-from etl.finished import Finished
 from etl.plan import BuildPlan, plan_build
-from etl.write_unit import write_unit
+from etl.units.finished import Finished
+from etl.units.write_unit import write_unit
 from shardmill.dataset.commit import commit_version, publish
 from shardmill.dataset.dataset import Dataset
 from shardmill.dataset.duplicates import DuplicateCounts

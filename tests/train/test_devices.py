@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.doctor import examine
+from pipeline.doctor.doctor import examine
 from pipeline.tree import PipelineTree
 from shardmill.dataset.open import open_dataset
 from shardmill.errors import UsageError

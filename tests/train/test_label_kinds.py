@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from etl.config import SourceConfig, SplitFractions
-from pipeline.predictions import prediction_csv, prediction_rows
+from pipeline.commands.predict import prediction_csv, prediction_rows
 from pipeline.report.data import ReportData
 from pipeline.report.page import render
 from shardmill.dataset.dataset import Dataset

@@ -1,0 +1,201 @@
+"""What a person should know of a build before its units run: inferred facts, and warnings."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from etl.sources.listed import SPLITS
+from shardmill.dataset.index import has_all_files
+from shardmill.dataset.manifest import Manifest
+from shardmill.errors import UsageError
+from shardmill.jobs.observer import FieldValue
+from shardmill.printable import printable
+from shardmill.values import TRANSIENT_REASONS, RejectReason
+
+if TYPE_CHECKING:
+    from etl.plan import BuildPlan
+
+_NUM_EXAMPLES = 3
+# Fewer images than this say little about a model, whatever their accuracy is: one of 30 is more than 3 %.
+FEW_IN_SPLIT, _FEW_IN_CLASS = 30, 3
+_NUM_NAMED = 5
+_NO_CLASSES = "no classes: the images are in no folders"
+
+
+def is_up_to_date(plan: BuildPlan, parent: Manifest) -> bool:
+    """Whether building again would give the latest version again: equal inputs and config, no file of it lost."""
+    build = plan.build
+    same = (parent.config_fingerprint, parent.source.listing_fingerprint, parent.source.kind) == (
+        build.config_fingerprint, build.source.listing_fingerprint, build.source.kind
+    )  # fmt: skip
+    # Equal facts of a listing are equal files if it is the same source, or at least says how large they are.
+    has_moved = not build.source.is_same_place(parent.source)
+    compares_content = plan.task.config.detect_changes == "content"
+    if (has_moved and plan.is_append) or ((has_moved or compares_content) and not plan.listing.has_all_sizes):
+        return False
+    # Inputs with transient faults are read again: they may be fine now.
+    return same and not TRANSIENT_REASONS & set(parent.counts.by_reason) and has_all_files(plan.store, parent)
+
+
+def check_same_source(plan: BuildPlan, *, replace_source: bool) -> None:
+    """Raise UsageError if the build would drop another source's images: to overwrite follows one source."""
+    if replace_source or plan.parent is None or plan.is_append:
+        return
+    before, now = plan.parent.source, plan.build.source
+    places = (*plan.parent.other_sources, before)
+    dropped = ", ".join(each.described for each in places if not now.continues(each))
+    if len(places) > 1 and dropped:
+        raise UsageError(
+            f"dataset {plan.store.uri}@{plan.parent.version} holds images of {dropped} beside those of {now.described}",
+            'expected etl.write_mode = "append": the new version would hold those of one source alone',
+            "give each source its own dataset.uri (or --workdir), or give --replace-source",
+        )
+    # If the very same files are listed, the source has moved, or is named in another way.
+    has_moved = before.listing_fingerprint == now.listing_fingerprint and plan.listing.has_all_sizes
+    if not now.continues(before) and not has_moved:
+        raise UsageError(
+            f"dataset {plan.store.uri}@{plan.parent.version} was made from {before.described}, "
+            f"not from {now.described}",
+            "expected the same source: the new version would replace the old images, and its models would be compared",
+            "give each source its own dataset.uri (or --workdir), or give --replace-source",
+        )
+
+
+def inferred_facts(plan: BuildPlan) -> dict[str, FieldValue]:
+    """The fields of the event `etl.inferred`."""
+    config, by_split = plan.task.config, images_by_split(plan)
+    where = _how_split(plan)
+    shape = " x ".join(map(str, config.one_shape_HWC)) if config.one_shape_HWC else f"different sizes, {config.color}"
+    shape += f" ({plan.size.reason})" if plan.size.reason else ""
+    return {
+        "images": plan.num_images,
+        "num_classes": len(plan.build.class_names),
+        "classes": name_some(plan.build.class_names) or _no_classes(plan),
+        "splits": f"{where} " + ", ".join(f"{split} {by_split[split]:,}" for split in SPLITS if by_split[split]),
+        "image": f"{shape}, {config.encoding}, resized by {config.resize_mode}",
+        "formats": ", ".join(config.formats),
+        "dataset": plan.store.uri,
+    }
+
+
+def _how_split(plan: BuildPlan) -> str:
+    """What decided the splits, to stand before their numbers."""
+    if not plan.listing.has_splits:
+        return "by content hash, about"
+    if plan.task.config.stratified_splits:
+        return "stratified"
+    in_part = ", by content hash where it does not, about" if plan.listing.has_unnamed_splits else ""
+    return "by folder" if plan.task.source.kind == "folders" and not in_part else f"as the source names them{in_part}"
+
+
+def _no_classes(plan: BuildPlan) -> str:
+    return _NO_CLASSES if plan.row_schema.has_class else f"none: labels are {plan.row_schema.label_type}"
+
+
+def check_classes(plan: BuildPlan) -> None:
+    """Raises UsageError if the listing, with what it is appended to, has too few classes to train on."""
+    class_names = plan.row_schema.class_names if plan.is_append else plan.listing.class_names
+    # An image that may have several classes can be judged by one; numbers have none.
+    num_needed = {"class": 2, "multi_label": 1}.get(plan.row_schema.label_kind, 0)
+    if len(class_names) < num_needed:
+        raise UsageError(
+            f"the source has {len(class_names)} classes ({name_some(class_names) or _NO_CLASSES})",
+            f"expected at least {num_needed} to train a classifier: one folder per class",
+            "sort the images into class folders; `shardmill etl` makes a dataset without training",
+        )
+
+
+def inferred_warnings(plan: BuildPlan) -> Iterator[str]:
+    """One sentence for each thing in the listing that looks wrong, before any work is done."""
+    # What is appended says little of the splits and classes of the whole.
+    if not plan.is_append or plan.parent is None:
+        yield from _thin_parts(plan)
+    yield from plan.listing.warnings
+    if plan.listing.rejections.by_reason[RejectReason.DAMAGED_CONTAINER]:
+        refused = plan.listing.rejections
+        damaged = tuple(each.key for each in refused if each.reason is RejectReason.DAMAGED_CONTAINER)
+        yield (
+            f"damaged, and read in part or not at all: {name_some(tuple(map(printable, damaged)))}; nothing tells how "
+            "many images are lost, so no limit counts them"
+        )
+
+
+def _thin_parts(plan: BuildPlan) -> Iterator[str]:
+    """Splits and classes with few images, or none."""
+    by_split, about = images_by_split(plan), "" if plan.listing.has_splits else "about "
+    fractions = plan.task.config.split_fractions
+    by_class = _images_by_class(plan)
+    for split in SPLITS:
+        if by_split[split] == 0 and (plan.listing.has_splits or getattr(fractions, split) > 0):
+            yield f"the split {split} will be empty"
+        elif 0 < by_split[split] < FEW_IN_SPLIT:
+            yield (
+                f"the split {split} will have {about}{by_split[split]} images, fewer than {FEW_IN_SPLIT}: figures on "
+                "it mean little"
+            )
+        elif split != "train" and by_split[split]:
+            planned = _images_by_class(plan, split)
+            # A class with few images in all has a warning of its own.
+            thin = [name for name in by_class if by_class[name] >= _FEW_IN_CLASS > planned[name]]
+            if thin:
+                named = name_some(tuple(f"{name}: {about}{planned[name]}" for name in sorted(thin)))
+                yield (
+                    f"the split {split} will have fewer than {_FEW_IN_CLASS} images of {len(thin)} of {len(by_class)} "
+                    f"classes ({named})"
+                )
+    num_classes = len(plan.build.class_names)
+    few = tuple(f"{name}: {by_class[name]}" for name in plan.build.class_names if by_class[name] < _FEW_IN_CLASS)
+    if few:
+        yield f"{len(few)} of {num_classes} classes have fewer than {_FEW_IN_CLASS} images ({name_some(few)})"
+    yield from _class_twins(plan.build.class_names)
+    if plan.listing.has_splits:
+        trained = _images_by_class(plan, "train")
+        untrained = tuple(name for name in plan.build.class_names if not trained[name])
+        if untrained:
+            yield f"{len(untrained)} of {num_classes} classes have no image in train/ ({name_some(untrained)})"
+
+
+def _class_twins(class_names: Iterable[str]) -> Iterator[str]:
+    """Classes that look alike to a person, and are different names."""
+    by_look: defaultdict[str, list[str]] = defaultdict(list)
+    for name in class_names:
+        look = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+        by_look[" ".join(look.split())].append(name)
+    # Names that are printed alike are told apart by their escapes.
+    twins = tuple(" and ".join(map(ascii, names)) for names in by_look.values() if len(names) > 1)
+    if twins:
+        yield (
+            f"classes that differ only in case, in spaces or in how Unicode writes them: {name_some(twins)}; if they "
+            "are one class, give them one name"
+        )
+
+
+def images_by_split(plan: BuildPlan) -> Counter[str]:
+    """Exact if the source names the splits; estimated from the shares as far as content hashes decide."""
+    listing, fractions = plan.listing, plan.task.config.split_fractions
+    counts: Counter[str | None] = Counter()
+    for (split, _), times in listing.images_by_label.items():
+        counts[split] += times
+    return Counter({split: counts[split] + round(getattr(fractions, split) * counts[None]) for split in SPLITS})
+
+
+def _images_by_class(plan: BuildPlan, split: str | None = None) -> Counter[str]:
+    """Of one split (exact or estimated like `images_by_split`), or of all."""
+    listing = plan.listing
+    by_source = listing.has_splits and split is not None
+    counts: Counter[str] = Counter()
+    for (in_split, label), times in listing.images_by_class.items():
+        if label is not None and (not by_source or in_split == split):
+            counts[label] += times
+    if split is None or by_source:
+        return counts
+    fraction = getattr(plan.task.config.split_fractions, split)
+    return Counter({name: round(fraction * count) for name, count in counts.items()})
+
+
+def name_some(names: tuple[str, ...]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else "")

@@ -1,0 +1,118 @@
+"""What a build would reject: every source image is read and decoded as in a build, and nothing is written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from etl.checks.facts import inferred_facts, inferred_warnings, name_some
+from etl.checks.limits import Limit, broken_limit
+from etl.checks.version_warnings import lost_by_decoding
+from etl.config import EtlTree
+from etl.engines import EngineSettings
+from etl.engines.local import run_locally
+from etl.plan import plan_build
+from etl.sources.listed import SPLITS
+from etl.units.finished import Finished
+from shardmill.dataset.rejection_log import RejectionLog
+from shardmill.dataset.statistics import SizeCounts, add_sizes
+from shardmill.dataset.unit_result import SplitSums, count_notes
+from shardmill.jobs.observer import FieldValue, Observer
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCheck:
+    """The outcome of every listed input, as a build would record it."""
+
+    num_listed: int
+    class_names: tuple[str, ...]
+    inferred: Mapping[str, FieldValue]
+    """What a build says of its listing before any work: the event `etl.inferred`."""
+    inferred_warnings: tuple[str, ...]
+    """What it warns of then."""
+    accepted: tuple[SplitSums, ...]
+    """Of the accepted images of each split that has any."""
+    finished: Finished
+    limit: Limit | None
+    """The limit of the config that would end the build."""
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(part.num_rows for part in self.accepted)
+
+    @property
+    def by_split(self) -> dict[str, int]:
+        """How many accepted images each split has."""
+        return {part.split: part.num_rows for part in self.accepted}
+
+    @property
+    def by_class(self) -> dict[str, int]:
+        """How many accepted images each class has; empty if labels are no classes."""
+        counts: Counter[str] = Counter()
+        for part in self.accepted:
+            counts.update(dict(zip(self.class_names, part.class_counts, strict=False)))
+        return dict(counts)
+
+    @property
+    def described_classes(self) -> str:
+        """The classes as a build names them, and how many images each has."""
+        names = tuple(f"{name} {times:,}" for name, times in self.by_class.items())
+        return f"{len(names):,}: {name_some(names)}" if names else str(self.inferred["classes"])
+
+    @property
+    def sizes(self) -> SizeCounts:
+        """The accepted images by the size of their source, upright."""
+        return add_sizes(part.sizes for part in self.accepted).source
+
+    @property
+    def rejections(self) -> RejectionLog:
+        """In the order of their keys."""
+        return self.finished.rejections
+
+    @property
+    def by_reason(self) -> dict[str, int]:
+        """How many were rejected for each reason, the most frequent first."""
+        return {str(reason): times for reason, times in self.rejections.by_reason.most_common()}
+
+    @property
+    def by_note(self) -> dict[str, int]:
+        """How many accepted images have each note, by name."""
+        return count_notes(self.finished.results)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a build would warn of: its listing, and at its end images that are worth less than they could be."""
+        return (*self.inferred_warnings, *lost_by_decoding(self.by_note))
+
+
+def check_source_images(tree: EtlTree, *, run_id: str, observer: Observer) -> SourceCheck:
+    """List, read and decode everything on this machine, whatever `etl.engine` says, and store nothing.
+
+    Raises UsageError (2) or StorageError (4) as a build would before its first image, or if the source fails.
+    """
+    plan = plan_build(tree, run_id=run_id, observer=observer)
+    num_images = {unit.index: unit.num_images for unit in plan.units}
+    finished = Finished(plan.listing)
+    num_done = 0
+    settings = EngineSettings(tree.spark, tree.etl.num_workers)
+    for result in run_locally(plan.units, replace(plan.task, is_check=True), settings) if plan.units else ():
+        finished.add(result)
+        num_done += num_images[result.unit_index]
+        observer.event("etl.progress", {"num_done": num_done, "num_images": plan.num_images})
+    return SourceCheck(
+        num_listed=plan.build.num_listed,
+        class_names=plan.build.class_names,
+        inferred=inferred_facts(plan),
+        inferred_warnings=tuple(inferred_warnings(plan)),
+        accepted=_by_split(finished),
+        finished=finished,
+        limit=broken_limit(tree.etl, finished.rejections, plan.build.num_listed),
+    )
+
+
+def _by_split(finished: Finished) -> tuple[SplitSums, ...]:
+    sums: dict[str, SplitSums] = {}
+    for part in (part for result in finished.results for part in result.splits):
+        sums[part.split] = sums[part.split].plus(part) if part.split in sums else part
+    return tuple(sums[split] for split in SPLITS if split in sums)

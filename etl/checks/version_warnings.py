@@ -1,0 +1,93 @@
+"""What looks wrong in a version once its images have been read, one sentence for each thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from etl.checks.facts import FEW_IN_SPLIT, name_some
+from shardmill.dataset.duplicates import DuplicateExamples, find_examples
+from shardmill.dataset.index import read_shards
+from shardmill.dataset.manifest import Manifest
+from shardmill.errors import ShardmillError
+from shardmill.options import IMAGE_SIZES
+from shardmill.printable import printable
+from shardmill.storage import Store
+
+
+def version_warnings(store: Store, manifest: Manifest) -> Iterator[str]:
+    """One sentence for each thing that looks wrong once the images have been read."""
+    yield from _untested_classes(manifest)
+    counts = manifest.counts
+    yield from lost_by_decoding(counts.by_note)
+    yield from _enlarged(manifest)
+    if not counts.conflicting_label and not counts.leaked_content:
+        return
+    examples = _examples(store, manifest)
+    if counts.conflicting_label:
+        yield (
+            f"{counts.conflicting_label} accepted images have the same bytes as one of another class"
+            f"{_such_as(map(printable, examples.conflicting))}; a model cannot learn both: remove them from one of the "
+            "classes"
+        )
+    if counts.leaked_content:
+        named = (f"{printable(source)} ({split})" for source, split in examples.leaked)
+        yield (
+            f"{counts.leaked_content} accepted images have the same bytes as one in another split{_such_as(named)}; a "
+            "model is tested on what it was trained on: remove them from one of the splits, or set etl.duplicates = "
+            '"drop"'
+        )
+
+
+def _untested_classes(manifest: Manifest) -> Iterator[str]:
+    """Of splits that are too small for the warnings before the build, which estimate."""
+    empty = set(manifest.empty_classes)
+    for name, split in manifest.splits.items():
+        pairs = zip(manifest.class_names, split.class_counts, strict=True)
+        absent = tuple(class_name for class_name, here in pairs if not here and class_name not in empty)
+        if absent and name != "train" and split.num_rows < FEW_IN_SPLIT:
+            yield (
+                f"the split {name} has no image of {len(absent)} of {len(manifest.class_names)} classes "
+                f"({name_some(absent)}): more images, or etl.stratified_splits = true, would give them some"
+            )
+
+
+def lost_by_decoding(by_note: Mapping[str, int]) -> Iterator[str]:
+    """What notes say of images that are worth less than they could be."""
+    num_16_bit = sum(times for note, times in by_note.items() if note.startswith("scaled_"))
+    if num_dark := by_note.get("low_range_16_bit", 0):
+        yield (
+            f"{num_dark} of {num_16_bit} accepted 16-bit images use at most 14 of their bits, and are dark: if they "
+            "come from 10, 12 or 14 bits, set etl.significant_bits to that"
+        )
+    if num_cut := by_note.get("extra_bands_dropped", 0):
+        yield f"{num_cut} accepted TIFF images have more bands than their colours; the others were left out"
+    if num_previews := by_note.get("preview_only", 0):
+        yield f"{num_previews} accepted TIFF images are previews, by their own account, of photos that are not there"
+
+
+def _enlarged(manifest: Manifest) -> Iterator[str]:
+    """Most images, by their longer sides, which are counted between powers of two."""
+    options, sizes = manifest.normalize, manifest.sizes
+    if sizes is None or options.resize_mode == "none" or not options.enlarges or options.image_size <= IMAGE_SIZES[-1]:
+        return
+    num_sides = options.image_size.bit_length() - 1
+    num_smaller, num_known = sum(sizes.source.by_longer_side[:num_sides]), sum(sizes.source.by_longer_side)
+    if 2 * num_smaller > num_known:
+        yield (
+            f"{num_smaller} of {num_known} images have a longer side of less than {1 << num_sides} pixels, and were "
+            f"enlarged to etl.image_size = {options.image_size}: training takes longer for it, and they show no more"
+        )
+
+
+def _such_as(names: Iterable[str]) -> str:
+    listed = ", ".join(names)
+    return f", such as {listed}" if listed else ""
+
+
+def _examples(store: Store, manifest: Manifest) -> DuplicateExamples:
+    try:
+        shards = [shard for shard in read_shards(store, manifest) if shard.format == manifest.formats[0]]
+        return find_examples(store, shards)
+    except (ShardmillError, FileNotFoundError):
+        # The version is committed: a warning without names is better than a failed build; `verify` reports damage.
+        return DuplicateExamples()

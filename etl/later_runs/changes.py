@@ -1,0 +1,154 @@
+"""What a source has in common with the version that was made of it last: only the rest has to be processed.
+
+A row is unchanged if its source is listed with equal facts (key, size, times, class, extra columns, split), and has the
+sample id that it has in this listing. With
+`etl.detect_changes = "content"` it is also unchanged if the task that reads the source finds the bytes of the row.
+"""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from etl.later_runs.older_rows import OlderRows
+from etl.later_runs.refused_before import RefusedBefore
+from etl.listing.listing import Listing
+from etl.sources.listed import LISTED_SCHEMA, ListingBatch
+from shardmill.values import TRANSIENT_REASONS, UNKNOWN_SIZE, Rejection, RejectReason, ShardInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRows:
+    """One shard of the older version in all its formats, and which of its rows are still what the source holds."""
+
+    copies: tuple[ShardInfo, ...]
+    is_kept_N: np.ndarray
+    """In row order, bool."""
+    restated: pa.Table | None = None
+    """Kept rows whose sources are listed with another size or time now: `row`, `size_bytes`, `mtime_ns`, `etag`."""
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.is_kept_N.all())
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """How a listing differs from the version before."""
+
+    shards: tuple[ShardRows, ...]
+    """All of the older version, in layout order."""
+    refused_before: RefusedBefore
+    """Those marked are listed as they were."""
+    num_unchanged: int
+    num_removed: int
+    """Rows whose source is gone or has changed."""
+    rows: OlderRows | None = None
+    """The older version's, if there are contents to compare."""
+    rereads: bool = False
+    """Whether the next run has to read the same inputs again: their contents count, and nothing tells of them."""
+    num_to_compare: int = 0
+    """Of the removed rows: those whose inputs may still hold the same bytes."""
+
+    @property
+    def may_keep_rows(self) -> bool:
+        """Whether a row of the older version may stand in the new one, as far as is known before anything is read."""
+        return self.num_unchanged > 0 or self.rows is not None
+
+
+class Compared:
+    """A listing beside the rows of an older version. `list` must be read to its end before `changes` is asked."""
+
+    def __init__(
+        self,
+        shards: Sequence[tuple[ShardInfo, ...]],
+        rows: OlderRows,
+        refused: Callable[[], Iterable[Rejection]],
+        listing: Listing,
+        *,
+        is_same_source: bool = True,
+    ) -> None:
+        """Of another source nothing is taken for unchanged: its equal facts may be those of other files."""
+        self.uri = str(listing.folder)
+        self._is_same_source = is_same_source
+        self._shards = shards
+        self._rows = rows
+        self._listing = listing
+        # A copy is asked again: what it is a copy of may be gone.
+        asked_again = TRANSIENT_REASONS | {RejectReason.DUPLICATE_CONTENT}
+        self._refused = RefusedBefore(
+            lambda: (each for each in refused() if each.stage != "list" and each.reason not in asked_again),
+            lambda each: _fact_name(each.key, each.size_bytes, each.mtime_ns, each.etag),
+        )
+        self._num_known, self._rereads = 0, False
+        self._is_found_N = np.zeros(sum(rows.sizes), bool)
+
+    def list(self) -> Iterator[ListingBatch]:
+        """The images that are new or have changed: a listing of their own."""
+        for segment in self._listing.segments:
+            for batch in pq.ParquetFile(self._listing.folder / segment.path).iter_batches():
+                images = pa.Table.from_batches([batch]).select([*LISTED_SCHEMA.names, "sample_id"])
+                listed = self._changed(images) if self._is_same_source else images
+                # A part of them would not tell which ones have the ids of others.
+                ids_N = listed.column("sample_id").to_numpy()
+                yield ListingBatch(listed.select(LISTED_SCHEMA.names), ids_N=ids_N)
+
+    def changes(self) -> Changes:
+        """What is left of the older version."""
+        kept = np.split(self._is_found_N, np.cumsum(self._rows.sizes)[:-1]) if self._rows.sizes else []
+        shards = tuple(ShardRows(copies, each) for copies, each in zip(self._shards, kept, strict=True))
+        num_unchanged = int(self._is_found_N.sum())
+        num_removed = len(self._is_found_N) - num_unchanged
+        rows = self._rows if self._num_known else None
+        return Changes(shards, self._refused, num_unchanged, num_removed, rows, self._rereads, self._num_known)
+
+    def _changed(self, images: pa.Table) -> pa.Table:
+        """Those that have to be read, with the contents of the rows that they may still be."""
+        if not self._rows.compares_content:
+            return self._without_same(images)
+        # Equal facts of a file of which nothing was listed but its name say nothing of its bytes.
+        is_named_only_N = _are_named_only(images)
+        self._rereads |= bool(is_named_only_N.any())
+        changed = self._without_same(images.filter(pa.array(~is_named_only_N)))
+        return self._with_known(pa.concat_tables([changed, images.filter(pa.array(is_named_only_N))]))
+
+    def _without_same(self, images: pa.Table) -> pa.Table:
+        return self._without_refused(images.filter(pa.array(~self._find(images))))
+
+    def _find(self, images: pa.Table) -> np.ndarray:
+        """Which of these are rows already; marks them."""
+        rows_N, found_N = self._rows.find(images)
+        self._is_found_N[rows_N[found_N]] = True
+        return found_N
+
+    def _with_known(self, images: pa.Table) -> pa.Table:
+        place = LISTED_SCHEMA.get_field_index("known_sha256")
+        known = self._rows.known_sha256(images)
+        self._num_known += pc.sum(pc.not_equal(known, ""), min_count=0).as_py()
+        return images.set_column(place, LISTED_SCHEMA.field(place), known)
+
+    def _without_refused(self, images: pa.Table) -> pa.Table:
+        """Take out what was refused before for a reason that still holds, since the input is the same."""
+        if not len(self._refused):
+            return images
+        facts = (images.column(name).to_pylist() for name in ("key", "size_bytes", "mtime_ns", "etag"))
+        is_refused_N = self._refused.mark(itertools.starmap(_fact_name, zip(*facts, strict=True)))
+        return images.filter(pa.array(~is_refused_N))
+
+
+def _fact_name(key: str, size_bytes: int, mtime_ns: int, etag: str) -> str:
+    return f"{key}\0{size_bytes}\0{mtime_ns}\0{etag}"
+
+
+def _are_named_only(images: pa.Table) -> np.ndarray:
+    is_unknown = pc.and_(pc.equal(images.column("size_bytes"), UNKNOWN_SIZE), pc.equal(images.column("mtime_ns"), 0))
+    return pc.and_(is_unknown, pc.equal(images.column("etag"), "")).to_numpy()

@@ -1,0 +1,158 @@
+"""The rows of an older version, found again by what a listing says of their sources.
+
+For each row 25 bytes are in memory: a 128-bit digest of key, size, times, class and extra columns, its place, and
+whether it was found. If the source names splits it is 27 bytes; if contents are compared, 56 more.
+"""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.listing.segments import fact_limbs, find_sorted, key_digests
+from etl.listing.splits import split_of_digest
+from etl.sources.listed import SPLITS
+from shardmill.dataset.row_segments import read_rows
+
+if TYPE_CHECKING:
+    from etl.config import EtlConfig
+    from etl.listing.listing import Listing
+    from shardmill.formats.rows import RowSchema
+    from shardmill.storage import Store
+    from shardmill.values import ShardInfo
+
+_NAMED = ("label", "extra")
+_FACTS = ("size_bytes", "mtime_ns", "etag", *_NAMED)
+# Of a row segment; sums and notes are half of it.
+_LISTED = ("source", "source_bytes", "source_mtime_ns", "source_etag")
+_COMPARED_COLUMNS = ("sample_id", *_LISTED, "label", "extra")
+
+
+class OlderRows:
+    """Rows are numbered over all shards, in layout order."""
+
+    def __init__(
+        self,
+        store: Store,
+        shards: Sequence[tuple[ShardInfo, ...]],
+        schema: RowSchema,
+        listing: Listing,
+        config: EtlConfig,
+    ) -> None:
+        """`shards` are those of the older version; the listing says whether splits have to be compared.
+
+        Raises IntegrityError for a missing or altered row segment.
+        """
+        self.compares_content = config.detect_changes == "content"
+        splits = _SplitsBuilder(listing, config) if listing.has_splits else None
+        self.sizes: list[int] = []
+        facts, names, sha256s = [np.empty(0, "S16")], [np.empty(0, "S16")], [np.empty((0, 32), np.uint8)]
+        needs_digests = self.compares_content or listing.has_splits
+        columns = (*_COMPARED_COLUMNS, "source_sha256") if needs_digests else _COMPARED_COLUMNS
+        for copies in shards:
+            rows = read_rows(store, copies[0], schema, columns)
+            images = _as_listed(rows, schema)
+            facts.append(_digests(images, _FACTS))
+            self.sizes.append(rows.num_rows)
+            if splits is not None:
+                splits.add(copies[0].split, rows)
+            if self.compares_content:
+                names.append(_digests(images, _NAMED))
+                digests = bytes.fromhex("".join(rows.column("source_sha256").to_pylist()))
+                sha256s.append(np.frombuffer(digests, np.uint8).reshape(-1, 32))
+        self._facts = _Sorted(np.concatenate(facts))
+        self._names = _Sorted(np.concatenate(names))
+        self._sha256_N32 = np.concatenate(sha256s)
+        self._splits = splits.finish() if splits is not None else None
+
+    def find(self, images: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+        """The row of each listed image, and whether there is one with equal facts; if not, its number means nothing."""
+        return self._find(self._facts, images, _FACTS)
+
+    def find_renewed(self, images: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+        """As `find`, whatever size and times are: rows whose sources may have other bytes. For compared contents."""
+        return self._find(self._names, images, _NAMED)
+
+    def known_sha256(self, images: pa.Table) -> pa.Array:
+        """Of the rows that `find_renewed` finds, the SHA-256 of their sources in hex; empty for other images."""
+        rows_N, found_N = self.find_renewed(images)
+        known = np.full(len(images), "", object)
+        known[found_N] = [self._sha256_N32[row].tobytes().hex() for row in rows_N[found_N]]
+        return pa.array(known, pa.string())
+
+    def _find(self, digests: _Sorted, images: pa.Table, facts: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+        rows_N, found_N = digests.find(_digests(images, facts))
+        if self._splits is not None:
+            found_N[found_N] = self._splits.are_of(rows_N[found_N], images.column("split").filter(pa.array(found_N)))
+        return rows_N, found_N
+
+
+@dataclass(frozen=True, slots=True)
+class _Splits:
+    """Of each row, as places in `SPLITS`, int8."""
+
+    actual_N: np.ndarray
+    of_content_N: np.ndarray
+    """What its content would have decided; empty if the listing names the split of every image."""
+
+    def are_of(self, rows_N: np.ndarray, named: pa.ChunkedArray) -> np.ndarray:
+        """Whether each row is in the split that its image is listed in: the named one, or that of its content."""
+        listed_N = pc.fill_null(pc.index_in(named, pa.array(SPLITS)), -1).to_numpy().astype(np.int8)
+        unnamed_N = listed_N < 0
+        if unnamed_N.any():
+            listed_N[unnamed_N] = self.of_content_N[rows_N[unnamed_N]]
+        return self.actual_N[rows_N] == listed_N
+
+
+class _SplitsBuilder:
+    def __init__(self, listing: Listing, config: EtlConfig) -> None:
+        self._has_unnamed = listing.has_unnamed_splits
+        self._fractions = config.split_fractions
+        self._actual = [np.empty(0, np.int8)]
+        self._of_content = [np.empty(0, np.int8)]
+
+    def add(self, split: str, rows: pa.Table) -> None:
+        self._actual.append(np.full(rows.num_rows, SPLITS.index(split), np.int8))
+        if self._has_unnamed:
+            sha256s = rows.column("source_sha256").to_pylist()
+            places = [SPLITS.index(split_of_digest(sha256, self._fractions)) for sha256 in sha256s]
+            self._of_content.append(np.array(places, np.int8))
+
+    def finish(self) -> _Splits:
+        return _Splits(np.concatenate(self._actual), np.concatenate(self._of_content))
+
+
+class _Sorted:
+    """Digests in ascending order, and where each of them stood."""
+
+    def __init__(self, digests_N: np.ndarray) -> None:
+        self._rows_N = np.argsort(digests_N, kind="stable")
+        self._digests_N = digests_N[self._rows_N]
+
+    def find(self, wanted_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        places_N, found_N = find_sorted(self._digests_N, wanted_N)
+        return self._rows_N[places_N] if len(self._rows_N) else places_N, found_N
+
+
+def _as_listed(rows: pa.Table, schema: RowSchema) -> pa.Table:
+    """What was listed of the rows' sources, but for their splits."""
+    names = pa.array([*schema.class_names, None], pa.string())
+    labels = names.take(pc.fill_null(rows.column("label"), len(schema.class_names)).combine_chunks())
+    extra = rows.column("extra") if schema.has_values else pa.array([""] * rows.num_rows, pa.string())
+    columns = [rows.column(name) for name in _LISTED]
+    # An id that another image had taken is a fact: without that image it is another one.
+    return pa.table([*columns, labels, extra, rows.column("sample_id")], names=["key", *_FACTS, "sample_id"])
+
+
+def _digests(images: pa.Table, facts: tuple[str, ...]) -> np.ndarray:
+    """The first 16 bytes of each image's digest of key and facts, as `S16`."""
+    limbs_N4 = fact_limbs(key_digests(images), images, facts)[:, :4]
+    return np.ascontiguousarray(limbs_N4.astype("<u4")).view("S16").ravel()

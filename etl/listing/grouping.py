@@ -1,0 +1,123 @@
+"""A group-by over rows of a dataset, or of a listing: those that share a digest are brought together.
+
+Two functions say what is asked, and each engine runs them in its own way: on one machine through files on disk, on
+Spark through its shuffle. Which rows are in which part follows from their digests alone, so all answers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from etl.listing.spill import ROWS_PER_PART, SpilledRows
+from shardmill.dataset.segment import read_segment
+from shardmill.jobs.process import scratch_folder
+from shardmill.sealed import SealedFile
+from shardmill.storage import Store
+from shardmill.stores import open_store
+
+if TYPE_CHECKING:
+    from etl.engines import EngineSettings
+
+# Reading from an object store is mostly waiting.
+_NUM_READERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some of the rows: a shard's row segment, say."""
+
+    file: SealedFile
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBy:
+    """What is asked of all rows that share a digest. It travels to tasks, so its functions are those of a module."""
+
+    uri: str
+    """The store that holds the segments."""
+    segments: tuple[Segment, ...]
+    schema: pa.Schema
+    """What is read of each segment; reading all of a row segment takes three times as long as two columns."""
+    pick: Callable[[pa.Table, int], pa.Table]
+    """What a segment's rows contribute, given the segment's place; the first column is the digest: 32 bytes of it, or 8
+    as int64."""
+    picked: pa.Schema
+    fold: Callable[[pa.Table], pa.Table]
+    """The answer of one part: contributions of which every digest's rows are all there, in the order of segments."""
+    folded: pa.Schema
+    scratch_dir: str = ""
+    """Where one machine spills; empty for the temporary folder."""
+    rows_per_part: int = ROWS_PER_PART
+    dataset_uri: str = ""
+    """A store that every task sees, if `uri` is a folder of the driver's machine; empty: they see `uri`."""
+
+    @property
+    def num_rows(self) -> int:
+        """Of all segments."""
+        return sum(segment.num_rows for segment in self.segments)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of which each fits in a task's memory."""
+        return max(1, -(-self.num_rows // self.rows_per_part))
+
+    def contribution(self, store: Store, place: int) -> pa.Table:
+        """Of one segment. Raises IntegrityError if it is not what its index vouches for."""
+        segment = self.segments[place]
+        return self.pick(read_segment(store, segment.file, self.schema, segment.num_rows), place)
+
+    def parts_of(self, contribution: pa.Table) -> np.ndarray:
+        """The part of each row, by its digest; shape (N,), int64."""
+        prefixes_N = digest_prefixes(contribution.column(0))
+        return ((prefixes_N >> np.uint64(32)) * np.uint64(self.num_parts) >> np.uint64(32)).astype(np.int64)
+
+
+Group = Callable[[GroupBy], Iterator[pa.Table]]
+"""A group-by -> the answers of its parts, in order."""
+
+
+def group_here(group: GroupBy, settings: EngineSettings | None = None) -> Iterator[pa.Table]:
+    """In this process: contributions go to disk by their parts, and one part at a time is in memory."""
+    store = open_store(group.uri)
+    with scratch_folder(group.scratch_dir) as scratch:
+        spilled = SpilledRows(scratch, group.picked)
+        for rows in _contributions(group, store):
+            spilled.add(rows, group.parts_of(rows))
+        for part in range(group.num_parts):
+            yield group.fold(spilled.read(part))
+
+
+def _contributions(group: GroupBy, store: Store) -> Iterator[pa.Table]:
+    """Of all segments, in order; a few of them wait in memory, of large ones one."""
+    places = range(len(group.segments))
+    largest = max((segment.num_rows for segment in group.segments), default=1)
+    num_readers = max(1, min(_NUM_READERS, ROWS_PER_PART // max(1, largest)))
+    with ThreadPoolExecutor(num_readers, "shardmill-groups") as pool:
+        for first in range(0, len(places), num_readers):
+            yield from pool.map(lambda place: group.contribution(store, place), places[first : first + num_readers])
+
+
+def digest_prefixes(digests: pa.ChunkedArray) -> np.ndarray:
+    """The first 8 bytes of each digest as one number; uint64, shape (N,)."""
+    if pa.types.is_integer(digests.type):
+        return digests.to_numpy().view(np.uint64)
+    firsts = [np.empty(0, np.uint64)]
+    for chunk in (each for each in digests.chunks if len(each)):
+        # From the buffers, without a Python object for each: there may be very many rows of one digest.
+        _, offsets, data = chunk.buffers()
+        start = int(np.frombuffer(offsets, np.int32)[chunk.offset])
+        firsts.append(np.frombuffer(data, ">u8", 4 * len(chunk), start)[::4].astype(np.uint64))
+    return np.concatenate(firsts)
+
+
+def with_equals(rows: pa.Table) -> pa.Table:
+    """The rows of a part that may share their digest with another one: every one that does is among them."""
+    _, places_N, times = np.unique(digest_prefixes(rows.column(0)), return_inverse=True, return_counts=True)
+    return rows.filter(pa.array(times[places_N] > 1))

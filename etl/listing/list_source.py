@@ -1,0 +1,279 @@
+"""From a source's batches to a `Listing`: images stream into segments on disk, and sums of them stay in memory."""
+
+# pyarrow.compute makes its functions when it is imported.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import heapq
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.listing.cell_order import by_cells
+from etl.listing.faults import check_has_images, check_labels
+from etl.listing.grouping import Group, group_here
+from etl.listing.listing import NUM_BUCKETS, Listing, limbs, sum_limbs
+from etl.listing.segments import (
+    SEGMENT_ROWS,
+    ListingSegment,
+    fact_limbs,
+    key_digests,
+    sample_ids,
+    segment_table,
+    write_segment,
+)
+from etl.listing.unique_ids import Correction, make_unique
+from etl.sources import Lists
+from etl.sources.listed import ListingBatch
+from etl.sources.names import MAX_CLASS_NAME_BYTES, is_class_name
+from shardmill.dataset.rejection_log import RejectionLog
+from shardmill.errors import StorageError, UsageError
+from shardmill.failpoints import failpoint
+from shardmill.ids import add_digests, format_digest, key_hash, sample_id_of
+from shardmill.jobs.observer import Observer
+from shardmill.jobs.process import Scratch
+from shardmill.mix import mix64_array
+from shardmill.storage_errors import as_storage_error
+from shardmill.typed_columns import LABEL, names_of
+from shardmill.values import NO_BLOCK, UNKNOWN_SIZE, Rejection, RejectReason
+
+_BUCKET_SHIFT = np.uint64(48)
+_NUM_PROBES = 8
+
+
+def list_source(
+    source: Lists,
+    *,
+    seed: int,
+    max_source_bytes: int,
+    observer: Observer,
+    may_be_empty: bool = False,
+    group: Group = group_here,
+) -> Listing:
+    """Stream the whole listing into segments; `group` finds what is in it twice.
+
+    Raises UsageError if it has no image, unless it may be empty, or if it has labels that no image got.
+    """
+    scratch = Scratch()
+    folder = scratch.path
+    try:
+        with as_storage_error(folder):
+            listing = _Segments(folder, seed, group)
+            for batch in source.list():
+                listing.add(_judged(batch, max_source_bytes))
+                observer.event("list.progress", {"num_listed": listing.num_listed + batch.num_found_ahead})
+                failpoint("list")
+            found = listing.finish()
+        if not may_be_empty:
+            check_has_images(found, source.uri)
+            check_labels(found, tuple(listing.label_signs), source.uri)
+    except FileNotFoundError as error:
+        scratch.remove()
+        raise StorageError(
+            f"{error.filename or error} vanished while {source.uri} was listed",
+            "expected a source at rest; nothing was published",
+            "run the same command again",
+        ) from None
+    except BaseException:
+        scratch.remove()
+        raise
+    weakref.finalize(found, scratch.remove)
+    return found
+
+
+@dataclass(slots=True)
+class _Segments:
+    """The listing under construction."""
+
+    folder: Path
+    seed: int
+    group: Group
+    rejections: RejectionLog = field(init=False)
+    warnings: list[str] = field(default_factory=list)
+    label_signs: dict[str, None] = field(default_factory=dict)
+    multi_labels: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
+    extra_types: dict[str, str] = field(default_factory=dict)
+    images_by_label: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
+    images_by_bucket: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BUCKETS, np.int64))
+    facts_by_bucket: np.ndarray = field(default_factory=lambda: np.zeros((NUM_BUCKETS, 8), np.uint64))
+    runs: list[ListingSegment] = field(default_factory=list)
+    """Of images in the order in which they came; each is sorted by cell."""
+    probes: list[tuple[int, str]] = field(default_factory=list)
+    key_sum: int = 0
+    num_listed: int = 0
+    source_bytes: int = 0
+    has_all_sizes: bool = True
+    _tables: list[pa.Table] = field(default_factory=list)
+    _facts: list[np.ndarray] = field(default_factory=list)
+    _num_waiting: int = 0
+    _are_unique: bool = True
+
+    def __post_init__(self) -> None:
+        self.rejections = RejectionLog(self.folder)
+
+    def add(self, batch: ListingBatch) -> None:
+        self.warnings += batch.warnings
+        self.label_signs.update(dict.fromkeys(batch.label_signs))
+        self._add_types(batch.extra_types)
+        self.rejections.add(batch.rejections)
+        images = batch.images.combine_chunks()
+        self.num_listed += images.num_rows + len(batch.rejections)
+        if not images.num_rows:
+            return
+        keys_N32 = key_digests(images) if batch.keys_N32 is None else batch.keys_N32
+        hashes_N = sample_ids(keys_N32)
+        cells_N = _cells(images, hashes_N, self.seed)
+        self._are_unique &= batch.ids_N is not None
+        rows = segment_table(images, hashes_N if batch.ids_N is None else batch.ids_N, cells_N)
+        self.key_sum += sum_limbs(limbs(keys_N32))
+        self.source_bytes += pc.sum(pc.max_element_wise(images.column("size_bytes"), 0)).as_py()
+        self.has_all_sizes &= pc.min(images.column("size_bytes")).as_py() != UNKNOWN_SIZE
+        self._count(images)
+        if batch.extra_types.get(LABEL) == "list<string>":
+            self._count_multi_labels(images)
+        self._choose_probes(images, cells_N)
+        self._tables.append(rows)
+        self._facts.append(fact_limbs(keys_N32, rows))
+        self._num_waiting += rows.num_rows
+        if self._num_waiting >= SEGMENT_ROWS:
+            self._flush()
+
+    def _add_types(self, types: Mapping[str, str]) -> None:
+        for name, kind in types.items():
+            before = self.extra_types.setdefault(name, kind)
+            if before != kind:
+                raise UsageError(
+                    f"the extra column {name!r} is {before} in one part of the source and {kind} in another",
+                    "expected one type in all parts",
+                    f'give its type in each part: extra_columns = ["{name}:{kind}"]',
+                )
+
+    def finish(self) -> Listing:
+        if self._num_waiting:
+            self._flush()
+        if not self._are_unique:
+            for correction in make_unique(self.folder, [run.path for run in self.runs], self.group):
+                self._correct(correction)
+        key_sum = add_digests(self.key_sum, self.rejections.key_sum)
+        return Listing(
+            folder=self.folder,
+            segments=by_cells(self.folder, self.runs, self.group),
+            rejections=self.rejections,
+            images_by_label=self.images_by_label,
+            images_by_bucket=self.images_by_bucket,
+            facts_by_bucket=self.facts_by_bucket,
+            probes=tuple(path for _, path in sorted(self.probes)),
+            key_sum=format_digest(key_sum),
+            warnings=tuple(self.warnings),
+            source_bytes=self.source_bytes,
+            has_all_sizes=self.has_all_sizes,
+            multi_labels=self.multi_labels,
+            extra_types=self.extra_types,
+        )
+
+    def _correct(self, correction: Correction) -> None:
+        """Count an image that turned out to be listed twice, or to have an id that another one has, as what it is."""
+        image = correction.image
+        bucket = image["cell"] >> int(_BUCKET_SHIFT)
+        self.facts_by_bucket[bucket] += correction.limbs_after - correction.limbs_before
+        if correction.rejection is not None:
+            self.images_by_label[image["split"], image["label"]] -= 1
+            self.images_by_bucket[bucket] -= 1
+            self.key_sum -= key_hash(image["key"])
+            if self.multi_labels:
+                self.multi_labels.subtract((image["split"], label) for label in names_of(image["extra"]))
+            self.rejections.add([correction.rejection])
+
+    def _count(self, images: pa.Table) -> None:
+        counted = images.group_by(["split", "label"]).aggregate([([], "count_all")]).to_pylist()
+        for row in counted:
+            self.images_by_label[row["split"], row["label"]] += row["count_all"]
+
+    def _count_multi_labels(self, images: pa.Table) -> None:
+        for split, text in zip(images.column("split").to_pylist(), images.column("extra").to_pylist(), strict=True):
+            self.multi_labels.update((split, label) for label in names_of(text))
+
+    def _choose_probes(self, images: pa.Table, cells_N: np.ndarray) -> None:
+        """Keep the files of the smallest cells: the same ones in whatever order the listing comes."""
+        for place in np.argsort(cells_N, kind="stable")[:_NUM_PROBES].tolist():
+            path = images.column("container")[place].as_py() or images.column("key")[place].as_py()
+            if all(path != known for _, known in self.probes):
+                self.probes.append((int(cells_N[place]), path))
+        self.probes = heapq.nsmallest(_NUM_PROBES, self.probes)
+
+    def _flush(self) -> None:
+        table, facts = pa.concat_tables(self._tables).combine_chunks(), np.concatenate(self._facts)
+        self._tables, self._facts, self._num_waiting = [], [], 0
+        cells_N = table.column("cell").to_numpy()
+        order_N = np.argsort(cells_N, kind="stable")
+        buckets_N = (cells_N[order_N] >> _BUCKET_SHIFT).astype(np.int64)
+        starts = np.flatnonzero(np.diff(buckets_N, prepend=-1))
+        self.facts_by_bucket[buckets_N[starts]] += np.add.reduceat(facts[order_N], starts, axis=0)
+        self.images_by_bucket += np.bincount(buckets_N, minlength=NUM_BUCKETS)
+        self.runs.append(
+            write_segment(self.folder, f"segment-{len(self.runs):05d}.parquet", table.take(pa.array(order_N)))
+        )
+
+
+def _cells(images: pa.Table, ids_N: np.ndarray, seed: int) -> np.ndarray:
+    """The cell of each image, uint64: hash order mixes classes and folders, so that chunk reads are mixed already."""
+    containers = images.column("container")
+    is_in_block = pc.and_(pc.not_equal(containers, ""), pc.not_equal(images.column("block"), NO_BLOCK))
+    if not pc.any(is_in_block).as_py():
+        return mix64_array(ids_N, seed)
+    # The images of one block stay together; blocks are mixed.
+    blocks = pc.binary_join_element_wise(containers, images.column("block").cast(pa.string()), "\0")
+    encoded = pc.dictionary_encode(blocks.combine_chunks())
+    block_ids = np.array([sample_id_of(name) for name in encoded.dictionary.to_pylist()], np.int64)
+    of_block_N = block_ids[encoded.indices.to_numpy()]
+    return mix64_array(np.where(is_in_block.to_numpy(zero_copy_only=False), of_block_N, ids_N), seed)
+
+
+def _judged(batch: ListingBatch, max_source_bytes: int) -> ListingBatch:
+    """Refuse by size and by label, before any byte is read."""
+    images = batch.images
+    bad_labels = [
+        label
+        for label in pc.unique(images.column("label")).to_pylist()
+        if label is not None and not is_class_name(label)
+    ]
+    is_too_large = pc.greater(images.column("size_bytes"), max_source_bytes)
+    if not bad_labels and not pc.any(is_too_large).as_py():
+        return batch
+    is_bad_label = pc.is_in(images.column("label"), pa.array(bad_labels, pa.string()))
+    refused = [
+        _refused_row(row, bad_label, max_source_bytes)
+        for row, bad_label in _marked(images, is_bad_label, pc.or_(is_bad_label, is_too_large))
+    ]
+    is_kept = pc.invert(pc.or_(is_bad_label, is_too_large))
+    ids_N = None if batch.ids_N is None else batch.ids_N[is_kept.to_numpy()]
+    return replace(
+        batch,
+        images=images.filter(is_kept),
+        rejections=(*batch.rejections, *refused),
+        groups=None,
+        keys_N32=None,
+        ids_N=ids_N,
+    )
+
+
+def _marked(images: pa.Table, mark: pa.ChunkedArray, chosen: pa.ChunkedArray) -> Iterator[tuple[dict, bool]]:
+    yield from zip(images.filter(chosen).to_pylist(), mark.filter(chosen).to_pylist(), strict=True)
+
+
+def _refused_row(row: dict, has_bad_label: bool, max_source_bytes: int) -> Rejection:
+    reason, detail = (
+        RejectReason.TOO_LARGE_BYTES,
+        f"{row['size_bytes']} bytes; etl.max_source_bytes is {max_source_bytes}",
+    )
+    if has_bad_label:
+        is_long = len(row["label"].encode()) > MAX_CLASS_NAME_BYTES
+        reason, detail = RejectReason.BAD_LABEL, "too long" if is_long else f"{row['label']!r} is no class name"
+    return Rejection(row["key"], reason, detail, row["size_bytes"], row["mtime_ns"], row["etag"], stage="list")

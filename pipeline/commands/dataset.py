@@ -1,0 +1,36 @@
+"""What the commands on datasets share: how their argument names one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pipeline.cli_options import Common
+from shardmill.errors import UsageError
+
+WholeDataset = Annotated[str, typer.Argument(metavar="DATASET", help="Dataset folder or URI, or a TOML file.")]
+
+
+def whole_dataset(uri: str) -> str:
+    """`uri` itself. Raises UsageError if it names one version: these commands follow the latest one."""
+    from shardmill.dataset.versions import split_version
+
+    root, version = split_version(uri)
+    if version is not None:
+        raise UsageError(
+            f"{uri} names one version",
+            "expected the dataset: the command makes a version that follows the latest",
+            f"give {root}; to go back to an older version, `shardmill rollback {uri}`",
+        )
+    return root
+
+
+def dataset_uri(common: Common, dataset: str) -> str:
+    from pipeline.config import existing_path, load_pipeline, require
+
+    if not dataset.endswith(".toml"):
+        return existing_path(dataset)
+    tree = load_pipeline(dataset, common.overrides, common.workdir)
+    require(tree, "dataset")
+    return tree.dataset.uri

@@ -1,0 +1,91 @@
+"""`shardmill predict`: predictions as rows for people, as CSV for spreadsheets, and as an exit code."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeline.cli_options import command
+from pipeline.output.printing import plain, print_result
+from shardmill.errors import UsageError
+from shardmill.printable import printable, without_surrogates
+
+if TYPE_CHECKING:
+    from train.published.predict import Prediction
+
+# A cell that begins with one of these is a formula to a spreadsheet, which may run commands.
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+
+
+@command("overrides", "workdir", "run_id")
+def predict(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Models folder or URI (its current model), or one export.")
+    ],
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="The N most probable classes of each.")] = 1,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV on stdout.")] = False,
+) -> None:
+    from train.published.predict import exact_name, predict_images
+
+    export = exact_name(model)
+    sys.stderr.write(f"predict: export {printable(export)}; its framework loads now\n")
+    predictions = predict_images(export, images, top)
+    if as_csv:
+        sys.stdout.write(prediction_csv(predictions))
+    else:
+        print_result(context.obj, [plain(each) for each in predictions], prediction_rows(predictions), title=export)
+    check_any_predicted(predictions)
+
+
+def prediction_rows(predictions: Sequence[Prediction]) -> list[tuple[str, ...]]:
+    """Path and rejection, or path and each class with its probability, best first, or the numbers."""
+    width = 1 + max(2, *(len(each.values) or 2 * len(each.top) for each in predictions))
+    rows = []
+    for each in predictions:
+        answers = [cell for guess in each.top for cell in (guess.label, f"{guess.probability:.4f}")]
+        answers += [f"{value:.6g}" for value in each.values]
+        row = [each.path, *([each.rejection] if each.rejection else answers)]
+        rows.append(tuple(row + [""] * (width - len(row))))
+    return rows
+
+
+def prediction_csv(predictions: Sequence[Prediction]) -> str:
+    """A header and one line a file, with as many columns as the longest needs. No cell is a formula."""
+    num_values = max(len(each.values) for each in predictions)
+    kinds, num_answers = (["label", "probability"], max(1, *(len(each.top) for each in predictions)))
+    if num_values:
+        kinds, num_answers = ["value"], num_values
+    suffixes = ["" if place == 1 else f"_{place}" for place in range(1, num_answers + 1)]
+    names = ["path", "rejection", *(f"{kind}{suffix}" for suffix in suffixes for kind in kinds)]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    for each in predictions:
+        answers = [cell for guess in each.top for cell in (_harmless(guess.label), f"{guess.probability:.6f}")]
+        # A number is no formula, whatever its sign.
+        answers += [f"{value:.9g}" for value in each.values]
+        row = [_harmless(each.path), _harmless(each.rejection), *answers]
+        writer.writerow(row + [""] * (len(names) - len(row)))
+    return without_surrogates(text.getvalue())
+
+
+def check_any_predicted(predictions: Sequence[Prediction]) -> None:
+    """Raises UsageError if not a single file could be predicted."""
+    if all(each.rejection for each in predictions):
+        first = predictions[0]
+        example = f"{printable(first.path)}: {first.rejection}"
+        raise UsageError(
+            f"none of {len(predictions)} file(s) is an image that can be predicted: {example}",
+            "expected at least one",
+        )
+
+
+def _harmless(cell: str) -> str:
+    return f"'{cell}" if cell.startswith(FORMULA_STARTS) else cell

@@ -1,0 +1,66 @@
+"""What the commands of single stages share: they take what earlier stages of the same run id have left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pipeline.cli_options import Common
+from pipeline.config import after_etl, load_for_dataset, require
+from pipeline.output.printing import print_result, stage_rows, stage_title
+from pipeline.running import Run, open_run
+from shardmill.dataset.versions import split_version
+from shardmill.jobs.run_files import StageRecord, read_stage_record
+
+if TYPE_CHECKING:
+    from train.published.export import ExportOutcome
+
+
+def print_stage(common: Common, run: Run) -> None:
+    """What the stage did that ended last."""
+    print_record(common, run.record.ended[-1])
+
+
+def print_record(common: Common, record: StageRecord) -> None:
+    machine = {"run_id": common.run_id, **record.model_dump(mode="json", exclude={"detail"})}
+    print_result(common, machine, stage_rows(record), title=stage_title(record))
+
+
+@contextmanager
+def open_dataset_run(dataset_or_config: str, common: Common) -> Iterator[Run]:
+    """The argument is a dataset or a config file: a folder of images says nothing about what these commands need."""
+    with open_run(dataset_or_config, common, load=load_for_dataset) as run, after_etl(dataset_or_config):
+        require(run.tree, "dataset")
+        yield run
+
+
+def export_of_run(run: Run) -> ExportOutcome:
+    """The export that an earlier stage of this run made; without one, that of the finished training of this config."""
+    from shardmill.dataset.open import open_dataset
+    from shardmill.stores import open_store
+    from train.published.export import ExportOutcome, export_training
+    from train.published.exported import read_export
+    from train.training import finished_training
+    from train.tree import TrainTree
+
+    earlier = read_stage_record(run.record.workdir, run.id, "export")
+    if earlier is not None and earlier.status != "failed":
+        models_uri = open_store(run.tree.models.uri).uri
+        return ExportOutcome(read_export(models_uri, earlier.sections["export"]["number"]), models_uri, skipped=True)
+    trained = finished_training(run.tree.part(TrainTree), open_dataset(dataset_of_run(run)).pin)
+    return export_training(trained.models_uri, run.tree.train, trained.result, run.id)
+
+
+def dataset_of_run(run: Run, stages: Sequence[str] = ("etl", "verify")) -> str:
+    """DATASET@N as it was asked for, or as the last of `stages` in this run committed or checked it; without either,
+    what the config names."""
+    if split_version(run.tree.dataset.uri)[1] is not None:
+        return run.tree.dataset.uri
+    records = [read_stage_record(run.record.workdir, run.id, stage) for stage in stages]
+    # An older shardmill's check does not say of which version it was.
+    ended = [each for each in records if each is not None and each.status != "failed" and "dataset" in each.sections]
+    if not ended:
+        return run.tree.dataset.uri
+    dataset = max(ended, key=lambda each: each.started).sections["dataset"]
+    return f"{dataset['uri']}@{dataset['version']}"

@@ -1,0 +1,35 @@
+"""The command `train`: the stage alone, on the dataset of its run."""
+
+from __future__ import annotations
+
+import typer
+
+from pipeline.cli_options import AllowChange, Common, DatasetArgument, Fresh, command
+from pipeline.commands.stage import dataset_of_run, open_dataset_run, print_stage
+from pipeline.config import load_for_dataset
+from pipeline.preflight import refuse_what_cannot_work
+
+
+@command()
+def train(
+    context: typer.Context, dataset: DatasetArgument, fresh: Fresh = False,
+    allow_change: AllowChange = [],  # noqa: B006  typer copies it
+) -> None:  # fmt: skip
+    from shardmill.dataset.open import open_dataset
+    from train.launching.attach import EndedWithJob, attached
+    from train.planning.changes import Again
+    from train.stage_record import train_record
+    from train.training import train_in_run
+    from train.tree import TrainTree
+
+    common: Common = context.obj
+    again, config = Again(fresh, tuple(allow_change)), load_for_dataset(dataset, common.overrides, common.workdir).train
+    try:
+        with attached(config), open_dataset_run(dataset, common) as run:
+            refuse_what_cannot_work(run.tree, common.workdir, ("train",))
+            tree, pin = run.tree.part(TrainTree), open_dataset(dataset_of_run(run)).pin
+            run.stage("train", lambda: train_in_run(tree, run.record, run.progress, pin, again), train_record)
+        print_stage(common, run)
+    except EndedWithJob as ended:
+        # This process is another rank than 0 of an attached job: it exits as the job did, and rank 0 has told it all.
+        raise typer.Exit(ended.code if isinstance(ended.code, int) else 0) from None

@@ -1,0 +1,80 @@
+"""The rows of `shardmill doctor` about a dataset against the ranks that would train on it: rows, steps and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pipeline.doctor.finding import Finding, Status, found_by
+from pipeline.tree import PipelineTree
+from shardmill.errors import ShardmillError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from etl.plan import BuildPlan
+    from shardmill.dataset.dataset import Dataset
+    from train.config import TrainConfig
+
+SPLIT, WINDOW = "train split", "train.window_budget_bytes"
+
+
+def dataset_findings(tree: PipelineTree) -> Iterator[Finding]:
+    """Of the committed version, if there is one: what a training on it would be refused for, or how it is shared out.
+
+    In a config with a source it is no more than a warning: a run builds another version first.
+    """
+    from shardmill.dataset.open import has_version, open_dataset
+    from train.planning.make import plan_training
+    from train.planning.preflight import check_trainable, window_memory
+
+    status: Status = "warn" if any(tree.source.uris().values()) else "fail"
+    subject = SPLIT
+    try:
+        if not has_version(tree.dataset.uri):
+            return
+        dataset = open_dataset(tree.dataset.uri)
+        train = plan_training(tree.train, tree.spark, dataset).config
+        check_trainable(train, dataset, tree.gate)
+        of_version = f"{dataset.pin.uri}@{dataset.pin.version}"
+        yield Finding("ok", subject, f"{of_version}: {_shares(train, dataset)}")
+        subject = WINDOW
+        memory = window_memory(train, dataset)
+    except ShardmillError as error:
+        found = f"the committed dataset as it is: {found_by(error)}"
+        yield Finding(status, subject, found, error.fix, is_transient=isinstance(error, StorageError))
+        return
+    found = f"{memory.bytes_per_rank:,} of {memory.budget_bytes:,} bytes on each rank for {of_version}"
+    yield Finding("ok", subject, found)
+
+
+def listing_findings(tree: PipelineTree, train: TrainConfig | None, plan: BuildPlan) -> Iterator[Finding]:
+    """Of the version that a build of this listing would make: shares of a split by content hash are estimates.
+
+    None of an append, whose version has older rows, too, and of a training that cannot run (`train` is None).
+    """
+    from etl.checks.facts import images_by_split
+    from train.planning.row_shares import follows_plan, row_shares
+
+    if train is None or plan.is_append or not follows_plan(train):
+        return
+    subject, num_rows = f"source: {SPLIT}", images_by_split(plan)["train"]
+    is_named = plan.listing.has_splits and not plan.listing.has_unnamed_splits
+    is_exact = is_named or tree.etl.split_fractions.train in (0, 1)
+    about = "" if is_exact else "about "
+    status: Status = "fail"
+    try:
+        row_shares(train, num_rows if is_exact else plan.num_images)
+        # All images together are enough.
+        status = "warn"
+        yield Finding("ok", subject, f"{about}{row_shares(train, num_rows)}")
+    except UsageError as error:
+        yield Finding(status, subject, f"{about}{found_by(error)}", error.fix)
+
+
+def _shares(train: TrainConfig, dataset: Dataset) -> str:
+    from train.planning.row_shares import follows_plan, row_shares
+    from train.readers import reader_of
+
+    num_rows = dataset.manifest.splits["train"].num_rows
+    if follows_plan(train):
+        return str(row_shares(train, num_rows))
+    return reader_of(train).limits(train, dataset) or f"{num_rows:,} rows"

@@ -1,0 +1,282 @@
+"""`shardmill doctor`: what would stop a run on this machine, found before the run starts, each with its fix."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeline.choices import Chosen, chosen_entries, registries
+from pipeline.cli_options import Common, command
+from pipeline.config import load_pipeline
+from pipeline.doctor.dataset import dataset_findings, listing_findings
+from pipeline.doctor.finding import Finding, Status, failed, found_by
+from pipeline.doctor.network import network_findings
+from pipeline.doctor.ranks import model_findings, rank_findings
+from pipeline.output.printing import plain, print_result
+from pipeline.preflight import Check, checks, clock_difference_seconds
+from pipeline.spark_applications import applications_on_spark
+from pipeline.tree import PipelineTree
+from shardmill.errors import ShardmillError, StorageError, UsageError
+from shardmill.images.kernel import HOW_TO_INSTALL, NATIVE_ID, resolve_kernel
+from shardmill.registry import Entry, install_hint
+from train.tree import TrainTree
+
+if TYPE_CHECKING:
+    from etl.config import EtlConfig
+    from etl.listing.listing import Listing
+    from train.config import TrainConfig
+
+JAVA_VERSIONS = (17, 21)
+CLOCK_TOLERANCE_SECONDS = 30
+REHEARSAL = "rehearsal"
+
+
+@command("run_id")
+def doctor(
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file to check as well.")] = "",
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Also start the training's ranks on the committed dataset, for one step.")
+    ] = False,
+) -> None:
+    common: Common = context.obj
+    findings = diagnose(config, common.overrides, common.workdir)
+    if rehearse:
+        findings.append(rehearsed(findings, config, common.overrides, common.workdir))
+    rows = [(each.status, each.subject, each.found, each.fix) for each in findings]
+    print_result(common, [plain(each) for each in findings], rows, title="doctor")
+    if failing := [each for each in findings if each.status == "fail"]:
+        raise typer.Exit((StorageError if all(each.is_transient for each in failing) else UsageError).exit_code)
+
+
+def diagnose(config: str, overrides: tuple[str, ...], workdir: str) -> list[Finding]:
+    """Check a TOML file, or the defaults if `config` is empty; one that does not load is a finding like any other."""
+    try:
+        tree = load_pipeline(config or None, overrides, workdir)
+    except ShardmillError as error:
+        return [_python(), _java(is_needed=True), _compiler(), Finding("fail", "config", found_by(error), error.fix)]
+    return examine(tree, workdir, has_config=bool(config))
+
+
+def examine(tree: PipelineTree, workdir: str, *, has_config: bool = True) -> list[Finding]:
+    """Check everything that a run with this config would need. Writes one small file to each store and removes it.
+
+    `has_config`: whether keys that only a config file sets are missed.
+    """
+    chosen, train = list(chosen_entries(tree)), _planned(tree)
+    return [
+        _python(),
+        *map(_entry, chosen),
+        *_packages(chosen),
+        _java(is_needed=bool(applications_on_spark(tree))),
+        _compiler(),
+        _kernel(tree),
+        *_preflight(tree, train, workdir, has_config=has_config),
+        *(rank_findings(train, tree.spark) if train else ()),
+        *dataset_findings(tree),
+        *(network_findings(tree, train) if train else ()),
+    ]
+
+
+def _planned(tree: PipelineTree) -> TrainConfig | None:
+    """The training as it would be planned, also where a check refuses it; None if nothing can be chosen."""
+    from train.planning.auto import resolve
+
+    try:
+        return resolve(tree.train, tree.spark).config
+    except ShardmillError:
+        # The row of `train.num_workers` says why.
+        return None
+
+
+def _entry(chosen: Chosen) -> Finding:
+    """Whether a chosen registry entry has the packages that it needs."""
+    entry = chosen.entry
+    if missing := entry.missing_packages():
+        found = f"{chosen.name} ({entry.help}) needs {', '.join(missing)}, which is not installed"
+        return Finding("fail", chosen.key, found, install_hint(entry.extra))
+    return Finding("ok", chosen.key, f"{chosen.name}: {entry.help}")
+
+
+def _packages(chosen: list[Chosen]) -> Iterator[Finding]:
+    """The versions of all packages that registry entries name; the missing ones that only other choices would need."""
+    users: dict[str, list[tuple[str, Entry]]] = {}
+    for registry in registries(PipelineTree):
+        for name, entry in registry.entries.items():
+            for package in entry.packages:
+                users.setdefault(package, []).append((f"{registry.key} = {name}", entry))
+    needed = {package for each in chosen for package in each.entry.packages}
+    # One name may come from several distributions: `tensorflow` is in `tensorflow-cpu`, too.
+    distributions = metadata.packages_distributions()
+    for package, uses in users.items():
+        if find_spec(package) is not None:
+            versions = {f"{name} {metadata.version(name)}" for name in distributions.get(package, ())}
+            yield Finding("ok", package, ", ".join(sorted(versions)) or "installed")
+        elif package not in needed:
+            # The entry with the fewest extras: `horovod` alone, not `spark,horovod`.
+            extra = min((entry.extra for _, entry in uses), key=len)
+            found = f"not installed; needed only by {', '.join(use for use, _ in uses)}"
+            yield Finding("ok", package, found, install_hint(extra))
+
+
+def _python() -> Finding:
+    return Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}")
+
+
+def _java(*, is_needed: bool) -> Finding:
+    """Whether Spark's Java runs; without it a run fails only if the config chooses something that needs Spark."""
+    problem: Status = "fail" if is_needed else "ok"
+    java = os.path.join(os.environ["JAVA_HOME"], "bin", "java") if os.environ.get("JAVA_HOME") else "java"
+    fix = "apt-get install -y openjdk-17-jre-headless, or set JAVA_HOME to a Java 17 or 21"
+    try:
+        text = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=20, check=False).stderr
+    except (OSError, subprocess.TimeoutExpired):
+        return Finding(problem, "java", f"{java} does not run; only Spark needs it", fix)
+    version = re.search(r'version "(\d+)', text)
+    if version is None or int(version.group(1)) not in JAVA_VERSIONS:
+        return Finding(problem, "java", f"{text.splitlines()[0] if text else 'unknown'}; Spark 4 needs 17 or 21", fix)
+    return Finding("ok", "java", text.splitlines()[0])
+
+
+def _compiler() -> Finding:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return Finding("ok", "g++", "not found; only building Horovod needs it", "apt-get install -y g++")
+    return Finding("ok", "g++", compiler)
+
+
+def _kernel(tree: PipelineTree) -> Finding:
+    """Which kernel would shrink JPEGs, and how to get the faster one."""
+    subject = "etl.kernel"
+    try:
+        kernel = resolve_kernel(tree.etl.kernel)
+    except ShardmillError as error:
+        return failed(subject, error)
+    if NATIVE_ID:
+        return Finding("ok", subject, f"{kernel}; {NATIVE_ID} is installed")
+    return Finding("warn", subject, "wheels; the faster native kernel is not installed", HOW_TO_INSTALL)
+
+
+def _preflight(tree: PipelineTree, train: TrainConfig | None, workdir: str, *, has_config: bool) -> Iterator[Finding]:
+    """What a run, or a training alone, would be refused for; then, if nothing is, what the listing of the source says,
+    and whether the model builds."""
+    uris = {**tree.source.uris(), "dataset.uri": tree.dataset.uri, "models.uri": tree.models.uri}
+    unset = [subject for subject, uri in uris.items() if not uri]
+    if has_config:
+        yield from (_unset(subject, tree) for subject in unset)
+    found = [_run_check(check) for check in checks(tree, workdir) if check.subject not in unset]
+    yield from found
+    if any(each.status == "fail" for each in found):
+        return
+    if unset:
+        yield from model_findings(tree, train)
+    else:
+        for subject in ("dataset.uri", "models.uri"):
+            yield _clock(f"clock of {subject}", uris[subject])
+        try:
+            yield from _listing_findings(tree, train)
+        except ShardmillError as error:
+            yield failed("source", error)
+
+
+def _clock(subject: str, uri: str) -> Finding:
+    """`gc`, leases and what removes left-overs go by a file's age."""
+    try:
+        seconds = clock_difference_seconds(uri)
+    except ShardmillError as error:
+        return failed(subject, error)
+    if seconds > CLOCK_TOLERANCE_SECONDS:
+        fix = "set both by NTP; until then leave `gc` with ages of hours alone"
+        return Finding("warn", subject, f"{seconds:,.0f} s from this machine's: files seem older or younger", fix)
+    return Finding("ok", subject, f"within {CLOCK_TOLERANCE_SECONDS} s of this machine's")
+
+
+def _unset(subject: str, tree: PipelineTree) -> Finding:
+    """A run needs all of them; training needs no source if there is a version to train on."""
+    from shardmill.dataset.open import has_version
+
+    fix = f"set {subject} in the config"
+    try:
+        is_built = subject != "dataset.uri" and has_version(tree.dataset.uri)
+    except ShardmillError:
+        is_built = False
+    if is_built:
+        return Finding("warn", subject, f"not set; training on {tree.dataset.uri} needs none, a whole run does", fix)
+    return Finding("fail", subject, "not set", fix)
+
+
+def _listing_findings(tree: PipelineTree, train: TrainConfig | None) -> Iterator[Finding]:
+    """What the ETL would infer from the listing, whether the model builds for it, and the room that a build would take;
+    reads names and sizes, and no image but a few that decide the size of stored ones.
+
+    Raises what the ETL and the training would raise for this listing.
+    """
+    from etl.checks.facts import check_classes, inferred_facts, inferred_warnings
+    from etl.checks.limits import check_limits
+    from etl.config import EtlTree
+    from etl.plan import plan_build
+    from train.planning.preflight import check_schema
+
+    plan = plan_build(tree.part(EtlTree), run_id="preflight")
+    check_limits(plan, plan.build.list_rejections)
+    check_classes(plan)
+    check_schema(tree.train, tree.gate, plan.row_schema)
+    facts = inferred_facts(plan)
+    for name in ("classes", "splits", "image"):
+        yield Finding("ok", f"source: {name}", str(facts[name]))
+    for message in inferred_warnings(plan):
+        yield Finding("warn", "source: warning", message)
+    yield from listing_findings(tree, train, plan)
+    yield from model_findings(tree, train, plan.row_schema)
+    if plan.store.local_root is not None:
+        yield _room(plan.store.local_root, plan.listing, plan.task.config)
+
+
+def _room(root: Path, listing: Listing, etl: EtlConfig) -> Finding:
+    """What is free where the dataset is to be, beside what a full build of it might take."""
+    from etl.units.units import stored_image_bytes
+
+    num_images = listing.num_images
+    needed_bytes = num_images * stored_image_bytes(listing, etl) * len(etl.formats)
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    free_bytes = shutil.disk_usage(there).free
+    needed = f"a build of all {num_images:,} images takes about {needed_bytes / 1e9:,.2g} GB"
+    found = f"{free_bytes / 1e9:,.1f} GB free; {needed}"
+    if needed_bytes > free_bytes:
+        # A guess, and of a full build: a later run adds what has changed.
+        return Finding("warn", "room for dataset.uri", found, "free space, or choose another place or a smaller size")
+    return Finding("ok", "room for dataset.uri", found)
+
+
+def _run_check(check: Check) -> Finding:
+    try:
+        return Finding("ok", check.subject, check.look())
+    except ShardmillError as error:
+        return failed(check.subject, error)
+
+
+def rehearsed(findings: Sequence[Finding], config: str, overrides: tuple[str, ...], workdir: str) -> Finding:
+    """Not tried if an earlier row says already that the ranks could not run, or no dataset is there."""
+    if failing := [each.subject for each in findings if each.status == "fail"]:
+        return Finding("warn", REHEARSAL, f"not tried: {', '.join(failing)} would stop it", "fix that first")
+    from shardmill.dataset.open import has_version
+    from train.planning.rehearsal import rehearse
+
+    try:
+        tree = load_pipeline(config or None, overrides, workdir)
+        if not has_version(tree.dataset.uri):
+            where = tree.dataset.uri or "dataset.uri, which is not set,"
+            return Finding("warn", REHEARSAL, f"not tried: {where} has no version", "run `shardmill etl` first")
+        return Finding("ok", REHEARSAL, rehearse(tree.part(TrainTree)))
+    except ShardmillError as error:
+        return failed(REHEARSAL, error)

@@ -1,0 +1,204 @@
+"""The rows of `shardmill doctor` about the network: the name of this host, where ranks and executors would call it, the
+ports that the config fixes for that, the Spark master, and the paths that its executors must see."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from pipeline.doctor.finding import Finding, Status, failed
+from pipeline.spark_applications import applications_on_spark
+from pipeline.tree import PipelineTree
+from shardmill.errors import ShardmillError
+from shardmill.jobs.addresses import addresses_of, is_loopback
+from shardmill.jobs.spark_settings import is_local_master, is_under_spark_submit, may_have_other_hosts
+from shardmill.stores import scheme_of
+from train.config import TrainConfig
+from train.world import LOOPBACK
+
+if TYPE_CHECKING:
+    from shardmill.jobs.config import SparkConfig
+
+CALL_SECONDS = 3.0
+DRIVER_PORTS = ("spark.driver.port", "spark.driver.blockManager.port", "spark.blockManager.port")
+SPARKS_PORT_RETRIES = 16
+
+
+def network_findings(tree: PipelineTree, train: TrainConfig) -> Iterator[Finding]:
+    """`train`: as planned. Listens for an instant, and calls itself."""
+    from train.launching import LAUNCHERS
+    from train.strategies import roles_of
+
+    try:
+        num_ranks = len(roles_of(train))
+        needs_nics = bool(LAUNCHERS[train.launcher].ranks_here(num_ranks, tree.spark))
+    except ShardmillError:
+        return
+    yield _host_name(is_needed=num_ranks > 1)
+    yield from _nics(train, is_needed=needs_nics or train.launcher == "horovod_spark")
+    if train.launcher == "attach":
+        yield _gate(train)
+    if is_under_spark_submit():
+        # Its settings hold, not these.
+        return
+    applications = applications_on_spark(tree)
+    if applications and tree.spark.master.startswith("spark://"):
+        yield _master(tree.spark.master)
+    yield from _local_paths(tree, applications)
+    for name, conf in applications.items():
+        yield from _application(f"spark.{name}.conf", conf, tree.spark)
+
+
+def _host_name(*, is_needed: bool) -> Finding:
+    """Gloo looks up its own host's name, and PyTorch and Horovod end with a segmentation fault if that fails."""
+    name = socket.gethostname()
+    try:
+        addresses = addresses_of(name)
+    except OSError as error:
+        found = f"{name} has no address ({error.strerror or error}): ranks that exchange gradients may crash"
+        return Finding(
+            "fail" if is_needed else "warn", "host name", found, f"add `127.0.0.1 {name}` to /etc/hosts", True
+        )
+    return Finding("ok", "host name", f"{name} is {', '.join(addresses)}")
+
+
+def _nics(train: TrainConfig, *, is_needed: bool) -> Iterator[Finding]:
+    """`is_needed`: whether this machine itself listens on them, and not only those of other ranks."""
+    from train.strategies.nics import ipv4_of
+
+    if train.nics:
+        try:
+            found = ", ".join(f"{nic} is {ipv4_of(nic)}" for nic in train.nics)
+        except ShardmillError as error:
+            refusal = failed("train.nics", error)
+            yield refusal if is_needed else Finding("warn", refusal.subject, f"{refusal.found}: the ranks' hosts may "
+                                                    "be others", refusal.fix)  # fmt: skip
+        else:
+            yield Finding("ok", "train.nics", found)
+
+
+def _gate(train: TrainConfig) -> Finding:
+    """Where rank 0 is called, which only its own host can try."""
+    from train.launching.attach_options import AttachOptions
+    from train.launching.attach_place import find_place, host_of_rank_0, loopback_warning
+
+    subject, started = "train.attach.port", find_place(os.environ)
+    attach = train.options(AttachOptions)
+    host = attach.host or (host_of_rank_0(os.environ, started[1]) if started else LOOPBACK)
+    where, fix = f"{host}:{attach.port}", "set train.attach.host and train.attach.port"
+    if not host:
+        return Finding("fail", subject, "several hosts, and nothing says which is rank 0's", "set train.attach.host")
+    is_rank_0 = started is not None and started[1].rank == 0
+    try:
+        if started is None or is_rank_0:
+            socket.create_server((host, attach.port)).close()
+        else:
+            addresses_of(host)
+    except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno == errno.EADDRNOTAVAIL and not is_rank_0:
+            return Finding("ok", subject, f"{where} is of another host, on which rank 0 is to run")
+        # Not started as one of several, and no host set: MASTER_ADDR or SLURM may name another one.
+        status: Status = "fail" if started or attach.host else "warn"
+        return Finding(status, subject, f"rank 0 cannot be called at {where}: {why}", f"{fix}, or free that port", True)
+    if started and (warning := loopback_warning(host, started[1])):
+        found, _, fix = warning.partition("; ")
+        return Finding("warn", subject, found, fix)
+    return Finding("ok", subject, f"{where} is free" if started is None or is_rank_0 else f"{where} is rank 0's")
+
+
+def _master(master: str) -> Finding:
+    """Whether one of the masters of a standalone cluster can be called."""
+    reasons: list[str] = []
+    for address in master.removeprefix("spark://").split(","):
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), CALL_SECONDS).close()
+        except (OSError, ValueError, OverflowError) as error:
+            reasons.append(f"{address}: {getattr(error, 'strerror', None) or error}")
+        else:
+            return Finding("ok", "spark.master", f"{address} takes calls")
+    found = f"{master} takes none ({'; '.join(reasons)})"
+    fix = "start the master, let this host reach it, or correct spark.master"
+    return Finding("fail", "spark.master", found, fix, is_transient=True)
+
+
+def _local_paths(tree: PipelineTree, applications: Collection[str]) -> Iterator[Finding]:
+    """Of this machine, where tasks or ranks on others would look for them: the same text, and another folder there."""
+    if not may_have_other_hosts(tree.spark.master):
+        return
+    uris = dict(tree.source.uris()) if "etl" in applications else {}
+    uris |= {"dataset.uri": tree.dataset.uri} if applications else {}
+    uris |= {"models.uri": tree.models.uri} if "train" in applications else {}
+    for key, uri in uris.items():
+        if uri and scheme_of(uri) == "file":
+            fix = "mount it on all of them, or use s3:// or hdfs://"
+            yield Finding("warn", f"{key} on executors", f"those on other hosts must see {uri}", fix)
+
+
+def _application(section: str, conf: dict[str, str], spark: SparkConfig) -> Iterator[Finding]:
+    """Where its driver would listen, which it tells its executors and ranks; and the ports that its settings fix."""
+    default = LOOPBACK if is_local_master(spark.master) else os.environ.get("SPARK_LOCAL_IP") or socket.gethostname()
+    told = conf.get("spark.driver.host", default)
+    bind = conf.get("spark.driver.bindAddress", LOOPBACK if is_local_master(spark.master) else told)
+    address = _driver_address(f"{section}: driver", bind, told)
+    if address.status == "ok" and "spark.driver.host" in conf and _is_of_others(told, spark.master):
+        found = f"executors would call {told}, which on other hosts is themselves"
+        address = Finding("warn", address.subject, found, "set spark.driver.host to this host's address")
+    yield address
+    if address.status != "fail":
+        retries = conf.get("spark.port.maxRetries", "")
+        num_ports = 1 + (int(retries) if retries.isdecimal() else SPARKS_PORT_RETRIES)
+        for name in DRIVER_PORTS:
+            if conf.get(name, "0").isdecimal() and (port := int(conf.get(name, "0"))):
+                yield _port(f"{section}: {name}", bind, port, num_ports)
+
+
+def _driver_address(subject: str, bind: str, told: str) -> Finding:
+    fix = "set spark.driver.host to an address of this host, or spark.driver.bindAddress beside one that leads here"
+    try:
+        addresses = addresses_of(told)
+    except OSError as error:
+        return Finding(
+            "fail", subject, f"{told}, which ranks call, has no address: {error.strerror or error}", fix, True
+        )
+    try:
+        server = socket.create_server((bind, 0))
+    except OSError as error:
+        return Finding("fail", subject, f"it cannot listen on {bind}: {error.strerror or error}", fix, True)
+    with server:
+        try:
+            socket.create_connection((told, server.getsockname()[1]), CALL_SECONDS).close()
+        except OSError as error:
+            # Where addresses are translated, only others can reach this one.
+            found = f"listening on {bind}, it cannot be called from here at {told}: {error.strerror or error}"
+            return Finding("warn", subject, found, fix)
+    return Finding("ok", subject, f"listens on {bind}, is called at {told} ({', '.join(addresses)})")
+
+
+def _port(subject: str, bind: str, port: int, num_ports: int) -> Finding:
+    """Spark takes the next that is free, unless it is told not to."""
+    if not 1024 <= port <= 65535:
+        return Finding("fail", subject, f"{port}, and Spark takes 1024 to 65535", "set such a port, or 0 for any")
+    taken = 0
+    for each in range(port, min(port + num_ports, 65536)):
+        with suppress(OSError):
+            socket.create_server((bind, each)).close()
+            break
+        taken += 1
+    else:
+        found = f"{port} of {bind} is taken" + (f", and so are the next {taken - 1}" if taken > 1 else "")
+        return Finding("fail", subject, found, "set another port, 0 for any, or a higher spark.port.maxRetries", True)
+    if taken:
+        found = f"{port} of {bind} is taken: Spark would listen on {port + taken}, which a firewall may keep closed"
+        return Finding("warn", subject, found, "set another port, or end what has it")
+    return Finding("ok", subject, f"{port} of {bind} is free")
+
+
+def _is_of_others(told: str, master: str) -> bool:
+    """Whether an address is loopback, and the master is neither in this process nor at loopback itself."""
+    return is_loopback(told) and may_have_other_hosts(master)
