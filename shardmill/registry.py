@@ -47,6 +47,9 @@ class Entry:
     """`package.module:class` of the entry's own settings, a `Section`; empty for none. A config of which a key chooses
     from the registry has them as a section. Every config imports that module: it needs nothing of `packages`."""
 
+    suffixes: tuple[str, ...] = ()
+    """In small letters: of files that this entry reads. A file, or a folder of them, then chooses it by itself."""
+
     def missing_packages(self) -> tuple[str, ...]:
         """Those of `packages` that are not installed; nothing is imported to find out."""
         return tuple(name for name in self.packages if importlib.util.find_spec(name) is None)

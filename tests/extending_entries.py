@@ -22,6 +22,7 @@ from shardmill.stores.local import LocalStore
 from train.backends.keras.backend import KerasBackend
 from train.backends.keras.optimizers import sgd
 from train.config import TrainConfig
+from train.launching.environments import Starter, local_numbers
 from train.launching.inline import INLINE
 from train.models.small_cnn import small_cnn
 from train.optimizers import Optimizer
@@ -54,6 +55,7 @@ NEW_STRATEGY = replace(SINGLE, backends=("keras", "new"))
 NEW_STRATEGY_WITH_OPTIONS = replace(NEW_STRATEGY, check=check_new)
 NEW_BACKEND = KerasBackend()
 NEW_LAUNCHER = replace(INLINE)
+NEW_ENVIRONMENT = Starter("the new cluster", "NEW_RANK", "NEW_SIZE", local_numbers("NEW_LOCAL_RANK", "NEW_LOCAL_SIZE"))
 NEW_MODEL = small_cnn
 NEW_SCHEDULE = replace(STEP)
 new_optimizer = Optimizer(keras=sgd)

@@ -44,7 +44,7 @@ NEW_ENTRIES = {
     "storage scheme": "new_store",
 }
 # What an entry names beside its object.
-OPTIONS = {"train.strategy": ', options="new_entries:NewOptions"'}
+OPTIONS = {"train.strategy": ', options="new_entries:NewOptions"', "source.kind": ', suffixes=(".new",)'}
 REGISTRIES = registries(PipelineTree)
 ALL = pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.key)
 
@@ -99,9 +99,9 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
         entry = f'        "new": Entry({words}),\n'
         file.write_text(text.replace(head, head + entry), encoding="utf-8")
 
-    def try_to_run(*words: str) -> subprocess.CompletedProcess[str]:
+    def try_to_run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pipeline.cli", *words]
-        environment = {**ENVIRONMENT, "PYTHONPATH": str(sources)}
+        environment = {**ENVIRONMENT, "PYTHONPATH": str(sources), **variables}
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
 
     def run(*words: str) -> str:
@@ -115,6 +115,21 @@ def test_one_file_and_one_entry_are_enough(tmp_path: Path):
     for value, expected in (("0", "greater than or equal to 1"), ("10", "at most 9")):
         refused = try_to_run("run", "images", "--set", "train.strategy=new", "--set", f"train.new.patience={value}")
         assert refused.returncode == 2 and f"train.new.patience = {value}; expected {expected}" in refused.stderr
+
+    # A file with the suffix of the new source is one of that kind.
+    (tmp_path / "photos.new").touch()
+    assert 'kind = "new"' in run("config", "show", "photos.new")
+
+    # What starts processes is a registry that no key chooses from.
+    environments = sources / "train/launching/environments/__init__.py"
+    head = '"started by",\n    {\n'
+    text = environments.read_text(encoding="utf-8")
+    assert text.count(head) == 1
+    entry = '        "new": Entry("new_entries:NEW_ENVIRONMENT", "added by a test"),\n'
+    environments.write_text(text.replace(head, head + entry), encoding="utf-8")
+    refused = try_to_run("run", "images", NEW_RANK="1", NEW_SIZE="2")
+    said = "the new cluster started this command 2 times (NEW_RANK = 1, NEW_SIZE = 2), and train.launcher is not set"
+    assert refused.returncode == 2 and said in refused.stderr
 
     # The whole pipeline through new entries alone: ETL, verification, training, an export that is loaded back, report.
     dataset = f"new://{tmp_path}/dataset"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from etl.sources.listed import ListingBatch
+from etl.sources.names import IDX_SUFFIXES, PARQUET_SUFFIXES, TAR_SUFFIXES, TFRECORD_SUFFIXES, ZIP_SUFFIXES
 from shardmill.registry import Entry, Registry
 from shardmill.values import Rejection, SourceImage
 
@@ -74,12 +75,22 @@ SOURCES: Registry[Callable[[SourceConfig], Source]] = Registry(
             "etl.sources.folders:FolderSource", "one folder per class, optionally inside train/, val/, test/"
         ),
         "webdataset": Entry(
-            "etl.sources.webdataset:WebDatasetSource", "tar shards, or class folders in a tar; .gz too"
+            "etl.sources.webdataset:WebDatasetSource",
+            "tar shards, or class folders in a tar; .gz too",
+            suffixes=TAR_SUFFIXES,
         ),
-        "parquet": Entry("etl.sources.parquet:ParquetSource", "Parquet with the images in a column, as Hugging Face's"),
-        "idx": Entry("etl.sources.idx:IdxSource", "IDX files, the format of MNIST and its family; .gz too"),
-        "tfrecord": Entry("etl.sources.tfrecord:TfrecordSource", "TFRecord files of tf.Example; .gz too"),
-        "zip": Entry("etl.sources.zip:ZipSource", "ZIP archives with one folder for each class"),
+        "parquet": Entry(
+            "etl.sources.parquet:ParquetSource",
+            "Parquet with the images in a column, as Hugging Face's",
+            suffixes=PARQUET_SUFFIXES,
+        ),
+        "idx": Entry(
+            "etl.sources.idx:IdxSource", "IDX files, the format of MNIST and its family; .gz too", suffixes=IDX_SUFFIXES
+        ),
+        "tfrecord": Entry(
+            "etl.sources.tfrecord:TfrecordSource", "TFRecord files of tf.Example; .gz too", suffixes=TFRECORD_SUFFIXES
+        ),
+        "zip": Entry("etl.sources.zip:ZipSource", "ZIP archives with one folder for each class", suffixes=ZIP_SUFFIXES),
         "table": Entry("etl.sources.table:TableSource", "CSV, JSON lines or Parquet with a URI in each row"),
         "several": Entry("etl.sources.several:SeveralSources", "several of these, each in a table source.parts.NAME"),
     },

@@ -8,29 +8,15 @@ from collections import Counter
 
 import pyarrow as pa
 
+from etl.sources import SOURCES
 from etl.sources.containers import Containers, is_named
-from etl.sources.names import (
-    IDX_SUFFIXES,
-    PARQUET_SUFFIXES,
-    TABLE_SUFFIXES,
-    TAR_SUFFIXES,
-    TFRECORD_SUFFIXES,
-    ZIP_SUFFIXES,
-)
+from etl.sources.names import PARQUET_SUFFIXES, TABLE_SUFFIXES
 from etl.sources.parquet_columns import bytes_leaf, holds_lists_of_bytes, read_footer
 from etl.sources.patterns import is_pattern
 from etl.sources.stored_file import open_file
 from shardmill.errors import ShardmillError
 from shardmill.stores import open_store
 
-# Kinds whose files hold the images themselves. (A table beside a folder's images is no reason to read the table.)
-_CONTAINERS = {
-    "webdataset": TAR_SUFFIXES,
-    "zip": ZIP_SUFFIXES,
-    "parquet": PARQUET_SUFFIXES,
-    "idx": IDX_SUFFIXES,
-    "tfrecord": TFRECORD_SUFFIXES,
-}
 # Where data sets that are cloned keep their files.
 _USUAL_FOLDERS = ("data", "train", "default")
 # One request of S3's.
@@ -68,7 +54,9 @@ def _kind_of(uri: str) -> str | None:
 
 
 def _suffix_kind(name: str) -> str | None:
-    return next((kind for kind, suffixes in _CONTAINERS.items() if is_named(name, suffixes)), None)
+    """The kind whose files hold the images themselves. (A table beside a folder's images is no reason to read it.)"""
+    entries = SOURCES.entries.items()
+    return next((kind for kind, entry in entries if entry.suffixes and is_named(name, entry.suffixes)), None)
 
 
 def _names_in(folder: str) -> list[str]:

@@ -24,7 +24,8 @@ from train.config import TrainConfig
 from train.launching.attach import JOB_TOKEN_VARIABLE, attached
 from train.launching.attach_gate import Gate, call_gate
 from train.launching.attach_options import AttachOptions
-from train.launching.attach_place import find_place, first_host, host_of_rank_0, tasks_per_node
+from train.launching.attach_place import host_of_rank_0
+from train.launching.environments import find_place
 from train.launching.place import Place
 from train.launching.wire import ProtocolError
 
@@ -80,13 +81,6 @@ def test_without_a_starter_there_is_no_place_and_nonsense_is_refused():
     for rank, said in (("first", "torchrun are not numbers"), ("2", "rank 2 of 2")):
         with pytest.raises(UsageError, match=f"{said}.*`unset RANK WORLD_SIZE`"):
             find_place({"RANK": rank, "WORLD_SIZE": "2"})
-
-
-def test_slurms_lists_are_read():
-    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    assert [first_host(nodes) for nodes in ("a,b", "n[3-7,9],m2", "r[1-2]n[05-06]", "login", "")] == [
-        "a", "n3", "r1n05", "login", ""
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,19 @@ from tests.services.marked import free_ports
 from train.config import TrainConfig
 from train.launching.attach import JOB_TOKEN_VARIABLE, attached, check_world_size
 from train.launching.attach_options import AttachOptions
-from train.launching.attach_place import STARTERS, loopback_warning
+from train.launching.attach_place import loopback_warning
+from train.launching.environments import ENVIRONMENTS
+from train.launching.environments.slurm import first_host, tasks_per_node
 from train.launching.place import Place
 from train.planning.auto import resolve
 
 TOKEN = "secret of this job" * 2
 
 
-@pytest.mark.parametrize("starter", STARTERS, ids=str)
+@pytest.mark.parametrize("starter", ENVIRONMENTS.values(), ids=str)
 def test_variables_that_another_program_has_left_are_named(monkeypatch, starter):
     # What nearer starters have left in the environment of the tests would count first.
-    for each in STARTERS:
+    for each in ENVIRONMENTS.values():
         monkeypatch.delenv(each.rank, raising=False)
     monkeypatch.setenv(starter.rank, "1")
     monkeypatch.setenv(starter.world_size, "2")
@@ -86,3 +88,10 @@ def test_sparks_driver_at_a_loopback_address_is_warned_of_if_executors_may_be_el
         for master in ("local[2]", "local-cluster[2,1,1024]", "spark://127.0.0.1:7077"):
             assert spark_loopback_warning(master, settings.get) == ""
     assert spark_loopback_warning("yarn", {"spark.driver.host": "10.0.0.1"}.get) == ""
+
+
+def test_slurms_lists_are_read():
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert [first_host(nodes) for nodes in ("a,b", "n[3-7,9],m2", "r[1-2]n[05-06]", "login", "")] == [
+        "a", "n3", "r1n05", "login", ""
+    ]  # fmt: skip

@@ -26,8 +26,9 @@ from train.launching import Launcher
 from train.launching.attach_gate import Gate, call_gate
 from train.launching.attach_messages import Begin, Ended, Stop
 from train.launching.attach_options import AttachOptions
-from train.launching.attach_place import find_place, host_of_rank_0, loopback_warning
+from train.launching.attach_place import host_of_rank_0, loopback_warning
 from train.launching.devices import device_environment
+from train.launching.environments import find_place
 from train.launching.keeper import keep_rank, rank_processes
 from train.launching.place import Place
 from train.launching.rank import DEFAULT_WORKER

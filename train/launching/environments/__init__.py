@@ -1,0 +1,76 @@
+"""What may have started this process as one of several, and where it put it: one file for each environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shardmill.errors import UsageError
+from shardmill.registry import Entry, Registry
+from train.launching.place import Place
+
+Variables = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """Names of the variables in which a starter of processes tells each its place."""
+
+    name: str
+    rank: str
+    world_size: str
+    local: Callable[[Variables], tuple[int, int]]
+    """-> (local rank, number of ranks on this host). Raises ValueError or IndexError for what is no number."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def if_left(self) -> str:
+        """What to do if nothing has started this process: its variables may be left from another program."""
+        return (
+            f"if {self.rank} and {self.world_size} are left from another program, `unset {self.rank} {self.world_size}`"
+        )
+
+
+def local_numbers(rank: str, size: str) -> Callable[[Variables], tuple[int, int]]:
+    """`Starter.local` of two variables, which are left out if a host has one process (Kubernetes: a pod is a host)."""
+    return lambda variables: (int(variables.get(rank, "0")), int(variables.get(size, "1")))
+
+
+# The first that has set its variables counts: torchrun runs inside of srun, mpirun inside of a SLURM allocation.
+ENVIRONMENTS: Registry[Starter] = Registry(
+    "started by",
+    {
+        "own": Entry("train.launching.environments.own:OWN", "anything that sets SHARDMILL_RANK and its like"),
+        "torchrun": Entry(
+            "train.launching.environments.torchrun:TORCHRUN", "torchrun, and Kubernetes' training operators"
+        ),
+        "open_mpi": Entry("train.launching.environments.open_mpi:OPEN_MPI", "mpirun of Open MPI"),
+        "mpich": Entry("train.launching.environments.mpich:MPICH", "mpiexec of MPICH and of Intel MPI"),
+        "slurm": Entry("train.launching.environments.slurm:SLURM", "srun of SLURM"),
+    },
+)
+
+
+def find_place(variables: Variables) -> tuple[Starter, Place] | None:
+    """(what started this process, its place), or None if nothing says so. Raises UsageError for what is no place."""
+    for starter in ENVIRONMENTS.values():
+        if starter.rank not in variables or starter.world_size not in variables:
+            continue
+        try:
+            numbers = int(variables[starter.rank]), int(variables[starter.world_size])
+            place = Place(*numbers, *starter.local(variables))
+        except (ValueError, IndexError) as error:
+            raise UsageError(
+                f"the variables of {starter.name} are not numbers: {error}", "expected whole numbers", starter.if_left
+            ) from None
+        if not (0 <= place.rank < place.world_size and 0 <= place.local_rank < place.ranks_per_node):
+            raise UsageError(
+                f"the variables of {starter.name} make this process rank {place.rank} of {place.world_size}, "
+                f"number {place.local_rank} of {place.ranks_per_node} on its host",
+                "expected numbers that count from 0",
+                starter.if_left,
+            )
+        return starter, place
+    return None

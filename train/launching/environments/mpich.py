@@ -1,0 +1,7 @@
+"""Processes of mpiexec, as MPICH and Intel MPI have it (their process manager is Hydra)."""
+
+from __future__ import annotations
+
+from train.launching.environments import Starter, local_numbers
+
+MPICH = Starter("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", local_numbers("MPI_LOCALRANKID", "MPI_LOCALNRANKS"))

@@ -1,0 +1,8 @@
+"""Processes whose starter sets our own variables, as our launchers do for their ranks."""
+
+from __future__ import annotations
+
+from train.launching.environments import Starter, local_numbers
+from train.launching.place import OURS
+
+OWN = Starter("shardmill's own variables", OURS[0], OURS[1], local_numbers(OURS[2], OURS[3]))

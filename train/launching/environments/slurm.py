@@ -1,0 +1,35 @@
+"""Processes of SLURM's srun (https://slurm.schedmd.com/srun.html, "Output environment variables")."""
+
+from __future__ import annotations
+
+import re
+
+from train.launching.environments import Starter, Variables
+
+
+def _local(variables: Variables) -> tuple[int, int]:
+    counts = tasks_per_node(variables.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    return int(variables.get("SLURM_LOCALID", "0")), counts[int(variables.get("SLURM_NODEID", "0"))]
+
+
+SLURM = Starter("SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", _local)
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """SLURM's `2(x3),1` -> [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or "1")
+    return counts
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a SLURM node list: `rack[3-4]node[07,09-12],b1` -> `rack3node07`."""
+    inside, first = 0, nodes
+    for position, character in enumerate(nodes):
+        inside += {"[": 1, "]": -1}.get(character, 0)
+        if character == "," and not inside:
+            first = nodes[:position]
+            break
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first)

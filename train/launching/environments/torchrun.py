@@ -1,0 +1,7 @@
+"""Processes of torchrun, and of whatever else sets PyTorch's variables (Kubeflow's PyTorchJob, for instance)."""
+
+from __future__ import annotations
+
+from train.launching.environments import Starter, local_numbers
+
+TORCHRUN = Starter("torchrun", "RANK", "WORLD_SIZE", local_numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
