@@ -22,7 +22,7 @@ _NUM_EXAMPLES = 3
 # Fewer images than this say little about a model, whatever their accuracy is: one of 30 is more than 3 %.
 FEW_IN_SPLIT, _FEW_IN_CLASS = 30, 3
 _NUM_NAMED = 5
-_NO_CLASSES = "no classes: the images are in no folders"
+_NO_CLASSES = "no classes: the dataset has no labels"
 
 
 def is_up_to_date(plan: BuildPlan, parent: Manifest) -> bool:

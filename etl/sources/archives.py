@@ -64,7 +64,7 @@ class Archives:
         takes_folders = folders.takes_labels and layout.label_field == FOLDER_LABELS
         # Labels that are no classes come as a column.
         takes_none = layout.label_field in ("", FOLDER_LABELS) and self._extra.target is None
-        signs = MemberSigns() if folders.takes_labels and takes_none else None
+        signs = MemberSigns(looks_at_folders=not layout.label_field) if folders.takes_labels and takes_none else None
         splits = splits_of(archive.path for archive in found.containers)
         batches = batches_of(self._entries(found.containers, layout, signs, splits), lambda: self._extra.types)
         if signs is not None:

@@ -31,15 +31,8 @@ def choose_column(names: Sequence[str], configured: str, usual: Sequence[str], k
 
     Raises UsageError if the configured one is not there, or if the column that is meant is there twice.
     """
-    found = (
-        _called(configured, names) if configured else next(filter(None, (_called(each, names) for each in usual)), None)
-    )
-    if found is not None and names.count(found) > 1:
-        raise UsageError(
-            f"the column {found!r} is there {names.count(found)} times",
-            "expected each column that is used once",
-            "rename or remove the other one" + (f", or set source.{key} to another column" if key else ""),
-        )
+    meant = (_called(each, names) for each in ([configured] if configured else usual))
+    found = next((each[0] for each in filter(None, meant) if is_there_once(each, key)), None)
     if found is not None or not configured:
         return found
     near = difflib.get_close_matches(configured, names, n=1)
@@ -55,11 +48,24 @@ def choose_label_column(names: Sequence[str], config: SourceConfig, usual: Seque
     return None if config.label_kind == "none" else choose_column(names, config.label_field, usual, "label_field")
 
 
-def _called(wanted: str, names: Sequence[str]) -> str | None:
-    """The column of a name as it is written, else the first that differs by case and spaces around it."""
-    if wanted in names:
-        return wanted
-    return next((name for name in names if name.strip().lower() == wanted.strip().lower()), None)
+def is_there_once(found: Sequence[str], key: str = "") -> bool:
+    """True for one column, of those that may be meant. Raises UsageError for several; `source.KEY` chooses one."""
+    if len(found) == 1:
+        return True
+    same = len(set(found)) == 1
+    raise UsageError(
+        f"the column {found[0]!r} is there {len(found)} times"
+        if same
+        else f"the columns {', '.join(map(repr, dict.fromkeys(found)))} differ only in case or spaces",
+        "expected each column that is used once",
+        "rename or remove the other one" + (f", or set source.{key} to {'another' if same else 'one'}" if key else ""),
+    )
+
+
+def _called(wanted: str, names: Sequence[str]) -> list[str]:
+    """The columns of a name as it is written, else all that differ from it by case and spaces around it."""
+    exact = [name for name in names if name == wanted]
+    return exact or [name for name in names if name.strip().lower() == wanted.strip().lower()]
 
 
 def misspelt(names: Sequence[str], used: Mapping[str, str | None], table: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.sources.columns import is_there_once
 from etl.sources.target import Target, class_names_of
 from etl.sources.value_text import text_of_value, value_texts
 from shardmill.errors import UsageError
@@ -78,7 +79,8 @@ class ExtraColumns:
         columns = {}
         for name in self.given:
             own_name = label if name == LABEL else name
-            found = plain(rows.column(own_name)) if own_name in rows.column_names else pa.nulls(rows.num_rows)
+            own = [each for each in rows.column_names if each == own_name]
+            found = plain(rows.column(own[0])) if own and is_there_once(own) else pa.nulls(rows.num_rows)
             if name == LABEL and self.target is not None:
                 found = self.target.named(found, class_names_of(rows.schema, label or ""))
             columns[name] = self._column(name, found, where, problems)

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import BinaryIO
 
+from etl.sources.folder_signs import FolderSigns
 from etl.sources.label_signs import named_signs, names_labels
 from etl.sources.listed import ListingBatch
-from etl.sources.names import TABLE_SUFFIXES
+from etl.sources.names import TABLE_SUFFIXES, is_image_name
 from etl.sources.tar import ArchiveMember
 from etl.sources.tar_samples import last_suffix
 from shardmill.printable import printable
@@ -24,20 +25,29 @@ _LIST_SUFFIXES = (*TABLE_SUFFIXES, ".json", ".txt", ".xml", ".mat", ".xlsx", ".n
 class MemberSigns:
     """Of archives whose layout takes no member as the label."""
 
-    def __init__(self) -> None:
-        self.found: tuple[str, ...] = ()
+    def __init__(self, *, looks_at_folders: bool) -> None:
+        self._found: tuple[str, ...] = ()
         self._has_read_json = False
+        self._folders = FolderSigns() if looks_at_folders else None
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """The signs in the members that were noted so far."""
+        return (*self._found, *(self._folders.found() if self._folders is not None else ()))
 
     def noting(self, members: Iterable[ArchiveMember], file: BinaryIO, archive: str) -> Iterator[ArchiveMember]:
-        """The members, of which the first `.cls` and the fields of the first JSON member are looked at."""
+        """The members. The first `.cls`, the fields of the first JSON member and maybe the folders are looked at."""
         for member in members:
             suffix = last_suffix(member.name) if member.is_file else ""
-            if suffix == "cls" and not self.found:
-                self.found = (f"{printable(archive)} has {printable(member.name)!r}",)
+            if suffix == "cls" and not self._found:
+                self._found = (f"{printable(archive)} has {printable(member.name)!r}",)
             elif suffix == "json" and not self._has_read_json and member.size_bytes <= _MAX_JSON_BYTES:
                 self._has_read_json = True
                 file.seek(member.start)
-                self.found += tuple(named_signs(_field_names(file.read(member.size_bytes)), f"{archive}/{member.name}"))
+                fields = _field_names(file.read(member.size_bytes))
+                self._found += tuple(named_signs(fields, f"{archive}/{member.name}"))
+            elif self._folders is not None and suffix and is_image_name(member.name):
+                self._folders.look(member.name)
             yield member
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -76,13 +77,23 @@ def suffix_of(name: str) -> str:
 def detect_layout(members: Iterable[ArchiveMember]) -> str:
     """The label field that the first members of a source show."""
     names = [member.name for member in members if member.is_file]
-    suffixes = {last_suffix(name) for name in names}
-    if "cls" in suffixes:
+    if any(last_suffix(name) == "cls" for name in names):
         return "cls"
-    # Captions and metadata beside the images: a WebDataset without classes, whose folders mean nothing.
-    if suffixes & {"json", "txt"}:
-        return ""
-    return FOLDER_LABELS
+    texts = [name for name in names if last_suffix(name) in ("json", "txt")]
+    # A WebDataset without classes, whose folders may mean nothing. One LICENSE.txt beside class folders makes none.
+    return "" if texts and _are_of_samples(texts, [name for name in names if is_image_name(name)]) else FOLDER_LABELS
+
+
+def _are_of_samples(texts: Iterable[str], images: Collection[str]) -> bool:
+    """Whether texts are captions or metadata: an image's (`a/1.json` of `a/1.png`), or one in every image's folder."""
+    if not {_stem_of(name) for name in texts}.isdisjoint(map(_stem_of, images)):
+        return True
+    folders_of: defaultdict[str, set[str]] = defaultdict(set)
+    for name in texts:
+        folder, _, own = name.rpartition("/")
+        folders_of[own].add(folder)
+    folders = {name.rpartition("/")[0] for name in images}
+    return any(found >= folders for found in folders_of.values())
 
 
 def read_samples(members: Iterable[ArchiveMember], file: BinaryIO, layout: TarLayout) -> Iterator[TarImage | TarReject]:

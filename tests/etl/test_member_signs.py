@@ -112,3 +112,42 @@ def test_a_level_that_is_given_is_one_of_folders(tmp_path: Path):
     assert {image.label for image in images_of(list_images(source))} == {"0", "1"}
     by_folder = list_images(source.model_copy(update={"label_level": 1}))
     assert by_folder.class_names == ("cat", "dog")
+
+
+LICENSED = ("flower_photos/LICENSE.txt", "flower_photos/daisy/1.jpg", "flower_photos/roses/2.jpg")
+
+
+@pytest.mark.parametrize("names", [LICENSED, ("daisy/1.png", "roses/2.png", "metadata.json"), ("x.txt", *LICENSED[1:])])
+def test_a_text_that_belongs_to_no_image_leaves_folders_classes(names: tuple[str, ...], tmp_path: Path):
+    source = write_tar(tmp_path / "a.tar", {name: picture(place) for place, name in enumerate(names)})
+    assert list_images(source).class_names == ("daisy", "roses")
+
+
+def sidecars(*folders: str) -> dict[str, bytes]:
+    images = {f"{folder}/{place}.png": picture(place) for place, folder in enumerate(folders)}
+    return dict(sorted((images | {f"{name[:-4]}.json": b'{"width": 3}' for name in images}).items()))
+
+
+@pytest.mark.parametrize(
+    ("folders", "level"),
+    [(("cat", "dog"), 1), (("a/train/cat", "a/test/dog"), 3), (("train/cat", "test/dog"), 1), (("a/cat", "dog"), "N")],
+)
+def test_named_folders_of_samples_with_texts_end_the_build_with_the_level_to_set(
+    folders: tuple[str, str], level: int | str, tmp_path: Path
+):
+    source = write_tar(tmp_path / "a.tar", sidecars(*folders))
+    refuses(source, f"the folders cat, dog, with texts beside them .*set source.label_level = {level}.;")
+    if level != "N":
+        assert list_images(source.model_copy(update={"label_level": level})).class_names == ("cat", "dog")
+
+
+def test_named_folders_behind_the_first_thousand_members_are_not_lost(tmp_path: Path):
+    members = {f"cat/{place}.{suffix}": b"x" for place in range(600) for suffix in ("png", "txt")}
+    refuses(write_tar(tmp_path / "a.tar", members | sidecars("dog")), "the folders cat, dog")
+
+
+@pytest.mark.parametrize("names", [("00", "01"), ("part-0", "part-1"), ("train", "test"), ("3f", "a7"), ("photos",)])
+def test_folders_of_shards_and_splits_with_texts_are_no_classes(names: tuple[str, ...], tmp_path: Path):
+    assert list_images(write_tar(tmp_path / "a.tar", sidecars(*names))).class_names == ()
+    one_each = {f"{name}/{own}": picture(0) for name in names for own in ("image.png", "caption.txt")}
+    assert list_images(write_tar(tmp_path / "a.tar", one_each)).class_names == ()

@@ -126,6 +126,28 @@ def test_a_column_that_is_used_and_there_twice_is_named(header: str, tmp_path: P
         list_images(SourceConfig(uri=str(tmp_path / "t.csv"), kind="table"))
 
 
+@pytest.mark.parametrize("header", ["uri,Label,LABEL", "uri,Label ,LABEL", "URI,Uri,label"])
+def test_columns_that_differ_only_in_case_are_named(header: str, tmp_path: Path):
+    (tmp_path / "t.csv").write_text(f"{header}\na,b,c\n")
+    source = SourceConfig(uri=str(tmp_path / "t.csv"), kind="table")
+    with pytest.raises(UsageError, match="the columns '.*', '.*' differ only in case or spaces") as caught:
+        list_images(source)
+    assert "_field to one" in caught.value.fix
+
+
+def test_one_of_two_columns_may_be_chosen_as_it_is_written(tmp_path: Path):
+    (tmp_path / "t.csv").write_text("uri,Label,LABEL\na.jpg,b,c\n")
+    source = SourceConfig(uri=str(tmp_path / "t.csv"), kind="table", label_field="LABEL")
+    assert list_images(source).class_names == ("c",)
+
+
+def test_an_extra_column_that_is_there_twice_is_named(tmp_path: Path):
+    (tmp_path / "t.csv").write_text("uri,label,note,note\na.jpg,b,c,d\n")
+    source = SourceConfig(uri=str(tmp_path / "t.csv"), kind="table", extra_columns=("note",))
+    with pytest.raises(UsageError, match="the column 'note' is there 2 times"):
+        list_images(source)
+
+
 def test_a_name_that_is_twice_in_an_object_of_json_refuses_its_line(tmp_path: Path):
     (tmp_path / "t.jsonl").write_text('{"uri": "a.jpg", "label": 1, "label": 2}\n{"uri": "b.jpg", "label": 1}\n')
     listing = list_images(SourceConfig(uri=str(tmp_path / "t.jsonl"), kind="table"))
