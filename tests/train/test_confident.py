@@ -157,3 +157,11 @@ def test_numbers_without_error_may_differ_by_rounding_alone():
     check_figures(rounded, exact, TrainConfig(), rounding=10.0)
     with pytest.raises(IntegrityError, match=r"loss 4\.0000 and mean absolute error 1\.5000"):
         check_figures(rounded, exact, TrainConfig(), rounding=1.0)
+
+
+def test_a_sigmoid_that_rounds_to_1_costs_no_more_than_the_number_before_it():
+    """Kernels of two builds differ in the last bit of a float32, and 1 less nothing has no logarithm."""
+    one, before_one, small = np.float32(1), np.nextafter(np.float32(1), np.float32(0)), np.float32(1e-30)
+    of_one, of_before, of_small = scores_of("multi_label", np.array([[one, before_one, small]]), False)[0]
+    assert of_one == of_before == pytest.approx(24 * np.log(2), abs=1e-6)
+    assert of_small == pytest.approx(-30 * np.log(10), rel=1e-6), "a float32 near 0 is exact"

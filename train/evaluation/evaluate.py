@@ -24,6 +24,9 @@ from train.values import CONFUSION, Confusion, Evaluation, to_json
 # (backends/keras/losses.py) to bound its gradient; none is taken here, and errors made with confidence should differ.
 SMALLEST_PROBABILITY = float(np.finfo(np.float32).tiny)
 SMALLEST_LOG_PROBABILITY = float(np.log(SMALLEST_PROBABILITY))
+# The float32 before 1. Of a sigmoid that rounds to 1 nothing is left to say how sure it was; and another kernel may
+# give the number before it, which must not be worth five times less.
+LARGEST_PROBABILITY = float(np.nextafter(np.float32(1), np.float32(0)))
 
 Outputs = Callable[[np.ndarray], np.ndarray]
 """images_NHWC uint8 -> outputs_NK float32."""
@@ -42,7 +45,8 @@ def scores_of(kind: LabelKind, outputs_NK: np.ndarray, are_logits: bool) -> np.n
     if kind == "class":
         return _log_softmax(outputs_NK) if are_logits else _log(outputs_NK)
     if kind == "multi_label" and not are_logits:
-        return _log(outputs_NK) - _log(1.0 - outputs_NK)
+        outputs_NK = np.minimum(outputs_NK, LARGEST_PROBABILITY)
+        return _log(outputs_NK) - np.log1p(-outputs_NK)
     return outputs_NK
 
 
