@@ -40,7 +40,7 @@ def measured(num_chunks: int) -> str:
     started = time.perf_counter()
     plan = plan_epoch(PlanSpec("layout", "train", 0, 1024, 64, 4), chunk_rows, 3)
     seconds, peak_mb = time.perf_counter() - started, _peak_mb()
-    digest = hashlib.sha256(plan.chunk_order).hexdigest()[:16]
+    digest = hashlib.sha256(plan.chunk_order.astype(np.int64)).hexdigest()[:16]
     memory = f"{peak_mb:,.0f} | {before_mb:,.0f}"
     return f"| {num_chunks:,} | {_NUM_ROWS // num_chunks:,} | {seconds:.2f} | {memory} | `{digest}` |"
 

@@ -143,7 +143,7 @@ class EpochPlan:
         return Window(
             start=window_start - start,
             chunk_numbers=frozenset(self.chunk_order[first:last].tolist()),
-            chunks_N=self.chunk_order[places_N],
+            chunks_N=self.chunk_order[places_N].astype(np.int64),
             rows_N=virtual_N - self.chunk_starts[places_N],
         )
 
@@ -154,15 +154,22 @@ class EpochPlan:
 def plan_epoch(spec: PlanSpec, chunk_rows: np.ndarray, epoch: int) -> EpochPlan:
     """The order of one epoch over a split whose chunk c has `chunk_rows[c]` rows (each at least 1)."""
     num_chunks = len(chunk_rows)
+    # In place, in blocks, and in 32 bits if they are enough: of 2 * 10^7 chunks each array of 64 bits is 160 MB, and
+    # NumPy turns indices into 64 bits where they are used.
+    dtype = np.int32 if num_chunks < 1 << 31 else np.int64
     if spec.shuffle:
-        order = permutation(num_chunks, _CHUNK_ORDER, spec.seed, epoch)
+        order = permutation(num_chunks, _CHUNK_ORDER, spec.seed, epoch).astype(dtype)
     else:
-        order = np.arange(num_chunks)
-    # In place: of 2 * 10^7 chunks each array is 160 MB.
+        order = np.arange(num_chunks, dtype=dtype)
     starts = np.zeros(num_chunks + 1, dtype=np.int64)
-    np.take(np.asarray(chunk_rows, dtype=np.int64), order, out=starts[1:], mode="clip")
+    for first in range(0, num_chunks, _BLOCK_CHUNKS):
+        block = order[first : first + _BLOCK_CHUNKS]
+        starts[first + 1 : first + 1 + len(block)] = chunk_rows[block]
     np.cumsum(starts[1:], out=starts[1:])
     return EpochPlan(spec, epoch, order, starts)
+
+
+_BLOCK_CHUNKS = 1 << 20
 
 
 USUAL_STREAMS = 8
