@@ -8,11 +8,17 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import jsonschema
 import pytest
 
+from pipeline.config import load_pipeline
+from pipeline.output.progress import RunProgress
+from pipeline.run import _try_build
+from pipeline.running import Run
+from shardmill.formats.rows import RowSchema
 from shardmill.jobs.run_files import StageRecord
 from shardmill.jobs.run_record import RunRecord, recording
 from tests.pipeline.command import BIN, ENVIRONMENT, SUMMARY_SCHEMA, last_line, shardmill
@@ -229,3 +235,14 @@ def test_what_a_stage_calls_aside_counts_in_no_stage(tmp_path: Path):
         record.stage("verify", lambda: time.sleep(0.2), lambda _: StageRecord(stage="verify"))
     etl, verify = record.ended
     assert 0 <= etl.seconds < 0.4 and verify.seconds >= 0.2
+
+
+def test_the_model_is_tried_in_no_time_of_the_etl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pipeline.run.try_build", lambda *_: time.sleep(0.5))
+    (tmp_path / "images").mkdir()
+    record = RunRecord(str(tmp_path), "r")
+    with recording(record), RunProgress(record, num_epochs=1) as progress:
+        run = Run(load_pipeline(str(tmp_path / "images"), (), str(tmp_path)), record, progress)
+        tried = partial(_try_build, run, RowSchema("png", (16, 16, 3), ("cat", "dog")))
+        record.stage("etl", tried, lambda _: StageRecord(stage="etl"))
+    assert record.ended[0].seconds < 0.4
