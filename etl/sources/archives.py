@@ -13,7 +13,7 @@ from etl.sources.extra import ExtraColumns
 from etl.sources.file_splits import FileSplits, splits_of, with_warnings
 from etl.sources.folder_labels import FolderRule, with_folder_labels
 from etl.sources.listed import ListingBatch, batches_of, listed_table
-from etl.sources.member_signs import MemberSigns, with_listed_signs
+from etl.sources.member_signs import MemberSigns, with_found, with_listed_signs
 from etl.sources.names import is_utf8
 from etl.sources.packing import reading
 from etl.sources.stored_file import open_file
@@ -28,6 +28,11 @@ BLOCK_IMAGES = 64
 _PEEKED_MEMBERS = 1_000
 
 
+def _head_of(file: BinaryIO, member: ArchiveMember, num_bytes: int) -> bytes:
+    file.seek(member.start)
+    return file.read(min(num_bytes, member.size_bytes))
+
+
 @dataclass(frozen=True, slots=True)
 class ArchiveFormat:
     """How the archives of one kind are listed; each function raises IntegrityError for damage."""
@@ -40,6 +45,8 @@ class ArchiveFormat:
     """What remains to be checked behind the last member."""
     packed_block_images: int = BLOCK_IMAGES
     """Images in a block of an archive that is compressed as a whole."""
+    head: Callable[[BinaryIO, ArchiveMember, int], bytes] = _head_of
+    """The first so many bytes of a member, asked for while the listing stands at it; empty if they cannot be read."""
 
 
 class Archives:
@@ -64,15 +71,17 @@ class Archives:
         takes_folders = folders.takes_labels and layout.label_field == FOLDER_LABELS
         # Labels that are no classes come as a column.
         takes_none = layout.label_field in ("", FOLDER_LABELS) and self._extra.target is None
-        signs = MemberSigns(looks_at_folders=not layout.label_field) if folders.takes_labels and takes_none else None
+        signs = (
+            MemberSigns(self._format.head, looks_at_folders=not layout.label_field)
+            if folders.takes_labels and takes_none
+            else None
+        )
         splits = splits_of(archive.path for archive in found.containers)
         batches = batches_of(self._entries(found.containers, layout, signs, splits), lambda: self._extra.types)
         if signs is not None:
-            batches = with_listed_signs(batches)
+            batches = with_found(with_listed_signs(batches), lambda: signs.found)
         batches = with_folder_labels(batches, replace(folders, takes_labels=takes_folders))
         yield from with_warnings(batches, splits.look_alikes)
-        if signs is not None:
-            yield ListingBatch(listed_table([]), label_signs=signs.found)
 
     def _entries(
         self, archives: Sequence[StoredFile], layout: TarLayout, signs: MemberSigns | None, splits: FileSplits

@@ -62,7 +62,7 @@ def with_folder_labels(batches: Iterable[ListingBatch], rule: FolderRule) -> Ite
         folders.settle()
         return folders.labelled
 
-    yield from in_two_passes(batches, folders.look, settle)
+    yield from in_two_passes(folders.noting_signs(batches), folders.look, settle)
     yield ListingBatch(listed_table([]), warnings=tuple(folders.warnings()))
 
 
@@ -111,6 +111,14 @@ class _Folders:
     deeper: str | None = None
     """The first key of those below their class folder, so that it does not depend on the order of the walk."""
     num_deeper: int = 0
+    has_signs: bool = False
+    """Whether something beside the images seems to hold their labels."""
+
+    def noting_signs(self, batches: Iterable[ListingBatch]) -> Iterator[ListingBatch]:
+        """The same batches."""
+        for batch in batches:
+            self.has_signs |= bool(batch.label_signs)
+            yield batch
 
     def look(self, images: pa.Table) -> None:
         """Take in the folders of some images."""
@@ -124,6 +132,13 @@ class _Folders:
         folders = [path.split("/") for path in self.paths if path]
         split = self._split_level(folders, has_flat="" in self.paths)
         self.place = _Place(split, self._label_level(folders, split))
+        # `images/` beside `train.csv` is no class, unless the config says so.
+        if self.has_signs and not self.rule.label_level and len(self._class_names()) == 1:
+            self.place = _Place(split, None)
+
+    def _class_names(self) -> set[str]:
+        judged = (self.place.judge(path.split("/") if path else []) for path in self.paths)
+        return {folder.label for folder in judged if folder.label is not None}
 
     def _split_level(self, folders: list[list[str]], *, has_flat: bool) -> int | None:
         levels = _levels(folders)

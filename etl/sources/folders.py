@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from etl.sources.files import FileReader
 from etl.sources.folder_labels import FolderRule, with_folder_labels
 from etl.sources.listed import ListingBatch, batches_of
-from etl.sources.member_signs import with_listed_signs
+from etl.sources.member_signs import with_listed_signs, with_table_signs
 from etl.sources.names import hidden_folder_of, is_image_name, is_utf8, unread_archive
 from shardmill.errors import NoSuchRoot, StorageError, UsageError
 from shardmill.stores import open_store
@@ -39,7 +39,9 @@ class FolderSource:
     def list(self) -> Iterator[ListingBatch]:
         """Raises UsageError if there is no folder, or more than one level that may name the classes."""
         rule, batches = FolderRule.of(self._config, is_innermost=False), batches_of(self._found())
-        return with_folder_labels(with_listed_signs(batches) if rule.takes_labels else batches, rule)
+        if rule.takes_labels:
+            batches = with_table_signs(with_listed_signs(batches), open_store(self.uri))
+        return with_folder_labels(batches, rule)
 
     def _found(self) -> Iterator[SourceImage | Rejection]:
         walk = _walk_store(self.uri)

@@ -24,20 +24,42 @@ _LABEL_WORDS = frozenset(
         *("target", "targets", "annotation", "annotations", "species", "breed", "diagnosis"),
     }
 )
+# Of columns that repeat as classes do and are none.
+_MEASURES = frozenset(
+    {
+        *("width", "height", "size", "bytes", "channels", "dpi", "format", "license", "licence"),
+        *("date", "year", "time", "timestamp", "fold", "split", "subset"),
+    }
+)
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _NUM_NAMED = 4
 _MIN_ROWS = 4
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_FRACTION = re.compile(r"[-+]?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 # A class's column: how a cell says whether the image has the class.
 _FLAGS = {"0": False, "1": True, "-1": False, "true": True, "false": False}
 
 
 def names_labels(name: str) -> bool:
     """Whether a column, member or field is named as labels are: `Labels`, `class_id`, `fineLabel`, `lable`."""
-    words = [word.lower() for word in _WORDS.findall(name)]
-    return bool(_LABEL_WORDS.intersection(words)) or bool(
+    return has_word(name, _LABEL_WORDS) or bool(
         difflib.get_close_matches(name.strip().lower(), ("label", "labels"), n=1, cutoff=0.75)
     )
+
+
+def has_word(name: str, words: Collection[str]) -> bool:
+    """Whether one of the words is in a name: `id` in `imageId` and `image_id`."""
+    return any(word.lower() in words for word in _WORDS.findall(name))
+
+
+def is_measure(name: str) -> bool:
+    """Whether a column is named as facts of files are that no one classifies by: `width`, `file_size`."""
+    return any(word.lower() in _MEASURES for word in _WORDS.findall(name)[-1:])
+
+
+def has_fractions(values: Iterable[str]) -> bool:
+    """Whether one of the texts is a number that is not written as a whole one."""
+    return any(map(_FRACTION.fullmatch, values))
 
 
 def named_signs(names: Iterable[str], where: str) -> Iterator[str]:
@@ -66,7 +88,7 @@ def _names_in(field: pa.Field, schema: pa.Schema) -> Iterator[str]:
 
 
 def _value_signs(rows: pa.Table, where: str) -> Iterator[str]:
-    """A phrase for columns of 0 and 1, one for each class, or for one column of few values."""
+    """A phrase for columns of 0 and 1, one for each class, or for columns of few values, each of which may be it."""
     if rows.num_rows < _MIN_ROWS:
         return
     flags = [name for name, column in zip(rows.column_names, rows.columns, strict=True) if _is_flag(column)]
@@ -78,8 +100,16 @@ def _value_signs(rows: pa.Table, where: str) -> Iterator[str]:
             f"{printable(where)} has a column of 0 and 1 for each class ({named}); write them as one column of names, "
             "with | between several"
         )
-    elif rows.num_columns == 1 and _repeats(rows.column(0)):
-        yield f"{printable(where)} has {printable(rows.column_names[0])!r}, whose values repeat as classes do"
+        return
+    is_alone = rows.num_columns == 1
+    repeating = [
+        repr(printable(name))
+        for name, column in zip(rows.column_names, rows.columns, strict=True)
+        if _repeats(column, may_be_numbers=is_alone) and (is_alone or not is_measure(name))
+    ]
+    if repeating:
+        named = ", ".join(repeating[:_NUM_NAMED]) + (", ..." if len(repeating) > _NUM_NAMED else "")
+        yield f"{printable(where)} has {named}, whose values repeat as classes do"
 
 
 def _is_flag(column: pa.ChunkedArray) -> bool:
@@ -96,10 +126,11 @@ def _is_one_of(flags: pa.Table) -> bool:
     return bool(pc.all(pc.equal(total, 1)).as_py())
 
 
-def _repeats(column: pa.ChunkedArray) -> bool:
+def _repeats(column: pa.ChunkedArray, *, may_be_numbers: bool) -> bool:
     values = {value for value in pc.unique(_texts(column)).to_pylist() if value}
-    # Days repeat, too.
-    return 1 < len(values) <= len(column) // 2 and not all(map(_DATE.match, values))
+    # Days and weights repeat, too.
+    is_other = all(map(_DATE.match, values)) or (not may_be_numbers and has_fractions(values))
+    return 1 < len(values) <= len(column) // 2 and not is_other
 
 
 def _texts(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import TracebackType
 
@@ -47,12 +47,12 @@ def in_two_passes(
     `look` is given every table of images; what `settle` returns then makes the final batch of each.
     """
     num_found_ahead = 0
-    # Of the last batch, because a type may be known only then.
-    extra_types: Mapping[str, str] = {}
+    # Of all batches, because a type may be known only then.
+    extra_types: dict[str, str] = {}
     with Spool() as spool:
         for batch in batches:
             look(batch.images)
-            extra_types = batch.extra_types
+            extra_types |= batch.extra_types
             spool.write(batch.images)
             num_found_ahead += batch.images.num_rows
             yield replace(batch, images=batch.images.slice(0, 0), num_found_ahead=num_found_ahead)

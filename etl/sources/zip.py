@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO
 
 from etl.sources.archives import ArchiveFormat, Archives
@@ -11,17 +12,32 @@ from etl.sources.extra import ExtraColumns
 from etl.sources.folder_labels import FolderRule
 from etl.sources.listed import ListingBatch
 from etl.sources.names import ZIP_SUFFIXES
+from etl.sources.tar import ArchiveMember
 from etl.sources.tar_samples import FOLDER_LABELS, TarLayout
 from etl.sources.zip_data import read_zip_member
 from etl.sources.zip_members import zip_members
-from shardmill.errors import UsageError
+from shardmill.errors import IntegrityError, UsageError
 
 if TYPE_CHECKING:
     from etl.config import SourceConfig
 
+_MAX_TEXT_BYTES = 8 << 20
+
+
+def _head_of(file: BinaryIO, member: ArchiveMember, num_bytes: int) -> bytes:
+    """Empty for a large member, which would be unpacked whole, and for one that is damaged."""
+    if member.size_bytes > _MAX_TEXT_BYTES:
+        return b""
+    with suppress(IntegrityError):
+        return read_zip_member(file, member.start, member.size_bytes)[:num_bytes]
+    return b""
+
+
 # Its members are packed one by one, so the file itself is what is read.
 _ZIP = ArchiveFormat(
-    unpack=lambda stream: stream, members=lambda file, archive, is_packed: zip_members(file, archive.size_bytes)
+    unpack=lambda stream: stream,
+    members=lambda file, archive, is_packed: zip_members(file, archive.size_bytes),
+    head=_head_of,
 )
 
 

@@ -188,7 +188,7 @@ def test_a_changed_value_alone_changes_its_row_and_no_other(tmp_path: Path, writ
 
 
 def test_another_type_of_the_same_values_is_another_dataset(tmp_path: Path):
-    source = as_csv(tmp_path, ROWS)
+    source = as_csv(tmp_path, ROWS).model_copy(update={"label_kind": "none"})
     first = build(source.model_copy(update={"extra_columns": ("age:int64",)}), tmp_path / "dataset").manifest
     second = build(source.model_copy(update={"extra_columns": ("age:float64",)}), tmp_path / "dataset").manifest
     without = build(source.model_copy(update={"extra_columns": ()}), tmp_path / "dataset").manifest

@@ -115,9 +115,9 @@ def test_an_object_store_can_hold_names_that_are_no_class(label: str, s3_server:
     "name", [".DS_Store", "Thumbs.db", "._1.jpg", "desktop.ini", "notes.txt", "movie.mp4", "labels.csv", "x.json"]
 )
 def test_litter_is_counted_as_what_it_is(tmp_path: Path, name: str):
-    make_tree(tmp_path, "cat/1.jpg", f"cat/{name}")
+    make_tree(tmp_path, "cat/1.jpg", "dog/2.jpg", f"cat/{name}")
     listing = listed(tmp_path)
-    assert reasons(listing) == {f"cat/{name}": "not_an_image_name"} and listing.num_listed == 2
+    assert reasons(listing) == {f"cat/{name}": "not_an_image_name"} and listing.num_listed == 3
 
 
 def test_names_that_spark_would_skip_or_break_are_listed_as_they_are(tmp_path: Path):

@@ -66,6 +66,12 @@ def test_a_list_of_labels_beside_flat_images_is_not_lost(kind: Kind, name: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["labels/1.txt", "Annotations/1.xml", "labels/train/1.json"])
+def test_a_folder_of_labels_beside_a_folder_of_images_is_not_lost(kind: Kind, name: str, tmp_path: Path):
+    refuses(source_of(kind, tmp_path, "images/1.png", "images/2.png", name), name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["readme.txt", "sizes.csv", "log.json"])
 def test_other_files_beside_flat_images_end_nothing(kind: Kind, name: str, tmp_path: Path):
     assert found(list_images(source_of(kind, tmp_path, "1.png", "2.png", name))) == {(None, None): 2}

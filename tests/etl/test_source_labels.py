@@ -25,6 +25,10 @@ COLUMNS = {
     "another name": {"fine_label": [0, 1] * 3, "size": [1, 2, 3, 4, 5, 6]},
     "in two words": {"imageClass": ["cat", "dog"] * 3, "size": [1, 2, 3, 4, 5, 6]},
     "the only other column": {"kind": ["cat", "dog"] * 3},
+    "one of several columns": {"emotion": ["glad", "sad"] * 3, "age": [3, 4, 5, 6, 7, 8]},
+    "beside a fold": {"level": [0, 1, 2] * 2, "fold": [1, 2] * 3},
+    "in one letter": {"y": [0, 1] * 3, "w": [0.5, 1.5] * 3},
+    "one_hot with images of none": {"cat": [1, 0, 0] * 2, "dog": [0, 1, 0] * 2, "age": [1, 2, 3, 4, 5, 6]},
 }
 
 
@@ -60,6 +64,7 @@ def test_labels_that_no_column_gives_end_the_build_unless_none_are_asked_for(cas
 @pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet", "images.parquet"])
 def test_columns_that_are_no_labels_make_a_dataset_without_labels_as_before(name: str, tmp_path: Path):
     columns = {"caption": [f"text {row}" for row in range(6)], "width": [64, 32] * 3, "ok": [1] * 6}
+    columns |= {"file_size": [9, 8] * 3, "fold": [1, 2] * 3, "score": [0.5, 0.25] * 3, "taken": ["2026-01-02"] * 6}
     listing = list_images(write(tmp_path / name, columns))
     assert (listing.num_images, listing.class_names, listing.warnings) == (6, (), ())
 
