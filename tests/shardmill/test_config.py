@@ -48,7 +48,7 @@ from train.tree import TrainTree
         (EtlTree, "etl.formats=[]", r"etl\.formats = \[\]; expected a non-empty list of different formats"),
         (EtlTree, "etl.split_fractions.train=0.5", r"expected fractions that add up to 1, and these add up to 0\.7"),
         (EtlTree, "etl", r"--set 'etl'; expected SECTION\.NAME=VALUE"),
-        (EtlTree, "etl.units.image_size.x=1", r"config key etl\.image_size"),
+        (EtlTree, "etl.image_size.x=1", r"config key etl\.image_size"),
     ],
 )
 def test_a_mistake_is_answered_with_what_was_meant(tree: type, override: str, message: str):
