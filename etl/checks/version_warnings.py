@@ -63,6 +63,11 @@ def lost_by_decoding(by_note: Mapping[str, int]) -> Iterator[str]:
         yield f"{num_cut} accepted TIFF images have more bands than their colours; the others were left out"
     if num_previews := by_note.get("preview_only", 0):
         yield f"{num_previews} accepted TIFF images are previews, by their own account, of photos that are not there"
+    if num_small := by_note.get("larger_page_behind", 0):
+        yield (
+            f"{num_small} accepted TIFF images have a larger page of the same shape behind the one that was taken: if "
+            "the first page is only a preview, save the larger one as a file of its own"
+        )
 
 
 def _enlarged(manifest: Manifest) -> Iterator[str]:

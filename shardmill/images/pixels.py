@@ -23,6 +23,7 @@ FLATTENED_NOTE = "alpha_flattened"
 LOW_RANGE_NOTE = "low_range_16_bit"
 EXTRA_BANDS_NOTE = "extra_bands_dropped"
 PREVIEW_NOTE = "preview_only"
+LARGER_BEHIND_NOTE = "larger_page_behind"
 CMYK_NOTE = "cmyk_converted"
 TRAILING_NOTE = "trailing_bytes"
 

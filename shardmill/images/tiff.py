@@ -20,6 +20,7 @@ from shardmill.images.icc import cmyk_to_srgb, to_srgb
 from shardmill.images.pillow import decode_plain_gray
 from shardmill.images.pixels import (
     EXTRA_BANDS_NOTE,
+    LARGER_BEHIND_NOTE,
     PREVIEW_NOTE,
     DecodedImage,
     Refused,
@@ -85,6 +86,7 @@ def decode_tiff(data: bytes, options: NormalizeOptions) -> DecodedImage:
         raise Refused(refusal.reason, refusal.detail + where) from refusal
     notes = [f"first_frame_of_{photo.num_pages}"] if photo.num_pages > 1 else []
     notes += [PREVIEW_NOTE] if photo.is_preview else []
+    notes += [LARGER_BEHIND_NOTE] if photo.has_larger_behind else []
     return replace(decoded, notes=(*notes, *decoded.notes))
 
 

@@ -36,6 +36,8 @@ class Photo:
     """Of full resolution, in the chain."""
     is_preview: bool
     """The file calls each of its pages a preview."""
+    has_larger_behind: bool
+    """Another page may be the photo of which this one is the preview, though the file does not say so."""
     place: str
     """Where the page is; empty for the first one."""
 
@@ -56,11 +58,13 @@ def choose_page(data: bytes) -> Photo:
     photo = of_chain[0] if of_chain else None
     largest = max(others, key=_num_pixels, default=None)
     if largest is not None and (photo is None or (photo is first and _num_pixels(largest) > _num_pixels(photo))):
-        return Photo(largest, num_pages or 1, is_preview=False, place="a page below the first one")
+        place = "a page below the first one"
+        return Photo(largest, num_pages or 1, is_preview=False, has_larger_behind=False, place=place)
     if photo is None:
-        return Photo(first, len(starts), is_preview=True, place="")
+        return Photo(first, len(starts), is_preview=True, has_larger_behind=False, place="")
     place = "" if photo is first else f"page {1 + pages.index(photo)}"
-    return Photo(photo, num_pages, is_preview=False, place=place)
+    has_larger_behind = any(_may_be_preview(photo, of=page) for page in of_chain[1:])
+    return Photo(photo, num_pages, is_preview=False, has_larger_behind=has_larger_behind, place=place)
 
 
 def _chain(data: bytes, first: Directory) -> list[int]:
@@ -107,6 +111,19 @@ def _is_aside(page: Directory) -> bool:
     """Whether it is a preview, or the mask of another page."""
     is_old_preview = page.small_integer(SUBFILE_TYPE) == OLD_REDUCED
     return bool(page.small_integer(NEW_SUBFILE_TYPE) & (REDUCED | MASK)) or is_old_preview
+
+
+def _may_be_preview(page: Directory, *, of: Directory) -> bool:
+    """At most half as high and wide, and of the same shape: some scale gives both of its sides, to within a pixel.
+
+    Pages of a document may be so too: it is a reason for a warning, and none for another page.
+    """
+    height, width = page.small_integer(HEIGHT), page.small_integer(WIDTH)
+    full_height, full_width = of.small_integer(HEIGHT), of.small_integer(WIDTH)
+    is_half = full_height >= 2 * height > 0 and full_width >= 2 * width > 0
+    may_be_higher = full_width * (height - 1) < full_height * (width + 1)
+    may_be_wider = full_height * (width - 1) < full_width * (height + 1)
+    return is_half and may_be_higher and may_be_wider
 
 
 def _num_pixels(page: Directory) -> int:

@@ -21,6 +21,7 @@ from shardmill.dataset.manifest import Manifest
 from shardmill.jobs.config import DatasetConfig
 from shardmill.jobs.observer import WARNING, FieldValue, SilentObserver
 from tests.shardmill.images.make import png, tiff_of
+from tests.shardmill.images.test_tiff_pages import with_pages
 
 OPEN = EtlConfig(unit_min_images=10, engine="local", num_workers=1)
 
@@ -157,16 +158,20 @@ def test_a_build_ends_with_what_decoding_has_lost(tmp_path: Path) -> None:
         bands = np.random.RandomState(number).randint(0, 256, (32, 32, 5)).astype(np.uint8)
         (folder / f"bands{number}.tif").write_bytes(tiff_of(bands, {338: [0, 0]}))
         (folder / f"preview{number}.tif").write_bytes(tiff_of(bands[:, :, :3], {254: [1]}))
+        pages = [tiff_of(np.full((8, 8, 3), 9 + number, np.uint8)), tiff_of(bands[:, :, :3])]
+        (folder / f"pages{number}.tif").write_bytes(with_pages(pages))
     warned = Warned()
     tree = tree_for(tmp_path / "images", tmp_path / "dataset")
     counts = build_dataset(tree, run_id="a", observer=warned).manifest.counts
     expected = {"low_range_16_bit": 4, "scaled_16_bit": 8, "extra_bands_dropped": 4, "preview_only": 4}
+    expected |= {"first_frame_of_2": 4, "larger_page_behind": 4, "constant": 4}
     assert counts.by_note == dict(sorted(expected.items()))
     said = "\n".join(warned.sentences)
     assert "4 of 8 accepted 16-bit images use at most 14 of their bits, and are dark" in said
     assert "etl.significant_bits" in said
     assert "4 accepted TIFF images have more bands than their colours" in said
     assert "4 accepted TIFF images are previews" in said
+    assert "4 accepted TIFF images have a larger page of the same shape behind the one that was taken" in said
 
 
 def test_images_that_keep_their_own_size_are_not_looked_at(tmp_path: Path) -> None:

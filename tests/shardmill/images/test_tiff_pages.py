@@ -87,6 +87,28 @@ def test_a_file_of_nothing_but_a_preview_says_so() -> None:
     assert (mean_error(decoded.pixels_HWC, PREVIEW), decoded.notes) == (0, ("preview_only",))
 
 
+@pytest.mark.parametrize("size", [(12, 16), (13, 16), (24, 32), (23, 32), (600, 800)])
+@pytest.mark.parametrize("between", [(), ((4, 8),)])
+def test_a_first_page_that_may_be_the_preview_of_a_later_one_is_taken_with_a_note(
+    size: tuple[int, int], between: Sequence[tuple[int, int]]
+) -> None:
+    pages = [page(PREVIEW), *(page(photo(*each)) for each in between), page(photo(*size))]
+    decoded = decode(with_pages(pages))
+    assert mean_error(decoded.pixels_HWC, PREVIEW) == 0
+    assert decoded.notes == (f"first_frame_of_{len(pages)}", "larger_page_behind")
+    behind_a_preview = decode(with_pages([page(PREVIEW[:3, :4], {254: [1]}), *pages]))
+    assert mean_error(behind_a_preview.pixels_HWC, PREVIEW) == 0
+    assert behind_a_preview.notes == decoded.notes
+
+
+@pytest.mark.parametrize("size", [(6, 8), (3, 4), (11, 15), (24, 24), (12, 40), (32, 24)])
+def test_pages_of_a_document_and_of_a_pyramid_are_no_previews_of_each_other(size: tuple[int, int]) -> None:
+    decoded = decode(with_pages([page(PREVIEW), page(photo(*size)), page(PREVIEW)]))
+    assert (mean_error(decoded.pixels_HWC, PREVIEW), decoded.notes) == (0, ("first_frame_of_3",))
+    mask = decode(with_pages([page(PREVIEW), page(photo(), {254: [4]})]))
+    assert (mean_error(mask.pixels_HWC, PREVIEW), mask.notes) == (0, ())
+
+
 @pytest.mark.parametrize(
     ("head", "name"),
     [(b"II*\0\x10\0\0\0CR\2\0", "cr2"), (b"IIU\0", "rw2"), (b"IIRO", "orf"), (b"FUJIFILMCCD-RAW", "raf")],
