@@ -30,6 +30,7 @@ PLAN_VERSION = 1
 
 # Independent draws get a first key of their own.
 _CHUNK_ORDER, _WINDOW_ORDER = 1, 2
+_BLOCK_CHUNKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +168,6 @@ def plan_epoch(spec: PlanSpec, chunk_rows: np.ndarray, epoch: int) -> EpochPlan:
         starts[first + 1 : first + 1 + len(block)] = chunk_rows[block]
     np.cumsum(starts[1:], out=starts[1:])
     return EpochPlan(spec, epoch, order, starts)
-
-
-_BLOCK_CHUNKS = 1 << 20
 
 
 USUAL_STREAMS = 8

@@ -19,7 +19,6 @@ from shardmill.jobs.run_record import RunRecord
 from shardmill.storage import Store, join_uri
 from shardmill.stores import open_store
 from shardmill.values import DatasetPin
-from train.config import TrainConfig
 from train.freezing import never_unfrozen
 from train.initialization.initial import check_initial, pinned
 from train.labels import LabelSpec
@@ -28,10 +27,10 @@ from train.launching.restarts import Restart, launch_until_done
 from train.planning.changes import AS_USUAL, Again, BegunTraining, going_on
 from train.planning.exchange import FirstSteps
 from train.planning.make import plan_training
-from train.planning.memory import Memory, look_at_memory
+from train.planning.memory import look_at_memory
 from train.planning.plan import TrainingPlan
 from train.planning.preflight import WindowMemory, check_ranks, check_trainable, window_memory
-from train.planning.record import PlanRecord, keep_plan, read_plan
+from train.planning.record import keep_plan, read_plan
 from train.planning.trainings import TrainingChoice, choose_training
 from train.planning.trial_build import try_build
 from train.readers import reader_of
@@ -96,13 +95,20 @@ def train_model(
 
     # It resumes as it was begun, and must be trainable in the memory that there is.
     begun = read_plan(models, choice.folders)
-    asked = choice.by_its_rules(tree.train, begun.num_streams if begun else 0)
-    plan = plan_training(asked, tree.spark, dataset, begun)
+    plan = plan_training(choice.by_its_rules(tree.train), tree.spark, dataset, begun)
     plan = plan.with_first_weights(init_from)
     check_trainable(plan.config, dataset, tree.gate)
     windows = window_memory(plan.config, dataset)
     _try_build(plan, tree.spark, choice, models, dataset, observer)
-    plan = plan.with_memory(_look_at_memory(plan.config, dataset, tree.spark, begun, choice, models))
+    memory = look_at_memory(
+        plan.config,
+        dataset,
+        tree.spark,
+        lambda config: window_memory(config, dataset).bytes_per_rank,
+        begun=begun.memory if begun else None,
+        has_begun=choice.has_steps(models),
+    )
+    plan = plan.with_memory(memory)
     choice, plan = going_on(models, choice, plan, dataset, again)
     again.begin(models.uri, choice.training_dir)
     planned(plan)
@@ -140,24 +146,6 @@ def _launched(settled: _Settled, observer: TrainObserver) -> TrainOutcome:
         )
     _check_published(models, choice)
     return TrainOutcome(done.result, models.uri, plan, skipped=False, restarts=done.restarts)
-
-
-def _look_at_memory(
-    config: TrainConfig,
-    dataset: Dataset,
-    spark: SparkConfig,
-    begun: PlanRecord | None,
-    choice: TrainingChoice,
-    models: Store,
-) -> Memory:
-    return look_at_memory(
-        config,
-        dataset,
-        spark,
-        lambda config: window_memory(config, dataset).bytes_per_rank,
-        begun=begun.memory if begun else None,
-        has_begun=choice.has_steps(models),
-    )
 
 
 def _try_build(

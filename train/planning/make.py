@@ -11,6 +11,7 @@ from train.planning.auto import AUTO, resolve
 from train.planning.plan import TrainingPlan
 from train.planning.preflight import check_spread
 from train.planning.record import PlanRecord, record_of
+from train.planning.trainings import check_streams
 
 if TYPE_CHECKING:
     from shardmill.dataset.dataset import Dataset
@@ -27,9 +28,10 @@ def plan_training(
     """Decide what `asked` leaves open, and check that it can run.
 
     Before there is a `dataset`, nothing follows from its size. `begun`: how an earlier attempt was planned. Raises
-    UsageError for what cannot work; nothing is imported that trains.
+    UsageError for what cannot work, and for more ranks than streams of `begun`; nothing is imported that trains.
     """
     if begun and begun.num_streams and not asked.num_streams:
+        check_streams(asked, begun.num_streams)
         plan = resolve(asked.model_copy(update={"num_streams": begun.num_streams}), spark, dataset)
         plan = replace(plan, asked=asked, streams_reason=_AS_BEGUN.format(begun.num_streams))
     else:

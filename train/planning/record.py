@@ -9,7 +9,7 @@ from shardmill.sealed import seal
 from shardmill.section import Section
 from shardmill.storage import Store
 from train.planning.memory_record import MemoryRecord
-from train.planning.plan import TrainingPlan
+from train.planning.plan import Decision, TrainingPlan
 from train.records import read_kept
 from train.strategies.options import MirroredOptions
 
@@ -21,14 +21,6 @@ PLAN = "plan.json"
 FORMER_CHOICE, FORMER_MEMORY = "chosen.json", "memory.json"
 """In which the two halves of a record lie that was written before there was one."""
 _ADVICE = "delete it: what `auto` stands for is then chosen again, and numbers may differ by rounding"
-
-
-class DecisionRecord(Section):
-    """`train.planning.plan.Decision`."""
-
-    name: str
-    value: str
-    reason: str
 
 
 class PlanRecord(Section):
@@ -48,7 +40,7 @@ class PlanRecord(Section):
     spark_master: str
     memory: MemoryRecord | None = None
     """None if it was not measured."""
-    decisions: tuple[DecisionRecord, ...] = ()
+    decisions: tuple[Decision, ...] = ()
     """All of them, for people."""
 
 
@@ -66,9 +58,7 @@ def record_of(plan: TrainingPlan, spark: SparkConfig) -> PlanRecord:
         devices=config.devices,
         spark_master=spark.master,
         memory=plan.memory.record if plan.memory else None,
-        decisions=tuple(
-            DecisionRecord(name=each.name, value=each.value, reason=each.reason) for each in plan.decisions
-        ),
+        decisions=plan.decisions,
     )
 
 

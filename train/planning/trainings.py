@@ -81,30 +81,20 @@ class TrainingChoice:
         return [self.training_dir, *([self.continues.training_dir] if self.continues else [])]
 
     def has_begun(self, store: Store) -> bool:
-        """Whether there is anything to go on from, or a run has asked for it."""
-        is_known = self.result is not None or self.continues is not None or f"/{FRESH}-" in self.training_dir
-        return is_known or next(complete_checkpoints(store, self.training_dir), None) is not None
-
-    def by_its_rules(self, config: TrainConfig, streams_begun_with: int = 0) -> TrainConfig:
-        """`config`, with the recipe and the streams of this training; 0: none was planned yet.
-
-        Raises UsageError for more ranks than streams.
-        """
-        num_streams = self.num_streams or streams_begun_with
-        num_ranks = config.num_workers or len(config.rank_weights)
-        if num_streams and num_ranks > num_streams:
-            other = num_streams_for(config.global_batch_size, num_ranks)
-            raise UsageError(
-                f"{num_ranks} ranks for a training that was begun with train.num_streams = {num_streams}",
-                "each rank owns at least one stream, and a resumed training keeps its streams",
-                f"set train.num_workers = {num_streams} or less; or train from the beginning, with --fresh or with "
-                f"train.num_streams = {other}",
-            )
-        return config.model_copy(update={"recipe_version": self.recipe_version, "num_streams": num_streams})
+        """Whether there is anything to resume, or a run has asked for it."""
+        return self.result is not None or f"/{FRESH}-" in self.training_dir or self.has_steps(store)
 
     def has_steps(self, store: Store) -> bool:
         """Whether there is a checkpoint to resume from: its own, or that of a shorter training."""
         return self.continues is not None or next(complete_checkpoints(store, self.training_dir), None) is not None
+
+    def by_its_rules(self, config: TrainConfig) -> TrainConfig:
+        """`config`, with the recipe of this training, and with its streams if they name it.
+
+        Raises UsageError for more ranks than streams.
+        """
+        check_streams(config, self.num_streams)
+        return config.model_copy(update={"recipe_version": self.recipe_version, "num_streams": self.num_streams})
 
     def report(self, config: TrainConfig, observer: TrainObserver) -> None:
         """Report what a person should know of other trainings before this one starts or is skipped."""
@@ -145,6 +135,19 @@ class TrainingChoice:
         )
 
 
+def check_streams(config: TrainConfig, num_streams: int) -> None:
+    """Raises UsageError if a training that was begun with so many streams has too few for the ranks; 0: any number."""
+    num_ranks = config.num_workers or len(config.rank_weights)
+    if num_streams and num_ranks > num_streams:
+        other = num_streams_for(config.global_batch_size, num_ranks)
+        raise UsageError(
+            f"{num_ranks} ranks for a training that was begun with train.num_streams = {num_streams}",
+            "each rank owns at least one stream, and a resumed training keeps its streams",
+            f"set train.num_workers = {num_streams} or less; or train from the beginning, with --fresh or with "
+            f"train.num_streams = {other}",
+        )
+
+
 def training_id(config: TrainConfig, dataset_uri: str, model_source_sha256: str) -> str:
     """16 hex digits over the dataset's root, the model's source and all settings that decide what a step does."""
     content = json.dumps([dataset_uri, model_source_sha256, settings_that_matter(config)], sort_keys=True)
@@ -175,10 +178,10 @@ def choose_training(store: Store, config: TrainConfig, dataset: DatasetPin, fres
 
 
 def _former_rules(config: TrainConfig) -> list[dict[str, int]]:
-    """By which the same settings named another training.
+    """The rules that earlier versions applied to the same settings.
 
-    Before the number of streams could be left open, a training was named by it: the usual one. Before there were
-    recipes, it was trained by the first one.
+    Before `train.num_streams` could be left open, the training's name contained the usual number. Before there were
+    recipes, a training used the first one.
     """
     streams = {"num_streams": config.num_streams or num_streams_for(config.global_batch_size)}
     found = [] if config.num_streams else [streams]
